@@ -1,0 +1,67 @@
+"""Where a call runs, and how a kernel becomes an op that `torch.compile(fullgraph=True)` traces.
+
+Import `triton` and `tl` from here: without Triton installed they are stand-ins that let the kernel files be imported, and
+`use_triton` sends every call to the plain PyTorch twin.
+"""
+
+import contextlib
+import functools
+import os
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+
+    class _NoTriton:
+        """Lets `@triton.jit` and `tl.constexpr` be read at import; nothing of it is ever called."""
+
+        constexpr = None
+
+        @staticmethod
+        def jit(fn):
+            return fn
+
+    triton, tl = None, _NoTriton
+    jit = _NoTriton.jit
+else:
+    jit = triton.jit
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def use_triton(x: torch.Tensor) -> bool:
+    """True where the Triton kernel runs for `x`: on a GPU, or on CPU under `TRITON_INTERPRET=1`."""
+    return triton is not None and (x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu"))
+
+
+def _device_guard(x: torch.Tensor):
+    """Triton launches on the current device, which under `device_map` need not be the one that holds `x`."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
+
+
+def kernel_op(name: str, mutates_args=()):
+    """Register the decorated function as `torch.ops.liger_triton.<name>`; its first argument is a tensor.
+
+    Traced by `torch.compile`, a call is that one opaque op (give its output shapes with `@fn.register_fake`). Eager calls
+    skip the dispatcher, which costs about as much as the launch itself, and run on the device of the first argument.
+    """
+
+    def decorate(fn):
+        op = torch.library.custom_op(f"liger_triton::{name}", fn, mutates_args=mutates_args)
+
+        @functools.wraps(fn)
+        def call(*args):
+            if torch.compiler.is_compiling():
+                return op(*args)
+            with _device_guard(args[0]):
+                return fn(*args)
+
+        call.register_fake = op.register_fake
+        return call
+
+    return decorate

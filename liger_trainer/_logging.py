@@ -1,0 +1,24 @@
+"""The package's logger: one line of what happened is shown by default (level INFO), as `Trainer` shows its own."""
+
+import functools
+import logging
+import sys
+
+
+class _Logger(logging.LoggerAdapter):
+    @functools.lru_cache(maxsize=None)  # noqa: B019 - one adapter for the life of the process
+    def warning_once(self, message: str) -> None:
+        self.warning(message)
+
+
+def _build() -> _Logger:
+    base = logging.getLogger("liger_trainer")
+    if not base.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[liger_trainer] %(message)s"))
+        base.addHandler(handler)
+        base.setLevel(logging.INFO)
+    return _Logger(base, {})
+
+
+logger = _build()

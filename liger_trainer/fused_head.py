@@ -1,0 +1,283 @@
+"""The fused LM head of a model: its own `forward` runs, and the loss is computed where the logits would have been.
+
+`install_fused_head(model)` binds a forward to the model that answers three kinds of call:
+
+- `model(..., labels=...)`: the model's own loss code meets `DeferredLogits`, so the loss comes from the fused kernel and the
+  output has `logits=None`. In eval mode real logits are returned unless `skip_logits=True` is passed, as in training they are
+  unless `skip_logits=False`.
+- `model(..., labels=..., fused_lm_head=True)`: the contract of TRL's trainers (`trl.trainer.utils.add_fused_lm_head`): per-token
+  `log_probs`, `entropy`, ... of the next-token labels, see `FusedLMOutput`.
+- anything else: the model's own forward, untouched.
+"""
+
+import functools
+import types
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers.utils import ModelOutput
+
+from liger_trainer.deferred import DeferredLogits
+from liger_trainer.lm_head import bind, innermost, unbind, why_not_fusable
+from liger_triton import linear_cross_entropy, linear_logprobs
+
+TOKEN_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+EXTRA_OUTPUTS = ("hidden_states",)
+
+
+@dataclass
+class FusedLMOutput(ModelOutput):
+    """What `model(..., labels=labels, fused_lm_head=True)` returns: the fields of TRL's `FusedCausalLMOutput`, and the hidden states.
+
+    Per-token fields are `(B, S - 1)` for next-token labels `(B, S)`, or `(B, S)` with `shift_labels`; they are zero where the label
+    is -100, fp32 (`is_top1`: bool), and `None` where not asked for.
+
+    Args:
+        loss (`torch.Tensor`): Negative log-likelihood summed over the labels that count and divided by `num_items_in_batch` (their
+            number when not passed), plus the model's weighted MoE auxiliary loss when router logits are requested.
+        log_probs (`torch.Tensor`): Log-probability of each label; with `label_smoothing` e,
+            `(1 - e) * log p(label) + e * mean_v log p(v)`.
+        entropy (`torch.Tensor`): Entropy of the distribution, in nats.
+        log_sum_sq_probs (`torch.Tensor`): `log(sum_v p_v ** 2)`, without gradient.
+        mean_logits (`torch.Tensor`): Mean of the temperature-scaled logits, without gradient.
+        is_top1 (`torch.Tensor`): Whether the label is the most likely token.
+        label_mask (`torch.Tensor`): Whether the label is not -100.
+        aux_loss (`torch.Tensor`, *optional*): MoE load-balancing loss.
+        hidden_states (`torch.Tensor`, *optional*): The head's input `(B, S - 1, H)`, when asked for.
+    """
+
+    loss: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+
+
+@dataclass
+class HeadOptions:
+    """What TRL fixes once per model in `add_fused_lm_head`."""
+
+    temperature: float = 1.0
+    cast_lm_head_to_fp32: bool = False
+    outputs: tuple[str, ...] = ("log_probs",)
+
+
+def install_fused_head(model, options: HeadOptions | None = None) -> str | None:
+    """Bind the fused forward to `model`; again with other `options`, only those change.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model with an LM head.
+        options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`.
+
+    Returns:
+        `str` or `None`: None where the head is fused, else why real logits are built. With a head that cannot be fused (a DoRA on
+        it, say) the same calls are answered from real logits; a model without any head is left alone.
+    """
+    model = base_model_of(model)
+    reason = head_reason(model)
+    if output_head(model) is None:
+        return reason
+    unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS} if options else ()
+    if unknown:
+        raise ValueError(f"outputs has {sorted(unknown)}; known are {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
+    if options is not None or "_liger_head_options" not in model.__dict__:
+        model._liger_head_options = options or HeadOptions()
+    if not has_fused_head(model):
+        previous = model.__dict__.get("forward")
+        if previous is not None:
+            model._liger_previous_forward = previous
+        model.forward = types.MethodType(_fused_forward_of(type(model)), model)
+    if reason is None:
+        bind(innermost(output_head(model)))
+    return reason
+
+
+def has_fused_head(model) -> bool:
+    """Whether `install_fused_head` has been called on `model`."""
+    forward = getattr(base_model_of(model).__dict__.get("forward"), "__func__", None)
+    return getattr(forward, "_liger_fused_head", False)
+
+
+def remove_fused_head(model) -> None:
+    """Undo `install_fused_head`: the `__dict__` of the model and of its head are as before."""
+    model = base_model_of(model)
+    for module in model.modules():
+        unbind(module)
+    if not has_fused_head(model):
+        return
+    previous = model.__dict__.pop("_liger_previous_forward", None)
+    del model._liger_head_options
+    if previous is None:
+        del model.forward
+    else:
+        model.forward = previous
+
+
+def base_model_of(model):
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def output_head(model):
+    """The module that makes the logits of a transformers model, or None."""
+    get_head = getattr(base_model_of(model), "get_output_embeddings", None)
+    return None if get_head is None else get_head()
+
+
+def head_reason(model) -> str | None:
+    """Why `model` cannot have a fused head, or None."""
+    head = output_head(model)
+    if head is None:
+        return f"{type(base_model_of(model)).__name__} has no LM head (get_output_embeddings() is None)"
+    reason = why_not_fusable(innermost(head))
+    return None if reason is None else f"the LM head of {type(base_model_of(model)).__name__} cannot be fused: {reason}"
+
+
+@functools.lru_cache(maxsize=None)
+def _fused_forward_of(model_class):
+    """The forward for one class of model: `functools.wraps` keeps the signature that `Trainer` and `generate` read."""
+
+    @functools.wraps(model_class.forward)
+    def forward(self, *args, fused_lm_head=False, skip_logits=None, label_smoothing=0.0, **kwargs):
+        labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
+        if fused_lm_head:
+            return _token_outputs(self, args, kwargs, label_smoothing)
+        if label_smoothing:
+            return _smoothed(self, args, kwargs, label_smoothing)
+        skip_logits = self.training if skip_logits is None else skip_logits
+        if (labels is None and shift_labels is None) or not skip_logits:
+            return _own_forward(self)(*args, **kwargs)
+        outputs = _captured(self, args, kwargs)
+        if isinstance(outputs, ModelOutput):
+            return type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
+        return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
+
+    forward._liger_fused_head = True
+    forward.__name__ = "forward"
+    return forward
+
+
+def _own_forward(model):
+    previous = model.__dict__.get("_liger_previous_forward")
+    return previous if previous is not None else types.MethodType(type(model).forward, model)
+
+
+def _captured(model, args, kwargs):
+    """The model's own forward with the head returning `DeferredLogits`, where the head of this moment can be fused."""
+    head = innermost(output_head(model))
+    reason = why_not_fusable(head)  # adapters come and go after patching: asked again at every call
+    if reason is not None:
+        _say_unfused(type(model).__name__, reason)
+        return _own_forward(model)(*args, **kwargs)
+    bind(head)
+    head._liger_capturing = True
+    try:
+        return _own_forward(model)(*args, **kwargs)
+    finally:
+        head._liger_capturing = False
+
+
+@functools.lru_cache(maxsize=None)
+def _say_unfused(name: str, reason: str) -> None:
+    from liger_trainer._logging import logger
+
+    logger.warning(f"The LM head of {name} is not fused: {reason}. Full logits are built; the numbers are right.")
+
+
+def _logits_and_targets(model, args, kwargs):
+    """Run the backbone without labels; returns the outputs, the (deferred) logits and the label of each of their rows."""
+    labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+    if labels is None and shift_labels is None:
+        raise ValueError("labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing.")
+    outputs = _captured(model, args, kwargs)
+    logits = outputs.logits
+    if shift_labels is None:
+        return outputs, logits[:, :-1], labels[:, 1:]
+    return outputs, logits, shift_labels
+
+
+def _token_outputs(model, args, kwargs, label_smoothing) -> FusedLMOutput:
+    options = model._liger_head_options
+    wanted = kwargs.pop("token_outputs", options.outputs)
+    uniform_grad = kwargs.pop("uniform_grad", False)
+    num_items = kwargs.pop("num_items_in_batch", None)
+    outputs, logits, target = _logits_and_targets(model, args, kwargs)
+    scoring = {"temperature": options.temperature, "label_smoothing": label_smoothing}
+    per_token = [name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"]
+    if isinstance(logits, DeferredLogits) and not logits.is_materialized:
+        scores = logits.fused(
+            _fp32_logprobs if options.cast_lm_head_to_fp32 else linear_logprobs,
+            target,
+            outputs=tuple(per_token),
+            uniform_grad=uniform_grad,
+            **scoring,
+        )
+        scores = dict(zip(TOKEN_OUTPUTS, scores, strict=True))
+    else:
+        scores = _scores_of_logits(logits.materialize() if isinstance(logits, DeferredLogits) else logits, target, **scoring)
+    target = target.to(scores["log_probs"].device)
+    mask = target != -100
+    count = mask.sum().clamp(min=1) if num_items is None else num_items
+    loss = -scores["log_probs"].sum() / count
+    aux_loss = outputs.get("aux_loss")
+    if aux_loss is not None:
+        loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+    hidden = None
+    if "hidden_states" in wanted:
+        if not isinstance(logits, DeferredLogits):
+            raise ValueError(f"token_outputs has 'hidden_states', but {head_reason(model)}.")
+        hidden = logits.hidden
+    scores = {name: value if name in per_token else None for name, value in scores.items()}
+    return FusedLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, hidden_states=hidden, **scores)
+
+
+def _smoothed(model, args, kwargs, label_smoothing):
+    """`transformers.trainer_pt_utils.LabelSmoother` on the next-token labels: no auxiliary loss in it, as in the stock trainer."""
+    num_items = kwargs.pop("num_items_in_batch", None)
+    _, logits, target = _logits_and_targets(model, args, kwargs)
+    if isinstance(logits, DeferredLogits) and not logits.is_materialized:
+        total = logits.fused(linear_cross_entropy, target, reduction="sum", label_smoothing=label_smoothing)
+    else:
+        logits = logits.materialize() if isinstance(logits, DeferredLogits) else logits
+        total = F.cross_entropy(
+            logits.float().flatten(0, -2), target.flatten(), reduction="sum", label_smoothing=label_smoothing
+        )
+    count = (target != -100).sum().clamp(min=1) if num_items is None else num_items
+    return ModelOutput(loss=total / torch.as_tensor(count, device=total.device))
+
+
+def _fp32_logprobs(hidden, weight, target, bias=None, lora=None, lora_input=None, **kwargs):
+    """`linear_logprobs` with the projection in fp32 outside autocast (TRL's `cast_lm_head_to_fp32`)."""
+    lora = lora and (lora[0].float(), lora[1].float(), lora[2])
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear_logprobs(
+            hidden.float(),
+            weight.float(),
+            target,
+            None if bias is None else bias.float(),
+            lora=lora,
+            lora_input=None if lora_input is None else lora_input.float(),
+            **kwargs,
+        )
+
+
+def _scores_of_logits(logits, target, *, temperature, label_smoothing) -> dict:
+    """The per-token outputs from real logits `(..., V)`, for a head that cannot be fused."""
+    target = target.to(logits.device)
+    mask = target != -100
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    log_probs = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    detached = log_p.detach()
+    scores = {
+        "log_probs": (1 - label_smoothing) * log_probs + label_smoothing * log_p.mean(-1) if label_smoothing else log_probs,
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "log_sum_sq_probs": torch.logsumexp(2 * detached, -1),
+        "mean_logits": (logits.detach().float() / temperature).mean(-1),
+        "is_top1": detached.argmax(-1) == target,
+    }
+    return {name: value.masked_fill(~mask, 0) for name, value in scores.items()}

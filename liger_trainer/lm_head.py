@@ -1,0 +1,149 @@
+"""The LM head as a module: when it can be fused, where its parameters are, and the forward bound to it.
+
+A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top; its parameters are used only inside calls
+of the modules that own them, so that the gathers of FSDP2 and ZeRO-3 and the hooks of anyone else run as in a normal forward.
+"""
+
+import types
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from liger_trainer.deferred import DeferredLogits
+
+
+class HeadCall:
+    """Second argument of a head's call: `compute(hidden)` is run inside the module call and its result returned."""
+
+    def __init__(self, compute: Callable):
+        self.compute = compute
+
+
+class HeadParameters:
+    """What the fused kernels need of a head, read inside its module call: `weight (V, H)`, `bias (V,)`, `lora`, `lora_input`."""
+
+    def __init__(self, head: nn.Module, hidden: torch.Tensor):
+        base, adapter = _base_and_adapter(head)
+        self.weight, self.bias = base.weight, base.bias
+        self.lora = self.lora_input = None
+        if adapter is not None:
+            dtype = hidden.dtype  # PEFT keeps adapters of a 16-bit model in fp32; the products run in the hidden dtype
+            self.lora = (head.lora_A[adapter].weight.to(dtype), head.lora_B[adapter].weight.to(dtype), head.scaling[adapter])
+            dropout = head.lora_dropout[adapter]
+            self.lora_input = None if isinstance(dropout, nn.Identity) else dropout(hidden)
+
+    def kwargs(self, vocab_size: int) -> dict:
+        """Keyword arguments of the `liger_triton` functions for the first `vocab_size` rows of the head."""
+        lora = self.lora
+        if vocab_size < self.weight.shape[0]:
+            lora = lora and (lora[0], lora[1][:vocab_size], lora[2])
+        bias = None if self.bias is None else self.bias[:vocab_size]
+        return {"weight": self.weight[:vocab_size], "bias": bias, "lora": lora, "lora_input": self.lora_input}
+
+
+def innermost(head: nn.Module) -> nn.Module:
+    """The module that really projects: PEFT's `modules_to_save` wraps the head in one that only chooses a copy."""
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        adapters = head.active_adapters
+        if head.disable_adapters or len(adapters) != 1 or adapters[0] not in head.modules_to_save:
+            return head.original_module
+        return head.modules_to_save[adapters[0]]
+    return head
+
+
+def why_not_fusable(head: nn.Module) -> str | None:
+    """None where the fused kernels compute what `head` computes, else the reason why they do not."""
+    if _is_plain_linear(head):
+        weight = head.weight
+    elif hasattr(head, "lora_A") and hasattr(head, "base_layer"):
+        if not _is_plain_linear(head.base_layer):
+            return f"its LoRA wraps a {type(head.base_layer).__name__}"
+        if not isinstance(head, nn.Module) or type(head).__name__ != "Linear":
+            return f"its adapter layer is a {type(head).__name__}, not a plain LoRA"
+        active = [name for name in head.active_adapters if name in head.lora_A]
+        if not (head.disable_adapters or head.merged):
+            if len(active) > 1:
+                return f"{len(active)} adapters are active on it at once"
+            if any(name in head.lora_variant for name in active):
+                return f"its adapter is a LoRA variant ({type(head.lora_variant[active[0]]).__name__})"
+            if any(head.lora_bias.get(name) for name in active):
+                return "its LoRA has a bias (lora_bias=True)"
+        weight = head.base_layer.weight
+    else:
+        return f"it is a {type(head).__name__}, not a linear layer"
+    if isinstance(weight, DTensor):
+        return "its weight is a DTensor outside of its gather (tensor parallelism)"
+    return None
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _base_and_adapter(head: nn.Module) -> tuple[nn.Linear, str | None]:
+    if _is_plain_linear(head):
+        return head, None
+    active = [name for name in head.active_adapters if name in head.lora_A]
+    off = head.disable_adapters or head.merged or not active
+    return head.base_layer, None if off else active[0]
+
+
+def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
+    """`compute(hidden)`, run inside the calls of all modules that own parameters of `head`."""
+    base, adapter = _base_and_adapter(head)
+    owners = [head] if base is head else [head, base]
+    if adapter is not None:
+        owners += [head.lora_A[adapter], head.lora_B[adapter]]
+    for owner in reversed(owners):
+        bind(owner)
+        compute = _nested(owner, compute)
+    return compute(hidden)
+
+
+def _nested(owner: nn.Module, compute: Callable) -> Callable:
+    return lambda hidden: owner(hidden, HeadCall(compute))
+
+
+def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """The head's own forward inside a call of the module, whether or not a capture is on."""
+    return head(hidden, HeadCall(lambda x: _original_forward(head)(x)))
+
+
+def _original_forward(module: nn.Module) -> Callable:
+    previous = module.__dict__.get("_liger_previous_forward")
+    return previous if previous is not None else types.MethodType(type(module).forward, module)
+
+
+def _captured_forward(self, *args, **kwargs):
+    if len(args) == 2 and isinstance(args[1], HeadCall):
+        return args[1].compute(args[0])
+    if self.__dict__.get("_liger_capturing") and len(args) == 1 and not kwargs:
+        return DeferredLogits(args[0], self, self.out_features)
+    return _original_forward(self)(*args, **kwargs)
+
+
+_captured_forward.__name__ = "forward"  # a bound method is pickled by name: the copy then has its class's own forward
+
+
+def bind(module: nn.Module) -> None:
+    """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures."""
+    current = module.__dict__.get("forward")
+    if getattr(current, "__func__", None) is _captured_forward:
+        return
+    if current is not None:
+        module._liger_previous_forward = current
+    module.forward = types.MethodType(_captured_forward, module)
+
+
+def unbind(module: nn.Module) -> None:
+    """Undo `bind`: the module's `__dict__` is as before."""
+    if getattr(module.__dict__.get("forward"), "__func__", None) is not _captured_forward:
+        return
+    previous = module.__dict__.pop("_liger_previous_forward", None)
+    module.__dict__.pop("_liger_capturing", None)
+    if previous is None:
+        del module.forward
+    else:
+        module.forward = previous

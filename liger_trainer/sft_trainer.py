@@ -1,0 +1,53 @@
+"""`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head behind TRL's own contract, so its losses and metrics stay TRL's."""
+
+import trl.trainer.sft_trainer as trl_sft
+from trl import SFTTrainer
+
+from liger_trainer.trainer import LigerTrainerMixin
+from liger_trainer.trl_seam import our_head_in
+
+
+class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
+    """[`~trl.SFTTrainer`] with the same losses, gradients and metrics, fused kernels, and one forward a step whatever the options.
+
+    Takes the arguments of `SFTTrainer`; `args` is a [`LigerSFTConfig`] (a plain `SFTConfig` counts as `use_liger=True`). Beyond
+    stock: a LoRA on `lm_head` trains, and `label_smoothing_factor` costs neither logits nor a second forward.
+    """
+
+    def __init__(self, model, args=None, **kwargs):
+        self.args = args  # read by _wants before the stock __init__ sets it
+        if self._wants("fused_linear_cross_entropy"):
+            with our_head_in(trl_sft):
+                super().__init__(model, args, **kwargs)
+        else:
+            super().__init__(model, args, **kwargs)
+        self._apply_liger(self.model)
+        self._add_report_callback()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self.head_is_ours or self.compute_loss_func is not None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        own_loss, smoother = self.has_own_loss, self.label_smoother
+        options = {}
+        if own_loss:
+            options["token_outputs"] = ("log_probs", "entropy", "is_top1", *self.token_outputs)
+        elif self.args.loss_type == "nll":
+            # TRL reduces by `-log_probs.sum() / num_tokens`: one upstream gradient for all tokens, so that the fused head may
+            # compute its gradients in the forward pass. It checks the promise and returns NaN where it is broken.
+            options["uniform_grad"] = True
+            if smoother is not None:
+                options["label_smoothing"] = smoother.epsilon
+
+        def scored(**call):
+            if not call.get("fused_lm_head"):
+                return model(**call)
+            outputs = model(**call, **options)
+            if own_loss:
+                outputs.log_probs = -self.token_loss(outputs, inputs)
+            return outputs
+
+        self.label_smoother = None  # smoothing is in log_probs already; stock would build logits in a second forward
+        try:
+            return super().compute_loss(scored, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.label_smoother = smoother

@@ -1,0 +1,159 @@
+"""`LigerTrainer`: `transformers.Trainer` with the model patched at init and the loss computed without logits."""
+
+import os
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from liger_trainer._logging import logger
+from liger_trainer.fused_head import FusedLMOutput, base_model_of, has_fused_head, head_reason, output_head
+from liger_trainer.patching import LigerReport, apply_liger
+
+
+class LigerTrainerMixin:
+    """What every Liger trainer shares: patching at init, and the hook for a loss of one's own.
+
+    A subclass changes the loss by overriding `token_loss`, which sees per-token quantities and never logits; the sum over tokens,
+    the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the stock trainer's:
+
+    ```python
+    class FocalTrainer(LigerSFTTrainer):
+        def token_loss(self, outputs, inputs):
+            p = outputs.log_probs.detach().exp()
+            return -((1 - p) ** 2) * outputs.log_probs
+    ```
+
+    Attributes:
+        token_outputs (`tuple[str, ...]`): What `token_loss` needs of `FusedLMOutput` beside `log_probs` and `label_mask`: any of
+            `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`.
+        liger_report (`LigerReport` or `None`): What was patched; `None` under `use_liger=False`.
+    """
+
+    token_outputs: tuple[str, ...] = ()
+    liger_report: LigerReport | None = None
+
+    def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
+        """Loss of each label; the trainer sums it and divides by the number of labels that count.
+
+        Args:
+            outputs (`FusedLMOutput`): Per-token fields, each (B, S - 1), fp32, for the labels `inputs["labels"][:, 1:]`
+                ((B, S) for `inputs["shift_labels"]` where the batch has them); zero where `outputs.label_mask` is False.
+            inputs (`dict`): The batch as given to the model.
+
+        Returns:
+            `torch.Tensor`: (B, S - 1). Must be zero where `label_mask` is False.
+        """
+        return -outputs.log_probs
+
+    @property
+    def has_own_loss(self) -> bool:
+        return type(self).token_loss is not LigerTrainerMixin.token_loss
+
+    @property
+    def head_is_ours(self) -> bool:
+        return self.liger_report is not None and has_fused_head(self.model)
+
+    def _wants(self, part: str) -> bool:
+        return bool(getattr(self.args, "use_liger", True) and (getattr(self.args, "liger_config", None) or {}).get(part, True))
+
+    def _apply_liger(self, model) -> None:
+        """Patch `model` as `args` say, and refuse what would leave the user's own loss unused."""
+        if not getattr(self.args, "use_liger", True):
+            if self.has_own_loss:
+                raise ValueError(f"{type(self).__name__} overrides token_loss, which needs use_liger=True; got use_liger=False.")
+            return
+        if self._wants("fused_linear_cross_entropy") and output_head(model) is None:
+            raise ValueError(
+                f"use_liger=True swaps the loss for a fused LM head, but {head_reason(model)}. For such a model set "
+                'liger_config={"fused_linear_cross_entropy": false}, or use_liger=False.'
+            )
+        if self.has_own_loss and not self._wants("fused_linear_cross_entropy"):
+            raise ValueError(
+                f"{type(self).__name__} overrides token_loss, which needs the fused LM head, but liger_config has "
+                "fused_linear_cross_entropy: false. Remove that entry."
+            )
+        self.liger_report = apply_liger(model, getattr(self.args, "liger_config", None))
+        logger.info(self.liger_report.one_line())
+
+    def _add_report_callback(self) -> None:
+        if self.liger_report is not None:
+            self.add_callback(_ReportCallback(self))
+
+
+class _ReportCallback(TrainerCallback):
+    """Writes `liger_report.json` into `output_dir` when training starts."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and args.output_dir is not None:
+            os.makedirs(args.output_dir, exist_ok=True)
+            self.trainer.liger_report.to_json(os.path.join(args.output_dir, "liger_report.json"))
+
+
+class LigerTrainer(LigerTrainerMixin, Trainer):
+    """[`~transformers.Trainer`] with the same losses, gradients and metrics, fused kernels, and no (B, S, V) logits in training.
+
+    Takes the arguments of `Trainer`; `args` is a [`LigerTrainingArguments`] (a plain `TrainingArguments` counts as
+    `use_liger=True`). Loss-only evaluation builds no logits either; with `compute_metrics` it does, as the metrics ask for them.
+
+    Raises:
+        ValueError: `use_liger=True` with a model that has no LM head, or unknown keys in `liger_config`.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.model_init is None:  # with model_init, call_model_init patches
+            self._apply_liger(self.model)
+        self._add_report_callback()
+
+    def call_model_init(self, trial=None):
+        model = super().call_model_init(trial)
+        self._apply_liger(model)
+        return model
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        wants_logits = return_outputs and not inputs.get("skip_logits", False)
+        if self.has_own_loss:
+            return super().compute_loss(self._own_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch)
+        if self.label_smoother is None or wants_logits or not self._is_causal_lm():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        smoother, self.label_smoother = self.label_smoother, None  # the model keeps its labels and smooths them itself
+        try:
+            inputs = {**inputs, "label_smoothing": smoother.epsilon}
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.label_smoother = smoother
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if self.head_is_ours and prediction_loss_only:
+            inputs = {**inputs, "skip_logits": True}
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _is_causal_lm(self) -> bool:
+        """The test by which the stock trainer decides to shift labels for its `LabelSmoother`."""
+        return type(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def _own_loss_model(self, model, wants_logits: bool):
+        """A stand-in for `model` that returns the loss of `token_loss`; `Trainer.compute_loss` scales it as any model's."""
+
+        def forward(skip_logits=None, num_items_in_batch=None, **inputs):
+            outputs = model(**inputs, fused_lm_head=True, token_outputs=("log_probs", *self.token_outputs))
+            per_token = self.token_loss(outputs, inputs)
+            if per_token.shape != outputs.label_mask.shape:
+                raise ValueError(
+                    f"token_loss returned shape {tuple(per_token.shape)}; expected one loss per label, "
+                    f"{tuple(outputs.label_mask.shape)} (do not reduce: the trainer does)."
+                )
+            count = outputs.label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            result = {"loss": per_token.sum() / torch.as_tensor(count, device=per_token.device)}
+            if wants_logits:
+                labels = ("labels", "shift_labels")
+                result["logits"] = model(**{k: v for k, v in inputs.items() if k not in labels}).logits
+            return result
+
+        return forward

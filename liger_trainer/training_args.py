@@ -1,0 +1,51 @@
+"""The flag: `use_liger` and `liger_config`, added to the argument classes of transformers and TRL."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+from trl import SFTConfig
+
+from liger_trainer.patching import check_config
+
+
+@dataclass
+class LigerArguments:
+    """The fields that every arguments class of this package adds to the stock one."""
+
+    use_liger: bool = field(
+        default=True,
+        metadata={
+            "help": "Patch the model with fused kernels and compute the loss without logits. False: the stock trainer, exactly."
+        },
+    )
+    liger_config: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Switches single parts, all on by default: rms_norm, layer_norm, rope, swiglu, geglu, "
+            'fused_linear_cross_entropy. For example {"rope": false}.'
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.use_liger, bool):
+            raise ValueError(f"use_liger is {self.use_liger!r}; expected true or false.")
+        check_config(self.liger_config)
+        if self.use_liger and self.use_liger_kernel:
+            raise ValueError(
+                "use_liger and use_liger_kernel are both true, and each patches the same modules; remove use_liger_kernel."
+            )
+
+
+@dataclass
+class LigerTrainingArguments(LigerArguments, TrainingArguments):
+    """[`~transformers.TrainingArguments`] with `use_liger` and `liger_config`, for [`LigerTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "liger_config"]
+
+
+@dataclass
+class LigerSFTConfig(LigerArguments, SFTConfig):
+    """[`~trl.SFTConfig`] with `use_liger` and `liger_config`, for [`LigerSFTTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "liger_config"]

@@ -1,0 +1,154 @@
+"""`LigerSFTTrainer` against `trl.SFTTrainer`, step by step from one seed: losses, gradient norms and every logged metric."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from test_parity_trainer import MODELS, SPLITS, assert_same, lora
+from tiny_models import ragged_rows, text_rows, tiny_model, tiny_tokenizer
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+
+
+def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, train=True, trainer_options=None, **options):
+    """Train two steps of 8 rows; returns the metrics of every step, and the trainer."""
+    args_class = LigerSFTConfig if issubclass(trainer_class, LigerSFTTrainer) else SFTConfig
+    defaults = {"gradient_checkpointing": False, "max_length": 64, "learning_rate": 1e-2, "bf16": False}
+    args = args_class(
+        output_dir=str(tmp_path / trainer_class.__name__),
+        per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1],
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **(defaults | options),
+    )
+    rows = Dataset.from_list(rows or ragged_rows())
+    trainer = trainer_class(
+        model=copy.deepcopy(model), args=args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(),
+        **(trainer_options or {}),
+    )  # fmt: skip
+    if not train:
+        return None, trainer
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return torch.tensor([[log[name] for name in METRICS] for log in logs], dtype=torch.float64), trainer
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_path):
+    model = tiny_model(model_type)
+    if kind == "lora":
+        model = lora(model, ["q_proj", "v_proj", "gate_proj", "down_proj"])
+    runs = {}
+    for split in SPLITS:
+        want, _ = run(SFTTrainer, model, tmp_path, split, gradient_checkpointing=checkpointing)
+        runs[split], trainer = run(LigerSFTTrainer, model, tmp_path, split, gradient_checkpointing=checkpointing)
+        assert trainer.head_is_ours
+        assert_same(runs[split], want)
+    losses_and_norms = slice(0, 2)  # TRL averages entropy and accuracy over micro-batches: they depend on the split in stock too
+    assert_same(runs[4, 2][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
+    assert_same(runs[1, 8][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"label_smoothing_factor": 0.1}, id="label-smoothing"),
+        pytest.param({"loss_type": "dft"}, id="dft"),
+        pytest.param({"packing": True, "packing_strategy": "wrapped", "max_length": 16}, id="packing-wrapped"),
+        pytest.param({"packing": True, "max_length": 32}, id="packing-bfd"),
+    ],
+)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_options(model_type, split, options, tmp_path):
+    model = tiny_model(model_type)
+    want, _ = run(SFTTrainer, model, tmp_path, split, **options)
+    got, _ = run(LigerSFTTrainer, model, tmp_path, split, **options)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("completion_only", [True, False])
+def test_prompt_and_completion_rows(completion_only, tmp_path):
+    model = tiny_model("llama")
+    want, _ = run(SFTTrainer, model, tmp_path, rows=text_rows(), completion_only_loss=completion_only)
+    got, _ = run(LigerSFTTrainer, model, tmp_path, rows=text_rows(), completion_only_loss=completion_only)
+    assert_same(got, want)
+
+
+def test_peft_config_given_to_the_trainer(tmp_path):
+    options = {"trainer_options": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])}}
+    want, _ = run(SFTTrainer, tiny_model("llama"), tmp_path, **options)
+    got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, **options)
+    assert trainer.head_is_ours
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_an_adapter_on_the_head_that_trl_refuses(use_dora, tmp_path):
+    """Against TRL's own loss on a model whose logits are real: `compute_loss_func` is its path without a fused head."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, use_dora=use_dora)
+    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        run(SFTTrainer, tiny_model("llama"), tmp_path, trainer_options={"peft_config": config})
+
+    def loss(outputs, labels, num_items_in_batch):
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+    options = {"peft_config": config}
+    want, _ = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, trainer_options={**options, "compute_loss_func": loss})
+    got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, trainer_options=options)
+    assert_same(got, want)
+    moved = [name for name, p in trainer.model.named_parameters() if "lm_head" in name and p.requires_grad]
+    assert moved and all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
+    want, stock = run(SFTTrainer, tiny_model("llama"), tmp_path)
+    got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, use_liger=False)
+    assert torch.equal(got, want)
+    assert trainer.liger_report is None
+
+
+def test_head_alone_can_be_switched_off(tmp_path):
+    want, _ = run(SFTTrainer, tiny_model("llama"), tmp_path)
+    got, trainer = run(
+        LigerSFTTrainer, tiny_model("llama"), tmp_path, liger_config={"fused_linear_cross_entropy": False}
+    )
+    assert not trainer.head_is_ours
+    assert_same(got, want)
+
+
+def test_evaluation(tmp_path):
+    results = {}
+    for trainer_class in (SFTTrainer, LigerSFTTrainer):
+        for metrics in (None, lambda prediction: {}):
+            _, trainer = run(
+                trainer_class, tiny_model("granite"), tmp_path, train=False, trainer_options={"compute_metrics": metrics}
+            )
+            result = trainer.evaluate()
+            results[trainer_class, metrics is None] = {
+                name: result[name] for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy")
+            }
+    want = results[SFTTrainer, True]
+    for got in results.values():
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_trl_names_are_restored_after_init(tmp_path):
+    import trl.trainer.sft_trainer as module
+
+    before = module.add_fused_lm_head, module.BaseTunerLayer
+    run(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False)
+    assert (module.add_fused_lm_head, module.BaseTunerLayer) == before

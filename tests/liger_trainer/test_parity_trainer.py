@@ -1,0 +1,131 @@
+"""`LigerTrainer` against `Trainer`, step by step from one seed: loss and gradient norm to 1e-5 relative in fp32."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import collate, ragged_rows, tiny_model
+from transformers import Trainer, TrainingArguments
+
+from liger_trainer import LigerTrainer, LigerTrainingArguments
+
+SPLITS = [(8, 1), (4, 2), (1, 8)]
+MODELS = ["llama", "qwen3", "gemma2", "granite"]
+
+
+def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, **options):
+    """Train two steps of 8 rows; returns the logged steps, the model and the trainer."""
+    args_class = LigerTrainingArguments if trainer_class is LigerTrainer else TrainingArguments
+    args = args_class(
+        output_dir=str(tmp_path / trainer_class.__name__),
+        per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1],
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+        **options,
+    )
+    trainer = trainer_class(model=copy.deepcopy(model), args=args, train_dataset=rows or ragged_rows(), data_collator=collate)
+    trainer.train()
+    steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+    return torch.tensor(steps, dtype=torch.float64), trainer
+
+
+def assert_same(got, want, rtol=1e-5):
+    torch.testing.assert_close(got, want, rtol=rtol, atol=0)
+
+
+def lora(model, targets):
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0))
+    for name, parameter in model.named_parameters():  # B starts at zero, which would hide a gradient of A that is missing
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_path):
+    model = tiny_model(model_type)
+    if kind == "lora":
+        model = lora(model, ["q_proj", "v_proj", "gate_proj", "down_proj"])
+        model.enable_input_require_grads()
+    runs = {}
+    for split in SPLITS:
+        options = {"gradient_checkpointing": checkpointing}
+        want, _ = run(Trainer, model, tmp_path, split, **options)
+        runs[split], trainer = run(LigerTrainer, model, tmp_path, split, **options)
+        assert trainer.head_is_ours
+        assert_same(runs[split], want)
+    assert_same(runs[4, 2], runs[8, 1])
+    assert_same(runs[1, 8], runs[8, 1])
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_label_smoothing(model_type, split, tmp_path):
+    model = tiny_model(model_type)
+    want, _ = run(Trainer, model, tmp_path, split, label_smoothing_factor=0.1)
+    got, _ = run(LigerTrainer, model, tmp_path, split, label_smoothing_factor=0.1)
+    assert_same(got, want)
+
+
+def test_a_lora_on_the_head_trains_as_in_stock(tmp_path):
+    model = lora(tiny_model("llama"), ["q_proj", "lm_head"])
+    want, stock = run(Trainer, model, tmp_path)
+    got, ours = run(LigerTrainer, model, tmp_path)
+    assert_same(got, want)
+    for (name, start), trained, stock_trained in zip(
+        model.named_parameters(), ours.model.parameters(), stock.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(trained, stock_trained, rtol=1e-4, atol=1e-6, msg=name)
+        if "lm_head.lora" in name:
+            assert not torch.equal(start, trained), f"{name} has not changed"
+
+
+def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
+    model = tiny_model("llama")
+    want, stock = run(Trainer, model, tmp_path)
+    args = LigerTrainingArguments(**(stock.args.to_dict() | {"use_liger": False}))
+    trainer = LigerTrainer(model=copy.deepcopy(model), args=args, train_dataset=ragged_rows(), data_collator=collate)
+    trainer.train()
+    assert trainer.liger_report is None
+    for got, ref in zip(trainer.model.parameters(), stock.model.parameters(), strict=True):
+        assert torch.equal(got, ref)
+    assert "forward" not in vars(trainer.model)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_parameter_has_moved(model_type, tmp_path):
+    model = tiny_model(model_type)
+    _, trainer = run(LigerTrainer, model, tmp_path)
+    for (name, start), trained in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
+        assert not torch.equal(start, trained), f"{name} has not changed"
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_evaluation_gives_the_same_loss_with_and_without_metrics(smoothing, tmp_path):
+    rows = ragged_rows(8)
+    losses = {}
+    for trainer_class, args_class in ((Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)):
+        for metrics in (None, lambda prediction: {"shape": prediction.predictions.shape[-1]}):
+            args = args_class(
+                output_dir=str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=smoothing,
+                per_device_eval_batch_size=4, remove_unused_columns=False,
+            )  # fmt: skip
+            trainer = trainer_class(
+                model=tiny_model("gemma2"), args=args, eval_dataset=rows, data_collator=collate, compute_metrics=metrics
+            )
+            result = trainer.evaluate()
+            losses[trainer_class, metrics is None] = result["eval_loss"]
+            assert ("eval_shape" in result) == (metrics is not None)
+    want = losses[Trainer, True]
+    assert losses == pytest.approx(dict.fromkeys(losses, want), rel=1e-5)
