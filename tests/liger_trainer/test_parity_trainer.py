@@ -16,7 +16,7 @@ MODELS = ["llama", "qwen3", "gemma2", "granite"]
 
 def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, **options):
     """Train two steps of 8 rows; returns the logged steps, the model and the trainer."""
-    args_class = LigerTrainingArguments if trainer_class is LigerTrainer else TrainingArguments
+    args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
     args = args_class(
         output_dir=str(tmp_path / trainer_class.__name__),
         per_device_train_batch_size=split[0],

@@ -1,0 +1,27 @@
+"""Triton kernels for training language models, each with a plain PyTorch twin in `liger_triton.reference`.
+
+Needs torch; Triton where the tensors are on a GPU. One operation, one file, one function of the same name.
+"""
+
+from .add_rms_norm import add_rms_norm
+from .cross_entropy import cross_entropy
+from .geglu import geglu
+from .layer_norm import layer_norm
+from .linear_cross_entropy import linear_cross_entropy
+from .linear_logprobs import LogProbs, linear_logprobs
+from .rms_norm import rms_norm
+from .rope import rope
+from .swiglu import swiglu
+
+__all__ = [
+    "LogProbs",
+    "add_rms_norm",
+    "cross_entropy",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_logprobs",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]

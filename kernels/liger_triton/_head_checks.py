@@ -1,0 +1,51 @@
+"""Checks of arguments that the vocabulary losses share. Each error names the field, its value and the mend."""
+
+import math
+
+import torch
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_options(name, x, target, reduction, label_smoothing, softcap, logit_scale, z_loss) -> None:
+    """ValueError unless dtypes and devices of x (called `name`) and target fit and the options are in range."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name} is {x.dtype}; expected bfloat16, float16 or float32. Convert it: {name}.float().")
+    check_target(name, x, target)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f'reduction is {reduction!r}; expected "mean", "sum" or "none".')
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
+    if softcap is not None and not (softcap > 0.0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap is {softcap}; expected a positive number, or None for no softcap.")
+    for option, value in (("logit_scale", logit_scale), ("z_loss", z_loss)):
+        if not math.isfinite(value):
+            raise ValueError(f"{option} is {value}; expected a finite number.")
+
+
+def check_target(name, x, target) -> None:
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"target is {target.dtype}; expected class ids, int64 or int32. Convert it: target.long().")
+    check_device("target", target, name, x)
+
+
+def check_device(name, tensor, other_name, other) -> None:
+    if tensor.device != other.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, {other_name} on {other.device}; move one: {name}.to({str(other.device)!r})."
+        )
+
+
+def check_target_range(target: torch.Tensor, ignore_index: int, vocab: int) -> int:
+    """How many targets are not ignored. IndexError if one of them is outside [0, vocab). Waits for the device once."""
+    kept = target != ignore_index
+    bad = kept & ((target < 0) | (target >= vocab))
+    n_kept, n_bad = torch.stack((kept.sum(), bad.sum())).tolist()
+    if n_bad:
+        row = int(bad.flatten().nonzero()[0])
+        raise IndexError(
+            f"target[{row}] is {int(target.flatten()[row])} (counted in the flattened target; {n_bad} such); expected "
+            f"0 to {vocab - 1}, or {ignore_index} to ignore the row. Check that labels and model share one vocabulary."
+        )
+    return n_kept

@@ -1,0 +1,85 @@
+"""What the row-wise and elementwise kernels share: checks of arguments, tensors as rows, block and grid sizes."""
+
+import functools
+
+import torch
+
+from ._dispatch import INTERPRET, triton, use_triton
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
+TILE = 4096  # elements of a tile of narrow rows: 16 a thread with 8 warps, two 16-byte loads of bf16
+
+
+def runs_triton(*tensors: torch.Tensor | None) -> bool:
+    """True where the kernel takes these tensors. Empty ones and other dtypes (float64) go to the PyTorch twin."""
+    given = [t for t in tensors if t is not None]
+    return use_triton(given[0]) and given[0].numel() > 0 and all(t.dtype in DTYPES for t in given)
+
+
+def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
+    """ValueError unless x (..., N) is floating point, and each parameter too, (N,) and on the device of x."""
+    if x.ndim == 0 or not x.is_floating_point():
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected a floating-point tensor (..., N).")
+    for name, p in parameters.items():
+        if p is None:
+            continue
+        if p.ndim != 1 or p.shape[0] != x.shape[-1]:
+            expected = f"expected {name} ({x.shape[-1]},) or None"
+            raise ValueError(f"{name} is {tuple(p.shape)}, x {tuple(x.shape)}; {expected}.")
+        if p.device != x.device:
+            raise ValueError(f"{name} is on {p.device}, x on {x.device}; move {name} to {x.device}.")
+        if not p.is_floating_point():
+            raise ValueError(f"{name} is {p.dtype}; expected a floating-point tensor, such as {x.dtype}.")
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (..., N) as (M, N) with unit stride in N: a view where the strides allow it, else a copy."""
+    n = x.shape[-1]
+    rows = x.reshape(x.numel() // n, n)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def row_tile(n: int) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps) for rows of n elements: one wide row, or as many narrow ones as fill a tile."""
+    block_n = triton.next_power_of_2(n)
+    block_m = max(1, TILE // block_n)
+    return block_m, block_n, min(32, max(4, block_m * block_n // 512))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 if INTERPRET else 64  # any number gives right results; the interpreter runs its programs in turn
+
+
+def persistent_grid(tiles: int, num_warps: int, device: torch.device) -> int:
+    """Programs that stay resident, each looping over tiles: 16 warps a multiprocessor, as register use allows."""
+    return min(tiles, _multiprocessors(device) * max(1, 16 // num_warps))
+
+
+def pipeline_stages(tile_bytes: int) -> int:
+    """2, to load the next tile during the arithmetic of this, where two tiles of two inputs fit in shared memory."""
+    return 2 if tile_bytes <= 16384 else 1  # 64 KiB in all: 100 KiB is what the smallest of the supported GPUs have
+
+
+def check_gate(gate: torch.Tensor, up: torch.Tensor) -> None:
+    """ValueError unless both are floating point of one shape, dtype and device."""
+    if (gate.shape, gate.dtype, gate.device) != (up.shape, up.dtype, up.device) or not gate.is_floating_point():
+        raise ValueError(
+            f"gate is {tuple(gate.shape)} {gate.dtype} on {gate.device}, up is {tuple(up.shape)} {up.dtype} on "
+            f"{up.device}; expected floating-point tensors of one shape, dtype and device."
+        )
+
+
+def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tuple[int], int]:
+    """(tensors as rows, row length, tiles per row, grid, BLOCK) for one shape; contiguous tensors are one long row."""
+    if all(t.is_contiguous() for t in tensors):
+        rows = [t.view(1, -1) for t in tensors]
+    else:
+        rows = [as_rows(t) if t.ndim else t.view(1, 1) for t in tensors]
+    m, n = rows[0].shape
+    block = min(2048, triton.next_power_of_2(n))  # 16 elements a thread with 4 warps: two 16-byte loads of bf16
+    tiles_per_row = triton.cdiv(n, block)
+    return rows, n, tiles_per_row, (m * tiles_per_row,), block

@@ -1,0 +1,258 @@
+"""The one pass over rows of logits that every vocabulary loss here is made of: statistics, then the gradient.
+
+For a row of logits l (V,): z = scale * l, or with a softcap c: z = c * tanh(scale * l / c). With y the target,
+m = max z, rest = sum of exp(z_v - m) over v != y, s = rest + exp(z_y - m), log_s = log s, lse = m + log_s and
+p_v = exp(z_v - m) / s:
+
+    loss  = nll - smoothing * mean_v(z_v - z_y) + z_loss * lse**2,   nll = log(s / exp(z_y - m)) = -log p_y
+    H     = log_s - sum_v p_v (z_v - m)                              entropy
+    dz_v  = g * (p_v * (1 + 2 * z_loss * lse) - (1 - smoothing) * [v == y] - smoothing / V) - g_H * p_v * (log p_v + H)
+
+The first line is (1 - smoothing) * nll + smoothing * mean_v(-log p_v): the label smoothing of F.cross_entropy. The
+gradient with respect to l is dz_v * scale, and * (1 - tanh**2) under a softcap.
+
+Exactness. Every difference is taken against m or z_y, never against lse, so a common offset of the logits cancels. The
+target's p_y - 1 is -rest / s: rest leaves out the target, so a confident token (p_y = 0.9999) keeps a gradient where
+1 - p_y would cancel. A NaN in the row, or a target outside [0, V), makes its loss and gradient NaN.
+
+Shapes  logits, grad (n, V), rows of any stride, grad may be logits itself; target (n,) int64; stats (7, n) fp32, one
+        row per constant below. A row whose target is `ignore_index` gets loss, statistics and gradient 0.
+Bytes   b per element: nVb read for the statistics; with the gradient another nVb read (from L2 where a row fits) and
+        nVb written.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from . import _dispatch
+from ._dispatch import jit, tl, triton
+
+LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
+N_STATS = 7
+# Largest vocabulary block of the Triton kernels. 16 warps of 32 threads read 16 bytes each: 4096 elements of 16 bits.
+MAX_BLOCK = 8192
+NUM_WARPS = 16
+
+
+class RowSpec(NamedTuple):
+    """What is computed for each row. `softcap` 0.0: none. `extras`: the bit 1 << k for each further statistic k."""
+
+    ignore_index: int = -100
+    scale: float = 1.0
+    softcap: float = 0.0
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    extras: int = 0
+
+
+@jit
+def _transform(v, scale, softcap, SOFTCAP: tl.constexpr):
+    """z and dz/dl of logits v. tanh by exp(-2|x|), whose complement keeps 1 - tanh**2 exact where tanh saturates."""
+    z = v * scale
+    slope = scale
+    if SOFTCAP:
+        x = z / softcap
+        e = tl.exp(-2.0 * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        z = tl.where(x < 0, -t, t) * softcap
+        slope = scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
+    return z, slope
+
+
+@jit
+def _row_kernel(
+    X, D, TARGET, STATS, GLOSS, GENT, x_stride, d_stride, stats_stride, V,
+    ignore_index, scale, softcap, smoothing, z_loss,
+    DO_STATS: tl.constexpr, DO_GRAD: tl.constexpr, HAS_GLOSS: tl.constexpr, HAS_GENT: tl.constexpr,
+    SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY_: tl.constexpr, SUMSQ: tl.constexpr, MEAN: tl.constexpr,
+    TOP1: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row per program; see the module docstring. Without DO_STATS, MAX, REST and ENTROPY are read from STATS."""
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
+    X += row * x_stride
+    D += row * d_stride
+    STATS += row
+    y = tl.load(TARGET + row)
+    lane = tl.arange(0, BLOCK)
+    if y == ignore_index:
+        if DO_STATS:
+            for k in tl.static_range(7):  # the rows of STATS, here and below by number: LOSS 0 ... IS_TOP1 6
+                tl.store(STATS + k * stats_stride, 0.0)
+        if DO_GRAD:
+            for start in range(0, V, BLOCK):
+                off = start + lane
+                tl.store(D + off, tl.zeros((BLOCK,), D.dtype.element_ty), mask=off < V)
+        return
+
+    y_ok = (y >= 0) & (y < V)
+    y = y.to(tl.int32)
+    zy, slope_y = _transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
+
+    if DO_STATS:
+        m = tl.maximum(zy, -1e30)  # finite, so that m - new_m below is never inf - inf
+        rest_v = tl.zeros((BLOCK,), tl.float32)
+        dot_v = tl.zeros((BLOCK,), tl.float32)
+        sq_v = tl.zeros((BLOCK,), tl.float32)
+        diff_v = tl.zeros((BLOCK,), tl.float32)
+        before_v = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(0, V, BLOCK):
+            off = start + lane
+            z, _ = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+            other = (off < V) & (off != y)
+            zo = tl.where(other, z, float("-inf"))
+            new_m = tl.maximum(m, tl.max(zo, axis=0))
+            corr = tl.exp(m - new_m)
+            e = tl.exp(zo - new_m)
+            if ENTROPY_:  # sum of e * (z - m), moved along when m grows; rest_v is still that of the old m here
+                dot_v = corr * (dot_v + rest_v * (m - new_m)) + tl.where(e > 0, e * (zo - new_m), 0.0)
+            if SUMSQ:
+                sq_v = sq_v * corr * corr + e * e
+            if MEAN:
+                diff_v += tl.where(other, z - zy, 0.0)
+            if TOP1:
+                before_v = tl.maximum(before_v, tl.where(off < y, zo, float("-inf")))
+            rest_v = rest_v * corr + e
+            m = new_m
+        rest = tl.sum(rest_v, axis=0)
+    else:
+        m = tl.load(STATS + 1 * stats_stride)
+        rest = tl.load(STATS + 2 * stats_stride)
+
+    ey = tl.exp(zy - m)
+    s = rest + ey
+    log_s = tl.log(s)
+    lse = m + log_s
+    entropy = 0.0
+    if DO_STATS:
+        # log1p(ratio) by log(u) * ratio / (u - 1), u = 1 + ratio: keeps the small loss of a confident token
+        ratio = rest / ey
+        u = 1.0 + ratio
+        small = tl.where(u == 1.0, ratio, tl.log(u) * (ratio / tl.where(u == 1.0, 1.0, u - 1.0)))
+        loss = tl.where(rest < ey, small, (m - zy) + log_s)
+        if MEAN:
+            mean_diff = tl.sum(diff_v, axis=0) / V
+            tl.store(STATS + 5 * stats_stride, zy + mean_diff)
+            if SMOOTH:
+                loss -= smoothing * mean_diff
+        loss += z_loss * lse * lse
+        tl.store(STATS, loss)
+        tl.store(STATS + 1 * stats_stride, m)
+        tl.store(STATS + 2 * stats_stride, rest)
+        if ENTROPY_:
+            entropy = log_s - (tl.sum(dot_v, axis=0) + tl.where(ey > 0, ey * (zy - m), 0.0)) / s
+            tl.store(STATS + 3 * stats_stride, entropy)
+        if SUMSQ:
+            tl.store(STATS + 4 * stats_stride, tl.log(tl.sum(sq_v, axis=0) + ey * ey) - 2.0 * log_s)
+        if TOP1:
+            first = (zy >= m) & (zy > tl.max(before_v, axis=0))
+            tl.store(STATS + 6 * stats_stride, first.to(tl.float32))
+    elif HAS_GENT:
+        entropy = tl.load(STATS + 3 * stats_stride)
+
+    if DO_GRAD:
+        g = 1.0
+        if HAS_GLOSS:
+            g = tl.load(GLOSS + row)
+        gent = 0.0
+        if HAS_GENT:
+            gent = tl.load(GENT + row)
+        inv_s = 1.0 / s
+        push = g * (1.0 + 2.0 * z_loss * lse)
+        even = g * smoothing / V
+        py = ey * inv_s
+        gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - even
+        for start in range(0, V, BLOCK):
+            off = start + lane
+            z, slope = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+            p = tl.exp(z - m) * inv_s
+            d = tl.where(off == y, gy, p * push - even)
+            if HAS_GENT:
+                d -= tl.where(p > 0, gent * p * ((z - m) - log_s + entropy), p * gent)
+            tl.store(D + off, (d * slope).to(D.dtype.element_ty), mask=off < V)
+
+
+def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats):
+    n, vocab = logits.shape
+    out = logits if grad is None else grad
+    _row_kernel[(n,)](
+        logits, out, target, stats, stats if g_loss is None else g_loss, stats if g_entropy is None else g_entropy,
+        logits.stride(0), out.stride(0), stats.stride(0), vocab,
+        spec.ignore_index, spec.scale, spec.softcap, spec.smoothing, spec.z_loss,
+        DO_STATS=do_stats, DO_GRAD=grad is not None, HAS_GLOSS=g_loss is not None, HAS_GENT=g_entropy is not None,
+        SOFTCAP=spec.softcap != 0.0, SMOOTH=spec.smoothing != 0.0, ENTROPY_=bool(spec.extras >> ENTROPY & 1),
+        SUMSQ=bool(spec.extras >> LOG_SUM_SQ & 1), TOP1=bool(spec.extras >> IS_TOP1 & 1),
+        MEAN=spec.smoothing != 0.0 or bool(spec.extras >> MEAN_LOGITS & 1),
+        BLOCK=min(MAX_BLOCK, triton.next_power_of_2(vocab)), num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats):
+    """`_row_kernel` in plain PyTorch, whole rows at once: holds up to four fp32 copies of `logits`."""
+    vocab = logits.shape[1]
+    z, slope = logits.float(), spec.scale
+    if spec.softcap:
+        e = torch.exp(z.abs() * (-2.0 * abs(spec.scale) / spec.softcap))
+        slope = e / (1 + e).square_() * (4.0 * spec.scale)
+        z = torch.copysign((1 - e) / (1 + e), z * spec.scale).mul_(spec.softcap)
+    elif spec.scale != 1.0:
+        z = z * spec.scale
+    ignored = target == spec.ignore_index
+    in_range = (target >= 0) & (target < vocab)
+    column = torch.where(in_range, target, 0).unsqueeze(1)
+    zy = torch.where(in_range | ignored, z.gather(1, column).squeeze(1), torch.nan)
+    m = z.amax(1) if do_stats else stats[MAX]
+    d = z - m.unsqueeze(1)
+    e = d.exp() if spec.extras >> ENTROPY & 1 or g_entropy is not None else d.exp_()
+    e.scatter_(1, column, 0.0)
+    ey = torch.exp(zy - m)
+    rest = e.sum(1) if do_stats else stats[REST]
+    s = rest + ey
+    log_s = s.log()
+    lse = m + log_s
+    if do_stats:
+        loss = torch.where(rest < ey, torch.log1p(rest / ey), (m - zy) + log_s)
+        if spec.smoothing or spec.extras >> MEAN_LOGITS & 1:
+            mean_diff = (z - zy.unsqueeze(1)).mean(1)
+            stats[MEAN_LOGITS] = zy + mean_diff
+            loss -= spec.smoothing * mean_diff
+        stats[LOSS] = loss + spec.z_loss * lse.square()
+        stats[MAX] = m
+        stats[REST] = rest
+        if spec.extras >> ENTROPY & 1:
+            dot = torch.where(e > 0, e * d, 0.0).sum(1) + torch.where(ey > 0, ey * (zy - m), 0.0)
+            stats[ENTROPY] = log_s - dot / s
+        if spec.extras >> LOG_SUM_SQ & 1:
+            stats[LOG_SUM_SQ] = torch.log(e.square().sum(1) + ey.square()) - 2.0 * log_s
+        if spec.extras >> IS_TOP1 & 1:
+            stats[IS_TOP1] = (z.argmax(1) == target) & ~zy.isnan()
+        stats.masked_fill_(ignored, 0.0)
+    if grad is not None:
+        g = torch.ones_like(s) if g_loss is None else g_loss
+        even = g * (spec.smoothing / vocab)
+        py = ey / s
+        gy = g * (spec.smoothing - rest / s + 2.0 * spec.z_loss * lse * py) - even
+        p = e.mul_((1.0 / s).unsqueeze(1))
+        if g_entropy is not None:
+            log_p = d.sub_(log_s.unsqueeze(1))
+            bend = torch.where(p > 0, p * (log_p + stats[ENTROPY].unsqueeze(1)), 0.0)
+            bend.scatter_(1, column, (py * ((zy - m - log_s) + stats[ENTROPY])).unsqueeze(1))
+        dz = p.mul_((g * (1.0 + 2.0 * spec.z_loss * lse)).unsqueeze(1))
+        if spec.smoothing:
+            dz.sub_(even.unsqueeze(1))
+        dz.scatter_(1, column, gy.unsqueeze(1))
+        if g_entropy is not None:
+            dz.sub_(bend.mul_(g_entropy.unsqueeze(1)))
+        grad.copy_(dz.mul_(slope).masked_fill_(ignored.unsqueeze(1), 0.0))
+
+
+def row_pass(logits, grad, target, stats, g_loss, g_entropy, spec: RowSpec, do_stats: bool = True) -> None:
+    """Fill `stats` (unless `do_stats` is False: then read it) and, unless it is None, `grad` with the gradient.
+
+    `g_loss` and `g_entropy` (n,) fp32 are the gradients of the rows' loss (None: all 1) and entropy (None: no such
+    term; with it, `stats` must hold the entropy).
+    """
+    if logits.shape[0] == 0:
+        return
+    run = _triton_pass if _dispatch.use_triton(logits) else _torch_pass
+    run(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats)

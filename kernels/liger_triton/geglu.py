@@ -1,0 +1,127 @@
+"""GeGLU gate: y = gelu(g) * u. Shazeer 2020, arXiv:2002.05202, section 2. gelu: Hendrycks and Gimpel 2016,
+arXiv:1606.08415.
+
+    "none"  gelu(g) = g * Phi(g),  gelu'(g) = Phi(g) + g * phi(g), with Phi and phi of the standard normal
+    "tanh"  gelu(g) = g * s,       gelu'(g) = s + g * s * (1 - s) * z',  s = sigmoid(z)
+            z = 2 * sqrt(2 / pi) * (g + 0.044715 * g^3).  It is the usual form, as (1 + tanh(z / 2)) / 2 = sigmoid(z),
+            without the cancellation of 1 + tanh for negative g.
+
+    du = dy * gelu(g),  dg = dy * u * gelu'(g)
+
+Shapes, dtypes, bytes: as in swiglu.py.
+"""
+
+import torch
+
+from . import reference
+from ._dispatch import jit, kernel_op, tl
+from ._launch import check_gate, gate_tiles, runs_triton
+
+APPROXIMATIONS = ("tanh", "none")
+
+
+@jit
+def _gelu(g, TANH: tl.constexpr):
+    """(gelu(g), gelu'(g))"""
+    if TANH:
+        s = tl.sigmoid(1.5957691216057308 * g * (1.0 + 0.044715 * g * g))  # 2 * sqrt(2 / pi)
+        # Beyond |g| = 15, s is 0 or 1 in fp32 and its derivative 0; unclamped, g * g could be inf and 0 * inf is NaN.
+        b = tl.minimum(tl.maximum(g, -15.0), 15.0)
+        slope = s + b * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * b * b)  # 3 * 0.044715
+    else:
+        s = 0.5 + 0.5 * tl.erf(0.7071067811865476 * g)  # 1 / sqrt(2)
+        slope = s + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)  # 1 / sqrt(2 * pi)
+    return g * s, slope
+
+
+@jit
+def _geglu_fwd_kernel(G, U, Y, g_stride, u_stride, n, tiles_per_row, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    row = (pid // tiles_per_row).to(tl.int64)
+    col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64: a contiguous input is one row
+    mask = col < n
+    g = tl.load(G + row * g_stride + col, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(U + row * u_stride + col, mask=mask, other=0.0).to(tl.float32)
+    value, _ = _gelu(g, TANH)
+    tl.store(Y + row * n + col, value * u, mask=mask)
+
+
+@jit
+def _geglu_bwd_kernel(
+    DY, G, U, DG, DU, dy_stride, g_stride, u_stride, n, tiles_per_row, TANH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    pid = tl.program_id(0)
+    row = (pid // tiles_per_row).to(tl.int64)
+    col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < n
+    dy = tl.load(DY + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(G + row * g_stride + col, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(U + row * u_stride + col, mask=mask, other=0.0).to(tl.float32)
+    value, slope = _gelu(g, TANH)
+    tl.store(DU + row * n + col, dy * value, mask=mask)
+    tl.store(DG + row * n + col, dy * u * slope, mask=mask)
+
+
+@kernel_op("geglu_fwd")
+def _forward(gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    (g, u), n, tiles_per_row, grid, block = gate_tiles(gate, up)
+    _geglu_fwd_kernel[grid](g, u, y, g.stride(0), u.stride(0), n, tiles_per_row, TANH=tanh, BLOCK=block)
+    return y
+
+
+@_forward.register_fake
+def _(gate, up, tanh):
+    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+@kernel_op("geglu_bwd")
+def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    # New buffers: autograd may hand dy to another branch too.
+    dg, du = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
+    (dy, g, u), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up)
+    _geglu_bwd_kernel[grid](
+        dy, g, u, dg, du, dy.stride(0), g.stride(0), u.stride(0), n, tiles_per_row, TANH=tanh, BLOCK=block
+    )  # fmt: skip
+    return dg, du
+
+
+@_backward.register_fake
+def _(dy, gate, up, tanh):
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
+
+
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, tanh):
+        ctx.save_for_backward(gate, up)
+        ctx.tanh = tanh
+        return _forward(gate, up, tanh)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return *_backward(dy, *ctx.saved_tensors, ctx.tanh), None
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+    """gelu(gate) * up in one pass, differentiable in both.
+
+    Args:
+        gate (`torch.Tensor`): (..., I); bf16, fp16 or fp32 (float64: the PyTorch twin). Rows may lie apart, as the
+            halves of a fused projection do; no copy is made of them.
+        up (`torch.Tensor`): Shape, dtype and device of `gate`.
+        approximate (`str`, *optional*, defaults to `"tanh"`): `"tanh"`, or `"none"` for the exact gelu; as in `F.gelu`.
+
+    Returns:
+        `torch.Tensor`, contiguous, of the shape and dtype of `gate`.
+
+    Raises:
+        ValueError: Shape, dtype or device of the two disagree, none is floating point, or `approximate` is unknown.
+    """
+    check_gate(gate, up)
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate is {approximate!r}; expected one of {', '.join(map(repr, APPROXIMATIONS))}.")
+    if not runs_triton(gate, up):
+        return reference.geglu(gate, up, approximate=approximate)
+    return _GeGLU.apply(gate, up, approximate == "tanh")

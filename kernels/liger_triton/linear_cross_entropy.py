@@ -1,0 +1,85 @@
+"""Cross-entropy of the logits of an LM head, without the logits. How it is computed, in what precision and memory:
+`_linear_head.py`; the formulas: `_row_pass.py`."""
+
+import torch
+
+from ._head_checks import check_device, check_options
+from ._linear_head import prepare, run_head
+from ._row_pass import RowSpec
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,  # (..., H)
+    weight: torch.Tensor,  # (V, H)
+    target: torch.Tensor,  # (...)
+    bias: torch.Tensor | None = None,  # (V,)
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    token_weights: torch.Tensor | None = None,  # (...)
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,  # A (r, H), B (V, r), scaling
+    lora_input: torch.Tensor | None = None,  # (..., H)
+    accumulate: str = "fp32",
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """F.cross_entropy(z.float(), target, ...) of z = softcap * tanh(logit_scale * l / softcap), l = F.linear(hidden,
+    weight, bias) + scaling * lora_input @ A.T @ B.T, in nats, in fp32. The logits of all rows never exist.
+
+    For `"mean"` and `"sum"` the gradients are computed with the loss, so the backward pass may run only once; a second
+    one raises a RuntimeError. Any upstream gradient is honoured. A frozen weight costs neither its product nor its
+    memory. Inside torch.autocast everything is cast as F.linear would; the gradient of an fp32 weight stays in fp32.
+
+    Args:
+        hidden (`torch.Tensor`): (..., H); bf16, fp16 or fp32. A slice such as `hidden[:, :-1]` is copied; to avoid
+            that, pass all of it and a target whose last position is `ignore_index`.
+        weight (`torch.Tensor`): (V, H), dtype and device of `hidden` (the dtype may differ under autocast).
+        target (`torch.Tensor`): Class ids (...), integers in [0, V) or `ignore_index`.
+        bias (`torch.Tensor`, *optional*): (V,).
+        ignore_index (`int`, *optional*, defaults to -100): Rows with this target are dropped before the product.
+        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"` over the rows not ignored, `"sum"` or `"none"`.
+        label_smoothing (`float`, *optional*, defaults to 0.0): As in F.cross_entropy, in [0, 1].
+        softcap (`float`, *optional*): Unset: z = logit_scale * l.
+        logit_scale (`float`, *optional*, defaults to 1.0): Multiplies the logits.
+        z_loss (`float`, *optional*, defaults to 0.0): Adds z_loss * logsumexp(z)**2 to each row.
+        token_weights (`torch.Tensor`, *optional*): fp32, shape of `target`; factor of each row, without gradient.
+            `"mean"` then divides by the sum of the weights of the rows not ignored, as F.cross_entropy does with class
+            weights.
+        lora (`tuple`, *optional*): (A, B, scaling) of a LoRA on the head. A and B may have another dtype than `hidden`.
+        lora_input (`torch.Tensor`, *optional*): Input of the LoRA, where dropout made it differ from `hidden`.
+        accumulate (`str`, *optional*, defaults to `"fp32"`): Where the weight's gradient is summed over the chunks.
+            `"lean"`: in its own dtype, which for bf16 halves its memory and rounds once per chunk instead of once.
+        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 512 MiB (CPU: 64), 4096 at
+            most.
+
+    Returns:
+        `torch.Tensor`, fp32: () or, for `"none"`, the shape of `target`. Nothing to average over (all rows ignored, or
+        weights that sum to 0): 0 with zero gradients, where PyTorch's mean is NaN.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices disagree, or an option is out of its range.
+        IndexError: A target is outside [0, V). (While a CUDA graph is captured: loss and gradient of the row are NaN.)
+    """
+    prepared = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
+    check_options("hidden", hidden, target, reduction, label_smoothing, softcap, logit_scale, z_loss)
+    y, row_weight = prepared[5], None
+    if token_weights is not None:
+        if token_weights.shape != target.shape or token_weights.dtype != torch.float32 or token_weights.requires_grad:
+            raise ValueError(
+                f"token_weights is {tuple(token_weights.shape)} {token_weights.dtype}, requires_grad="
+                f"{token_weights.requires_grad}; expected {tuple(target.shape)} torch.float32 without gradient. "
+                "Convert them (.float(), .detach()); to differentiate in them, multiply the rows of reduction='none'."
+            )
+        check_device("token_weights", token_weights, "hidden", hidden)
+        row_weight = torch.where(y != ignore_index, token_weights.reshape(-1), 0.0)
+    rows = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), float(label_smoothing), float(z_loss))
+    loss, _, _ = run_head(prepared, row_weight, rows, reduction != "none", accumulate, chunk_rows)
+    if reduction == "none":
+        return loss.view(target.shape)
+    if reduction == "sum":
+        return loss.sum()
+    divisor = (y != ignore_index).sum().float() if row_weight is None else row_weight.sum()
+    return loss.sum() * torch.where(divisor == 0, 0.0, 1.0 / divisor)

@@ -1,0 +1,90 @@
+"""Log-probabilities of given tokens under an LM head, without its logits, and what else a row of logits tells. How it
+is computed, in what precision and memory: `_linear_head.py`; the formulas: `_row_pass.py`."""
+
+from typing import NamedTuple
+
+import torch
+
+from ._head_checks import check_options
+from ._linear_head import prepare, run_head
+from ._row_pass import ENTROPY, IS_TOP1, LOG_SUM_SQ, MEAN_LOGITS, RowSpec
+
+
+class LogProbs(NamedTuple):
+    """Each of the shape of `target`, fp32 (`is_top1` bool), zero at ignored positions; None where not asked for."""
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+
+
+_STATISTIC = {"entropy": ENTROPY, "log_sum_sq_probs": LOG_SUM_SQ, "mean_logits": MEAN_LOGITS, "is_top1": IS_TOP1}
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,  # (..., H)
+    weight: torch.Tensor,  # (V, H)
+    target: torch.Tensor,  # (...)
+    bias: torch.Tensor | None = None,  # (V,)
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,  # A (r, H), B (V, r), scaling
+    lora_input: torch.Tensor | None = None,  # (..., H)
+    outputs: tuple[str, ...] = ("log_probs",),
+    uniform_grad: bool = False,
+    accumulate: str = "fp32",
+    chunk_rows: int | None = None,
+) -> LogProbs:
+    """log_softmax(z)[target] of z = softcap * tanh(logit_scale * l / softcap) / temperature, with the logits l of
+    `linear_cross_entropy`, and further per-token quantities of p = softmax(z). The logits of all rows never exist.
+
+    With any upstream gradient the backward pass computes the logits again (four products in all), or, where the weight
+    is frozen and no entropy is asked for, only scales what the forward pass computed (two products).
+    `uniform_grad=True` spares the fourth product, and like it allows one backward pass only; a second one raises a
+    RuntimeError.
+
+    Args:
+        hidden, weight, target, bias, softcap, logit_scale, ignore_index, lora, lora_input, accumulate, chunk_rows:
+            As in `linear_cross_entropy`.
+        temperature (`float`, *optional*, defaults to 1.0): Divides the logits, after the softcap.
+        label_smoothing (`float`, *optional*, defaults to 0.0): With e, `log_probs` is
+            (1 - e) * log p_target + e * mean_v log p_v, whose negative is the row's term of a label-smoothed loss.
+        outputs (`tuple`, *optional*, defaults to `("log_probs",)`): Fields wanted. `entropy`: -sum_v p_v log p_v;
+            `log_sum_sq_probs`: log(sum_v p_v**2); `mean_logits`: mean_v z_v; `is_top1`: whether the target is the first
+            largest logit. Only `log_probs` and `entropy` are differentiable.
+        uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows not ignored get one and the same
+            upstream gradient, as from a sum or mean of `log_probs`. A broken promise makes every gradient NaN; a
+            gradient that reaches the entropy raises a RuntimeError.
+
+    Returns:
+        `LogProbs`.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices disagree, or an option is out of its range or unknown.
+        IndexError: A target is outside [0, V). (While a CUDA graph is captured: the values of the row are NaN.)
+    """
+    prepared = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
+    check_options("hidden", hidden, target, "none", label_smoothing, softcap, logit_scale, 0.0)
+    if not temperature > 0.0:
+        raise ValueError(f"temperature is {temperature}; expected a positive number.")
+    if isinstance(outputs, str):
+        raise ValueError(f"outputs is the string {outputs!r}; expected a tuple of names: ({outputs!r},).")
+    unknown = [name for name in outputs if name not in LogProbs._fields]
+    if unknown:
+        raise ValueError(f"outputs has {unknown[0]!r}; expected names out of {', '.join(LogProbs._fields)}.")
+    extras = sum(1 << _STATISTIC[name] for name in set(outputs) - {"log_probs"})
+    rows = RowSpec(
+        ignore_index, logit_scale / temperature, (softcap or 0.0) / temperature, float(label_smoothing), 0.0, extras
+    )
+    loss, entropy, stats = run_head(prepared, None, rows, uniform_grad, accumulate, chunk_rows)
+    found = {"log_probs": -loss, "entropy": entropy}
+    for name in ("log_sum_sq_probs", "mean_logits", "is_top1"):
+        found[name] = stats[_STATISTIC[name]]
+    found["is_top1"] = found["is_top1"] > 0
+    return LogProbs(**{name: found[name].view(target.shape) for name in outputs})

@@ -1,0 +1,158 @@
+"""Every operation of the package in plain PyTorch: the definition, the tests' oracle, and the path without Triton.
+
+Signatures and results are those of the kernels: arithmetic in fp32 (float64 for float64 inputs), one rounding where the
+docstring of the operation puts it. Arguments are taken as valid; the public functions check them.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def _wide(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic: fp32, or float64 where an input is float64."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def rms_norm(x, weight, eps, *, offset=0.0, cast="llama"):
+    """See `liger_triton.rms_norm`."""
+    wide = _wide(x.dtype)
+    x_wide = x.to(wide)
+    normed = x_wide * torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+    if cast == "llama":
+        normed = normed.to(x.dtype)
+        if weight is None:
+            return normed
+        return (weight + offset if offset else weight) * normed
+    if weight is None:
+        return normed.to(x.dtype)
+    out_dtype = x.dtype if cast == "gemma" else torch.promote_types(x.dtype, weight.dtype)
+    return (normed * (weight.to(wide) + offset)).to(out_dtype)
+
+
+def add_rms_norm(x, residual, weight, eps, *, offset=0.0, cast="llama"):
+    """See `liger_triton.add_rms_norm`."""
+    total = x + residual
+    return rms_norm(total, weight, eps, offset=offset, cast=cast), total
+
+
+def layer_norm(x, weight, bias, eps):
+    """See `liger_triton.layer_norm`."""
+    wide = _wide(x.dtype)
+    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
+    """x (..., D) turned by the angles cos, sin (..., R/2), which broadcast against the leading dimensions of x."""
+    wide = _wide(x.dtype, cos.dtype, sin.dtype)
+    out_dtype = x.dtype if cast == "input" else torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
+    rot = 2 * cos.shape[-1]
+    rest = x.shape[-1] - rot
+    turned = (x[..., rest:] if rotate_last else x[..., :rot]).to(wide)
+    x1, x2 = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    cos, sin = cos.to(wide), sin.to(wide)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    y = torch.stack((y1, y2), dim=-1).flatten(-2) if out_interleaved else torch.cat((y1, y2), dim=-1)
+    y = y.to(out_dtype)
+    if rest == 0:
+        return y
+    passed = (x[..., :rest] if rotate_last else x[..., rot:]).to(out_dtype)
+    return torch.cat((passed, y) if rotate_last else (y, passed), dim=-1)
+
+
+def rope(
+    q, k, cos, sin, *, interleaved=False, out_interleaved=None, cos_layout="half", rotate_last=False, cast="promote",
+    unsqueeze_dim=1,
+):  # fmt: skip
+    """See `liger_triton.rope`."""
+    if cos_layout == "half":
+        cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+    elif cos_layout == "interleaved":
+        cos, sin = cos[..., 0::2], sin[..., 0::2]
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    out_interleaved = interleaved if out_interleaved is None else out_interleaved
+    turn = (interleaved, out_interleaved, rotate_last, cast)
+    return _rotate(q, cos, sin, *turn), None if k is None else _rotate(k, cos, sin, *turn)
+
+
+def swiglu(gate, up):
+    """See `liger_triton.swiglu`."""
+    wide = _wide(gate.dtype)
+    return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+def geglu(gate, up, *, approximate="tanh"):
+    """See `liger_triton.geglu`."""
+    wide = _wide(gate.dtype)
+    return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
+
+
+def _transformed(logits, softcap, logit_scale, temperature=1.0):
+    """z of the vocabulary losses, in wide precision."""
+    z = logits.to(_wide(logits.dtype)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def _head_logits(hidden, weight, bias, lora, lora_input):
+    logits = F.linear(hidden, weight, bias)
+    if lora is not None:
+        lora_a, lora_b, scaling = lora
+        source = (hidden if lora_input is None else lora_input).to(lora_a.dtype)
+        logits = logits + (scaling * F.linear(F.linear(source, lora_a), lora_b)).to(logits.dtype)
+    return logits
+
+
+def cross_entropy(
+    logits, target, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0,
+    z_loss=0.0, token_weights=None,
+):  # fmt: skip
+    """See `liger_triton.cross_entropy`; leaves the logits alone. `token_weights`: see `linear_cross_entropy`."""
+    z = _transformed(logits, softcap, logit_scale)
+    rows = F.cross_entropy(z, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
+    if z_loss:
+        rows = rows + torch.where(target == ignore_index, 0.0, z_loss * z.logsumexp(-1).square())
+    share = torch.ones_like(rows) if token_weights is None else token_weights.to(rows.dtype)
+    share = torch.where(target == ignore_index, 0.0, share)
+    rows = torch.where(target == ignore_index, 0.0, rows * share)
+    if reduction == "none":
+        return rows
+    divisor = share.sum() if reduction == "mean" else torch.ones((), device=rows.device, dtype=rows.dtype)
+    return torch.where(divisor == 0, 0.0, rows.sum() / torch.where(divisor == 0, 1.0, divisor))
+
+
+def linear_cross_entropy(
+    hidden, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None,
+    logit_scale=1.0, z_loss=0.0, token_weights=None, lora=None, lora_input=None, accumulate="fp32", chunk_rows=None,
+):  # fmt: skip
+    """See `liger_triton.linear_cross_entropy`, which runs without Triton too; this one makes all logits."""
+    logits = _head_logits(hidden, weight, bias, lora, lora_input).flatten(0, -2)
+    loss = cross_entropy(
+        logits, target.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+        softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
+        token_weights=None if token_weights is None else token_weights.flatten(),
+    )  # fmt: skip
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def linear_logprobs(
+    hidden, weight, target, bias=None, *, temperature=1.0, softcap=None, logit_scale=1.0, label_smoothing=0.0,
+    ignore_index=-100, lora=None, lora_input=None, outputs=("log_probs",), uniform_grad=False, accumulate="fp32",
+    chunk_rows=None,
+):  # fmt: skip
+    """See `liger_triton.linear_logprobs`, which runs without Triton too; this one makes all logits."""
+    from .linear_logprobs import LogProbs
+
+    z = _transformed(_head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
+    ignored = target == ignore_index
+    y = torch.where(ignored, 0, target).unsqueeze(-1)
+    log_p = z.log_softmax(-1)
+    found = {
+        "log_probs": (1 - label_smoothing) * log_p.gather(-1, y).squeeze(-1) + label_smoothing * log_p.mean(-1),
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "log_sum_sq_probs": torch.logsumexp(2 * log_p.detach(), -1),
+        "mean_logits": z.detach().mean(-1),
+        "is_top1": z.argmax(-1, keepdim=True).eq(y).squeeze(-1),
+    }
+    return LogProbs(**{name: found[name].masked_fill(ignored, 0) for name in outputs})

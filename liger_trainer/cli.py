@@ -1,0 +1,88 @@
+"""The command `liger-trainer`: train a recipe, list the recipes, or say what would be patched in a model."""
+
+import argparse
+import os
+import sys
+
+from liger_trainer.recipe import RecipeError, describe, parse_recipe, recipe_names
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, or 2 for a mistake that the user can mend (told on stderr)."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except RecipeError as error:
+        if _main_process():
+            print(f"liger-trainer: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    from liger_trainer import __version__
+
+    parser = argparse.ArgumentParser(prog="liger-trainer", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a recipe",
+        usage="liger-trainer train RECIPE [--dry_run] [--key value ...]",
+        description="Train a recipe. Any key of a recipe can be given as an option, which beats the file. "
+        "`liger-trainer train RECIPE --help` lists all keys.",
+        allow_abbrev=False,
+    )
+    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
+    train.add_argument("options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE")
+    train.set_defaults(run=_train)
+
+    recipes = commands.add_parser("recipes", help="list the recipes that ship with the package")
+    recipes.set_defaults(run=_recipes)
+
+    doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not")
+    doctor.add_argument("model", metavar="MODEL", help="a folder or a name on the Hub; only its config is read")
+    doctor.add_argument("--gguf_file", help="a GGUF file in the folder MODEL")
+    doctor.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with MODEL")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _train(args) -> int:
+    dry = [word for word in args.options if word in ("--dry_run", "--dry-run")]
+    recipe = parse_recipe(args.recipe, [word for word in args.options if word not in dry])
+    if dry:
+        if _main_process():
+            print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
+        return 0
+    from liger_trainer.run import run
+
+    if (summary := run(recipe)) is not None:
+        print(f"\n{summary}")
+    return 0
+
+
+def _recipes(args) -> int:
+    names = recipe_names()
+    width = max(map(len, names))
+    for name, path in names.items():
+        print(f"{name:{width}}  {describe(path)}")
+    return 0
+
+
+def _doctor(args) -> int:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from liger_trainer import apply_liger
+    from liger_trainer.model_source import find_model
+
+    config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
+    with torch.device("meta"):  # the report depends on code and shapes, so no weights are needed, of whatever size
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    print(apply_liger(model))
+    return 0
+
+
+def _main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,124 @@
+"""The rows of a recipe: from a file, a folder or the Hub, to what TRL's trainers take."""
+
+import os
+from pathlib import Path
+
+from liger_trainer.recipe import RecipeArguments, RecipeError
+
+_FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+# The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so that no
+# token spans the end of the prompt.
+_ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
+    """An Alpaca row as `{"prompt", "completion"}`; TRL adds the end-of-text token. An empty or missing `input` has none.
+
+    Raises:
+        RecipeError: `instruction` or `output` is not a string, or `instruction` is empty.
+    """
+    for key in ("instruction", "output"):
+        if not isinstance(row[key], str) or (key == "instruction" and not row[key].strip()):
+            raise RecipeError(f"Row {index} of the dataset has {key} {row[key]!r}; expected text. Mend or remove the row.")
+    template = _ALPACA_WITH_INPUT if row.get("input") else _ALPACA_WITHOUT_INPUT
+    # Not str.format on the row's text: braces in it are text, and format leaves inserted values alone.
+    prompt = template.format(instruction=row["instruction"], input=row.get("input") or "")
+    return {"prompt": prompt, "completion": row["output"]}
+
+
+def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
+    """The training rows and the evaluation rows (or None) of a recipe.
+
+    Args:
+        args (`RecipeArguments`): The recipe's own keys.
+        folder (`Path`): The recipe's folder, where a relative `dataset_name` is looked up too.
+        columns: Sets of columns; rows must have all of at least one set, once the template is applied.
+        seed (`int`): Draws the rows held out by `eval_fraction`.
+
+    Returns:
+        `tuple[Dataset, Dataset | None]`.
+
+    Raises:
+        RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is not text.
+    """
+    source = _source(args, folder)
+    train = _prepare(_load(args, source, args.dataset_train_split), args, columns)
+    if args.max_rows is not None:
+        train = train.select(range(min(args.max_rows, len(train))))
+    if args.dataset_eval_split is not None:
+        return train, _prepare(_load(args, source, args.dataset_eval_split), args, columns)
+    if args.eval_fraction is None:
+        return train, None
+    held_out = max(1, round(args.eval_fraction * len(train)))
+    if held_out == len(train):
+        raise RecipeError(f"eval_fraction is {args.eval_fraction}, which leaves none of the {len(train)} rows to train on.")
+    parts = train.train_test_split(test_size=held_out, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def _source(args: RecipeArguments, folder: Path) -> str:
+    name = args.dataset_name
+    if not name:
+        raise RecipeError("dataset_name is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset.")
+    for path in (Path(name).expanduser(), folder / name):
+        if path.exists():
+            return str(path)
+    if Path(name).suffix in _FILE_BUILDERS or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise RecipeError(
+            f"dataset_name is {name!r}, and there is no such file, neither from the working directory nor in {folder}."
+        )
+    return name
+
+
+def _load(args: RecipeArguments, source: str, split: str):
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        if os.path.isfile(source):
+            builder = _FILE_BUILDERS.get(Path(source).suffix)
+            if builder is None:
+                raise RecipeError(
+                    f"dataset_name is {source!r}; a file must end in one of {', '.join(_FILE_BUILDERS)}, by which it is read."
+                )
+            rows = load_dataset(builder, data_files=source, split=split)
+        else:
+            rows = load_dataset(source, args.dataset_config, split=split)
+    except RecipeError:
+        raise
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        # datasets puts what is wrong with a file into the cause, and only "an error occurred" into the message.
+        reason = error.__cause__ or error
+        raise RecipeError(f"dataset_name {source!r}, split {split!r}, cannot be loaded: {reason}") from error
+    if len(rows) == 0:
+        raise RecipeError(f"dataset_name {source!r}, split {split!r}, has no rows.")
+    return rows
+
+
+def _prepare(rows, args: RecipeArguments, columns: tuple[tuple[str, ...], ...]):
+    """Apply the template, and check that the trainer can use the columns."""
+    have = set(rows.column_names)
+    listed = ", ".join(rows.column_names)
+    if args.prompt_template == "alpaca":
+        if missing := sorted({"instruction", "output"} - have):
+            raise RecipeError(
+                f"dataset_name {args.dataset_name!r} has the columns {listed}; prompt_template: alpaca needs instruction and "
+                f"output (input is optional), and {' and '.join(missing)} is missing."
+            )
+        return rows.map(alpaca_row, with_indices=True, remove_columns=rows.column_names, desc="Applying the Alpaca template")
+    if not any(set(needed) <= have for needed in columns):
+        needs = "; ".join(" and ".join(needed) for needed in columns)
+        hint = " Its rows look like Alpaca's: set prompt_template: alpaca." if {"instruction", "output"} <= have else ""
+        raise RecipeError(
+            f"dataset_name {args.dataset_name!r} has the columns {listed}; the trainer needs one of: {needs}.{hint}"
+        )
+    return rows

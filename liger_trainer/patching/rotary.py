@@ -1,0 +1,174 @@
+"""Rotary functions: a global of the modeling module, replaced for the attentions of one model only.
+
+A patched attention runs its own code with its own globals, except that the name of a rotary function leads to ours
+(`_View`). Each call is checked: what was not proven for its shapes goes to the original function.
+"""
+
+import functools
+import inspect
+import types
+
+from torch import nn
+
+from liger_triton import rope
+
+from . import probe
+from .rotary_proof import Proof, Signature, layouts_of, makes_angles, prove, size_of
+
+
+def rotary_names(forward) -> list[str]:
+    """Globals that a forward calls by a name like `apply_rotary_pos_emb`."""
+    code, scope = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    names = [] if code is None else [n for n in code.co_names if "apply" in n and "rot" in n]
+    return [n for n in names if callable(scope.get(n)) and not inspect.isclass(scope[n])]
+
+
+def swap(model: nn.Module, part) -> None:
+    """Bind a forward that sees our rotary functions to every attention of `model` whose functions are proven.
+
+    `part` is the `OperationReport` to fill.
+    """
+    proofs, layouts = {}, {}
+    for name, module in model.named_modules():
+        if makes_angles(module):
+            layouts[name] = layouts_of(module)
+    for name, module in model.named_modules():
+        own = type(module).forward
+        names = rotary_names(inspect.unwrap(own))
+        if not names:
+            continue
+        slot, reason = probe.slot_of(module)
+        if inspect.unwrap(own) is not own:
+            reason = "its forward is decorated"
+        if reason is not None:
+            part.skipped[name] = reason
+            continue
+        seen = _nearest(name, layouts)
+        replaced, texts, reasons = [], [], []
+        for rotary_name in names:
+            function = own.__globals__[rotary_name]
+            if function not in proofs:
+                proofs[function] = prove(function)
+            proven, reason = proofs[function]
+            plans = _plans(proven, seen)
+            if reason is None and not plans:
+                reason = f"{rotary_name} reads each angle of cos twice, and nothing was seen to make cos that way"
+            if reason is None:
+                replaced.append((rotary_name, replacement(function, Signature.of(function), plans)))
+                texts += [str(p.geometry) for p, _ in plans]
+            else:
+                reasons.append(reason)
+        if reasons:
+            part.skipped[name] = "; ".join(reasons)
+        else:
+            probe.bind(module, slot, forward_with(own, tuple(replaced)))
+            part.swapped[name] = f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
+
+
+def _nearest(name: str, layouts: dict[str, frozenset]) -> frozenset:
+    """What the rotary embedding of a module makes: those that sit in its nearest ancestor to hold any.
+
+    Not those of a sibling: a vision tower that makes its own cos is not told by the rotary embedding of the text model.
+    """
+    parts = name.split(".") if name else []
+    for depth in range(len(parts), -1, -1):
+        near = [made for other, made in layouts.items() if other.split(".")[:-1] == parts[:depth]]
+        if near:
+            return frozenset().union(*near)
+    return frozenset()
+
+
+def _plans(proven: tuple[Proof, ...], seen: frozenset) -> tuple[tuple[Proof, frozenset | None], ...]:
+    """The proofs that hold here, each with the sizes of cos for which they do (None: all)."""
+    plans = []
+    for proof in proven:
+        if proof.layout is None:
+            plans.append((proof, None))
+            continue
+        fitting = {size for size, layout in seen if layout == proof.layout}
+        fitting -= {size for size in fitting if (size, proof.layout) in seen and (size, "other") in seen}
+        if fitting:
+            plans.append((proof, frozenset(fitting)))
+    return tuple(plans)
+
+
+@functools.cache
+def replacement(function, signature: Signature, plans):
+    """A function with the signature of `function` that calls our kernel where a plan fits the call, else `function`."""
+    table = {}
+    for proof, sizes in plans:
+        q_dims, cos_dims, at = proof.call
+        key = (q_dims, cos_dims, at if signature.unsqueeze_dim is not None else None, proof.size)
+        table[key] = (at, sizes, proof.geometry.sign, proof.geometry.arguments())
+    names, turned_names, single = signature.names, signature.turned, len(signature.turned) == 1
+    tensors = (*turned_names, signature.cos, signature.sin, "unsqueeze_dim")
+
+    def apply_rotary(*args, **kwargs):
+        given = dict(zip(names, args))  # noqa: B905 - parameters at the end have defaults
+        given.update(kwargs)
+        q = given.get(turned_names[0])
+        k = q if single else given.get(turned_names[1])
+        sin = given.get(signature.sin)
+        cos = sin if signature.cos is None else given.get(signature.cos)
+        if q is None or k is None or cos is None or sin is None:
+            return function(*args, **kwargs)
+        for name in given:
+            if name not in tensors and given[name] is not None:  # an argument whose meaning was not proven
+                return function(*args, **kwargs)
+        if signature.cos is None:
+            cos, sin = cos.real, sin.imag
+        unsqueeze_dim = None if signature.unsqueeze_dim is None else given.get("unsqueeze_dim", signature.unsqueeze_dim)
+        plan = table.get((q.ndim, cos.ndim, unsqueeze_dim, size_of(q.shape[-1], cos.shape[-1])))
+        if plan is None or not _fits(plan, q, k, cos, sin):
+            return function(*args, **kwargs)
+        at, _, sign, arguments = plan
+        q, k = rope(q, None if single else k, cos, sin if sign > 0 else -sin, unsqueeze_dim=at, **arguments)
+        return q if single else (q, k)
+
+    return apply_rotary
+
+
+def _fits(plan, q, k, cos, sin) -> bool:
+    """Whether shapes and devices are those of the proof: cos of one row per token, for each batch entry or for all."""
+    at, sizes, _, _ = plan
+    if sizes is not None and cos.shape[-1] not in sizes:
+        return False
+    if cos.shape != sin.shape or q.ndim != k.ndim or q.shape[-1] != k.shape[-1]:
+        return False
+    if q.device != cos.device or q.device != k.device or sin.device != cos.device:
+        return False
+    lead = list(cos.shape[:-1])
+    lead.insert(at, 1)
+    for t in (q, k):
+        against = t.shape[t.ndim - 1 - len(lead) : -1]
+        if any(c != n and c != 1 for c, n in zip(lead, against, strict=True)):
+            return False
+    return True
+
+
+class _View(dict):
+    """The globals of a modeling module, as they are at each look-up, with some names leading elsewhere.
+
+    CPython and torch.compile take a subclass of dict as the globals of a function and honour `__missing__`.
+    """
+
+    def __init__(self, scope: dict, names: dict):
+        super().__init__(names, __builtins__=scope["__builtins__"])
+        self._scope = scope
+
+    def __missing__(self, name):
+        return self._scope[name]
+
+    def __contains__(self, name):
+        return super().__contains__(name) or name in self._scope
+
+
+@functools.cache
+def forward_with(own, replaced: tuple[tuple[str, object], ...]):
+    """The function `own`, its code unchanged, seeing other functions under the names of `replaced`."""
+    view = _View(own.__globals__, dict(replaced))
+    function = types.FunctionType(own.__code__, view, own.__name__, own.__defaults__, own.__closure__)
+    function.__kwdefaults__ = own.__kwdefaults__
+    function.__annotations__ = own.__annotations__
+    function.__doc__, function.__module__, function.__qualname__ = own.__doc__, own.__module__, own.__qualname__
+    return probe.mark(function, own.__name__)

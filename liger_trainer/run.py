@@ -1,0 +1,128 @@
+"""Run a parsed recipe: check everything, load, train, save."""
+
+import os
+
+from liger_trainer.data import load_rows
+from liger_trainer.model_source import ModelSource, find_model
+from liger_trainer.recipe import Recipe, RecipeError
+from liger_trainer.summary import RunRecorder, Summary
+
+
+def run(recipe: Recipe) -> Summary | None:
+    """Train as the recipe says; the model, its tokenizer and `liger_report.json` end in `output_dir`.
+
+    Returns:
+        `Summary` on the main process, None on the others.
+
+    Raises:
+        RecipeError: Whatever the recipe names is missing or does not fit together. Nothing has been trained then.
+    """
+    import trl
+    from transformers import AutoConfig
+
+    import liger_trainer
+
+    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
+    source = find_model(
+        recipe.model.model_name_or_path,
+        init.pop("gguf_file", None),
+        revision=init.pop("revision", recipe.model.model_revision),
+        trust_remote_code=init.pop("trust_remote_code", getattr(training, "trust_remote_code", False)),
+    )
+    source.load(AutoConfig)
+    checkpoint = find_checkpoint(training)
+    _check_evaluation(recipe)
+    columns = tuple(
+        tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
+        for needed in recipe.entry.columns
+    )
+    with training.main_process_first(desc="loading the dataset"):
+        train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
+
+    init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
+    recorder = RunRecorder()
+    given = {
+        "train_dataset": train_rows,
+        "eval_dataset": eval_rows,
+        "peft_config": trl.get_peft_config(recipe.model),
+        "callbacks": [recorder],
+    }
+    if source.is_gguf:  # TRL's trainers cannot load one themselves
+        training.model_init_kwargs = None
+        given["model"], given["processing_class"] = _load_gguf(source, init, training.output_dir, recipe.model)
+    else:
+        training.model_init_kwargs = source.options | init
+        given["model"] = source.path
+        given["quantization_config"] = trl.get_quantization_config(recipe.model)
+    try:
+        trainer = getattr(liger_trainer, recipe.entry.trainer)(args=training, **given)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{recipe.path}: {error}") from error
+
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(training.output_dir)
+    trainer.save_state()
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
+    summary = Summary.of(recorder, trainer) if trainer.is_world_process_zero() else None
+    trainer.accelerator.end_training()
+    return summary
+
+
+def find_checkpoint(training) -> str | None:
+    """The folder that `resume_from_checkpoint` means: `true` is the last checkpoint in `output_dir`. RecipeError if none."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    wanted = training.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        return None
+    if str(wanted).lower() == "true":
+        last = get_last_checkpoint(training.output_dir) if os.path.isdir(training.output_dir) else None
+        if last is None:
+            raise RecipeError(
+                f"resume_from_checkpoint is true, but output_dir {training.output_dir!r} has no checkpoint. Train without it "
+                "first, or give the path of a checkpoint."
+            )
+        return last
+    path = os.path.expanduser(str(wanted))
+    if not os.path.isfile(os.path.join(path, "trainer_state.json")):
+        raise RecipeError(
+            f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint (no trainer_state.json in it). "
+            "Give a path such as OUTPUT_DIR/checkpoint-100, or true for the last one."
+        )
+    return path
+
+
+def _check_evaluation(recipe: Recipe) -> None:
+    strategy = getattr(recipe.training.eval_strategy, "value", recipe.training.eval_strategy)
+    has_rows = recipe.args.dataset_eval_split is not None or recipe.args.eval_fraction is not None
+    if strategy != "no" and not has_rows:
+        raise RecipeError(
+            f"{recipe.path}: eval_strategy is {strategy!r}, but there are no rows to evaluate on. Set dataset_eval_split or "
+            "eval_fraction."
+        )
+    if strategy == "no" and has_rows:
+        raise RecipeError(
+            f"{recipe.path}: rows are kept for evaluation, but eval_strategy is 'no', so they would never be used. Set "
+            "eval_strategy: steps or epoch, or remove dataset_eval_split and eval_fraction."
+        )
+
+
+def _load_gguf(source: ModelSource, init: dict, output_dir: str, model_args):
+    """The model and tokenizer of a GGUF source, the weights dequantised to `dtype`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        raise RecipeError("load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them.")
+    tokenizer = source.load(AutoTokenizer)
+    # Without this the trainer takes the model for a quantised one, which cannot be trained in full, nor saved.
+    init["quantization_config"] = GgufConfig(dequantize=True)
+    model = source.load(AutoModelForCausalLM, **init)
+    if model_args.use_peft:
+        # An adapter names its base model by path, and peft cannot open a GGUF file by that: give it a plain copy.
+        base = os.path.abspath(os.path.join(output_dir, "base_model"))
+        if int(os.environ.get("RANK", "0")) == 0:
+            model.save_pretrained(base)
+            tokenizer.save_pretrained(base)
+        model.config._name_or_path = model.name_or_path = base
+    return model, tokenizer

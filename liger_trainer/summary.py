@@ -1,0 +1,84 @@
+"""The few lines that `liger-trainer train` prints at the end."""
+
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import TrainerCallback
+
+
+class RunRecorder(TrainerCallback):
+    """Notes what the summary needs while the trainer runs: the logged losses, the tokens seen, and the time they took."""
+
+    def __init__(self):
+        self.losses: list[float] = []
+        self.first_step = self.last_step = 0
+        self.tokens = self.seconds = None
+        self._start = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start, self.first_step = time.perf_counter(), state.global_step
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+            if "num_tokens" in logs:  # counted by TRL over all processes
+                self.tokens, self.seconds = logs["num_tokens"], time.perf_counter() - self._start
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.last_step = state.global_step
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did. `str()` is what is printed."""
+
+    steps: int
+    resumed_at: int
+    losses: list[float]
+    tokens_per_second: float | None
+    peak_memory: str
+    patched: str
+    output_dir: str
+
+    @classmethod
+    def of(cls, recorder: RunRecorder, trainer) -> "Summary":
+        report = getattr(trainer, "liger_report", None)
+        return cls(
+            steps=recorder.last_step - recorder.first_step,
+            resumed_at=recorder.first_step,
+            losses=recorder.losses,
+            tokens_per_second=recorder.tokens / recorder.seconds if recorder.seconds else None,
+            peak_memory=peak_memory(),
+            patched=report.one_line() if report is not None else "nothing (use_liger is false)",
+            output_dir=str(trainer.args.output_dir),
+        )
+
+    def __str__(self) -> str:
+        resumed = f", resumed at step {self.resumed_at}" if self.resumed_at else ""
+        loss = f"{self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "not logged"
+        speed = f"{self.tokens_per_second:.0f} tokens/s" if self.tokens_per_second else "not counted"
+        return "\n".join(
+            (
+                "Summary",
+                f"  steps    {self.steps}{resumed}",
+                f"  loss     {loss}",
+                f"  speed    {speed}",
+                f"  memory   {self.peak_memory}",
+                f"  patched  {self.patched}",
+                f"  model    {self.output_dir}",
+            )
+        )
+
+
+def peak_memory() -> str:
+    """Peak so far: of this process's tensors on the GPU, or without a GPU of the whole process."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB peak on the GPU (this process)"
+    if sys.platform == "win32":
+        return "not measured on Windows without a GPU"
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB peak of the process"

@@ -1,0 +1,257 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_triton import cross_entropy, reference
+from liger_triton._row_pass import N_STATS, RowSpec
+from liger_triton._row_pass import row_pass as run_row_pass
+
+T, V = 13, 307
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def inputs(device, dtype=torch.float32, scale=1.0):
+    """A leaf, and target with ignored rows. `leaf * 1.0` stands for the logits that a model computes."""
+    leaf = (torch.randn(T, V) * scale).to(device, dtype).requires_grad_()
+    y = torch.randint(0, V, (T,))
+    y[::4] = -100
+    return leaf, y.to(device)
+
+
+CASES = [
+    pytest.param({}, id="plain"),
+    pytest.param({"reduction": "sum", "label_smoothing": 0.2}, id="smoothing"),
+    pytest.param({"reduction": "none", "softcap": 2.0}, id="softcap"),
+    pytest.param({"logit_scale": -0.4, "softcap": 1.5, "z_loss": 0.01}, id="scale-softcap-z-loss"),
+    pytest.param({"reduction": "none", "logit_scale": 2.0, "label_smoothing": 0.1, "z_loss": 0.05}, id="none-all"),
+]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("options", CASES)
+def test_matches_float64(options, dtype, device, row_pass, check_close):
+    """Random upstream gradients: the gradient written in the forward pass is multiplied by them."""
+    leaf, y = inputs(device, dtype)
+    check_close(
+        lambda z: cross_entropy(z * 1.0, y, **options), lambda z: reference.cross_entropy(z, y, **options), [leaf]
+    )
+
+
+def test_reference_is_f_cross_entropy(device):
+    leaf, y = inputs(device)
+    for reduction in ("mean", "sum", "none"):
+        got = reference.cross_entropy(leaf.double(), y, reduction=reduction, label_smoothing=0.1, softcap=3.0)
+        want = F.cross_entropy(3 * torch.tanh(leaf.double() / 3), y, reduction=reduction, label_smoothing=0.1)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_gradient_takes_the_memory_of_the_logits(view, device, row_pass, allocations):
+    leaf, y = inputs(device)
+    made = leaf * 1.0
+    received = []
+    made.grad_fn.register_prehook(lambda grads: received.append(grads[0].data_ptr()))
+    logits = made.view(T, V) if view else made
+    with allocations() as seen:
+        loss = cross_entropy(logits, y, reduction="sum")
+    loss.backward()
+    assert received == [made.data_ptr()]
+    if row_pass == "triton":
+        assert max(seen.sizes) < T * V
+
+
+@pytest.mark.parametrize("how", ["leaf", "no_grad", "transposed", "expanded"])
+def test_logits_left_alone(how, device, row_pass):
+    leaf, y = inputs(device)
+    if how == "transposed":
+        logits = (leaf.detach().t().contiguous().requires_grad_() * 1.0).t()
+    elif how == "expanded":
+        logits = (leaf[:1] * 1.0).expand(T, V)
+    else:
+        logits = leaf if how == "leaf" else leaf * 1.0
+    before = logits.detach().clone()
+    with torch.set_grad_enabled(how != "no_grad"):
+        loss = cross_entropy(logits, y)
+    assert loss.requires_grad == (how != "no_grad")
+    want = F.cross_entropy(before.double().requires_grad_(), y)
+    torch.testing.assert_close(loss.double(), want)
+    if loss.requires_grad:
+        grad = torch.autograd.grad(loss, logits)[0]
+        clean = before.double().requires_grad_()
+        torch.testing.assert_close(grad.double(), torch.autograd.grad(F.cross_entropy(clean, y), clean)[0])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_overwritten_logits_cannot_be_used_in_silence(view, device, row_pass):
+    def logits():
+        made = leaf * 1.0
+        return made.view(T, V) if view else made
+
+    leaf, y = inputs(device)
+    saved_before = logits()
+    aux = saved_before.square().sum()  # keeps the logits for its backward
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (cross_entropy(saved_before, y) + aux).backward()
+    saved_before = logits()
+    aux = saved_before.square().sum()
+    cross_entropy(saved_before, y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        aux.backward()
+
+    twice = logits()
+    loss = cross_entropy(twice, y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Second backward through cross_entropy"):
+        loss.backward()
+
+    again = logits()
+    losses = [cross_entropy(again, y), cross_entropy(again, y)]
+    with pytest.raises(RuntimeError, match="used again after cross_entropy|modified by an inplace operation"):
+        sum(losses).backward()
+
+    if not view:
+        later = logits()
+        loss = cross_entropy(later, y)
+        with pytest.raises(RuntimeError, match="used again after cross_entropy"):
+            (loss + later.sum()).backward()
+
+
+def test_an_operation_before_that_saved_its_output(device, row_pass):
+    """tanh keeps its output, which is the logits here."""
+    leaf, y = inputs(device)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy(leaf.tanh(), y).backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_rows_ignored(reduction, device, row_pass):
+    leaf, y = inputs(device)
+    loss = cross_entropy(leaf * 1.0, torch.full_like(y, 7), ignore_index=7, reduction=reduction)
+    assert torch.equal(loss, torch.zeros_like(loss))
+    loss.sum().backward()
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_no_rows(device, row_pass):
+    leaf = torch.zeros(0, V, device=device, requires_grad=True)
+    loss = cross_entropy(leaf * 1.0, torch.zeros(0, dtype=torch.long, device=device))
+    loss.backward()
+    assert loss.item() == 0.0 and leaf.grad.shape == (0, V)
+
+
+def test_nan_and_infinity(device, row_pass):
+    """NaN reaches its own row only. -inf, a masked token, has p = 0 and gradient 0, as in PyTorch."""
+    leaf, y = inputs(device)
+    y[1], y[2] = 3, 4
+    with torch.no_grad():
+        leaf[1, 5] = torch.nan
+        leaf[2, 6:] = -torch.inf
+        leaf[0, 5] = torch.nan  # an ignored row
+    loss = cross_entropy(leaf * 1.0, y, reduction="none")
+    loss.sum().backward()
+    want = leaf.detach().double().requires_grad_()
+    F.cross_entropy(want, y, reduction="none").sum().backward()
+    assert loss.isnan().nonzero().flatten().tolist() == [1] and leaf.grad[1].isnan().all()
+    assert torch.equal(leaf.grad[0], torch.zeros_like(leaf.grad[0]))
+    rows = range(2, T)
+    torch.testing.assert_close(leaf.grad[rows].double(), want.grad[rows], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.9, 0.99, 0.999, 0.9999])
+def test_confident_tokens(p, dtype, device, row_pass):
+    """Softmax near 1, where p - 1 cancels: the gradient is at least as accurate as PyTorch's in that dtype."""
+    z = torch.zeros(4, V, device=device)
+    y = torch.tensor([0, 127, 128, V - 1], device=device)
+    z[torch.arange(4), y] = torch.tensor((V - 1) * p / (1 - p)).log()
+    z = z.to(dtype)
+    grads = []
+    for fn, t in ((F.cross_entropy, z.double()), (lambda t, y: F.cross_entropy(t.float(), y), z), (cross_entropy, z)):
+        t = t.clone().requires_grad_()
+        fn(t * 1.0, y).backward()
+        grads.append(t.grad.double())
+    want, theirs, ours = grads
+    error = (ours - want).norm() / want.norm()
+    truncates = row_pass == "triton" and device == "cpu" and dtype == torch.bfloat16  # the interpreter, at its stores
+    assert error <= 1.5 * max((theirs - want).norm() / want.norm(), 4e-3 if truncates else 4e-6)  # 4e-6: exp(-13) on a GPU
+    # The loss of such a token is small too: log1p keeps it
+    for t, target in zip(z, y, strict=True):
+        exact = F.cross_entropy(t.double(), target)
+        assert (cross_entropy(t[None], target[None]) - exact).abs() <= 4e-6 * exact
+
+
+def test_common_offset(device, row_pass):
+    """Adding 10000 to all logits changes nothing: they are eighths, so fp32 holds them exactly either way."""
+    z, y = torch.randint(-40, 40, (T, V), device=device) / 8, inputs(device)[1]
+    got = []
+    for offset in (0.0, 10000.0):
+        leaf = (z + offset).requires_grad_()
+        loss = cross_entropy(leaf, y, label_smoothing=0.1)
+        got.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+    for plain, shifted in zip(*got, strict=True):
+        assert (plain - shifted).norm() <= 1e-6 * plain.norm()
+
+
+def test_rows_of_any_stride(device, row_pass, check_close):
+    """Logits that are a slice of the vocabulary: rows far apart, and what lies between them stays."""
+    leaf, y = inputs(device)
+    wide = torch.cat([leaf.detach(), torch.full((T, 9), 7.0, device=device)], dim=1).requires_grad_()
+    check_close(lambda w: cross_entropy((w * 1.0)[:, :V], y), lambda w: reference.cross_entropy(w[:, :V], y), [wide])
+    made = wide * 1.0
+    cross_entropy(made[:, :V], y)
+    assert torch.equal(made[:, V:], wide[:, V:]) and not torch.equal(made[:, :V], wide[:, :V])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compile(reduction, dtype, device, row_pass, check_compiled):
+    if row_pass == "triton" and device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter's store of the scaled gradient truncates to bf16, the traced scaling rounds")
+    leaf, y = inputs(device, dtype)
+    check_compiled(lambda z: cross_entropy(z * 2.0, y, reduction=reduction, label_smoothing=0.1), [leaf])
+
+
+@pytest.mark.gpu
+def test_offsets_past_2_31():
+    """Nine rows 2**28 elements apart: the last begins at element 2**31."""
+    far = torch.zeros(9 * 2**28, device="cuda", dtype=torch.bfloat16).view(9, 2**28)[:, :V]
+    z, y = torch.randn(9, V, device="cuda").bfloat16(), torch.arange(9, device="cuda")
+    stats = torch.zeros(2, N_STATS, 9, device="cuda")
+    for logits, rows in ((far.copy_(z), stats[0]), (z, stats[1])):
+        run_row_pass(logits, logits, y, rows, None, None, RowSpec())
+    torch.testing.assert_close(far, z, rtol=0, atol=0)
+    torch.testing.assert_close(stats[0], stats[1], rtol=0, atol=0)
+    assert far[8].float().sum().abs() < 1e-2 and far[8, 8] < -0.5  # a gradient: sums to 0, negative at the target
+
+
+@pytest.mark.parametrize(
+    "logits, target, options, message",
+    [
+        (torch.zeros(2, 3, 4), torch.zeros(2, 3).long(), {}, r"logits is \(2, 3, 4\).*logits.flatten\(0, -2\)"),
+        (torch.zeros(2, 3), torch.zeros(3).long(), {}, r"target \(3,\); expected logits \(T, V\) and target \(T,\)"),
+        (torch.zeros(2, 3).double(), torch.zeros(2).long(), {}, "logits is torch.float64; expected bfloat16"),
+        (torch.zeros(2, 3), torch.zeros(2), {}, "target is torch.float32; expected class ids"),
+        (torch.zeros(2, 3), torch.zeros(2, device="meta").long(), {}, "target is on meta, logits on cpu"),
+        (torch.zeros(2, 3), torch.zeros(2).long(), {"reduction": "avg"}, "reduction is 'avg'"),
+        (torch.zeros(2, 3), torch.zeros(2).long(), {"label_smoothing": -0.1}, "label_smoothing is -0.1"),
+        (torch.zeros(2, 3), torch.zeros(2).long(), {"softcap": -1.0}, "softcap is -1.0"),
+        (torch.zeros(2, 3), torch.zeros(2).long(), {"z_loss": float("inf")}, "z_loss is inf"),
+    ],
+)
+def test_errors(logits, target, options, message):
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(logits, target, **options)
+
+
+def test_target_outside_the_vocabulary(device, row_pass):
+    """An error on CPU. On a GPU, where that would make the host wait, NaN in that row alone."""
+    leaf, y = inputs(device)
+    y[5] = V
+    if device == "cpu":
+        with pytest.raises(IndexError, match=rf"target\[5\] is {V} .*expected 0 to {V - 1}, or -100"):
+            cross_entropy(leaf * 1.0, y)
+    else:
+        loss = cross_entropy(leaf * 1.0, y, reduction="none")
+        loss.sum().backward()
+        assert loss.isnan().nonzero().flatten().tolist() == [5] and leaf.grad.isnan().any(1).sum() == 1

@@ -1,0 +1,108 @@
+"""What is saved is a plain transformers model, and a run that was killed goes on to the same losses."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from test_parity_sft import run as run_sft
+from test_parity_trainer import lora
+from test_parity_trainer import run as run_hf
+from tiny_models import collate, ragged_rows, tiny_model
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
+
+from liger_trainer import LigerTrainer, LigerTrainingArguments, apply_liger, remove_liger
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([[5, 9, 11, 40, 3]])).logits
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_trained_model_loads_in_plain_transformers(model_type, tmp_path):
+    _, trainer = run_hf(LigerTrainer, tiny_model(model_type), tmp_path)
+    trainer.save_model(tmp_path / "saved")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
+    assert plain.state_dict().keys() == trainer.model.state_dict().keys()
+    torch.testing.assert_close(logits(plain), logits(trainer.model), rtol=1e-5, atol=1e-5)
+    remove_liger(trainer.model)
+    assert torch.equal(logits(plain), logits(trainer.model))
+
+
+def test_an_adapter_loads_in_plain_peft(tmp_path):
+    _, trainer = run_hf(LigerTrainer, lora(tiny_model("llama"), ["q_proj", "down_proj", "lm_head"]), tmp_path)
+    trainer.save_model(tmp_path / "saved")
+    plain = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "saved")
+    torch.testing.assert_close(logits(plain), logits(trainer.model), rtol=1e-4, atol=1e-4)
+
+
+def test_peft_after_patching():
+    rows = collate(ragged_rows(4))
+    before = lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
+    apply_liger(before)
+    after = tiny_model("llama")
+    apply_liger(after)
+    after = lora(after, ["q_proj", "gate_proj", "lm_head"])
+    plain = lora(tiny_model("llama"), ["q_proj", "gate_proj", "lm_head"])
+    for model in (before, after, plain):
+        model.train()(**rows).loss.backward()
+    for name, p in plain.named_parameters():
+        for model in (before, after):
+            grad = model.get_parameter(name).grad
+            assert (grad is None) == (p.grad is None)
+            if grad is not None:
+                torch.testing.assert_close(grad, p.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_generate_after_training(tmp_path):
+    _, trainer = run_sft(tiny_sft(), tiny_model("llama"), tmp_path)
+    model = trainer.model.eval()
+    prompt = torch.tensor([[5, 9, 11]])
+    got = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    remove_liger(model)
+    assert torch.equal(got, model.generate(prompt, max_new_tokens=8, do_sample=False))
+
+
+def tiny_sft():
+    from liger_trainer import LigerSFTTrainer
+
+    return LigerSFTTrainer
+
+
+def train_with_dropout(out, callbacks=(), **resume):
+    """Eight steps with attention dropout, a checkpoint every three."""
+    args = LigerTrainingArguments(
+        output_dir=str(out), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, save_steps=3,
+        report_to="none", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, seed=11,
+    )  # fmt: skip
+    trainer = LigerTrainer(
+        model=tiny_model("llama", attention_dropout=0.1), args=args, train_dataset=ragged_rows(16), data_collator=collate,
+        callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.train(**resume)
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log], trainer.model
+
+
+class KillAfter(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_resumes_to_the_same_losses_and_weights(tmp_path):
+    want, model = train_with_dropout(tmp_path / "whole")
+    here = Path(__file__).parent
+    code = "import test_checkpoints as t; t.train_with_dropout({!r}, [t.KillAfter()])".format(str(tmp_path / "killed"))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    killed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert TrainerState.load_from_json(tmp_path / "killed/checkpoint-3/trainer_state.json").global_step == 3
+    got, resumed = train_with_dropout(tmp_path / "killed", resume_from_checkpoint=True)
+    assert got == want
+    for p, ref in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, ref)

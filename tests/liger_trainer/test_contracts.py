@@ -1,0 +1,76 @@
+"""What the package stands on in TRL and transformers. A failure here names what a new release has moved."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+import trl.trainer.sft_trainer as trl_sft
+from transformers import PreTrainedModel, Trainer
+from transformers.loss import loss_utils
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+
+from liger_trainer.fused_head import FusedLMOutput, HeadOptions
+from liger_trainer.trl_seam import our_head_in
+
+
+def test_trl_s_fused_head_takes_the_options_that_ours_takes():
+    options = list(inspect.signature(add_fused_lm_head).parameters)[1:]
+    assert options == [field.name for field in dataclasses.fields(HeadOptions)], "trl's add_fused_lm_head has other options"
+    defaults = {name: p.default for name, p in inspect.signature(add_fused_lm_head).parameters.items() if name != "model"}
+    assert defaults == dataclasses.asdict(HeadOptions())
+
+
+def test_our_output_has_every_field_of_trl_s():
+    ours = {field.name for field in dataclasses.fields(FusedLMOutput)}
+    theirs = {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
+    assert theirs <= ours, f"trl's FusedCausalLMOutput has new fields: {theirs - ours}"
+
+
+@pytest.mark.parametrize("name", ["add_fused_lm_head", "BaseTunerLayer"])
+def test_sft_trainer_uses_the_globals_that_we_replace(name):
+    assert name in vars(trl_sft)
+    assert name in inspect.getsource(trl_sft.SFTTrainer.__init__)
+
+
+def test_sft_loss_reduces_log_probs_by_a_sum():
+    """`uniform_grad` in LigerSFTTrainer is a promise about these lines of TRL."""
+    source = inspect.getsource(trl_sft.SFTTrainer.compute_loss)
+    for line in (
+        "per_token_loss = -outputs.log_probs",
+        "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
+        'if self.args.loss_type == "dft":',
+    ):
+        assert line in source, f"trl's SFTTrainer.compute_loss no longer has: {line}"
+
+
+def test_a_moved_name_is_an_import_error_that_says_what_to_do():
+    class Moved:
+        __name__ = "trl.trainer.sft_trainer"
+
+    with pytest.raises(ImportError, match="has no add_fused_lm_head, BaseTunerLayer.*trl>=1.16,<2"), our_head_in(Moved()):
+        pass
+
+
+def test_the_causal_lm_loss_still_ends_in_cross_entropy():
+    source = inspect.getsource(loss_utils.fixed_cross_entropy)
+    assert "nn.functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction" in source
+    assert isinstance(inspect.getattr_static(PreTrainedModel, "loss_function"), property)
+
+
+def test_trainer_asks_the_signature_for_num_items_in_batch():
+    assert "model_accepts_loss_kwargs" in inspect.getsource(Trainer.__init__)
+    assert "num_items_in_batch" in inspect.signature(Trainer.compute_loss).parameters
+
+
+def test_cross_entropy_offers_itself_to_torch_function():
+    seen = []
+
+    class Probe:
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return torch.zeros(())
+
+    torch.nn.functional.cross_entropy(Probe(), torch.zeros(3, dtype=torch.long))
+    assert seen == [torch.nn.functional.cross_entropy]

@@ -1,0 +1,48 @@
+"""Two gloo ranks with different rows, one step: the gradients are bit-equal across ranks, and those of one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import collate, ragged_rows, tiny_model
+from two_ranks import MODES
+
+HERE = Path(__file__).parent
+
+
+def two_ranks(mode, out):
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--standalone"]
+    result = subprocess.run(
+        [*command, str(HERE / "two_ranks.py"), mode, str(out)], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [torch.load(out / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fsdp2"])
+def test_ddp(mode, tmp_path):
+    first, second = two_ranks(mode, tmp_path)
+    one_process = MODES[mode.removesuffix("-accumulation")](tmp_path)
+    assert first.keys() == second.keys() == one_process.keys()
+    for name, grad in first.items():
+        assert torch.equal(grad, second[name]), f"{name} differs between ranks"
+        torch.testing.assert_close(grad, one_process[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_fsdp2(tmp_path):
+    first, second = two_ranks("fsdp2", tmp_path)
+    model = tiny_model("llama").train()
+    rows = ragged_rows(16)
+    for half in (rows[0::2], rows[1::2]):  # FSDP averages over ranks
+        (model(**collate(half), num_items_in_batch=torch.tensor(40.0)).loss / 2).backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], p.grad, rtol=1e-4, atol=1e-7, msg=name)

@@ -1,0 +1,74 @@
+"""One rank of `test_distributed.py`: `torchrun --nproc_per_node 2 two_ranks.py MODE OUT_DIR`, gloo on CPU. Saves its gradients."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from transformers import TrainerCallback
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
+
+
+class SaveGradients(TrainerCallback):
+    """After the backward of the first step: the gradient of every parameter, and the loss logged for it."""
+
+    def __init__(self):
+        self.grads = None
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.grads is None:
+            self.grads = {n.removeprefix("module."): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def train(trainer_class, args_class, out, accumulation=1, **options):
+    """One optimizer step over all 16 rows, however many processes there are."""
+    world = int(dist.get_world_size()) if dist.is_initialized() else 1
+    args = args_class(
+        output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=16 // world // accumulation, logging_steps=1,
+        gradient_accumulation_steps=accumulation, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
+        max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    save = SaveGradients()
+    rows = ragged_rows(16)
+    if trainer_class is LigerSFTTrainer:
+        extra = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
+    else:
+        extra = {"train_dataset": rows, "data_collator": collate}
+    trainer = trainer_class(model=tiny_model("llama"), args=args, callbacks=[save], **extra)
+    trainer.train()
+    return save.grads
+
+
+def fsdp2(out):
+    """The plain loop: patch, shard every layer and the root, one step on this rank's half of the rows."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = tiny_model("llama").train()
+    apply_liger(model)
+    mesh = dist.init_device_mesh("cpu", (2,)) if hasattr(dist, "init_device_mesh") else None
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rows = ragged_rows(16)[dist.get_rank() :: 2]
+    model(**collate(rows), num_items_in_batch=torch.tensor(40.0)).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+MODES = {
+    "trainer": lambda out: train(LigerTrainer, LigerTrainingArguments, out, remove_unused_columns=False),
+    "trainer-accumulation": lambda out: train(LigerTrainer, LigerTrainingArguments, out, 4, remove_unused_columns=False),
+    "sft": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, bf16=False, gradient_checkpointing=False),
+    "sft-accumulation": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, 4, bf16=False),
+    "fsdp2": fsdp2,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mode, out = sys.argv[1:]
+    grads = MODES[mode](out)
+    torch.save(grads, f"{out}/{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
