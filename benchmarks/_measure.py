@@ -18,11 +18,17 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def milliseconds(fn, warmup_ms=30, rep_ms=150):
-    """Median time of `fn` in ms by CUDA events (the L2 cache is flushed between runs); on CPU one wall-clock run."""
-    if DEVICE == "cuda":
-        from triton.testing import do_bench
+def milliseconds(fn, warmup_ms=30, rep_ms=150, graph=False):
+    """Median time of `fn` in ms by CUDA events (the L2 cache is flushed between runs); on CPU one wall-clock run.
 
+    With `graph`, `fn` is captured in a CUDA graph and its replays are timed: what the GPU needs, without the time of the host
+    to launch it, which exceeds that of a short kernel and hides behind other work in a training step.
+    """
+    if DEVICE == "cuda":
+        from triton.testing import do_bench, do_bench_cudagraph
+
+        if graph:
+            return do_bench_cudagraph(fn, rep=rep_ms, return_mode="median")
         return do_bench(fn, warmup=warmup_ms, rep=rep_ms, return_mode="median")
     import time
 

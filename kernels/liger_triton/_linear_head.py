@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from ._dispatch import kernel_op, use_triton
 from ._head_checks import FLOAT_DTYPES, check_device, check_target, check_target_range
 from ._row_pass import ENTROPY, LOSS, N_STATS, RowSpec, row_pass
+from ._scale import scaled
 
 # Bits of `needs`: which gradients are wanted.
 DX, DW, DBIAS, DU, DB = (1 << k for k in range(5))
@@ -57,13 +58,14 @@ class HeadSpec(NamedTuple):
         return (*self.rows, self.needs, self.lean, self.chunk_rows, self.compute_dtype)
 
 
-def chunk_size(rows: int, vocab: int, dtype: torch.dtype, device_type: str) -> int:
+def chunk_size(rows: int, vocab: int, dtype: torch.dtype, device_type: str, later_bytes: int = 0) -> int:
     """Rows per chunk: bounded memory, chunks of about equal size, on GPUs a multiple of the products' tile of 128
-    rows."""
+    rows. `later_bytes`: what the backward pass will allocate anyway after the logits are gone, so that as much costs nothing."""
     if device_type == "cpu":
         most, tile = max(1, _CPU_CHUNK_BYTES // (4 * vocab)), 1
     else:
-        most, tile = min(_GPU_CHUNK_ROWS, max(128, _GPU_CHUNK_BYTES // (dtype.itemsize * vocab) // 128 * 128)), 128
+        allowed = max(_GPU_CHUNK_BYTES, later_bytes)
+        most, tile = min(_GPU_CHUNK_ROWS, max(128, allowed // (dtype.itemsize * vocab) // 128 * 128)), 128
     chunks = max(1, -(-rows // most))
     even = -(-rows // chunks)
     return max(1, -(-even // tile) * tile)
@@ -115,7 +117,8 @@ def _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec: He
     total, vocab, dtype = x.shape[0], weight.shape[0], spec.compute_dtype
     kept = _kept_rows(target, spec.rows.ignore_index, vocab)
     rows = total if kept is None else kept.shape[0]
-    size = min(spec.chunk_rows or chunk_size(rows, vocab, dtype, x.device.type), max(rows, 1))
+    rounded = weight.numel() * weight.element_size() if spec.needs & DW and _sum_dtype(weight, spec.lean) != weight.dtype else 0
+    size = min(spec.chunk_rows or chunk_size(rows, vocab, dtype, x.device.type, rounded), max(rows, 1))
     chunks = -(-rows // size)
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
@@ -238,17 +241,6 @@ def _one_number(g, counted):
     return torch.where(counted.any(), value, 0.0)
 
 
-def _scaled(grad, factor, dtype):
-    """grad * factor in `dtype`, computed in fp32; in the memory of grad where the dtypes agree and nothing is
-    traced."""
-    factor = factor.reshape(-1, *[1] * (grad.ndim - 1))  # a 0-dim factor would be rounded to the dtype of grad first
-    if torch.compiler.is_compiling():
-        return (grad.float() * factor).to(dtype)
-    if grad.dtype == dtype:
-        return grad.mul_(factor)
-    return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))
-
-
 class _LinearHead(torch.autograd.Function):
     """(loss * row_weight, entropy, stats), each of T rows; the modes are those of the module docstring."""
 
@@ -309,10 +301,9 @@ class _LinearHead(torch.autograd.Function):
         if g_entropy is not None:  # traced: the value decides, as for a broken promise
             factor = torch.where((g_entropy == 0).all(), factor, torch.nan)
         out = []
-        while grads:  # one after the other, so that an fp32 sum is freed before the next is rounded
-            k, grad = 5 - len(grads), grads.pop(0)
-            out.append(_scaled(grad, factor, ctx.dtypes[k]) if spec.needs >> k & 1 else None)
-            del grad
+        for k in range(5):
+            out.append(scaled(grads[k], factor, ctx.dtypes[k]) if spec.needs >> k & 1 else None)
+            grads[k] = None  # an fp32 sum is freed before the next is rounded
         return *out, None, None, None, None
 
 

@@ -30,9 +30,16 @@ from ._dispatch import jit, tl, triton
 
 LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
 N_STATS = 7
-# Largest vocabulary block of the Triton kernels. 16 warps of 32 threads read 16 bytes each: 4096 elements of 16 bits.
+# Elements of a row that one program takes at a time: 16 bytes of 16 bits for each thread of `num_warps` warps. Wide rows are
+# fastest with the largest program, which leaves few rows in flight and most of a row in L2 for the second sweep; the further
+# statistics need the registers of a smaller one.
 MAX_BLOCK = 8192
-NUM_WARPS = 16
+
+
+def _block(vocab: int, extras: int) -> tuple[int, int]:
+    """(BLOCK, num_warps)."""
+    block = min(MAX_BLOCK, 8192 if vocab >= 65536 and not extras else 4096, triton.next_power_of_2(vocab))
+    return block, max(4, block // 256)
 
 
 class RowSpec(NamedTuple):
@@ -90,31 +97,37 @@ def _row_kernel(
     zy, slope_y = _transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
 
     if DO_STATS:
-        m = tl.maximum(zy, -1e30)  # finite, so that m - new_m below is never inf - inf
+        # Every lane keeps its own maximum and sums, so that nothing is exchanged inside the loop and an element costs one
+        # exponential: exp(-|z - m|) is the new term where z <= m, and what the old sums shrink by where z > m.
+        m_v = tl.full((BLOCK,), -1e30, tl.float32)  # finite, so that no difference below is inf - inf
         rest_v = tl.zeros((BLOCK,), tl.float32)
         dot_v = tl.zeros((BLOCK,), tl.float32)
         sq_v = tl.zeros((BLOCK,), tl.float32)
         diff_v = tl.zeros((BLOCK,), tl.float32)
-        before_v = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(0, V, BLOCK):
             off = start + lane
             z, _ = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
             other = (off < V) & (off != y)
             zo = tl.where(other, z, float("-inf"))
-            new_m = tl.maximum(m, tl.max(zo, axis=0))
-            corr = tl.exp(m - new_m)
-            e = tl.exp(zo - new_m)
-            if ENTROPY_:  # sum of e * (z - m), moved along when m grows; rest_v is still that of the old m here
-                dot_v = corr * (dot_v + rest_v * (m - new_m)) + tl.where(e > 0, e * (zo - new_m), 0.0)
+            d = zo - m_v
+            grows = d > 0
+            e = tl.exp(-tl.abs(d))
+            if ENTROPY_:  # sum of exp(z - m) * (z - m), which moves by -d for each unit of rest_v when m grows by d
+                dot_v = tl.where(grows, e * (dot_v - rest_v * d), dot_v + tl.where(e > 0, e * d, 0.0))
             if SUMSQ:
-                sq_v = sq_v * corr * corr + e * e
+                sq_v = tl.where(grows, sq_v * e * e + 1.0, sq_v + e * e)
             if MEAN:
                 diff_v += tl.where(other, z - zy, 0.0)
-            if TOP1:
-                before_v = tl.maximum(before_v, tl.where(off < y, zo, float("-inf")))
-            rest_v = rest_v * corr + e
-            m = new_m
-        rest = tl.sum(rest_v, axis=0)
+            rest_v = tl.where(grows, rest_v * e + 1.0, rest_v + e)
+            m_v = tl.maximum(m_v, zo)
+        m_other = tl.max(m_v, axis=0)
+        m = tl.maximum(m_other, zy)
+        corr_v = tl.exp(m_v - m)
+        if ENTROPY_:
+            dot_v = corr_v * (dot_v + rest_v * (m_v - m))
+        if SUMSQ:
+            sq_v *= corr_v * corr_v
+        rest = tl.sum(rest_v * corr_v, axis=0)
     else:
         m = tl.load(STATS + 1 * stats_stride)
         rest = tl.load(STATS + 2 * stats_stride)
@@ -145,7 +158,12 @@ def _row_kernel(
         if SUMSQ:
             tl.store(STATS + 4 * stats_stride, tl.log(tl.sum(sq_v, axis=0) + ey * ey) - 2.0 * log_s)
         if TOP1:
-            first = (zy >= m) & (zy > tl.max(before_v, axis=0))
+            first = zy >= m
+            if first & (zy == m_other):  # a tie: the first of the largest counts
+                for start in range(0, y, BLOCK):
+                    off = start + lane
+                    z, _ = _transform(tl.load(X + off, mask=off < y, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+                    first = first & (tl.max(tl.where(off < y, z, float("-inf")), axis=0) < zy)
             tl.store(STATS + 6 * stats_stride, first.to(tl.float32))
     elif HAS_GENT:
         entropy = tl.load(STATS + 3 * stats_stride)
@@ -162,8 +180,9 @@ def _row_kernel(
         even = g * smoothing / V
         py = ey * inv_s
         gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - even
-        for start in range(0, V, BLOCK):
-            off = start + lane
+        last = (V - 1) // BLOCK * BLOCK
+        for back in range(0, V, BLOCK):  # backwards: what was read last is still in the L2 cache
+            off = last - back + lane
             z, slope = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
             p = tl.exp(z - m) * inv_s
             d = tl.where(off == y, gy, p * push - even)
@@ -174,6 +193,7 @@ def _row_kernel(
 
 def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats):
     n, vocab = logits.shape
+    block, num_warps = _block(vocab, spec.extras | (1 if spec.smoothing or g_entropy is not None else 0))
     out = logits if grad is None else grad
     _row_kernel[(n,)](
         logits, out, target, stats, stats if g_loss is None else g_loss, stats if g_entropy is None else g_entropy,
@@ -183,7 +203,7 @@ def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats)
         SOFTCAP=spec.softcap != 0.0, SMOOTH=spec.smoothing != 0.0, ENTROPY_=bool(spec.extras >> ENTROPY & 1),
         SUMSQ=bool(spec.extras >> LOG_SUM_SQ & 1), TOP1=bool(spec.extras >> IS_TOP1 & 1),
         MEAN=spec.smoothing != 0.0 or bool(spec.extras >> MEAN_LOGITS & 1),
-        BLOCK=min(MAX_BLOCK, triton.next_power_of_2(vocab)), num_warps=NUM_WARPS,
+        BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
 

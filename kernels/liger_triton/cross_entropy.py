@@ -10,42 +10,12 @@ Bytes   b per element. Forward reads TVb (twice, the second time from L2 where a
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import jit, kernel_op, tl, triton, use_triton
+from ._dispatch import kernel_op, use_triton
 from ._head_checks import check_options, check_target_range
-from ._row_pass import LOSS, N_STATS, NUM_WARPS, RowSpec, row_pass
+from ._row_pass import LOSS, N_STATS, RowSpec, row_pass
+from ._scale import scaled
 
-_SCALE_BLOCK = 4096
 _TORCH_ELEMENTS = 1 << 24  # logits that the plain PyTorch pass takes at a time: 64 MiB for each of its fp32 copies
-
-
-@jit
-def _scale_kernel(D, SCALE, d_stride, scale_stride, V, BLOCK: tl.constexpr):
-    """Row `program_id(0)` of D times its scale; a factor of 1 costs no memory traffic."""
-    row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(SCALE + row * scale_stride)
-    if scale == 1.0:
-        return
-    D += row * d_stride
-    for start in range(0, V, BLOCK):
-        off = start + tl.arange(0, BLOCK)
-        d = tl.load(D + off, mask=off < V).to(tl.float32)
-        tl.store(D + off, (d * scale).to(D.dtype.element_ty), mask=off < V)
-
-
-def _scale_rows(dz: torch.Tensor, scale: torch.Tensor) -> None:
-    """dz (T, V) *= scale, fp32 () or (T,), in place."""
-    scale = scale.reshape(-1, 1)
-    if dz.shape[0] == 0:
-        return
-    if not use_triton(dz):
-        dz.mul_(scale)
-        return
-    step = 0 if scale.shape[0] == 1 else scale.stride(0)
-    with torch.cuda.device_of(dz):
-        _scale_kernel[(dz.shape[0],)](
-            dz, scale, dz.stride(0), step, dz.shape[1], BLOCK=min(_SCALE_BLOCK, triton.next_power_of_2(dz.shape[1])),
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
 
 
 def _pass_over(logits, grad, target, g_loss, spec):
@@ -133,10 +103,9 @@ class _CrossEntropy(torch.autograd.Function):
         grad, later = ctx.saved_tensors
         scale = g.float() * later
         if torch.compiler.is_compiling():
-            return (grad.float() * scale.reshape(-1, 1)).to(grad.dtype), None, None, None, None, None
+            return scaled(grad, scale, grad.dtype), None, None, None, None, None
         ctx.spent = True
-        grad = grad.detach()
-        _scale_rows(grad, scale)
+        grad = scaled(grad.detach(), scale, grad.dtype)
         torch.autograd.graph.increment_version(grad)
         return grad, None, None, None, None, None
 

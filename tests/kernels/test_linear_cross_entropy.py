@@ -320,6 +320,7 @@ def test_chunk_size():
         if rows > size:
             assert rows % size == 0 or rows % size > size // 2
     assert chunk_size(8192, 128256, torch.bfloat16, "cuda") == 2048
+    assert chunk_size(8192, 128256, torch.bfloat16, "cuda", 128256 * 4096 * 2) == 4096
 
 
 @pytest.mark.gpu
