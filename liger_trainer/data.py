@@ -7,8 +7,8 @@ from liger_trainer.recipe import RecipeArguments, RecipeError
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
-# The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so that no
-# token spans the end of the prompt.
+# The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so that
+# no token spans the end of the prompt.
 _ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -21,14 +21,16 @@ _ALPACA_WITHOUT_INPUT = (
 
 
 def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
-    """An Alpaca row as `{"prompt", "completion"}`; TRL adds the end-of-text token. An empty or missing `input` has none.
+    """An Alpaca row as `{"prompt", "completion"}`; TRL adds the end-of-text token. `input` may be empty or missing.
 
     Raises:
         RecipeError: `instruction` or `output` is not a string, or `instruction` is empty.
     """
     for key in ("instruction", "output"):
         if not isinstance(row[key], str) or (key == "instruction" and not row[key].strip()):
-            raise RecipeError(f"Row {index} of the dataset has {key} {row[key]!r}; expected text. Mend or remove the row.")
+            raise RecipeError(
+                f"Row {index} of the dataset has {key} {row[key]!r}; expected text. Mend or remove the row."
+            )
     template = _ALPACA_WITH_INPUT if row.get("input") else _ALPACA_WITHOUT_INPUT
     # Not str.format on the row's text: braces in it are text, and format leaves inserted values alone.
     prompt = template.format(instruction=row["instruction"], input=row.get("input") or "")
@@ -60,7 +62,9 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
         return train, None
     held_out = max(1, round(args.eval_fraction * len(train)))
     if held_out == len(train):
-        raise RecipeError(f"eval_fraction is {args.eval_fraction}, which leaves none of the {len(train)} rows to train on.")
+        raise RecipeError(
+            f"eval_fraction is {args.eval_fraction}, which leaves none of the {len(train)} rows to train on."
+        )
     parts = train.train_test_split(test_size=held_out, seed=seed)
     return parts["train"], parts["test"]
 
@@ -68,7 +72,9 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
 def _source(args: RecipeArguments, folder: Path) -> str:
     name = args.dataset_name
     if not name:
-        raise RecipeError("dataset_name is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset.")
+        raise RecipeError(
+            "dataset_name is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset."
+        )
     for path in (Path(name).expanduser(), folder / name):
         if path.exists():
             return str(path)
@@ -88,7 +94,7 @@ def _load(args: RecipeArguments, source: str, split: str):
             builder = _FILE_BUILDERS.get(Path(source).suffix)
             if builder is None:
                 raise RecipeError(
-                    f"dataset_name is {source!r}; a file must end in one of {', '.join(_FILE_BUILDERS)}, by which it is read."
+                    f"dataset_name is {source!r}; a file is read by its ending, one of {', '.join(_FILE_BUILDERS)}."
                 )
             rows = load_dataset(builder, data_files=source, split=split)
         else:
@@ -111,10 +117,12 @@ def _prepare(rows, args: RecipeArguments, columns: tuple[tuple[str, ...], ...]):
     if args.prompt_template == "alpaca":
         if missing := sorted({"instruction", "output"} - have):
             raise RecipeError(
-                f"dataset_name {args.dataset_name!r} has the columns {listed}; prompt_template: alpaca needs instruction and "
-                f"output (input is optional), and {' and '.join(missing)} is missing."
+                f"dataset_name {args.dataset_name!r} has the columns {listed}; prompt_template: alpaca needs "
+                f"instruction and output (input is optional), and {' and '.join(missing)} is missing."
             )
-        return rows.map(alpaca_row, with_indices=True, remove_columns=rows.column_names, desc="Applying the Alpaca template")
+        return rows.map(
+            alpaca_row, with_indices=True, remove_columns=rows.column_names, desc="Applying the Alpaca template"
+        )
     if not any(set(needed) <= have for needed in columns):
         needs = "; ".join(" and ".join(needed) for needed in columns)
         hint = " Its rows look like Alpaca's: set prompt_template: alpaca." if {"instruction", "output"} <= have else ""

@@ -85,9 +85,10 @@ def install_fused_head(model, options: HeadOptions | None = None) -> str | None:
     unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS} if options else ()
     if unknown:
         raise ValueError(f"outputs has {sorted(unknown)}; known are {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
-    if options is not None or "_liger_head_options" not in model.__dict__:
+    installed = has_fused_head(model)
+    if options is not None or not installed:
         model._liger_head_options = options or HeadOptions()
-    if not has_fused_head(model):
+    if not installed:
         previous = model.__dict__.get("forward")
         if previous is not None:
             model._liger_previous_forward = previous
@@ -98,20 +99,27 @@ def install_fused_head(model, options: HeadOptions | None = None) -> str | None:
 
 
 def has_fused_head(model) -> bool:
-    """Whether `install_fused_head` has been called on `model`."""
-    forward = getattr(base_model_of(model).__dict__.get("forward"), "__func__", None)
-    return getattr(forward, "_liger_fused_head", False)
+    """Whether `install_fused_head` has been called on `model`.
+
+    Asked of the options, not of `model.forward`: accelerate wraps that one for mixed precision when training starts.
+    """
+    return "_liger_head_options" in base_model_of(model).__dict__
 
 
 def remove_fused_head(model) -> None:
-    """Undo `install_fused_head`: the `__dict__` of the model and of its head are as before."""
+    """Undo `install_fused_head`: the `__dict__` of the model and of its head are as before.
+
+    Where someone (accelerate) has since wrapped the forward, the wrapper stays and what it wraps calls the model's own.
+    """
     model = base_model_of(model)
     for module in model.modules():
         unbind(module)
     if not has_fused_head(model):
         return
-    previous = model.__dict__.pop("_liger_previous_forward", None)
     del model._liger_head_options
+    if not getattr(getattr(model.__dict__.get("forward"), "__func__", None), "_liger_fused_head", False):
+        return
+    previous = model.__dict__.pop("_liger_previous_forward", None)
     if previous is None:
         del model.forward
     else:
@@ -144,6 +152,8 @@ def _fused_forward_of(model_class):
 
     @functools.wraps(model_class.forward)
     def forward(self, *args, fused_lm_head=False, skip_logits=None, label_smoothing=0.0, **kwargs):
+        if "_liger_head_options" not in self.__dict__:  # removed, but still inside somebody's wrapper
+            return _own_forward(self)(*args, **kwargs)
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
         if fused_lm_head:
             return _token_outputs(self, args, kwargs, label_smoothing)

@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, the Hub, a GGUF file, or the small model that the quickstart extra installs."""
+"""Where a model comes from: a folder, the Hub, a GGUF file, or the small model that the quickstart extra installs."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ class ModelSource:
         return "gguf_file" in self.options
 
     def load(self, auto_class, **kwargs):
-        """`auto_class.from_pretrained` on this source. RecipeError, with the library's own message, where that fails."""
+        """`auto_class.from_pretrained` on this source. RecipeError, with the library's message, where that fails."""
         try:
             return auto_class.from_pretrained(self.path, **self.options, **kwargs)
         except (OSError, ValueError, ImportError) as error:
@@ -57,7 +57,9 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
             f"{folder or '.'} and model_init_kwargs: {{gguf_file: {file}}}."
         )
     if looks_local and not os.path.isdir(path):
-        raise RecipeError(f"model_name_or_path is {name!r}, and there is no such folder. Check the path for a typing error.")
+        raise RecipeError(
+            f"model_name_or_path is {name!r}, and there is no such folder. Check the path for a typing error."
+        )
     if gguf_file is not None:
         _need_gguf()
         if os.path.isdir(path) and not os.path.isfile(os.path.join(path, gguf_file)):

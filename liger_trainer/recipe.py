@@ -1,7 +1,7 @@
-"""A recipe: one flat YAML file whose keys are the fields of `RecipeArguments`, the trainer's config and `trl.ModelConfig`.
+"""A recipe: a flat YAML file of the fields of `RecipeArguments`, of the trainer's config and of `trl.ModelConfig`.
 
-Parsed with TRL's parser. What that lets through is refused here before it runs: unknown and repeated keys, keys under the
-wrong heading, and values of the wrong YAML type.
+Parsed with TRL's parser. What that lets through is refused here before it runs: unknown and repeated keys, keys under
+the wrong heading, and values of the wrong YAML type.
 """
 
 import dataclasses
@@ -20,19 +20,21 @@ from liger_trainer.paths import shipped
 
 
 class RecipeError(ValueError):
-    """Something in a recipe, or in what it names, that the user can mend. The message names the key, the value and the mend."""
+    """Something in a recipe, or in what it names, that the user can mend; the message names key, value and mend."""
 
 
 @dataclass
 class RecipeArguments:
     """The keys of a recipe that belong neither to the trainer's config nor to TRL's `ModelConfig`."""
 
-    trainer: str = field(default="sft", metadata={"help": "Which trainer runs the recipe; 'sft' is the only one so far."})
+    trainer: str = field(
+        default="sft", metadata={"help": "Which trainer runs the recipe; 'sft' is the only one so far."}
+    )
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "A .json, .jsonl, .parquet or .csv file, a folder of such files, or the name of a dataset on the Hub. A "
-            "relative path is looked up from the working directory, then from the folder of the recipe."
+            "help": "A .json, .jsonl, .parquet or .csv file, a folder of such files, or the name of a Hub dataset. "
+            "A relative path is looked up from the working directory, then from the folder of the recipe."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Name of the configuration of a Hub dataset."})
@@ -42,24 +44,30 @@ class RecipeArguments:
     dataset_eval_split: str | None = field(default=None, metadata={"help": "Split to evaluate on."})
     eval_fraction: float | None = field(
         default=None,
-        metadata={"help": "Share of the training rows, between 0 and 1, drawn with `seed` and held out for evaluation."},
+        metadata={
+            "help": "Share of the training rows, between 0 and 1, drawn with `seed` and held out for evaluation."
+        },
     )
-    max_rows: int | None = field(default=None, metadata={"help": "Train on the first so many rows only. Unset: on all."})
+    max_rows: int | None = field(
+        default=None, metadata={"help": "Train on the first so many rows only. Unset: on all."}
+    )
     prompt_template: Literal["none", "alpaca"] = field(
         default="none",
         metadata={
-            "help": "'alpaca' turns rows of instruction, input and output into prompt and completion. 'none' hands the rows to "
-            "the trainer as they are: messages, prompt and completion, or text."
+            "help": "'alpaca' turns rows of instruction, input and output into prompt and completion. 'none' hands the "
+            "rows to the trainer as they are: messages, prompt and completion, or text."
         },
     )
 
     def __post_init__(self):
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
-            raise RecipeError(f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1, such as 0.05.")
+            raise RecipeError(
+                f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1, such as 0.05."
+            )
         if self.eval_fraction is not None and self.dataset_eval_split is not None:
             raise RecipeError(
-                f"eval_fraction ({self.eval_fraction}) and dataset_eval_split ({self.dataset_eval_split!r}) are both set; "
-                "keep one of them."
+                f"eval_fraction ({self.eval_fraction}) and dataset_eval_split ({self.dataset_eval_split!r}) are both "
+                "set; keep one of them."
             )
         if self.max_rows is not None and self.max_rows < 1:
             raise RecipeError(f"max_rows is {self.max_rows}; expected 1 or more, or no max_rows at all.")
@@ -67,7 +75,7 @@ class RecipeArguments:
 
 @dataclass(frozen=True)
 class TrainerEntry:
-    """A row of the registry: names in `liger_trainer` (resolved on use), and the sets of columns of which rows need one."""
+    """A row of the registry: names in `liger_trainer` (resolved on use), and sets of columns; rows need one of them."""
 
     config: str
     trainer: str
@@ -106,7 +114,9 @@ def describe(path: Path) -> str:
     """The first comment line of a recipe: its one-line description."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     if not first.startswith("# "):
-        raise RecipeError(f"{path}: the first line is {first!r}; expected a comment that describes the recipe in one line.")
+        raise RecipeError(
+            f"{path}: the first line is {first!r}; expected a comment that describes the recipe in one line."
+        )
     return first[2:].strip()
 
 
@@ -208,7 +218,9 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise RecipeError(f"{path} holds {type(values).__name__}; expected a mapping of keys to values, one `key: value` a line.")
+        raise RecipeError(
+            f"{path} holds {type(values).__name__}; expected a mapping of keys to values, one `key: value` a line."
+        )
     return values
 
 
@@ -249,7 +261,8 @@ def _refuse_unknown_keys(path: Path, values: dict, owners) -> None:
         inside = [k for k in value if k in owners] if isinstance(value, dict) else []
         if inside:
             raise RecipeError(
-                f"{path}: {key!r} is not a key, and a recipe has no sections. Move {', '.join(inside)} to the left margin."
+                f"{path}: {key!r} is not a key, and a recipe has no sections. Move {', '.join(inside)} to the left "
+                "margin."
             )
         near = _nearest(key, owners) or " `liger-trainer train RECIPE --help` lists all keys."
         raise RecipeError(f"{path}: {key!r} (with value {value!r}) is not a key of a recipe.{near}")
@@ -257,12 +270,20 @@ def _refuse_unknown_keys(path: Path, values: dict, owners) -> None:
     for key in init if isinstance(init, dict) else ():
         if key in owners and key not in _SHARED_WITH_MODEL_INIT:
             raise RecipeError(
-                f"{path}: {key!r} stands under model_init_kwargs but belongs to {owners[key].name}. Move it to the left margin."
+                f"{path}: {key!r} stands under model_init_kwargs but belongs to {owners[key].name}. Move it "
+                "to the left margin."
             )
 
 
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
-_YAML_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", dict: "a mapping", list: "a list"}
+_YAML_NAMES = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a mapping",
+    list: "a list",
+}
 
 
 def _options(hint) -> tuple:
@@ -280,7 +301,9 @@ def _fits(value, hint) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if origin is list:
         members = typing.get_args(hint)
-        return isinstance(value, list) and (not members or all(any(_fits(v, o) for o in _options(members[0])) for v in value))
+        return isinstance(value, list) and (
+            not members or all(any(_fits(v, o) for o in _options(members[0])) for v in value)
+        )
     if origin is Any:
         return True
     if isinstance(origin, type) and issubclass(origin, enum.Enum):

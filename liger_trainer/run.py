@@ -29,7 +29,7 @@ def run(recipe: Recipe) -> Summary | None:
         revision=init.pop("revision", recipe.model.model_revision),
         trust_remote_code=init.pop("trust_remote_code", getattr(training, "trust_remote_code", False)),
     )
-    source.load(AutoConfig)
+    config = source.load(AutoConfig)
     checkpoint = find_checkpoint(training)
     _check_evaluation(recipe)
     columns = tuple(
@@ -49,7 +49,7 @@ def run(recipe: Recipe) -> Summary | None:
     }
     if source.is_gguf:  # TRL's trainers cannot load one themselves
         training.model_init_kwargs = None
-        given["model"], given["processing_class"] = _load_gguf(source, init, training.output_dir, recipe.model)
+        given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
     else:
         training.model_init_kwargs = source.options | init
         given["model"] = source.path
@@ -58,6 +58,11 @@ def run(recipe: Recipe) -> Summary | None:
         trainer = getattr(liger_trainer, recipe.entry.trainer)(args=training, **given)
     except (OSError, ValueError) as error:
         raise RecipeError(f"{recipe.path}: {error}") from error
+    if hasattr(trainer.train_dataset, "__len__") and len(trainer.train_dataset) == 0:
+        raise RecipeError(
+            f"max_length is {training.max_length}, which cuts off the part to learn of all {len(train_rows)} rows. Set "
+            "a longer max_length."
+        )
 
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(training.output_dir)
@@ -70,7 +75,7 @@ def run(recipe: Recipe) -> Summary | None:
 
 
 def find_checkpoint(training) -> str | None:
-    """The folder that `resume_from_checkpoint` means: `true` is the last checkpoint in `output_dir`. RecipeError if none."""
+    """The folder that `resume_from_checkpoint` means: `true` is the last one in `output_dir`. RecipeError if none."""
     from transformers.trainer_utils import get_last_checkpoint
 
     wanted = training.resume_from_checkpoint
@@ -80,15 +85,15 @@ def find_checkpoint(training) -> str | None:
         last = get_last_checkpoint(training.output_dir) if os.path.isdir(training.output_dir) else None
         if last is None:
             raise RecipeError(
-                f"resume_from_checkpoint is true, but output_dir {training.output_dir!r} has no checkpoint. Train without it "
-                "first, or give the path of a checkpoint."
+                f"resume_from_checkpoint is true, but output_dir {training.output_dir!r} has no checkpoint. Train "
+                "without it first, or give the path of a checkpoint."
             )
         return last
     path = os.path.expanduser(str(wanted))
     if not os.path.isfile(os.path.join(path, "trainer_state.json")):
         raise RecipeError(
-            f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint (no trainer_state.json in it). "
-            "Give a path such as OUTPUT_DIR/checkpoint-100, or true for the last one."
+            f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint (no trainer_state.json in "
+            "it). Give a path such as OUTPUT_DIR/checkpoint-100, or true for the last one."
         )
     return path
 
@@ -98,8 +103,8 @@ def _check_evaluation(recipe: Recipe) -> None:
     has_rows = recipe.args.dataset_eval_split is not None or recipe.args.eval_fraction is not None
     if strategy != "no" and not has_rows:
         raise RecipeError(
-            f"{recipe.path}: eval_strategy is {strategy!r}, but there are no rows to evaluate on. Set dataset_eval_split or "
-            "eval_fraction."
+            f"{recipe.path}: eval_strategy is {strategy!r}, but there are no rows to evaluate on. Set "
+            "dataset_eval_split or eval_fraction."
         )
     if strategy == "no" and has_rows:
         raise RecipeError(
@@ -108,19 +113,21 @@ def _check_evaluation(recipe: Recipe) -> None:
         )
 
 
-def _load_gguf(source: ModelSource, init: dict, output_dir: str, model_args):
+def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
     """The model and tokenizer of a GGUF source, the weights dequantised to `dtype`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    if model_args.load_in_4bit or model_args.load_in_8bit:
-        raise RecipeError("load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them.")
+    if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
+        raise RecipeError(
+            "load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them."
+        )
     tokenizer = source.load(AutoTokenizer)
     # Without this the trainer takes the model for a quantised one, which cannot be trained in full, nor saved.
     init["quantization_config"] = GgufConfig(dequantize=True)
-    model = source.load(AutoModelForCausalLM, **init)
-    if model_args.use_peft:
+    model = source.load(AutoModelForCausalLM, config=config, **init)  # reading it again takes seconds
+    if recipe.model.use_peft:
         # An adapter names its base model by path, and peft cannot open a GGUF file by that: give it a plain copy.
-        base = os.path.abspath(os.path.join(output_dir, "base_model"))
+        base = os.path.abspath(os.path.join(recipe.training.output_dir, "base_model"))
         if int(os.environ.get("RANK", "0")) == 0:
             model.save_pretrained(base)
             tokenizer.save_pretrained(base)

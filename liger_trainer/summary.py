@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 
 class RunRecorder(TrainerCallback):
-    """Notes what the summary needs while the trainer runs: the logged losses, the tokens seen, and the time they took."""
+    """Notes what the summary needs while the trainer runs: logged losses, tokens seen, and the time they took."""
 
     def __init__(self):
         self.losses: list[float] = []

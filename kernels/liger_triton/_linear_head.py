@@ -300,6 +300,10 @@ class _LinearHead(torch.autograd.Function):
         factor = _one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
         if g_entropy is not None:  # traced: the value decides, as for a broken promise
             factor = torch.where((g_entropy == 0).all(), factor, torch.nan)
+        if torch.compiler.is_compiling():
+            wanted = [spec.needs >> k & 1 for k in range(5)]
+            out = [scaled(g, factor, d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
+            return *out, None, None, None, None
         out = []
         for k in range(5):
             out.append(scaled(grads[k], factor, ctx.dtypes[k]) if spec.needs >> k & 1 else None)

@@ -98,7 +98,7 @@ def _swap_modules(model, report):
             if reason is None:
                 key = (kind, probe.fingerprint(module))
                 if key not in proofs:
-                    proofs[key] = kind.prove(module)
+                    proofs[key] = probe.attempt(kind.prove, module)
                 proven, reason = proofs[key]
             part = report[proven.operation if proven else kind.guessed_operation(module)]
             if not part.enabled:

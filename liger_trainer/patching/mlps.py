@@ -125,11 +125,8 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
     extra = [n for n, c in module._modules.items() if n not in (*inner, down) and _has_parameters(c)]
     if extra:
         return None, f"it has more than its projections: {', '.join(extra)}"
-    try:
-        order = _calls(module, inner, down, type(module).forward, *_values(module, inner, 1.0), True)[0]
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's forward raises, the module keeps its own code
-        return None, probe.raised(error)
-    order = [name for name, _ in order]
+    calls, _ = _calls(module, inner, down, type(module).forward, *_values(module, inner, 1.0), True)
+    order = [name for name, _ in calls]
     if sorted(order) != sorted((*inner, down)) or order[-1] != down:
         return None, f"it calls its projections in the order {', '.join(order)}; expected each once, {down} last"
     for operation, approximate in GATES:
@@ -173,9 +170,11 @@ def _agrees(module, mlp) -> bool:
                     calls, out = _calls(module, mlp.inner, mlp.down, forward, given, leaves, training)
                     if not all(torch.equal(seen.reshape(-1), given.reshape(-1)) for _, seen in calls[:-1]):
                         return False  # something before a projection
-                    if not isinstance(out, torch.Tensor) or not torch.equal(out.reshape(-1), calls[-1][1].reshape(-1)):
-                        return False  # something after the last projection
-                    if out.shape != dy.shape or [name for name, _ in calls] != [*mlp.inner, mlp.down]:
+                    if (
+                        not isinstance(out, torch.Tensor)
+                        or out.shape != dy.shape
+                        or [name for name, _ in calls] != [*mlp.inner, mlp.down]
+                    ):
                         return False
                     grads = torch.autograd.grad(out, leaves, dy.to(dtype), allow_unused=True)
                     results.append([out, *(torch.zeros(()) if g is None else g for g in grads)])
@@ -235,10 +234,7 @@ def prove_experts(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
             for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
                 source = probe.generator()
                 x, dy = probe.randn((4, width), source, dtype) * scale, probe.randn((4, width // 2), source, dtype)
-                try:
-                    want = _gate_and_grad(type(module)._apply_gate, copy, x, dy)
-                except Exception as error:  # noqa: BLE001 - as in `prove`
-                    return None, probe.raised(error)
+                want = _gate_and_grad(type(module)._apply_gate, copy, x, dy)
                 candidates = [
                     c
                     for c in candidates

@@ -124,10 +124,13 @@ def inputs_of(forward) -> list[str] | None:
     return names
 
 
-def raised(error: Exception) -> str:
-    """The reason given for a module whose own forward fails on the probe."""
-    text = str(error).strip().split("\n")[0][:120]
-    return f"its forward raised {type(error).__name__} on random inputs: {text}"
+def attempt(prove, subject) -> tuple:
+    """`prove(subject)`; where a stranger's code raises on the probe, no proof, and the error as the reason."""
+    try:
+        return prove(subject)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the module keeps its own code, and the report says why
+        text = str(error).strip().split("\n")[0][:120]
+        return None, f"it raised {type(error).__name__} on random inputs: {text}"
 
 
 def same(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = False) -> bool:

@@ -1,7 +1,7 @@
 """Rotary functions: a global of the modeling module, replaced for the attentions of one model only.
 
-A patched attention runs its own code with its own globals, except that the name of a rotary function leads to ours
-(`_View`). Each call is checked: what was not proven for its shapes goes to the original function.
+A patched attention runs its own code with globals in which the name of the rotary function leads to ours
+(`forward_with`). Each call is checked: what was not proven for its shapes goes to the original function.
 """
 
 import functools
@@ -48,9 +48,9 @@ def swap(model: nn.Module, part) -> None:
         for rotary_name in names:
             function = own.__globals__[rotary_name]
             if function not in proofs:
-                proofs[function] = prove(function)
+                proofs[function] = probe.attempt(prove, function)
             proven, reason = proofs[function]
-            plans = _plans(proven, seen)
+            plans = _plans(proven or (), seen)
             if reason is None and not plans:
                 reason = f"{rotary_name} reads each angle of cos twice, and nothing was seen to make cos that way"
             if reason is None:
@@ -146,29 +146,30 @@ def _fits(plan, q, k, cos, sin) -> bool:
     return True
 
 
-class _View(dict):
-    """The globals of a modeling module, as they are at each look-up, with some names leading elsewhere.
-
-    CPython and torch.compile take a subclass of dict as the globals of a function and honour `__missing__`.
-    """
-
-    def __init__(self, scope: dict, names: dict):
-        super().__init__(names, __builtins__=scope["__builtins__"])
-        self._scope = scope
-
-    def __missing__(self, name):
-        return self._scope[name]
-
-    def __contains__(self, name):
-        return super().__contains__(name) or name in self._scope
+_forwards = {}
 
 
-@functools.cache
 def forward_with(own, replaced: tuple[tuple[str, object], ...]):
-    """The function `own`, its code unchanged, seeing other functions under the names of `replaced`."""
-    view = _View(own.__globals__, dict(replaced))
-    function = types.FunctionType(own.__code__, view, own.__name__, own.__defaults__, own.__closure__)
-    function.__kwdefaults__ = own.__kwdefaults__
-    function.__annotations__ = own.__annotations__
-    function.__doc__, function.__module__, function.__qualname__ = own.__doc__, own.__module__, own.__qualname__
-    return probe.mark(function, own.__name__)
+    """The function `own`, its code unchanged, with globals of its own: those it names, some of them replaced.
+
+    They are taken as they are now. A dict that looks further, into the globals of the modeling module, would follow
+    later changes there, but torch.compile guards on the keys of this dict, and on that module if it has `__name__`.
+    """
+    scope, replacements = own.__globals__, dict(replaced)
+    names = [name for name in _global_names(own.__code__) if name in scope]
+    key = (own, replaced, tuple((name, id(scope[name])) for name in names))
+    if key not in _forwards:
+        view = {name: replacements.get(name, scope[name]) for name in names}
+        view["__builtins__"] = scope["__builtins__"]
+        view["__package__"] = scope.get("__package__")  # for an import inside the function
+        function = types.FunctionType(own.__code__, view, own.__name__, own.__defaults__, own.__closure__)
+        function.__kwdefaults__, function.__annotations__ = own.__kwdefaults__, own.__annotations__
+        function.__doc__, function.__module__, function.__qualname__ = own.__doc__, own.__module__, own.__qualname__
+        _forwards[key] = (probe.mark(function, own.__name__), [scope[name] for name in names])  # keeps the ids taken
+    return _forwards[key][0]
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """Names of a function and of the functions inside it; attributes are among them, which does no harm."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for c in inner for name in _global_names(c))]))

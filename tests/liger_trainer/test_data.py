@@ -1,0 +1,171 @@
+"""Rows: the Alpaca template, every kind of source, and an error for each way in which data can be missing."""
+
+import json
+
+import pytest
+
+from liger_trainer.data import alpaca_row, load_rows
+from liger_trainer.paths import shipped
+from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError
+
+COLUMNS = TRAINERS["sft"].columns
+ALPACA = [
+    {"instruction": f"Count to {i}.", "input": "" if i % 2 else f"from {i}", "output": f"{i}!"} for i in range(10)
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def load(folder, seed=0, **keys):
+    return load_rows(RecipeArguments(**keys), folder, COLUMNS, seed)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_template_without_input():
+    row = alpaca_row({"instruction": "Name a colour.", "input": "", "output": "Red."})
+    assert row == {
+        "prompt": "Below is an instruction that describes a task. Write a response that appropriately completes the "
+        "request.\n\n### Instruction:\nName a colour.\n\n### Response:\n",
+        "completion": "Red.",
+    }
+    assert alpaca_row({"instruction": "Name a colour.", "input": None, "output": "Red."}) == row
+    assert alpaca_row({"instruction": "Name a colour.", "output": "Red."}) == row
+
+
+def test_template_with_input_keeps_braces():
+    row = alpaca_row({"instruction": "Explain {x}.", "input": "{instruction}", "output": "{}"})
+    assert row == {
+        "prompt": "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n### Instruction:\nExplain {x}.\n\n### Input:\n"
+        "{instruction}\n\n### Response:\n",
+        "completion": "{}",
+    }
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
+def test_local_files(suffix, tmp_path):
+    import pandas
+
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".jsonl":
+        write(path, ALPACA)
+    elif suffix == ".json":  # a list, as the Alpaca data has it
+        path.write_text(json.dumps(ALPACA))
+    elif suffix == ".parquet":
+        pandas.DataFrame(ALPACA).to_parquet(path)
+    else:
+        pandas.DataFrame(ALPACA).to_csv(path, index=False)
+    train, evaluation = load(tmp_path, dataset_name=str(path), prompt_template="alpaca")
+    assert evaluation is None
+    assert train.column_names == ["prompt", "completion"]
+    assert train.to_list() == [alpaca_row(row) for row in ALPACA]
+
+
+def test_relative_to_the_recipe_or_to_the_working_directory(tmp_path, monkeypatch):
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    write(folder / "rows.jsonl", ALPACA[:3])
+    assert len(load(folder, dataset_name="rows.jsonl", prompt_template="alpaca")[0]) == 3
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", ALPACA[:5])
+    assert len(load(folder, dataset_name="rows.jsonl", prompt_template="alpaca")[0]) == 5
+
+
+def test_folder_with_splits(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train.jsonl", ALPACA[:6])
+    write(folder / "test.jsonl", ALPACA[6:])
+    train, evaluation = load(tmp_path, dataset_name="folder", dataset_eval_split="test", prompt_template="alpaca")
+    assert (len(train), len(evaluation)) == (6, 4)
+    with pytest.raises(RecipeError, match="split 'validation', cannot be loaded"):
+        load(tmp_path, dataset_name="folder", dataset_train_split="validation", prompt_template="alpaca")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"prompt": "a", "completion": "b"},
+        {"text": "a b"},
+    ],
+    ids=lambda row: "+".join(row),
+)
+def test_other_rows_pass_through_unchanged(row, tmp_path):
+    train, _ = load(tmp_path, dataset_name=write(tmp_path / "rows.jsonl", [row, row]))
+    assert train.to_list() == [row, row]
+
+
+def test_eval_fraction_and_max_rows(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ALPACA)
+    keys = {"dataset_name": path, "prompt_template": "alpaca"}
+    train, evaluation = load(tmp_path, eval_fraction=0.2, **keys)
+    assert (len(train), len(evaluation)) == (8, 2)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in evaluation}
+    assert load(tmp_path, eval_fraction=0.2, **keys)[1].to_list() == evaluation.to_list()
+    assert load(tmp_path, max_rows=3, **keys)[0].to_list() == [alpaca_row(row) for row in ALPACA[:3]]
+    with pytest.raises(RecipeError, match="eval_fraction is 0.9, which leaves none of the 1 rows"):
+        load(tmp_path, eval_fraction=0.9, max_rows=1, **keys)
+
+
+def test_missing_sources(tmp_path):
+    for keys, message in (
+        ({}, "dataset_name is missing"),
+        ({"dataset_name": "nothing.jsonl"}, "dataset_name is 'nothing.jsonl', and there is no such file"),
+        ({"dataset_name": "./nothing"}, "no such file"),
+        ({"dataset_name": "nobody/no-such-data"}, "'nobody/no-such-data', split 'train', cannot be loaded"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load(tmp_path, **keys)
+
+
+def test_unreadable_sources(tmp_path):
+    (tmp_path / "rows.txt").write_text("hello")
+    with pytest.raises(RecipeError, match="a file is read by its ending, one of .json, .jsonl, .parquet, .csv"):
+        load(tmp_path, dataset_name="rows.txt")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
+    with pytest.raises(RecipeError, match="cannot be loaded: .*JSON"):
+        load(tmp_path, dataset_name="broken.jsonl")
+
+
+def test_columns(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
+    with pytest.raises(
+        RecipeError, match="the columns question, answer; the trainer needs one of: messages; prompt and completion"
+    ):
+        load(tmp_path, dataset_name=path)
+    with pytest.raises(RecipeError, match="needs instruction and output .* and instruction and output is missing"):
+        load(tmp_path, dataset_name=path, prompt_template="alpaca")
+    with pytest.raises(RecipeError, match="set prompt_template: alpaca"):
+        load(tmp_path, dataset_name=write(tmp_path / "alpaca.jsonl", ALPACA))
+
+
+def test_rows_that_are_not_text(tmp_path):
+    for row, message in (
+        ({"instruction": "a", "output": None}, "Row 1 of the dataset has output None; expected text"),
+        ({"instruction": " ", "output": "b"}, "Row 1 of the dataset has instruction ' '"),
+    ):
+        path = write(tmp_path / "rows.jsonl", [{"instruction": "a", "output": "b"}, row])
+        with pytest.raises(RecipeError, match=message):
+            load(tmp_path, dataset_name=path, prompt_template="alpaca")
+
+
+def test_quickstart_rows():
+    """At least 220 rows of three strings, none repeated, short enough for the quickstart; a third have an input."""
+    lines = (shipped("recipes") / "data" / "alpaca_quickstart.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) >= 220
+    assert all(list(row) == ["instruction", "input", "output"] for row in rows)
+    assert all(isinstance(text, str) and text == text.strip() for row in rows for text in row.values())
+    assert all(row["instruction"] and row["output"] for row in rows)
+    assert len({(row["instruction"].lower(), row["input"].lower()) for row in rows}) == len(rows)
+    assert len({row["output"].lower() for row in rows}) == len(rows)
+    assert 0.25 <= sum(bool(row["input"]) for row in rows) / len(rows) <= 0.4
+    assert max(len(row["output"].split()) for row in rows) <= 80

@@ -1,0 +1,52 @@
+"""What an import costs and needs: no Triton, no GPU, and from `liger_triton` neither transformers nor TRL."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from recipe_fixtures import write_model, write_recipe, write_rows
+
+ROOT = Path(__file__).parents[2]
+NO_TRITON = "import sys; sys.modules['triton'] = None\n"  # as if it were not installed
+
+
+def python(code, *argv, cwd):
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, argv)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_liger_trainer_without_triton_or_gpu_in_under_5_s(tmp_path):
+    start = time.perf_counter()
+    python(NO_TRITON + "import liger_trainer", cwd=tmp_path)
+    assert time.perf_counter() - start < 5
+
+
+def test_liger_triton_pulls_in_neither_transformers_nor_trl(tmp_path):
+    loaded = python("import liger_triton, sys; print(*sys.modules)", cwd=tmp_path).split()
+    assert "torch" in loaded
+    assert not {"transformers", "trl", "datasets", "liger_trainer"} & set(loaded)
+
+
+def test_kernels_run_without_triton(tmp_path):
+    code = (
+        "import torch, liger_triton as k\n"
+        "x = torch.randn(3, 8, requires_grad=True); k.rms_norm(x, torch.ones(8), 1e-6).sum().backward()\n"
+        "print(x.grad.shape)"
+    )
+    assert "torch.Size([3, 8])" in python(NO_TRITON + code, cwd=tmp_path)
+
+
+def test_training_without_triton(tmp_path):
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    code = "from liger_trainer.cli import main; sys.exit(main(['train', sys.argv[1], '--max_steps', '1']))"
+    out = python(NO_TRITON + code, write_recipe(tmp_path), cwd=tmp_path)
+    assert "rms_norm" in out and "steps    1" in out

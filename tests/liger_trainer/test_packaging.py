@@ -1,0 +1,109 @@
+"""A wheel, an sdist and an editable install each find recipes/ and configs/, and carry both packages."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = {
+    "recipes/quickstart.yaml",
+    "recipes/data/alpaca_quickstart.jsonl",
+    "recipes/llama3_8b/sft_alpaca.yaml",
+    "configs/fsdp2.yaml",
+}
+CHECK = """
+import site, sys
+site.addsitedir(sys.argv[1])  # reads .pth files, of which an editable install consists
+import liger_triton, liger_trainer
+from liger_trainer.paths import shipped
+from liger_trainer.recipe import recipe_names
+print(liger_trainer.__file__, liger_triton.__file__, shipped("configs"), *recipe_names(), sep="\\n")
+"""
+
+
+def run(*argv, cwd):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([str(word) for word in argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The sdist, and the wheel built from that sdist, without network."""
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
+    return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
+
+
+def installed(target, cwd):
+    """File of liger_trainer, file of liger_triton, folder of configs, and the recipes' names, as seen from `cwd`."""
+    trainer, triton, configs, *names = run(sys.executable, "-c", CHECK, target, cwd=cwd).splitlines()
+    assert {"quickstart", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora"} <= set(names)
+    assert (Path(configs) / "fsdp2.yaml").is_file()
+    return Path(trainer), Path(triton), Path(configs)
+
+
+def pip_install(target, *what, cwd):
+    pytest.importorskip("pip")
+    run(
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
+        "--no-compile", "--target", target, *what, cwd=cwd,
+    )  # fmt: skip
+
+
+def test_sdist(built):
+    with tarfile.open(built[0]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert (
+        SHIPPED | {"pyproject.toml", "LICENSE", "README.md", "liger_trainer/cli.py", "kernels/liger_triton/rms_norm.py"}
+        <= names
+    )
+
+
+def test_wheel(built, tmp_path):
+    names = set(zipfile.ZipFile(built[1]).namelist())
+    assert {f"liger_trainer/{name}" for name in SHIPPED} <= names
+    assert {"liger_trainer/cli.py", "liger_triton/rms_norm.py"} <= names
+    assert not {name for name in names if name.startswith(("kernels/", "tests/", "recipes/"))}
+    metadata = next(name for name in names if name.endswith("entry_points.txt"))
+    assert "liger-trainer = liger_trainer.cli:main" in zipfile.ZipFile(built[1]).read(metadata).decode()
+
+
+def test_plain_install(built, tmp_path):
+    target = tmp_path / "site"
+    pip_install(target, built[1], cwd=tmp_path)
+    for path in installed(target, tmp_path):
+        assert path.is_relative_to(target)
+
+
+def test_editable_install(tmp_path):
+    target = tmp_path / "site"
+    pip_install(target, "--editable", ROOT, cwd=tmp_path)
+    trainer, triton, configs = installed(target, tmp_path)
+    assert trainer == ROOT / "liger_trainer" / "__init__.py"
+    assert triton == ROOT / "kernels" / "liger_triton" / "__init__.py"
+    assert configs == ROOT / "configs"
+
+
+def test_broken_installation_says_so(monkeypatch, tmp_path):
+    from liger_trainer import paths
+
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "liger_trainer")
+    with pytest.raises(FileNotFoundError, match="installation of liger-trainer is incomplete"):
+        paths.shipped("recipes")
+
+
+def test_triton_is_required_on_linux_only():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (triton,) = [line for line in project["dependencies"] if line.startswith("triton")]
+    assert triton.endswith("sys_platform == 'linux'")
+    assert project["version"] == __import__("liger_trainer").__version__

@@ -1,0 +1,373 @@
+"""`apply_liger` on whole models: the same loss and gradients, and nothing else touched."""
+
+import copy
+import io
+import pickle
+import random
+import types
+
+import pytest
+import torch
+from parity_models import NO_HEAD, SKIPPED, SWAPPED, largest_difference, loss_and_grads, token_ids
+from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
+
+from liger_trainer.patching import apply_liger, remove_liger
+from liger_triton import reference
+
+KERNELS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu")
+
+
+def attributes(model):
+    """Of every module: its `__dict__`, without the tensors and children that are compared by what they compute."""
+    return {
+        name: {k: v for k, v in m.__dict__.items() if k not in ("_parameters",)} for name, m in model.named_modules()
+    }
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each kernel (on the CPU: its twin) has run; `calls.spoil(name)` makes one slightly wrong."""
+    counts = dict.fromkeys(KERNELS, 0)
+
+    def watch(name, factor=1.0):
+        own = getattr(reference, name)
+
+        def twin(x, *args, **kwargs):
+            counts[name] += 1
+            if factor != 1.0:
+                x = x * torch.linspace(factor, 1.0, x.shape[-1], device=x.device, dtype=x.dtype)
+            return own(x, *args, **kwargs)
+
+        monkeypatch.setattr(reference, name, twin)
+
+    def spoil(name):
+        watch(name, 0.98)
+
+    return types.SimpleNamespace(counts=counts, watch=lambda: [watch(name) for name in KERNELS], spoil=spoil)
+
+
+@pytest.mark.parametrize("model_type", SWAPPED)
+def test_same_loss_and_gradients(model_type, calls):
+    """Patched against unpatched, kernels counted. A kernel that is 2 % off must show, or the test means nothing."""
+    model, other = tiny_model(model_type), tiny_model(model_type)
+    want = loss_and_grads(model)
+    before = attributes(model)
+    report = apply_liger(model, NO_HEAD)
+    assert {name: len(part.swapped) for name, part in report.operations.items() if part.swapped} == SWAPPED[model_type]
+    assert [why for why in report.skipped.values() if SKIPPED.get(model_type, "-") not in why] == []
+
+    calls.watch()
+    assert largest_difference(loss_and_grads(model), want) < 1e-5
+    assert {name for name, n in calls.counts.items() if n} == SWAPPED[model_type].keys()
+    ran = dict(calls.counts)
+    loss, grads = loss_and_grads(other)  # the same Python module, unpatched: bit for bit as before, and no kernel
+    assert torch.equal(loss, want[0]) and all(torch.equal(grads[name], g) for name, g in want[1].items())
+    assert calls.counts == ran
+    for name in SWAPPED[model_type]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, name, getattr(reference, name))
+            calls.spoil(name)
+            assert largest_difference(loss_and_grads(model), want) > 1e-3, name
+
+    remove_liger(model)
+    assert attributes(model) == before
+    loss, grads = loss_and_grads(model)
+    assert torch.equal(loss, want[0]) and all(torch.equal(grads[name], g) for name, g in want[1].items())
+
+
+def test_modules_of_python_are_untouched():
+    """Classes and globals of transformers' modules are the same objects after patching, and after removal."""
+    import transformers.models.llama.modeling_llama as modeling
+
+    def state():
+        return dict(vars(modeling)), {k: dict(vars(v)) for k, v in vars(modeling).items() if isinstance(v, type)}
+
+    model = tiny_model("llama")
+    loss_and_grads(model)
+    before = state()
+    apply_liger(model, NO_HEAD)
+    loss_and_grads(model)
+    assert state() == before
+    remove_liger(model)
+    assert state() == before
+
+
+def test_nothing_left_behind_by_the_probe():
+    """No gradients, no buffers changed, the random state of torch and Python as before, in whatever context."""
+    model = tiny_model("gemma3_text")
+    state = {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for context in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+    ):
+        torch.manual_seed(11)
+        rng, python_rng = torch.get_rng_state(), random.getstate()
+        with context:
+            report = apply_liger(model, NO_HEAD)
+        assert len(report["rms_norm"].swapped) == 13 and len(report["rope"].swapped) == 2, context
+        assert torch.equal(torch.get_rng_state(), rng) and random.getstate() == python_rng
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(t, state[name]) for name, t in (*model.named_parameters(), *model.named_buffers()))
+
+
+def test_on_meta():
+    """A model without storage is patched like any other, and trains once it has weights."""
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    report = apply_liger(model, NO_HEAD)
+    assert {name: len(part.swapped) for name, part in report.operations.items() if part.swapped} == SWAPPED["llama"]
+
+
+def test_16_bit_model():
+    """In bf16 the loss agrees to the rounding of bf16, and the norms bit for bit."""
+    model = tiny_model("gemma2").bfloat16()
+    loss, grads = loss_and_grads(model)
+    apply_liger(model, {**NO_HEAD, "rope": False, "geglu": False})
+    got, got_grads = loss_and_grads(model)
+    assert torch.equal(got, loss)
+    apply_liger(model, NO_HEAD)
+    got, _ = loss_and_grads(model)
+    assert abs(got - loss) < 0.02 * loss
+
+
+def test_twice_is_once():
+    """The second call changes nothing; another config takes out what it switches off."""
+    model = tiny_model("llama")
+    want, before = loss_and_grads(model), attributes(model)
+    first = apply_liger(model, NO_HEAD)
+    patched = attributes(model)
+    assert str(apply_liger(model, NO_HEAD)) == str(first)
+    assert attributes(model) == patched
+    apply_liger(model, {**NO_HEAD, "rope": False})
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
+    assert largest_difference(loss_and_grads(model), want) < 1e-5
+    remove_liger(model)
+    remove_liger(model)
+    assert attributes(model) == before
+
+
+def test_deepcopy_follows_its_own_weights():
+    """A copied reference model must not read the weights of the policy that goes on training."""
+    model = tiny_model("llama")
+    apply_liger(model, NO_HEAD)
+    want, _ = loss_and_grads(model)
+    reference_model = copy.deepcopy(model)
+    for module in reference_model.modules():
+        assert getattr(module.__dict__.get("forward"), "__self__", module) is module
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert torch.equal(loss_and_grads(reference_model)[0], want)
+    remove_liger(model)
+    assert torch.equal(loss_and_grads(reference_model)[0], want)
+
+
+def test_pickle_and_torch_save():
+    """A pickled patched model loads, computes the same and can be patched and cleaned again."""
+    model = tiny_model("qwen3_moe")
+    want = loss_and_grads(model)
+    apply_liger(model, NO_HEAD)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert largest_difference(loss_and_grads(loaded), want) < 1e-5
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    report = apply_liger(loaded, NO_HEAD)
+    assert report.skipped == {} and len(report["rms_norm"].swapped) == 9
+    assert largest_difference(loss_and_grads(loaded), want) < 1e-5
+
+
+def test_saved_model_loads_unpatched(tmp_path):
+    model = tiny_model("gemma2")
+    keys = list(model.state_dict())
+    apply_liger(model, NO_HEAD)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert largest_difference(loss_and_grads(loaded), loss_and_grads(model)) < 1e-5
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "glm4", "gemma2"])
+def test_peft(model_type, patch_first):
+    """LoRA with dropout on every linear layer. Projections are called as modules in their order, so masks agree."""
+
+    def build(patched):
+        model = tiny_model(model_type)
+        config = LoraConfig(target_modules="all-linear", r=2, lora_dropout=0.3, init_lora_weights=False)
+        if patched and patch_first:
+            apply_liger(model, NO_HEAD)
+        torch.manual_seed(5)
+        model = get_peft_model(model, config).train()
+        if patched and not patch_first:
+            report = apply_liger(model, NO_HEAD)
+            assert {n: len(p.swapped) for n, p in report.operations.items() if p.swapped} == SWAPPED[model_type]
+        torch.manual_seed(6)
+        return loss_and_grads(model)
+
+    want = build(False)
+    assert len(want[1]) >= 14
+    assert largest_difference(build(True), want) < 1e-5
+
+
+def test_patch_wrap_patch_merge():
+    """Patched, wrapped, patched again, merged, cleaned: always the same model."""
+    model = tiny_model("llama")
+    want = loss_and_grads(model)
+    apply_liger(model, NO_HEAD)
+    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
+    report = apply_liger(wrapped, NO_HEAD)
+    assert {n: len(p.swapped) for n, p in report.operations.items() if p.swapped} == SWAPPED["llama"]
+    merged = wrapped.merge_and_unload()
+    remove_liger(merged)
+    for parameter in merged.parameters():
+        parameter.requires_grad_()
+    assert largest_difference(loss_and_grads(merged), want) < 1e-5
+    assert not any("forward" in module.__dict__ for module in merged.modules())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "gemma4_text", "qwen3_moe"])
+def test_gradient_checkpointing(model_type, reentrant, calls):
+    """Recomputation enters at the layer, and must run the kernels of the first pass."""
+    model = tiny_model(model_type).train()
+    want = loss_and_grads(model)
+    apply_liger(model, NO_HEAD)
+    calls.watch()
+    loss_and_grads(model)
+    once = calls.counts["rope"]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert largest_difference(loss_and_grads(model), want) < 1e-5
+    assert calls.counts["rope"] == 3 * once
+
+
+def test_fsdp2(tmp_path):
+    """Patched before and after sharding: the shards are not read by the probe, and training steps agree."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    want, _ = loss_and_grads(tiny_model("gemma2"))
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for before in (True, False):
+            model = tiny_model("gemma2")
+            if before:
+                apply_liger(model, NO_HEAD)
+            mesh = distributed.init_device_mesh("cpu", (1,))
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if not before:
+                report = apply_liger(model, NO_HEAD)
+                assert {n: len(p.swapped) for n, p in report.operations.items() if p.swapped} == SWAPPED["gemma2"]
+            loss, grads = loss_and_grads(model)
+            torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+            assert all(torch.isfinite(g.full_tensor()).all() for g in grads.values()) and len(grads) > 20
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_generate():
+    model = tiny_model("gemma3_text").eval()
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    want = model.generate(token_ids(2, 5), **arguments)
+    apply_liger(model, NO_HEAD)
+    assert torch.equal(model.generate(token_ids(2, 5), **arguments), want)
+
+
+def test_hidden_states_attentions_and_router_logits():
+    """transformers records these by hooks that it chooses by class."""
+    model = tiny_model("qwen3_moe").eval()
+    ask = {"output_hidden_states": True, "output_attentions": True, "output_router_logits": True}
+    want = model(input_ids=token_ids(), **ask)
+    apply_liger(model, NO_HEAD)
+    got = model(input_ids=token_ids(), **ask)
+    for field in ("hidden_states", "attentions", "router_logits"):
+        assert len(got[field]) == len(want[field]) > 0
+        for a, b in zip(got[field], want[field], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_of_the_user_still_fire():
+    model = tiny_model("llama")
+    apply_liger(model, NO_HEAD)
+    seen = []
+    for module in (model.model.norm, model.model.layers[0].mlp, model.model.layers[0].mlp.up_proj):
+        module.register_forward_hook(lambda module, args, output: seen.append(module))
+    model(input_ids=token_ids())
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi", "cohere2"])
+def test_autocast_of_fp32_weights(model_type):
+    """Norms see fp32; q and k are bf16 while cos is fp32: every module returns the dtype of its original."""
+    model = tiny_model(model_type)
+
+    def run():
+        seen = []
+
+        def note(module, args, output):
+            seen.append((type(module).__name__, output.dtype))
+
+        handles = [m.register_forward_hook(note) for m in model.modules() if list(m.parameters(recurse=False))]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=token_ids(), labels=token_ids()).loss.detach()
+        for handle in handles:
+            handle.remove()
+        return loss, seen
+
+    want, dtypes = run()
+    apply_liger(model, NO_HEAD)
+    got, got_dtypes = run()
+    assert got_dtypes == dtypes
+    assert abs(got - want) < 5e-3 * want
+
+
+@pytest.mark.parametrize("model_type", ["llama", "cohere2", "gemma2"])
+def test_torch_compile_traces_the_whole_model(model_type):
+    torch._dynamo.reset()
+    model = tiny_model(model_type).eval()
+    want = model(input_ids=token_ids(), use_cache=False).logits
+    apply_liger(model, NO_HEAD)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    got = compiled(input_ids=token_ids(), use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_globals_of_a_patched_attention_are_renewed(monkeypatch):
+    """What another library replaces in the modeling module before `apply_liger` is called, first or again, is seen."""
+    import transformers.models.llama.modeling_llama as modeling
+
+    model = tiny_model("llama")
+    apply_liger(model, NO_HEAD)
+    seen = []
+    own = modeling.eager_attention_forward
+    monkeypatch.setattr(modeling, "eager_attention_forward", lambda *a, **k: seen.append(1) or own(*a, **k))
+    apply_liger(model, NO_HEAD)
+    model(input_ids=token_ids())
+    assert len(seen) == 2
+
+
+def test_under_accelerate_hooks():
+    """With a device_map the forward of a module is accelerate's; what it calls is swapped, and given back."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    model = tiny_model("llama")
+    want = loss_and_grads(model)
+    hooked = (model.model.norm, model.model.layers[0].mlp, model.model.layers[1].self_attn)
+    for module in hooked:
+        add_hook_to_module(module, AlignDevicesHook("cpu"))
+    report = apply_liger(model, NO_HEAD)
+    assert report.skipped == {} and all("_old_forward" in m.__dict__ for m in hooked)
+    assert all(m.__dict__["_old_forward"].__func__ is not type(m).forward for m in hooked)
+    assert largest_difference(loss_and_grads(model), want) < 1e-5
+    remove_liger(model)
+    assert all(m.__dict__["_old_forward"] == types.MethodType(type(m).forward, m) for m in hooked)
+    remove_hook_from_module(model, recurse=True)
+    assert largest_difference(loss_and_grads(model), want) == 0

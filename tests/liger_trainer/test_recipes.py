@@ -1,0 +1,194 @@
+"""Recipes: shipped ones parse; what is misspelt, misplaced or mistyped stops; the command line beats the file."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from recipe_fixtures import command, write_recipe
+
+from liger_trainer.paths import shipped
+from liger_trainer.recipe import RecipeArguments, RecipeError, describe, parse_recipe, recipe_names
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(recipe_names())
+CONFIGS = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+
+
+def recipe_text(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_names():
+    assert {"quickstart", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipe_parses(name):
+    """On a machine without a GPU bf16 is refused by transformers, so it is switched off here and nothing else is."""
+    recipe = parse_recipe(name, ["--bf16", "false"])
+    assert recipe.training.use_liger is True
+    assert recipe.args.prompt_template == "alpaca"
+    assert describe(recipe.path).endswith(".")
+    assert f"train {name}" in recipe.path.read_text(), "the header gives the command"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accelerate_config_parses(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(shipped("configs") / f"{name}.yaml"))  # refuses unknown keys
+    assert str(config.distributed_type).split(".")[-1] == CONFIGS[name]
+    if name == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    if name.startswith("zero"):
+        assert config.deepspeed_config["zero_stage"] == int(name[-1])
+
+
+def test_all_configs_are_tested():
+    assert {path.stem for path in shipped("configs").glob("*.yaml")} == set(CONFIGS)
+
+
+def test_command_line_beats_file_beats_default(tmp_path):
+    path = write_recipe(tmp_path, max_steps=7, learning_rate=3e-4, use_liger=False)
+    assert parse_recipe(str(path)).training.max_steps == 7
+    recipe = parse_recipe(str(path), ["--max_steps", "9", "--use-liger", "true"])
+    assert (recipe.training.max_steps, recipe.training.use_liger) == (9, True)
+    assert recipe.training.learning_rate == 3e-4
+    assert recipe.training.seed == 42  # in neither: the default
+
+
+def test_liger_config_from_file_and_command_line(tmp_path):
+    path = write_recipe(tmp_path, liger_config={"rope": False})
+    assert parse_recipe(str(path)).training.liger_config == {"rope": False}
+    assert parse_recipe(str(path), ["--liger_config", '{"swiglu": false}']).training.liger_config == {"swiglu": False}
+
+
+UNKNOWN = {
+    "misspelt": ("max_step: 3", "'max_step' (with value 3) is not a key of a recipe. Did you mean max_steps?"),
+    "model key": ("lora_alhpa: 8", "Did you mean lora_alpha?"),
+    "section": (
+        "training:\n  max_steps: 3\n  use_liger: true",
+        "'training' is not a key, and a recipe has no sections. Move max_steps, use_liger to the left margin.",
+    ),
+    "below model_init_kwargs": (
+        "model_init_kwargs:\n  learning_rate: 1.0e-4",
+        "'learning_rate' stands under model_init_kwargs but belongs to LigerSFTConfig. Move it to the left margin.",
+    ),
+    "twice": ("max_steps: 3\nmax_steps: 4", "line 2: the key 'max_steps' is there twice; keep one."),
+    "trainer": ("trainer: sfd", "trainer is 'sfd'; expected one of: sft."),
+    "kernel": ("liger_config: {rmsnorm: false}", "rms_norm"),
+    "no mapping": ("- max_steps", "holds list; expected a mapping"),
+    "not YAML": ("max_steps: [", "is not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("text, message", UNKNOWN.values(), ids=UNKNOWN)
+def test_unknown_or_misplaced_key_exits_2(text, message, tmp_path, capsys):
+    code, out, err = command(capsys, "train", recipe_text(tmp_path, text), "--bf16", "false", "--dry_run")
+    assert code == 2 and out == ""
+    assert message in err
+
+
+def test_unknown_option_exits_2(tmp_path, capsys):
+    path = write_recipe(tmp_path)
+    code, _, err = command(capsys, "train", path, "--learning_rat", "1e-4")
+    assert code == 2 and "--learning_rat is not an option. Did you mean --learning_rate?" in err
+    code, _, err = command(capsys, "train", path, "--max_step", "3")  # argparse would take it for --max_steps
+    assert code == 2 and "Did you mean --max_steps?" in err
+    code, _, err = command(capsys, "train", path, "max_steps=3")
+    assert code == 2 and "'max_steps=3' on the command line belongs to no option" in err
+
+
+WRONG_TYPE = {
+    "int": ("max_steps: ten", "max_steps is 'ten', a string; expected an integer."),
+    "int from float": ("max_steps: 1.5", "max_steps is 1.5, a number; expected an integer."),
+    "int from bool": ("seed: true", "seed is True, a boolean; expected an integer."),
+    "bool": ("use_liger: maybe", "use_liger is 'maybe', a string; expected true or false."),
+    "bool from int": ("packing: 1", "packing is 1, an integer; expected true or false."),
+    "float": ("learning_rate: fast", "learning_rate is 'fast', a string; expected a number."),
+    "str": ("output_dir: 5", "output_dir is 5, an integer; expected a string."),
+    "list": ("lora_target_modules: [1, 2]", "lora_target_modules is [1, 2], a list; expected a list of strings."),
+    "literal": ("prompt_template: vicuna", "prompt_template is 'vicuna', a string; expected one of 'none', 'alpaca'."),
+    "enum": (
+        "save_strategy: sometimes",
+        "save_strategy is 'sometimes', a string; expected one of 'no', 'steps', 'epoch', 'best'.",
+    ),
+    "empty": ("max_steps:", "max_steps is empty; expected an integer."),
+    "mapping": ("dataset_name: {a: 1}", "dataset_name is {'a': 1}, a mapping; expected a string."),
+}
+
+
+@pytest.mark.parametrize("text, message", WRONG_TYPE.values(), ids=WRONG_TYPE)
+def test_wrong_type(text, message, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(str(recipe_text(tmp_path, text)), ["--bf16", "false"])
+    assert message in str(error.value)
+
+
+def test_wrong_type_on_the_command_line(tmp_path, capsys):
+    path = write_recipe(tmp_path)
+    code, _, err = command(capsys, "train", path, "--max_steps", "ten")
+    assert code == 2 and "--max_steps" in err and "invalid int value: 'ten'" in err
+    code, _, err = command(capsys, "train", path, "--use_liger", "maybe")
+    assert code == 2 and "--use_liger" in err and "maybe" in err
+
+
+def test_yaml_spellings_that_mean_what_they_look_like(tmp_path):
+    """YAML 1.1 reads 2e-5 as a string, and no as false."""
+    text = "learning_rate: 2e-5\nsave_strategy: no\neval_strategy: off\nbf16: no\nresume_from_checkpoint: true"
+    training = parse_recipe(str(recipe_text(tmp_path, text))).training
+    assert training.learning_rate == 2e-5
+    assert (training.save_strategy.value, training.eval_strategy.value, training.bf16) == ("no", "no", False)
+    assert training.resume_from_checkpoint == "true"
+
+
+def test_excluding_values(tmp_path):
+    for keys, message in (
+        ({"eval_fraction": 1.5}, "eval_fraction is 1.5; expected a number between 0 and 1"),
+        ({"eval_fraction": 0.1, "dataset_eval_split": "test"}, "are both set"),
+        ({"max_rows": 0}, "max_rows is 0; expected 1 or more"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            parse_recipe(str(write_recipe(tmp_path, **keys)))
+
+
+def test_bf16_without_gpu_says_what_to_do(tmp_path):
+    with pytest.raises(RecipeError, match="--bf16 false"):
+        parse_recipe(str(write_recipe(tmp_path, bf16=True)))
+
+
+def test_dry_run_prints_a_recipe_that_parses_to_the_same(tmp_path, capsys):
+    """No model of that name exists: a dry run loads none."""
+    path = write_recipe(tmp_path, model_name_or_path="nobody/nothing", liger_config={"rope": False})
+    code, out, err = command(
+        capsys, "train", path, "--dry_run", "--max_steps", "9", "--lora_target_modules", "q_proj", "v_proj"
+    )
+    assert code == 0, err
+    printed = yaml.safe_load(out)
+    assert printed["max_steps"] == 9 and printed["model_name_or_path"] == "nobody/nothing"
+    assert printed["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert "seed" not in printed
+    again = parse_recipe(str(recipe_text(tmp_path, out)))
+    first = parse_recipe(str(write_recipe(tmp_path, model_name_or_path="nobody/nothing", liger_config={"rope": False})))
+    assert again.training.max_steps == 9 and again.model.lora_target_modules == ["q_proj", "v_proj"]
+    again.training.max_steps = first.training.max_steps
+    assert again.training.to_dict() == first.training.to_dict()
+    assert again.args == first.args
+
+
+def test_help_lists_every_key(capsys):
+    code, out, _ = command(capsys, "train", "quickstart", "--help")
+    assert code == 0
+    for key in ("--prompt_template", "--use_liger", "--liger_config", "--lora_r", "--max_steps"):
+        assert key in out
+
+
+def test_docs_page_words_the_keys_as_help_does():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    for field in dataclasses.fields(RecipeArguments):
+        default = "unset" if field.default is None else f"`{field.default}`"
+        assert f"| `{field.name}` | {default} | {field.metadata['help']} |" in page, field.name
