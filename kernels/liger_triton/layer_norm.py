@@ -15,7 +15,7 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, tl, triton
-from ._launch import MAX_COLUMNS, as_rows, check_norm, persistent_grid, pipeline_stages, row_tile, runs_triton
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, check_norm, persistent_grid, row_tile, runs_triton
 
 
 @jit
@@ -107,9 +107,9 @@ def _backward(
     """(dx, dw, db), the last two in fp32, and empty unless needed."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     m, n = rows.shape
-    block_m, block_n, num_warps = row_tile(n)
+    block_m, block_n, num_warps, stages = backward_tile(n, x.element_size(), 2, x.device)
     tiles = triton.cdiv(m, block_m)
-    programs = persistent_grid(tiles, num_warps, x.device)
+    programs = persistent_grid(tiles, x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)
     db = torch.empty((programs, n) if need_db else (0,), dtype=torch.float32, device=x.device)
@@ -117,7 +117,7 @@ def _backward(
         dy_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, dw, db,
         dy_rows.stride(0), rows.stride(0), m, n, tiles,
         HAS_WEIGHT=weight is not None, NEED_DW=need_dw, NEED_DB=need_db, BLOCK_M=block_m, BLOCK_N=block_n,
-        STAGES=pipeline_stages(block_m * block_n * x.element_size()), num_warps=num_warps,
+        STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
     return dx, dw.sum(0) if need_dw else dw, db.sum(0) if need_db else db
 

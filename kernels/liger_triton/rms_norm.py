@@ -16,7 +16,7 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, tl, triton
-from ._launch import MAX_COLUMNS, as_rows, check_norm, persistent_grid, pipeline_stages, row_tile, runs_triton
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, check_norm, persistent_grid, row_tile, runs_triton
 
 CASTS = ("llama", "gemma", "none")
 
@@ -118,16 +118,16 @@ def rms_norm_backward(
     rows, dy_rows = as_rows(x), as_rows(dy)
     dsum_rows = dy_rows if dsum is None else as_rows(dsum)
     m, n = rows.shape
-    block_m, block_n, num_warps = row_tile(n)
+    block_m, block_n, num_warps, stages = backward_tile(n, x.element_size(), 2 if dsum is None else 3, x.device)
     tiles = triton.cdiv(m, block_m)
-    programs = persistent_grid(tiles, num_warps, x.device)
+    programs = persistent_grid(tiles, x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)
     _rms_norm_bwd_kernel[(programs,)](
         dy_rows, dsum_rows, rows, rows if weight is None else weight.contiguous(), rstd, dx, dw,
         dy_rows.stride(0), dsum_rows.stride(0), rows.stride(0), m, n, offset, tiles,
         HAS_WEIGHT=weight is not None, HAS_DSUM=dsum is not None, NEED_DW=need_dw, BLOCK_M=block_m, BLOCK_N=block_n,
-        STAGES=pipeline_stages(block_m * block_n * x.element_size()), num_warps=num_warps,
+        STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
     return dx, dw.sum(0).to(weight.dtype) if need_dw else dw
 
