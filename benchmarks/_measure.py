@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine's two ceilings, times, peak memory, errors, and the record that is written."""
+"""What every benchmark shares: the machine's two ceilings, times, peak memory, errors, and the record written."""
 
 import datetime
 import importlib.metadata
@@ -21,8 +21,8 @@ def synchronize():
 def milliseconds(fn, warmup_ms=30, rep_ms=150, graph=False):
     """Median time of `fn` in ms by CUDA events (the L2 cache is flushed between runs); on CPU one wall-clock run.
 
-    With `graph`, `fn` is captured in a CUDA graph and its replays are timed: what the GPU needs, without the time of the host
-    to launch it, which exceeds that of a short kernel and hides behind other work in a training step.
+    With `graph`, `fn` is captured in a CUDA graph and its replays are timed: what the GPU needs, without the time of
+    the host to launch it, which exceeds that of a short kernel and hides behind other work in a training step.
     """
     if DEVICE == "cuda":
         from triton.testing import do_bench, do_bench_cudagraph
@@ -101,7 +101,10 @@ def table(rows, columns):
     cells = [[title for title, _ in columns.values()]]
     for row in rows:
         cells.append(
-            ["-" if row.get(key) is None else format(row[key], spec) if spec else str(row[key]) for key, (_, spec) in columns.items()]
+            [
+                "-" if row.get(key) is None else format(row[key], spec) if spec else str(row[key])
+                for key, (_, spec) in columns.items()
+            ]
         )
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:

@@ -2,10 +2,11 @@
 
     python benchmarks/operations.py [--only rope linear_cross_entropy] [--json benchmarks/results/operations.json]
 
-The floor of a row is the larger of bytes / copy bandwidth (each input read once, each output written once) and FLOP / matmul
-rate, both measured first in the same run. Norms, gates and rope are timed as CUDA graphs: the GPU's time, not the host's; "host us"
-is what launching one forward and backward costs the host. A result whose error against float64 is more than three times what the operation's
-limit allows is not timed. A peer that is not installed, or fails, is a row that says so.
+The floor of a row is the larger of bytes / copy bandwidth (each input read once, each output written once) and FLOP /
+matmul rate, both measured first in the same run. Norms, gates and rope are timed as CUDA graphs: the GPU's time, not
+the host's; "host us" is what launching one forward and backward costs the host. A result whose error against float64 is
+more than three times what the operation's limit allows is not timed. A peer that is not installed, or fails, is a row
+that says so.
 """
 
 import argparse
@@ -55,7 +56,9 @@ def float64(fn):
 
     def run(case):
         copies = [
-            x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            x.detach().double().requires_grad_(x.requires_grad)
+            if isinstance(x, torch.Tensor) and x.is_floating_point()
+            else x
             for x in case.inputs
         ]
         leaves = [x for x in copies if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -137,7 +140,10 @@ def add_rms_norm(rows, hidden):
             "liger": lambda x, r, w: liger("liger_fused_add_rms_norm")(x, r, w, 1e-6, 0.0, "llama", False),
         },
         float64(exact),
-        bytes=2 * 8 * rows * hidden,  # forward reads x, r, writes y, s; backward reads dy, ds, s, writes one gradient for both
+        bytes=2
+        * 8
+        * rows
+        * hidden,  # forward reads x, r, writes y, s; backward reads dy, ds, s, writes one gradient for both
         upstream=upstream,
     )
 
@@ -343,7 +349,10 @@ TINY = {
     "geglu": [lambda: geglu(64, 96)],
     "rope": [lambda: rope(1, 32, 4, 2, 16)],
     "cross_entropy": [lambda: cross_entropy(64, 307)],
-    "linear_cross_entropy": [lambda: linear_cross_entropy(64, 32, 307), lambda: linear_cross_entropy(64, 32, 307, True)],
+    "linear_cross_entropy": [
+        lambda: linear_cross_entropy(64, 32, 307),
+        lambda: linear_cross_entropy(64, 32, 307, True),
+    ],
 }
 COLUMNS = {
     "operation": ("operation", ""),

@@ -1,11 +1,12 @@
 """A training step beside its peers: tokens/s, peak memory, model FLOP utilisation and the losses of the first steps.
 
-    python benchmarks/training.py --model Llama-3.2-1B --batch 16 --length 1024 --data rows.npz [--checkpointing] [--lora]
+    python benchmarks/training.py --model Llama-3.2-1B --batch 16 --length 1024 --data rows.npz
+        [--checkpointing] [--lora]
 
-Full fine-tuning in bf16 with fused AdamW (or LoRA r = 16 on every linear layer), random weights, rows without padding: the
-token ids of `--data` joined and cut into rows (random ids without it). Every arm runs in a process of its own, since Liger's
-patches are process-wide. `--data` is an .npz with a flat array `ids`, or a .json/.jsonl file that `datasets` reads, with
-a column `input_ids`.
+Full fine-tuning in bf16 with fused AdamW (or LoRA r = 16 on every linear layer), random weights, rows without padding:
+the token ids of `--data` joined and cut into rows (random ids without it). Every arm runs in a process of its own,
+since Liger's patches are process-wide. `--data` is an .npz with a flat array `ids`, or a .json/.jsonl file that
+`datasets` reads, with a column `input_ids`.
 """
 
 import argparse
@@ -37,7 +38,15 @@ MODELS = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
 }  # fmt: skip
-ARMS = ("LigerSFTTrainer", "LigerTrainer", "Trainer", "Trainer + Liger", "SFTTrainer", "SFTTrainer + Liger", "Trainer + compile")
+ARMS = (
+    "LigerSFTTrainer",
+    "LigerTrainer",
+    "Trainer",
+    "Trainer + Liger",
+    "SFTTrainer",
+    "SFTTrainer + Liger",
+    "Trainer + compile",
+)
 SKIP = 4  # steps before the clock starts: allocator, cuBLAS and Triton warm up
 
 
@@ -100,8 +109,9 @@ def make_trainer(arm, options, model, callback):
     if sft:
         extra |= {"max_length": options.length, "dataset_kwargs": {"skip_prepare_dataset": True}}
     args = args_class(
-        output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch, logging_steps=5,
-        logging_first_step=True, dataloader_num_workers=DEVICE == "cuda" and 4 or 0, learning_rate=1e-5, bf16=DEVICE == "cuda", optim="adamw_torch_fused", report_to="none", save_strategy="no",
+        output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
+        logging_steps=5, logging_first_step=True, dataloader_num_workers=DEVICE == "cuda" and 4 or 0,
+        learning_rate=1e-5, bf16=DEVICE == "cuda", optim="adamw_torch_fused", report_to="none", save_strategy="no",
         gradient_checkpointing=options.checkpointing, gradient_checkpointing_kwargs={"use_reentrant": False},
         use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
         dataloader_drop_last=True, **extra,
@@ -121,7 +131,12 @@ def make_trainer(arm, options, model, callback):
     else:
         extra_args = {}
     return trainer_class(
-        model=model, args=args, train_dataset=rows, data_collator=None if sft else collate, callbacks=[callback], **extra_args
+        model=model,
+        args=args,
+        train_dataset=rows,
+        data_collator=None if sft else collate,
+        callbacks=[callback],
+        **extra_args,
     )
 
 
@@ -166,9 +181,11 @@ def one_arm(options):
 
 
 def flop_per_token(model, length):
-    """6 per weight that multiplies (4 where it is frozen), and causal attention: 6 * layers * length * heads * head_dim."""
+    """6 per weight that multiplies (4 where it is frozen); causal attention: 6 * layers * length * heads * head_dim."""
     weights = sum(
-        (6 if m.weight.requires_grad else 4) * m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)
+        (6 if m.weight.requires_grad else 4) * m.weight.numel()
+        for m in model.modules()
+        if isinstance(m, torch.nn.Linear)
     )
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -181,6 +198,20 @@ def profile(trainer, options):
     from torch.profiler import profile as torch_profile
     from transformers import TrainerCallback
 
+    def gaps(events, longest=12):
+        """Where the GPU waits: the longest times between the end of all earlier kernels and the next one's start."""
+        spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type.name == "CUDA")
+        found, end, before = [], spans[0][1], spans[0][2]
+        for start, stop, name in spans:
+            if start > end:
+                found.append((start - end, before[:60], name[:60]))
+            if stop > end:
+                end, before = stop, name
+        total = sum(gap for gap, _, _ in found)
+        print(f"GPU idle {total / 2e3:.1f} ms a step of {(end - spans[0][0]) / 2e3:.1f}; the longest, in us:")
+        for gap, before, after in sorted(found, reverse=True)[:longest]:
+            print(f"  {gap:8.0f}  after {before}  before {after}")
+
     class Profiler(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == SKIP:
@@ -189,7 +220,12 @@ def profile(trainer, options):
             if state.global_step == SKIP + 2:
                 torch.cuda.synchronize()
                 self.profiler.__exit__(None, None, None)
-                print(self.profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
+                gaps(self.profiler.events())
+                print(
+                    self.profiler.key_averages().table(
+                        sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90
+                    )
+                )
 
     trainer.add_callback(Profiler())
 

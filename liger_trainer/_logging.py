@@ -6,7 +6,7 @@ import sys
 
 
 class _Logger(logging.LoggerAdapter):
-    @functools.lru_cache(maxsize=None)  # noqa: B019 - one adapter for the life of the process
+    @functools.cache  # noqa: B019 - one adapter for the life of the process
     def warning_once(self, message: str) -> None:
         self.warning(message)
 

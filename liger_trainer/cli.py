@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(args) -> int:
+    # Without a GPU: OpenMP threads that spin at every barrier make a step several times slower as soon as another
+    # process wants a core, and sleeping instead costs little on idle ones. Read when torch loads, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     dry = [word for word in args.options if word in ("--dry_run", "--dry-run")]
     recipe = parse_recipe(args.recipe, [word for word in args.options if word not in dry])
     if dry:

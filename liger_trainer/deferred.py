@@ -1,13 +1,14 @@
 """The stand-in for logits that a captured LM head returns.
 
-`DeferredLogits` has the shape, dtype and device of the logits and none of their storage: it holds the head's input. What models
-do to logits before the loss is recorded: scaling, soft-capping (`c * tanh(z / c)`), casts, a vocabulary slice, and any choice
-or reshaping of rows, which is applied to the head's input at once, since a row of logits is a function of a row of input. When
-it meets `torch.nn.functional.cross_entropy`, the loss is computed from the recorded hidden states by the fused kernel. Whatever
-else touches it gets the real logits, computed by the module's own forward: slower, never wrong.
+`DeferredLogits` has the shape, dtype and device of the logits and none of their storage: it holds the head's input.
+What models do to logits before the loss is recorded: scaling, soft-capping (`c * tanh(z / c)`), casts, a vocabulary
+slice, and any choice or reshaping of rows, which is applied to the head's input at once, since a row of logits is a
+function of a row of input. When it meets `torch.nn.functional.cross_entropy`, the loss is computed from the recorded
+hidden states by the fused kernel. Whatever else touches it gets the real logits, computed by the module's own forward:
+slower, never wrong.
 
-It is a plain class with `__torch_function__` and not a tensor subclass: a tensor without storage answers C++ code that should
-have failed, and `torch.compile` traces the methods of a plain class without a graph break.
+It is a plain class with `__torch_function__` and not a tensor subclass: a tensor without storage answers C++ code that
+should have failed, and `torch.compile` traces the methods of a plain class without a graph break.
 """
 
 import numbers
@@ -26,8 +27,9 @@ class DeferredLogits:
         hidden (`torch.Tensor`): The head's input `(..., H)`.
         head (`nn.Module`): The LM head.
         vocab_size (`int`): V, at most the head's output features.
-        dtype, device, logit_scale, softcap, replay: What the recorded operations amount to; see the module docstring. With
-            raw logits r, the value is `softcap * tanh(logit_scale * r / softcap)`, or `logit_scale * r` without a softcap.
+        dtype, device, logit_scale, softcap, replay: What the recorded operations amount to; see the module docstring.
+            With raw logits r, the value is `softcap * tanh(logit_scale * r / softcap)`, or `logit_scale * r` without a
+            softcap.
     """
 
     def __init__(self, hidden, head, vocab_size, *, dtype=None, device=None, logit_scale=1.0, softcap=None, replay=()):
@@ -133,7 +135,9 @@ class DeferredLogits:
     def reshape(self, *shape):
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         rows = self.hidden.shape[:-1].numel()
-        keeps_rows = len(shape) > 0 and (shape[-1] == self.vocab_size or (shape[-1] == -1 and _numel(shape[:-1]) == rows))
+        keeps_rows = len(shape) > 0 and (
+            shape[-1] == self.vocab_size or (shape[-1] == -1 and _numel(shape[:-1]) == rows)
+        )
         if self._real is not None or not keeps_rows:
             return self.materialize(f"reshape to {shape}").reshape(*shape)
         return self._but(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
@@ -162,10 +166,10 @@ class DeferredLogits:
     # The two ways out
 
     def fused(self, function, target: torch.Tensor, **kwargs):
-        """`function(hidden, weight, target, ...)` of `liger_triton` with the head's parameters and the recorded transform.
+        """`function(hidden, weight, target, ...)` of `liger_triton` with the head's parameters and recorded transform.
 
-        Runs inside a call of the head module (and of the modules of an adapter on it). Returns what `function` returns, a
-        tensor or a tuple, on `self.device`.
+        Runs inside a call of the head module (and of the modules of an adapter on it). Returns what `function` returns,
+        a tensor or a tuple, on `self.device`.
         """
         from liger_trainer.lm_head import HeadParameters, call_within
 
@@ -183,18 +187,19 @@ class DeferredLogits:
             return tuple(result) if isinstance(result, tuple) else result  # ZeRO-3's hooks rebuild plain tuples only
 
         return tree_map(
-            lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x, call_within(self.head, self.hidden, compute)
+            lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x,
+            call_within(self.head, self.hidden, compute),
         )
 
     def materialize(self, why: str | None = None) -> torch.Tensor:
-        """The real logits, from the head's own forward; `why` names the operation that needs them and is logged once."""
+        """The real logits, from the head's own forward; `why` names the operation that needs them, logged once."""
         if self._real is None:
             from liger_trainer.lm_head import plain_forward
 
             if why is not None:
                 logger.warning_once(
-                    f"The fused LM head does not know `{why}` on logits: they are built in full. The numbers are right; "
-                    "the memory is not saved."
+                    f"The fused LM head does not know `{why}` on logits: they are built in full. "
+                    "The numbers are right; the memory is not saved."
                 )
             logits = plain_forward(self.head, self.hidden)
             for step in self.replay:
@@ -228,7 +233,23 @@ def _delegate(name):
     return method
 
 
-for _name in ("add", "radd", "sub", "rsub", "rtruediv", "neg", "pow", "matmul", "eq", "ne", "lt", "le", "gt", "ge", "iter"):
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "neg",
+    "pow",
+    "matmul",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "iter",
+):
     setattr(DeferredLogits, f"__{_name}__", _delegate(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__
 

@@ -2,11 +2,11 @@
 
 `install_fused_head(model)` binds a forward to the model that answers three kinds of call:
 
-- `model(..., labels=...)`: the model's own loss code meets `DeferredLogits`, so the loss comes from the fused kernel and the
-  output has `logits=None`. In eval mode real logits are returned unless `skip_logits=True` is passed, as in training they are
-  unless `skip_logits=False`.
-- `model(..., labels=..., fused_lm_head=True)`: the contract of TRL's trainers (`trl.trainer.utils.add_fused_lm_head`): per-token
-  `log_probs`, `entropy`, ... of the next-token labels, see `FusedLMOutput`.
+- `model(..., labels=...)`: the model's own loss code meets `DeferredLogits`, so the loss comes from the fused kernel
+  and the output has `logits=None`. In eval mode real logits are returned unless `skip_logits=True` is passed, as in
+  training they are unless `skip_logits=False`.
+- `model(..., labels=..., fused_lm_head=True)`: the contract of TRL's trainers (`trl.trainer.utils.add_fused_lm_head`):
+  per-token `log_probs`, `entropy`, ... of the next-token labels, see `FusedLMOutput`.
 - anything else: the model's own forward, untouched.
 """
 
@@ -28,14 +28,16 @@ EXTRA_OUTPUTS = ("hidden_states",)
 
 @dataclass
 class FusedLMOutput(ModelOutput):
-    """What `model(..., labels=labels, fused_lm_head=True)` returns: the fields of TRL's `FusedCausalLMOutput`, and the hidden states.
+    """What `model(..., labels=labels, fused_lm_head=True)` returns.
 
-    Per-token fields are `(B, S - 1)` for next-token labels `(B, S)`, or `(B, S)` with `shift_labels`; they are zero where the label
-    is -100, fp32 (`is_top1`: bool), and `None` where not asked for.
+    It has the fields of TRL's `FusedCausalLMOutput`, and the hidden states. Per-token fields are `(B, S - 1)` for
+    next-token labels `(B, S)`, or `(B, S)` with `shift_labels`; they are zero where the label is -100, fp32 (`is_top1`:
+    bool), and `None` where not asked for.
 
     Args:
-        loss (`torch.Tensor`): Negative log-likelihood summed over the labels that count and divided by `num_items_in_batch` (their
-            number when not passed), plus the model's weighted MoE auxiliary loss when router logits are requested.
+        loss (`torch.Tensor`): Negative log-likelihood summed over the labels that count and divided by
+            `num_items_in_batch` (their number when not passed), plus the model's weighted MoE auxiliary loss when
+            router logits are requested.
         log_probs (`torch.Tensor`): Log-probability of each label; with `label_smoothing` e,
             `(1 - e) * log p(label) + e * mean_v log p(v)`.
         entropy (`torch.Tensor`): Entropy of the distribution, in nats.
@@ -75,8 +77,8 @@ def install_fused_head(model, options: HeadOptions | None = None) -> str | None:
         options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`.
 
     Returns:
-        `str` or `None`: None where the head is fused, else why real logits are built. With a head that cannot be fused (a DoRA on
-        it, say) the same calls are answered from real logits; a model without any head is left alone.
+        `str` or `None`: None where the head is fused, else why real logits are built. With a head that cannot be fused
+        (a DoRA on it, say) the same calls are answered from real logits; a model without any head is left alone.
     """
     model = base_model_of(model)
     reason = head_reason(model)
@@ -146,14 +148,14 @@ def head_reason(model) -> str | None:
     return None if reason is None else f"the LM head of {type(base_model_of(model)).__name__} cannot be fused: {reason}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _fused_forward_of(model_class):
     """The forward for one class of model: `functools.wraps` keeps the signature that `Trainer` and `generate` read."""
 
     @functools.wraps(model_class.forward)
     def forward(self, *args, fused_lm_head=False, skip_logits=None, label_smoothing=0.0, **kwargs):
         if "_liger_head_options" not in self.__dict__:  # removed, but still inside somebody's wrapper
-            return _own_forward(self)(*args, **kwargs)
+            return _own_forward(self, args, kwargs)
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
         if fused_lm_head:
             return _token_outputs(self, args, kwargs, label_smoothing)
@@ -161,7 +163,7 @@ def _fused_forward_of(model_class):
             return _smoothed(self, args, kwargs, label_smoothing)
         skip_logits = self.training if skip_logits is None else skip_logits
         if (labels is None and shift_labels is None) or not skip_logits:
-            return _own_forward(self)(*args, **kwargs)
+            return _own_forward(self, args, kwargs)
         outputs = _captured(self, args, kwargs)
         if isinstance(outputs, ModelOutput):
             return type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
@@ -172,9 +174,9 @@ def _fused_forward_of(model_class):
     return forward
 
 
-def _own_forward(model):
+def _own_forward(model, args, kwargs):
     previous = model.__dict__.get("_liger_previous_forward")
-    return previous if previous is not None else types.MethodType(type(model).forward, model)
+    return type(model).forward(model, *args, **kwargs) if previous is None else previous(*args, **kwargs)
 
 
 def _captured(model, args, kwargs):
@@ -183,16 +185,16 @@ def _captured(model, args, kwargs):
     reason = why_not_fusable(head)  # adapters come and go after patching: asked again at every call
     if reason is not None:
         _say_unfused(type(model).__name__, reason)
-        return _own_forward(model)(*args, **kwargs)
+        return _own_forward(model, args, kwargs)
     bind(head)
     head._liger_capturing = True
     try:
-        return _own_forward(model)(*args, **kwargs)
+        return _own_forward(model, args, kwargs)
     finally:
         head._liger_capturing = False
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _say_unfused(name: str, reason: str) -> None:
     from liger_trainer._logging import logger
 
@@ -200,10 +202,12 @@ def _say_unfused(name: str, reason: str) -> None:
 
 
 def _logits_and_targets(model, args, kwargs):
-    """Run the backbone without labels; returns the outputs, the (deferred) logits and the label of each of their rows."""
+    """Run the backbone without labels; returns the outputs, the (deferred) logits and the label of each row."""
     labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
     if labels is None and shift_labels is None:
-        raise ValueError("labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing.")
+        raise ValueError(
+            "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
+        )
     outputs = _captured(model, args, kwargs)
     logits = outputs.logits
     if shift_labels is None:
@@ -229,7 +233,9 @@ def _token_outputs(model, args, kwargs, label_smoothing) -> FusedLMOutput:
         )
         scores = dict(zip(TOKEN_OUTPUTS, scores, strict=True))
     else:
-        scores = _scores_of_logits(logits.materialize() if isinstance(logits, DeferredLogits) else logits, target, **scoring)
+        scores = _scores_of_logits(
+            logits.materialize() if isinstance(logits, DeferredLogits) else logits, target, **scoring
+        )
     target = target.to(scores["log_probs"].device)
     mask = target != -100
     count = mask.sum().clamp(min=1) if num_items is None else num_items
@@ -247,7 +253,10 @@ def _token_outputs(model, args, kwargs, label_smoothing) -> FusedLMOutput:
 
 
 def _smoothed(model, args, kwargs, label_smoothing):
-    """`transformers.trainer_pt_utils.LabelSmoother` on the next-token labels: no auxiliary loss in it, as in the stock trainer."""
+    """`transformers.trainer_pt_utils.LabelSmoother` on the next-token labels.
+
+    There is no auxiliary loss in it, as in the stock trainer.
+    """
     num_items = kwargs.pop("num_items_in_batch", None)
     _, logits, target = _logits_and_targets(model, args, kwargs)
     if isinstance(logits, DeferredLogits) and not logits.is_materialized:
@@ -258,7 +267,7 @@ def _smoothed(model, args, kwargs, label_smoothing):
             logits.float().flatten(0, -2), target.flatten(), reduction="sum", label_smoothing=label_smoothing
         )
     count = (target != -100).sum().clamp(min=1) if num_items is None else num_items
-    return ModelOutput(loss=total / torch.as_tensor(count, device=total.device))
+    return FusedLMOutput(loss=total / torch.as_tensor(count, device=total.device))
 
 
 def _fp32_logprobs(hidden, weight, target, bias=None, lora=None, lora_input=None, **kwargs):
@@ -284,7 +293,9 @@ def _scores_of_logits(logits, target, *, temperature, label_smoothing) -> dict:
     log_probs = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     detached = log_p.detach()
     scores = {
-        "log_probs": (1 - label_smoothing) * log_probs + label_smoothing * log_p.mean(-1) if label_smoothing else log_probs,
+        "log_probs": (1 - label_smoothing) * log_probs + label_smoothing * log_p.mean(-1)
+        if label_smoothing
+        else log_probs,
         "entropy": -(log_p.exp() * log_p).sum(-1),
         "log_sum_sq_probs": torch.logsumexp(2 * detached, -1),
         "mean_logits": (logits.detach().float() / temperature).mean(-1),

@@ -1,7 +1,8 @@
 """The LM head as a module: when it can be fused, where its parameters are, and the forward bound to it.
 
-A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top; its parameters are used only inside calls
-of the modules that own them, so that the gathers of FSDP2 and ZeRO-3 and the hooks of anyone else run as in a normal forward.
+A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top; its parameters are used only
+inside calls of the modules that own them, so that the gathers of FSDP2 and ZeRO-3 and the hooks of anyone else run as
+in a normal forward.
 """
 
 import types
@@ -22,7 +23,10 @@ class HeadCall:
 
 
 class HeadParameters:
-    """What the fused kernels need of a head, read inside its module call: `weight (V, H)`, `bias (V,)`, `lora`, `lora_input`."""
+    """What the fused kernels need of a head, read inside its module call.
+
+    These are `weight (V, H)`, `bias (V,)`, `lora` and `lora_input`.
+    """
 
     def __init__(self, head: nn.Module, hidden: torch.Tensor):
         base, adapter = _base_and_adapter(head)
@@ -30,7 +34,11 @@ class HeadParameters:
         self.lora = self.lora_input = None
         if adapter is not None:
             dtype = hidden.dtype  # PEFT keeps adapters of a 16-bit model in fp32; the products run in the hidden dtype
-            self.lora = (head.lora_A[adapter].weight.to(dtype), head.lora_B[adapter].weight.to(dtype), head.scaling[adapter])
+            self.lora = (
+                head.lora_A[adapter].weight.to(dtype),
+                head.lora_B[adapter].weight.to(dtype),
+                head.scaling[adapter],
+            )
             dropout = head.lora_dropout[adapter]
             self.lora_input = None if isinstance(dropout, nn.Identity) else dropout(hidden)
 
@@ -108,12 +116,12 @@ def _nested(owner: nn.Module, compute: Callable) -> Callable:
 
 def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """The head's own forward inside a call of the module, whether or not a capture is on."""
-    return head(hidden, HeadCall(lambda x: _original_forward(head)(x)))
+    return head(hidden, HeadCall(lambda x: _own_forward(head, (x,), {})))
 
 
-def _original_forward(module: nn.Module) -> Callable:
+def _own_forward(module: nn.Module, args: tuple, kwargs: dict):
     previous = module.__dict__.get("_liger_previous_forward")
-    return previous if previous is not None else types.MethodType(type(module).forward, module)
+    return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
 
 
 def _captured_forward(self, *args, **kwargs):
@@ -121,7 +129,7 @@ def _captured_forward(self, *args, **kwargs):
         return args[1].compute(args[0])
     if self.__dict__.get("_liger_capturing") and len(args) == 1 and not kwargs:
         return DeferredLogits(args[0], self, self.out_features)
-    return _original_forward(self)(*args, **kwargs)
+    return _own_forward(self, args, kwargs)
 
 
 _captured_forward.__name__ = "forward"  # a bound method is pickled by name: the copy then has its class's own forward
@@ -129,6 +137,8 @@ _captured_forward.__name__ = "forward"  # a bound method is pickled by name: the
 
 def bind(module: nn.Module) -> None:
     """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures."""
+    if torch.compiler.is_compiling():
+        return  # done when the head was installed, and nothing that a compiled graph may do
     current = module.__dict__.get("forward")
     if getattr(current, "__func__", None) is _captured_forward:
         return

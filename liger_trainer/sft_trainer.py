@@ -1,4 +1,7 @@
-"""`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head behind TRL's own contract, so its losses and metrics stay TRL's."""
+"""`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head behind TRL's own contract.
+
+So its losses and metrics stay TRL's.
+"""
 
 import trl.trainer.sft_trainer as trl_sft
 from trl import SFTTrainer
@@ -8,10 +11,11 @@ from liger_trainer.trl_seam import our_head_in
 
 
 class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
-    """[`~trl.SFTTrainer`] with the same losses, gradients and metrics, fused kernels, and one forward a step whatever the options.
+    """[`~trl.SFTTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    Takes the arguments of `SFTTrainer`; `args` is a [`LigerSFTConfig`] (a plain `SFTConfig` counts as `use_liger=True`). Beyond
-    stock: a LoRA on `lm_head` trains, and `label_smoothing_factor` costs neither logits nor a second forward.
+    It runs one forward a step, whatever the options. Takes the arguments of `SFTTrainer`; `args` is a
+    [`LigerSFTConfig`] (a plain `SFTConfig` counts as `use_liger=True`). Beyond stock: a LoRA on `lm_head` trains, and
+    `label_smoothing_factor` costs neither logits nor a second forward.
     """
 
     def __init__(self, model, args=None, **kwargs):
@@ -32,8 +36,9 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
         if own_loss:
             options["token_outputs"] = ("log_probs", "entropy", "is_top1", *self.token_outputs)
         elif self.args.loss_type == "nll":
-            # TRL reduces by `-log_probs.sum() / num_tokens`: one upstream gradient for all tokens, so that the fused head may
-            # compute its gradients in the forward pass. It checks the promise and returns NaN where it is broken.
+            # TRL reduces by `-log_probs.sum() / num_tokens`: one upstream gradient for all tokens, so that the fused
+            # head may compute its gradients in the forward pass. It checks the promise and returns NaN where it is
+            # broken.
             options["uniform_grad"] = True
             if smoother is not None:
                 options["label_smoothing"] = smoother.epsilon

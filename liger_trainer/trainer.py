@@ -14,8 +14,9 @@ from liger_trainer.patching import LigerReport, apply_liger
 class LigerTrainerMixin:
     """What every Liger trainer shares: patching at init, and the hook for a loss of one's own.
 
-    A subclass changes the loss by overriding `token_loss`, which sees per-token quantities and never logits; the sum over tokens,
-    the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the stock trainer's:
+    A subclass changes the loss by overriding `token_loss`, which sees per-token quantities and never logits; the sum
+    over tokens, the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the
+    stock trainer's:
 
     ```python
     class FocalTrainer(LigerSFTTrainer):
@@ -25,8 +26,8 @@ class LigerTrainerMixin:
     ```
 
     Attributes:
-        token_outputs (`tuple[str, ...]`): What `token_loss` needs of `FusedLMOutput` beside `log_probs` and `label_mask`: any of
-            `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`.
+        token_outputs (`tuple[str, ...]`): What `token_loss` needs of `FusedLMOutput` beside `log_probs` and
+            `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`.
         liger_report (`LigerReport` or `None`): What was patched; `None` under `use_liger=False`.
     """
 
@@ -38,7 +39,8 @@ class LigerTrainerMixin:
 
         Args:
             outputs (`FusedLMOutput`): Per-token fields, each (B, S - 1), fp32, for the labels `inputs["labels"][:, 1:]`
-                ((B, S) for `inputs["shift_labels"]` where the batch has them); zero where `outputs.label_mask` is False.
+                ((B, S) for `inputs["shift_labels"]` where the batch has them); zero where `outputs.label_mask` is
+                False.
             inputs (`dict`): The batch as given to the model.
 
         Returns:
@@ -55,13 +57,17 @@ class LigerTrainerMixin:
         return self.liger_report is not None and has_fused_head(self.model)
 
     def _wants(self, part: str) -> bool:
-        return bool(getattr(self.args, "use_liger", True) and (getattr(self.args, "liger_config", None) or {}).get(part, True))
+        return bool(
+            getattr(self.args, "use_liger", True) and (getattr(self.args, "liger_config", None) or {}).get(part, True)
+        )
 
     def _apply_liger(self, model) -> None:
         """Patch `model` as `args` say, and refuse what would leave the user's own loss unused."""
         if not getattr(self.args, "use_liger", True):
             if self.has_own_loss:
-                raise ValueError(f"{type(self).__name__} overrides token_loss, which needs use_liger=True; got use_liger=False.")
+                raise ValueError(
+                    f"{type(self).__name__} overrides token_loss, which needs use_liger=True; got use_liger=False."
+                )
             return
         if self._wants("fused_linear_cross_entropy") and output_head(model) is None:
             raise ValueError(
@@ -94,10 +100,11 @@ class _ReportCallback(TrainerCallback):
 
 
 class LigerTrainer(LigerTrainerMixin, Trainer):
-    """[`~transformers.Trainer`] with the same losses, gradients and metrics, fused kernels, and no (B, S, V) logits in training.
+    """[`~transformers.Trainer`] with the same losses, gradients and metrics, on fused kernels.
 
     Takes the arguments of `Trainer`; `args` is a [`LigerTrainingArguments`] (a plain `TrainingArguments` counts as
-    `use_liger=True`). Loss-only evaluation builds no logits either; with `compute_metrics` it does, as the metrics ask for them.
+    `use_liger=True`). Training builds no (B, S, V) logits. Loss-only evaluation builds none either; with
+    `compute_metrics` it does, as the metrics ask for them.
 
     Raises:
         ValueError: `use_liger=True` with a model that has no LM head, or unknown keys in `liger_config`.
@@ -119,7 +126,9 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         wants_logits = return_outputs and not inputs.get("skip_logits", False)
         if self.has_own_loss:
-            return super().compute_loss(self._own_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(
+                self._own_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch
+            )
         if self.label_smoother is None or wants_logits or not self._is_causal_lm():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         smoother, self.label_smoother = self.label_smoother, None  # the model keeps its labels and smooths them itself
@@ -139,7 +148,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         return type(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _own_loss_model(self, model, wants_logits: bool):
-        """A stand-in for `model` that returns the loss of `token_loss`; `Trainer.compute_loss` scales it as any model's."""
+        """Stand-in for `model` returning the loss of `token_loss`; `Trainer.compute_loss` scales it as any model's."""
 
         def forward(skip_logits=None, num_items_in_batch=None, **inputs):
             outputs = model(**inputs, fused_lm_head=True, token_outputs=("log_probs", *self.token_outputs))

@@ -15,7 +15,8 @@ class LigerArguments:
     use_liger: bool = field(
         default=True,
         metadata={
-            "help": "Patch the model with fused kernels and compute the loss without logits. False: the stock trainer, exactly."
+            "help": "Patch the model with fused kernels and compute the loss without logits. "
+            "False: the stock trainer, exactly."
         },
     )
     liger_config: dict | str | None = field(
@@ -33,7 +34,8 @@ class LigerArguments:
         check_config(self.liger_config)
         if self.use_liger and self.use_liger_kernel:
             raise ValueError(
-                "use_liger and use_liger_kernel are both true, and each patches the same modules; remove use_liger_kernel."
+                "use_liger and use_liger_kernel are both true, and each patches the same modules; "
+                "remove use_liger_kernel."
             )
 
 

@@ -1,7 +1,7 @@
 """Where a call runs, and how a kernel becomes an op that `torch.compile(fullgraph=True)` traces.
 
-Import `triton` and `tl` from here: without Triton installed they are stand-ins that let the kernel files be imported, and
-`use_triton` sends every call to the plain PyTorch twin.
+Import `triton` and `tl` from here: without Triton installed they are stand-ins that let the kernel files be imported,
+and `use_triton` sends every call to the plain PyTorch twin.
 """
 
 import contextlib
@@ -47,8 +47,9 @@ def _device_guard(x: torch.Tensor):
 def kernel_op(name: str, mutates_args=()):
     """Register the decorated function as `torch.ops.liger_triton.<name>`; its first argument is a tensor.
 
-    Traced by `torch.compile`, a call is that one opaque op (give its output shapes with `@fn.register_fake`). Eager calls
-    skip the dispatcher, which costs about as much as the launch itself, and run on the device of the first argument.
+    Traced by `torch.compile`, a call is that one opaque op (give its output shapes with `@fn.register_fake`). Eager
+    calls skip the dispatcher, which costs about as much as the launch itself, and run on the device of the first
+    argument.
     """
 
     def decorate(fn):

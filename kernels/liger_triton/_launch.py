@@ -56,11 +56,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def backward_tile(n: int, itemsize: int, tensors: int, device: torch.device) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps, stages) of a norm's backward, which loads `tensors` tiles of `itemsize` bytes an element.
+    """(BLOCK_M, BLOCK_N, num_warps, stages) of a norm's backward.
 
-    One program a multiprocessor loops over tiles of 8192 elements and loads two ahead of the arithmetic: 0.93 to 0.99 of copy
-    bandwidth on an H200 for rows of 128 to 8192, where smaller tiles or more programs stayed below. Fewer stages where the
-    shared memory of the device does not hold three tiles of every tensor.
+    It loads `tensors` tiles of `itemsize` bytes an element. One program a multiprocessor loops over tiles of 8192
+    elements and loads two ahead of the arithmetic: 0.93 to 0.99 of copy bandwidth on an H200 for rows of 128 to 8192,
+    where smaller tiles or more programs stayed below. Fewer stages where the shared memory of the device does not hold
+    three tiles of every tensor.
     """
     block_n = triton.next_power_of_2(n)
     block_m = max(1, BACKWARD_TILE // block_n)
@@ -80,7 +81,9 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 48 << 10
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 48 << 10) - 2048  # what reductions need beside the tiles
+    return (
+        getattr(properties, "shared_memory_per_block_optin", 48 << 10) - 2048
+    )  # what reductions need beside the tiles
 
 
 def check_gate(gate: torch.Tensor, up: torch.Tensor) -> None:

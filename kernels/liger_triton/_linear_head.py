@@ -59,8 +59,10 @@ class HeadSpec(NamedTuple):
 
 
 def chunk_size(rows: int, vocab: int, dtype: torch.dtype, device_type: str, later_bytes: int = 0) -> int:
-    """Rows per chunk: bounded memory, chunks of about equal size, on GPUs a multiple of the products' tile of 128
-    rows. `later_bytes`: what the backward pass will allocate anyway after the logits are gone, so that as much costs nothing."""
+    """Rows per chunk: bounded memory, chunks of about equal size, on GPUs a multiple of the products' tile of 128 rows.
+
+    `later_bytes`: what the backward pass will allocate anyway after the logits are gone, so that as much costs nothing.
+    """
     if device_type == "cpu":
         most, tile = max(1, _CPU_CHUNK_BYTES // (4 * vocab)), 1
     else:
@@ -117,7 +119,11 @@ def _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec: He
     total, vocab, dtype = x.shape[0], weight.shape[0], spec.compute_dtype
     kept = _kept_rows(target, spec.rows.ignore_index, vocab)
     rows = total if kept is None else kept.shape[0]
-    rounded = weight.numel() * weight.element_size() if spec.needs & DW and _sum_dtype(weight, spec.lean) != weight.dtype else 0
+    rounded = (
+        weight.numel() * weight.element_size()
+        if spec.needs & DW and _sum_dtype(weight, spec.lean) != weight.dtype
+        else 0
+    )
     size = min(spec.chunk_rows or chunk_size(rows, vocab, dtype, x.device.type, rounded), max(rows, 1))
     chunks = -(-rows // size)
     w = weight.to(dtype)

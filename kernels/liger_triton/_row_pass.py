@@ -30,9 +30,9 @@ from ._dispatch import jit, tl, triton
 
 LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
 N_STATS = 7
-# Elements of a row that one program takes at a time: 16 bytes of 16 bits for each thread of `num_warps` warps. Wide rows are
-# fastest with the largest program, which leaves few rows in flight and most of a row in L2 for the second sweep; the further
-# statistics need the registers of a smaller one.
+# Elements of a row that one program takes at a time: 16 bytes of 16 bits for each thread of `num_warps` warps. Wide
+# rows are fastest with the largest program, which leaves few rows in flight and most of a row in L2 for the second
+# sweep; the further statistics need the registers of a smaller one.
 MAX_BLOCK = 8192
 
 
@@ -97,8 +97,8 @@ def _row_kernel(
     zy, slope_y = _transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
 
     if DO_STATS:
-        # Every lane keeps its own maximum and sums, so that nothing is exchanged inside the loop and an element costs one
-        # exponential: exp(-|z - m|) is the new term where z <= m, and what the old sums shrink by where z > m.
+        # Every lane keeps its own maximum and sums, so that nothing is exchanged inside the loop and an element costs
+        # one exponential: exp(-|z - m|) is the new term where z <= m, and what the old sums shrink by where z > m.
         m_v = tl.full((BLOCK,), -1e30, tl.float32)  # finite, so that no difference below is inf - inf
         rest_v = tl.zeros((BLOCK,), tl.float32)
         dot_v = tl.zeros((BLOCK,), tl.float32)

@@ -1,9 +1,9 @@
-"""grad * factor, rounded to another dtype: the last step of a gradient that was computed before its upstream gradient was known.
+"""grad * factor, rounded to another dtype: the last step of a gradient computed before its upstream gradient was known.
 
 Shapes  grad (n, ...) with unit stride in the last dimension; factor () or (n,), fp32, on the device of grad.
 Dtypes  any of bf16, fp16, fp32 in and out; the product in fp32, one rounding.
-Bytes   reads grad, writes the result, in the memory of grad where the dtypes agree; there a factor of 1 costs nothing. The
-        factor is read on the device: the host does not wait for it.
+Bytes   reads grad, writes the result, in the memory of grad where the dtypes agree; there a factor of 1 costs nothing.
+        The factor is read on the device: the host does not wait for it.
 """
 
 import torch
@@ -12,7 +12,9 @@ from ._dispatch import _device_guard, jit, tl, triton, use_triton
 
 
 @jit
-def _scale_kernel(G, OUT, FACTOR, g_stride, out_stride, factor_stride, columns, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+def _scale_kernel(
+    G, OUT, FACTOR, g_stride, out_stride, factor_stride, columns, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Row `program_id(0)` of G times its factor."""
     row = tl.program_id(0).to(tl.int64)  # int64: 262144 rows of 8192 are 2**31 elements
     factor = tl.load(FACTOR + row * factor_stride)
@@ -29,7 +31,9 @@ def _scale_kernel(G, OUT, FACTOR, g_stride, out_stride, factor_stride, columns, 
 
 def scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """grad * factor in `dtype`; written over grad where the dtypes agree and nothing is traced."""
-    rows = factor.reshape(-1, *[1] * (grad.ndim - 1))  # not 0-dim: PyTorch would round such a factor to the dtype of grad first
+    rows = factor.reshape(
+        -1, *[1] * (grad.ndim - 1)
+    )  # not 0-dim: PyTorch would round such a factor to the dtype of grad first
     if torch.compiler.is_compiling():
         return (grad.float() * rows).to(dtype)
     out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)

@@ -15,6 +15,7 @@ from torch import nn
 from liger_triton import geglu, swiglu
 
 from . import probe
+from .rebuild import call_rebuilding
 
 GATES = {
     ("swiglu", ""): swiglu,
@@ -193,7 +194,7 @@ def build(mlp: MLP):
 
         def forward(self, x):
             a, b = getattr(self, first)(x).chunk(2, dim=-1)
-            return getattr(self, down)(gate(a, b) if gate_first else gate(b, a))
+            return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)))
 
     else:
 
@@ -202,7 +203,7 @@ def build(mlp: MLP):
             if a.dtype != b.dtype:  # an adapter on one of the two may return fp32: their product would too
                 dtype = torch.promote_types(a.dtype, b.dtype)
                 a, b = a.to(dtype), b.to(dtype)
-            return getattr(self, down)(gate(a, b) if gate_first else gate(b, a))
+            return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)))
 
     return probe.mark(forward, "forward")
 

@@ -131,7 +131,10 @@ def check_compiled():
 @pytest.fixture(params=["triton", "torch"])
 def row_pass(request, monkeypatch, device):
     """The vocabulary losses with their Triton pass over rows of logits, and with the plain PyTorch one."""
-    modules = {m: importlib.import_module(f"liger_triton.{m}") for m in ("_dispatch", "_linear_head", "_scale", "cross_entropy")}
+    modules = {
+        m: importlib.import_module(f"liger_triton.{m}")
+        for m in ("_dispatch", "_linear_head", "_scale", "cross_entropy")
+    }
     monkeypatch.setattr(importlib.import_module("liger_triton._row_pass"), "MAX_BLOCK", 128)  # several blocks a row
     if request.param == "torch":
         for module in modules.values():

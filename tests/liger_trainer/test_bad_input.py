@@ -1,4 +1,9 @@
-"""Arguments and models that would train wrongly, or not as asked, are refused at construction, with the mend in the message."""
+"""Arguments and models that would train wrongly, or not as asked, are refused at construction.
+
+The mend is in the message.
+"""
+
+import tempfile
 
 import pytest
 from tiny_models import collate, ragged_rows, tiny_model
@@ -8,14 +13,17 @@ from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 
 
 def arguments(args_class=LigerTrainingArguments, **options):
-    return args_class(output_dir="unused", use_cpu=True, report_to="none", **({"bf16": False} | options))
+    return args_class(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to="none", **({"bf16": False} | options))
 
 
 @pytest.mark.parametrize("args_class", [LigerTrainingArguments, LigerSFTConfig])
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"liger_config": {"rmsnorm": False}}, "unknown key 'rmsnorm'; did you mean 'rms_norm'.*fused_linear_cross_entropy"),
+        (
+            {"liger_config": {"rmsnorm": False}},
+            "unknown key 'rmsnorm'; did you mean 'rms_norm'.*fused_linear_cross_entropy",
+        ),
         ({"liger_config": {"rope": "no"}}, r"liger_config\['rope'\] is 'no'; expected True or False"),
         ({"liger_config": ["rope"]}, "expected a dict such as"),
         ({"use_liger": "maybe"}, "use_liger is 'maybe'; expected true or false"),
@@ -33,14 +41,22 @@ def test_liger_config_from_a_command_line_is_json():
 
 def classifier():
     config = AutoConfig.for_model(
-        "llama", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=131, num_labels=2
+        "llama",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=131,
+        num_labels=2,
     )
     return AutoModelForSequenceClassification.from_config(config)
 
 
 def test_a_model_without_an_lm_head(tmp_path):
     options = {"train_dataset": ragged_rows(4), "data_collator": collate}
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification has no LM head.*fused_linear_cross_entropy.*use_liger"):
+    with pytest.raises(
+        ValueError, match="LlamaForSequenceClassification has no LM head.*fused_linear_cross_entropy.*use_liger"
+    ):
         LigerTrainer(model=classifier(), args=arguments(), **options)
     layers_only = LigerTrainer(
         model=classifier(), args=arguments(liger_config={"fused_linear_cross_entropy": False}), **options
@@ -52,7 +68,9 @@ def test_the_report_is_written_and_logged(tmp_path, caplog):
     args = arguments(LigerTrainingArguments, max_steps=1)
     args.output_dir = str(tmp_path)
     with caplog.at_level("INFO", "liger_trainer"):
-        trainer = LigerTrainer(model=tiny_model("llama"), args=args, train_dataset=ragged_rows(8), data_collator=collate)
+        trainer = LigerTrainer(
+            model=tiny_model("llama"), args=args, train_dataset=ragged_rows(8), data_collator=collate
+        )
     assert trainer.liger_report.one_line() in caplog.text
     trainer.train()
     assert (tmp_path / "liger_report.json").read_text().count("rms_norm") == 1

@@ -186,11 +186,11 @@ def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
     assert AutoModelForCausalLM.from_pretrained(folder / "lora").peft_config, "the adapter finds its base model"
 
 
-GGUF_VOCAB = 260
+GGUF_VOCAB = 261
 
 
 def write_gguf(gguf, path):
-    """A one-layer Llama with a byte-level BPE vocabulary and one merge."""
+    """A one-layer Llama with a byte-level BPE vocabulary and two merges."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     path.parent.mkdir()
@@ -207,9 +207,9 @@ def write_gguf(gguf, path):
     writer.add_vocab_size(GGUF_VOCAB)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "w1"])
-    writer.add_token_types([3, 3, 3] + [1] * 257)
-    writer.add_token_merges(["w 1"])
+    writer.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "w1", "w2"])
+    writer.add_token_types([3, 3, 3] + [1] * 258)
+    writer.add_token_merges(["w 1", "w 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     shapes = {"token_embd": (GGUF_VOCAB, hidden), "output": (GGUF_VOCAB, hidden), "output_norm": (hidden,)}

@@ -16,8 +16,12 @@ from liger_trainer.trl_seam import our_head_in
 
 def test_trl_s_fused_head_takes_the_options_that_ours_takes():
     options = list(inspect.signature(add_fused_lm_head).parameters)[1:]
-    assert options == [field.name for field in dataclasses.fields(HeadOptions)], "trl's add_fused_lm_head has other options"
-    defaults = {name: p.default for name, p in inspect.signature(add_fused_lm_head).parameters.items() if name != "model"}
+    assert options == [field.name for field in dataclasses.fields(HeadOptions)], (
+        "trl's add_fused_lm_head has other options"
+    )
+    defaults = {
+        name: p.default for name, p in inspect.signature(add_fused_lm_head).parameters.items() if name != "model"
+    }
     assert defaults == dataclasses.asdict(HeadOptions())
 
 
@@ -48,7 +52,10 @@ def test_a_moved_name_is_an_import_error_that_says_what_to_do():
     class Moved:
         __name__ = "trl.trainer.sft_trainer"
 
-    with pytest.raises(ImportError, match="has no add_fused_lm_head, BaseTunerLayer.*trl>=1.16,<2"), our_head_in(Moved()):
+    with (
+        pytest.raises(ImportError, match="has no add_fused_lm_head, BaseTunerLayer.*trl>=1.16,<2"),
+        our_head_in(Moved()),
+    ):
         pass
 
 

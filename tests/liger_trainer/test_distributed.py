@@ -19,7 +19,16 @@ def two_ranks(mode, out):
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--standalone"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "0",
+        "--standalone",
+    ]
     result = subprocess.run(
         [*command, str(HERE / "two_ranks.py"), mode, str(out)], env=env, capture_output=True, text=True, timeout=240
     )

@@ -103,7 +103,10 @@ UNKNOWN |= {"assign": assign, "in-place": in_place}
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", [*TRANSFORMS, *UNKNOWN])
 def test_loss_and_gradients_through_every_transform(name, bias):
-    """The loss of transformed deferred logits against the same transform on real ones; only the unknown ones build logits."""
+    """The loss of transformed deferred logits against the same transform on real ones.
+
+    Only the unknown transforms build logits.
+    """
     transform = (TRANSFORMS | UNKNOWN)[name]
     results = []
     for deferred in (False, True):
@@ -175,7 +178,10 @@ def test_no_tensor_of_tokens_times_vocabulary(model_type, call):
                 "labels": {},
                 "smoothing": {"label_smoothing": 0.1},
                 "trl": {"fused_lm_head": True, "uniform_grad": True},
-                "trl-all": {"fused_lm_head": True, "token_outputs": ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")},
+                "trl-all": {
+                    "fused_lm_head": True,
+                    "token_outputs": ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+                },
             }[call]
             model(**batch, **kwargs).loss.backward()
     assert largest.numel <= limit
@@ -209,7 +215,7 @@ def test_trl_outputs_against_trl_s_own_head():
         for name in ("loss", "label_mask", *names):
             torch.testing.assert_close(got[name], want[name], rtol=2e-5, atol=1e-6, msg=f"{model_type} {name}")
         upstream = torch.randn_like(want.log_probs)
-        for output, m in ((want, stock), (got, model)):
+        for output, _m in ((want, stock), (got, model)):
             ((output.log_probs * upstream).sum() * 3.7 + (output.entropy * upstream.flip(0)).sum()).backward()
         for (name, p), ref in zip(model.named_parameters(), stock.parameters(), strict=True):
             torch.testing.assert_close(p.grad, ref.grad, rtol=1e-3, atol=1e-5 * ref.grad.abs().max().item(), msg=name)

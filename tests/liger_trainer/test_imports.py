@@ -29,6 +29,14 @@ def test_liger_trainer_without_triton_or_gpu_in_under_5_s(tmp_path):
     assert time.perf_counter() - start < 5
 
 
+def test_command_loads_torch_only_to_train(tmp_path):
+    """`liger-trainer recipes` answers at once, and `train` can set OpenMP's policy before torch reads it."""
+    loaded = python(
+        "import sys; from liger_trainer.cli import main; main(['recipes']); print(*sys.modules)", cwd=tmp_path
+    )
+    assert not {"torch", "transformers", "trl"} & set(loaded.split())
+
+
 def test_liger_triton_pulls_in_neither_transformers_nor_trl(tmp_path):
     loaded = python("import liger_triton, sys; print(*sys.modules)", cwd=tmp_path).split()
     assert "torch" in loaded

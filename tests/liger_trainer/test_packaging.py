@@ -19,7 +19,10 @@ SHIPPED = {
 }
 CHECK = """
 import site, sys
+before = list(sys.path)
 site.addsitedir(sys.argv[1])  # reads .pth files, of which an editable install consists
+# To the front: the environment that runs the tests may have an installation of its own.
+sys.path[:] = [path for path in sys.path if path not in before] + before
 import liger_triton, liger_trainer
 from liger_trainer.paths import shipped
 from liger_trainer.recipe import recipe_names

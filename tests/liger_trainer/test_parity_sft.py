@@ -1,4 +1,7 @@
-"""`LigerSFTTrainer` against `trl.SFTTrainer`, step by step from one seed: losses, gradient norms and every logged metric."""
+"""`LigerSFTTrainer` against `trl.SFTTrainer`, step by step from one seed.
+
+Compared are losses, gradient norms and every logged metric.
+"""
 
 import copy
 
@@ -56,7 +59,9 @@ def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_
         runs[split], trainer = run(LigerSFTTrainer, model, tmp_path, split, gradient_checkpointing=checkpointing)
         assert trainer.head_is_ours
         assert_same(runs[split], want)
-    losses_and_norms = slice(0, 2)  # TRL averages entropy and accuracy over micro-batches: they depend on the split in stock too
+    losses_and_norms = slice(
+        0, 2
+    )  # TRL averages entropy and accuracy over micro-batches: they depend on the split in stock too
     assert_same(runs[4, 2][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
     assert_same(runs[1, 8][:, losses_and_norms], runs[8, 1][:, losses_and_norms])
 
@@ -116,7 +121,9 @@ def test_an_adapter_on_the_head_that_trl_refuses(use_dora, tmp_path):
         return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
     options = {"peft_config": config}
-    want, _ = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, trainer_options={**options, "compute_loss_func": loss})
+    want, _ = run(
+        LigerSFTTrainer, tiny_model("llama"), tmp_path, trainer_options={**options, "compute_loss_func": loss}
+    )
     got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, trainer_options=options)
     assert_same(got, want)
     moved = [name for name, p in trainer.model.named_parameters() if "lm_head" in name and p.requires_grad]
@@ -144,7 +151,11 @@ def test_evaluation(tmp_path):
     for trainer_class in (SFTTrainer, LigerSFTTrainer):
         for metrics in (None, lambda prediction: {}):
             _, trainer = run(
-                trainer_class, tiny_model("granite"), tmp_path, train=False, trainer_options={"compute_metrics": metrics}
+                trainer_class,
+                tiny_model("granite"),
+                tmp_path,
+                train=False,
+                trainer_options={"compute_metrics": metrics},
             )
             result = trainer.evaluate()
             results[trainer_class, metrics is None] = {
@@ -165,7 +176,7 @@ def test_trl_names_are_restored_after_init(tmp_path):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_mixed_precision_keeps_the_fused_paths(smoothing, tmp_path, monkeypatch):
-    """accelerate wraps `model.forward` for bf16 when training starts; nothing of ours may then go back to a stock path."""
+    """accelerate wraps `model.forward` for bf16 when training starts; nothing of ours may go back to a stock path."""
     import liger_triton._linear_head as head
 
     modes, apply = [], head._LinearHead.forward
@@ -175,5 +186,7 @@ def test_mixed_precision_keeps_the_fused_paths(smoothing, tmp_path, monkeypatch)
     got, trainer = run(LigerSFTTrainer, tiny_model("llama"), tmp_path, **options)
     assert modes == ["uniform"] * 2  # two steps, gradients in the forward pass, no second forward
     assert trainer.head_is_ours
-    smooth = [METRICS.index(name) for name in ("loss", "grad_norm", "entropy", "num_tokens")]  # an argmax may flip in bf16
+    smooth = [
+        METRICS.index(name) for name in ("loss", "grad_norm", "entropy", "num_tokens")
+    ]  # an argmax may flip in bf16
     torch.testing.assert_close(got[:, smooth], want[:, smooth], rtol=2e-2, atol=0)

@@ -32,7 +32,11 @@ def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, eval_rows=None,
         **options,
     )
     trainer = trainer_class(
-        model=copy.deepcopy(model), args=args, train_dataset=rows or ragged_rows(), data_collator=collate, eval_dataset=eval_rows
+        model=copy.deepcopy(model),
+        args=args,
+        train_dataset=rows or ragged_rows(),
+        data_collator=collate,
+        eval_dataset=eval_rows,
     )
     trainer.train()
     steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
@@ -46,7 +50,10 @@ def assert_same(got, want, rtol=1e-5):
 def lora(model, targets):
     torch.manual_seed(3)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0))
-    for name, parameter in model.named_parameters():  # B starts at zero, which would hide a gradient of A that is missing
+    for (
+        name,
+        parameter,
+    ) in model.named_parameters():  # B starts at zero, which would hide a gradient of A that is missing
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return model
@@ -143,7 +150,7 @@ def test_every_family(model_type, tmp_path):
 
 
 def test_mixed_precision(tmp_path):
-    """accelerate wraps `model.forward` for bf16; label smoothing and loss-only evaluation must still find the fused head."""
+    """accelerate wraps `model.forward` for bf16; label smoothing and loss-only evaluation must find the fused head."""
     options = {"bf16": True, "label_smoothing_factor": 0.1, "eval_strategy": "epoch"}
     want, stock = run(Trainer, tiny_model("llama"), tmp_path, eval_rows=ragged_rows(8), **options)
     got, ours = run(LigerTrainer, tiny_model("llama"), tmp_path, eval_rows=ragged_rows(8), **options)

@@ -22,12 +22,18 @@ _DECODER = {
 }
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# What each family has of its own, set to values that matter: rot_dim >= 4, non-trivial scales and caps, both kinds of layers.
+# What each family has of its own, set to values that matter: rot_dim >= 4, non-trivial scales and caps, both kinds of
+# layers.
 _OWN = {
     "llama": {},
     "qwen3": {},
     "qwen3_moe": _EXPERTS,
-    "gemma2": {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 20.0, "sliding_window": 16, "query_pre_attn_scalar": 8},
+    "gemma2": {
+        "final_logit_softcapping": 5.0,
+        "attn_logit_softcapping": 20.0,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 8,
+    },
     "gemma3_text": {"query_pre_attn_scalar": 8} | _TWO_KINDS,
     "gemma4_text": {
         "global_head_dim": 16,
@@ -36,7 +42,12 @@ _OWN = {
         "hidden_size_per_layer_input": 8,
     }
     | _TWO_KINDS,
-    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3},
+    "granite": {
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+    },
     "cohere2": {"logit_scale": 0.3, "sliding_window": 16},
     "glm4": {},
     "phi": {"partial_rotary_factor": 0.5},
@@ -68,17 +79,26 @@ _OWN = {
     "qwen2_5_vl": {
         "text_config": {k: v for k, v in _DECODER.items() if k != "head_dim"}
         | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
-        "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32},
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+        },
     },
 }
 PARITY_SET = (
-    "llama", "qwen3_moe", "gemma2", "gemma4_text", "cohere2", "granite", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next", "phi",
-    "qwen2_5_vl",
+    "llama", "qwen3_moe", "gemma2", "gemma4_text", "cohere2", "granite", "glm4", "deepseek_v3", "gpt_oss",
+    "qwen3_next", "phi", "qwen2_5_vl",
 )  # fmt: skip
 
 
 def tiny_model(model_type, dtype=torch.float32, seed=0, **config):
-    """A random causal LM of `model_type`. Weights are larger than the default init, so that gradients are not all noise."""
+    """A random causal LM of `model_type`.
+
+    Weights are larger than the default init, so that gradients are not all noise.
+    """
     torch.manual_seed(seed)
     own = _OWN[model_type]
     config = AutoConfig.for_model(model_type, **((own if "text_config" in own else _DECODER | own) | config))

@@ -1,4 +1,7 @@
-"""One rank of `test_distributed.py`: `torchrun --nproc_per_node 2 two_ranks.py MODE OUT_DIR`, gloo on CPU. Saves its gradients."""
+"""One rank of `test_distributed.py`: `torchrun --nproc_per_node 2 two_ranks.py MODE OUT_DIR`, gloo on CPU.
+
+Saves its gradients.
+"""
 
 import sys
 
@@ -19,7 +22,9 @@ class SaveGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if self.grads is None:
-            self.grads = {n.removeprefix("module."): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            self.grads = {
+                n.removeprefix("module."): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+            }
 
 
 def train(trainer_class, args_class, out, accumulation=1, **options):
@@ -59,7 +64,9 @@ def fsdp2(out):
 
 MODES = {
     "trainer": lambda out: train(LigerTrainer, LigerTrainingArguments, out, remove_unused_columns=False),
-    "trainer-accumulation": lambda out: train(LigerTrainer, LigerTrainingArguments, out, 4, remove_unused_columns=False),
+    "trainer-accumulation": lambda out: train(
+        LigerTrainer, LigerTrainingArguments, out, 4, remove_unused_columns=False
+    ),
     "sft": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, bf16=False, gradient_checkpointing=False),
     "sft-accumulation": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, 4, bf16=False),
     "fsdp2": fsdp2,

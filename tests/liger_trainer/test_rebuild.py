@@ -1,0 +1,117 @@
+"""The product in front of a down projection is not kept for the backward pass, and everything else is as if it were."""
+
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import collate, ragged_rows, tiny_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer import apply_liger
+from liger_trainer.patching import mlps
+from liger_trainer.patching.rebuild import call_rebuilding
+from liger_triton import geglu, swiglu
+
+
+class Watched:
+    """A gate that counts its calls and watches its first result."""
+
+    def __init__(self, gate=swiglu):
+        self.gate, self.calls, self.product = gate, 0, None
+
+    def __call__(self, a, b):
+        self.calls += 1
+        x = self.gate(a, b)
+        self.product = self.product or weakref.ref(x)
+        return x
+
+
+def tensors(*shape):
+    torch.manual_seed(0)
+    return torch.randn(*shape, 12, requires_grad=True), torch.randn(*shape, 12, requires_grad=True)
+
+
+def lora_linear(dropout):
+    torch.manual_seed(0)
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(12, 7, bias=False)),
+        LoraConfig(r=2, target_modules=["0"], lora_dropout=dropout, init_lora_weights=False),
+    )
+    return model.base_model.model[0].train()
+
+
+MODULES = {
+    "linear": lambda: nn.Linear(12, 7, bias=False),
+    "bias": lambda: nn.Linear(12, 7),
+    "lora": lambda: lora_linear(0.0),
+    "lora-dropout": lambda: lora_linear(0.3),
+    "not-linear": lambda: nn.Sequential(nn.Tanh(), nn.Linear(12, 7)),
+}
+
+
+@pytest.mark.parametrize("gate", [swiglu, geglu])
+@pytest.mark.parametrize("shape", [(5,), (2, 5)])
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients(name, shape, gate):
+    module, results = MODULES[name](), []
+    for call in (lambda a, b: module(gate(a, b)), lambda a, b: call_rebuilding(module, gate, a, b)):
+        a, b = tensors(*shape)
+        module.zero_grad()
+        torch.manual_seed(1)  # dropout
+        out = call(a, b)
+        (out * torch.linspace(-1, 2, out.numel()).view_as(out)).sum().backward()
+        results.append([out, a.grad, b.grad, *(p.grad for p in module.parameters() if p.requires_grad)])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_product_is_not_kept_and_made_again_once():
+    gate, module = Watched(), nn.Linear(12, 7, bias=False)
+    out = call_rebuilding(module, gate, *tensors(2, 5))
+    assert gate.product() is None and gate.calls == 1
+    out.sum().backward()
+    assert gate.calls == 2
+    kept = Watched()
+    out = module(kept(*tensors(2, 5)))
+    assert kept.product() is not None  # the control: a plain call keeps it
+
+
+def test_a_frozen_projection_rebuilds_nothing():
+    gate, module = Watched(), nn.Linear(12, 7, bias=False).requires_grad_(False)
+    call_rebuilding(module, gate, *tensors(4)).sum().backward()
+    assert gate.calls == 1
+
+
+def test_a_weight_changed_before_the_backward_raises():
+    module = nn.Linear(12, 7, bias=False)
+    out = call_rebuilding(module, swiglu, *tensors(4))
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_a_checkpoint(reentrant):
+    module, grads = nn.Linear(12, 7), []
+    for call in (lambda a, b: module(swiglu(a, b)), lambda a, b: call_rebuilding(module, swiglu, a, b)):
+        a, b = tensors(3)
+        module.zero_grad()
+        checkpoint(call, a, b, use_reentrant=reentrant).sum().backward()
+        grads.append((a.grad, b.grad, module.weight.grad))
+    for got, want in zip(*grads, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_patched_model_keeps_no_product(monkeypatch):
+    gate = Watched()
+    monkeypatch.setitem(mlps.GATES, ("swiglu", ""), gate)
+    model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
+    apply_liger(model)
+    gate.calls, gate.product = 0, None
+    loss = model(**batch).loss
+    assert gate.calls == 2 and gate.product() is None  # two layers
+    loss.backward()
+    assert gate.calls == 4
