@@ -21,15 +21,16 @@ READY := $(VENV)/.ready
 quickstart: $(READY)
 	$(BIN)/liger-trainer train quickstart
 
-# The two halves run side by side: one core each, and only the kernels go through Triton's interpreter.
-test: $(READY)
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-kernels test-trainer
+# Only the kernels go through Triton's interpreter, and only where there is no GPU. One thread a worker: the cores are taken.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test: test-kernels test-trainer
 
 test-kernels: $(READY)
-	TRITON_INTERPRET=$(if $(GPU),0,1) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels -q
+	TRITON_INTERPRET=$(if $(GPU),0,1) $(PYTEST) tests/kernels
 
 test-trainer: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/liger_trainer -q
+	$(PYTEST) tests/liger_trainer
 
 check: lint test
 

@@ -93,7 +93,6 @@ def write(path, record):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1))
-    print(f"wrote {path}")
 
 
 def table(rows, columns):
