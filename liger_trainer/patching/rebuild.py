@@ -1,8 +1,8 @@
 """What the backward pass can rebuild by elementwise work is not kept: the input of a down projection.
 
-`down(act(gate) * up)` keeps three tensors of the intermediate width: gate and up, for the gradient of the product, and the product
-itself, for the gradient of `down`'s weight. The product is dropped here and made again from the other two. For a Llama that is the
-largest of a layer's activations; making it again reads two tensors and writes one.
+`down(act(gate) * up)` keeps three tensors of the intermediate width: gate and up, for the gradient of the product, and
+the product itself, for the gradient of `down`'s weight. The product is dropped here and made again from the other two,
+which reads two tensors and writes one.
 """
 
 import weakref
@@ -13,10 +13,10 @@ import torch
 def call_rebuilding(module, gate, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`module(gate(a, b))`, keeping a and b for the backward pass but not the product.
 
-    `module` is called as usual, whatever it is (a LoRA, a quantised layer, hooks): of the tensors that autograd saves during the
-    call, the product or a view of all of it is replaced by the way to make it. Others are kept, and as without this, changing one
-    in place before the backward pass is an error. Inside someone else's saved-tensor hooks (checkpointing, offloading) and in
-    traced code nothing is replaced.
+    `module` is called as usual, whatever it is (a LoRA, a quantised layer, hooks): of the tensors that autograd saves
+    during the call, the product or a view of all of it is replaced by the way to make it. Others are kept, and as
+    without this, changing one in place before the backward pass is an error. Inside someone else's saved-tensor hooks
+    (checkpointing, offloading) and in traced code nothing is replaced.
     """
     x = gate(a, b)
     if torch.compiler.is_compiling() or not x.requires_grad or _other_hooks_active():
@@ -36,8 +36,8 @@ def call_rebuilding(module, gate, a: torch.Tensor, b: torch.Tensor) -> torch.Ten
         tensor, version = packed
         if tensor._version != version:
             raise RuntimeError(
-                f"A tensor {tuple(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it is at "
-                f"version {tensor._version}, expected {version}."
+                f"A tensor {tuple(tensor.shape)} that the backward pass needs has been modified by an inplace "
+                f"operation: it is at version {tensor._version}, expected {version}."
             )
         return tensor
 
