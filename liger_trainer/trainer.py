@@ -79,6 +79,12 @@ class LigerTrainerMixin:
                 f"{type(self).__name__} overrides token_loss, which needs the fused LM head, but liger_config has "
                 "fused_linear_cross_entropy: false. Remove that entry."
             )
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{self.args.n_gpu} GPUs are visible to this one process, for which Trainer uses nn.DataParallel. Its "
+                "replicas would all call the patched forwards of the first GPU's model. Start with accelerate launch "
+                "or torchrun, make one GPU visible with CUDA_VISIBLE_DEVICES, or set use_liger=False."
+            )
         self.liger_report = apply_liger(model, getattr(self.args, "liger_config", None))
         logger.info(self.liger_report.one_line())
 
