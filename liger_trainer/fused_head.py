@@ -90,7 +90,8 @@ def install_fused_head(model, options: HeadOptions | None = None) -> str | None:
     installed = has_fused_head(model)
     if options is not None or not installed:
         model._liger_head_options = options or HeadOptions()
-    if not installed:
+    inside = model.__dict__.pop("_liger_forward_inside", False)
+    if not installed and not inside:
         previous = model.__dict__.get("forward")
         if previous is not None:
             model._liger_previous_forward = previous
@@ -120,6 +121,7 @@ def remove_fused_head(model) -> None:
         return
     del model._liger_head_options
     if not getattr(getattr(model.__dict__.get("forward"), "__func__", None), "_liger_fused_head", False):
+        model._liger_forward_inside = True  # a later install must not bind a second one around it
         return
     previous = model.__dict__.pop("_liger_previous_forward", None)
     if previous is None:

@@ -26,7 +26,7 @@ class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
         else:
             super().__init__(model, args, **kwargs)
         self._apply_liger(self.model)
-        self._add_report_callback()
+        self._finish_init()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.head_is_ours or self.compute_loss_func is not None:

@@ -88,7 +88,23 @@ class LigerTrainerMixin:
         self.liger_report = apply_liger(model, getattr(self.args, "liger_config", None))
         logger.info(self.liger_report.one_line())
 
-    def _add_report_callback(self) -> None:
+    def _refuse_a_second_loss(self) -> None:
+        """ValueError where another option for the loss comes with a `token_loss`: one of them would be ignored."""
+        others = {
+            "label_smoothing_factor": self.args.label_smoothing_factor or None,
+            "loss_type": None if getattr(self.args, "loss_type", "nll") == "nll" else self.args.loss_type,
+            "compute_loss_func": self.compute_loss_func,
+        }
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(
+                    f"{type(self).__name__} overrides token_loss, and {name} is {value!r}: only one can be the loss. "
+                    f"Remove {name}, or put what it does into token_loss."
+                )
+
+    def _finish_init(self) -> None:
+        if self.has_own_loss:
+            self._refuse_a_second_loss()
         if self.liger_report is not None:
             self.add_callback(_ReportCallback(self))
 
@@ -120,7 +136,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         super().__init__(*args, **kwargs)
         if self.model_init is None:  # with model_init, call_model_init patches
             self._apply_liger(self.model)
-        self._add_report_callback()
+        self._finish_init()
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)

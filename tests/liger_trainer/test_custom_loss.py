@@ -112,3 +112,16 @@ def test_an_own_loss_that_would_be_ignored_is_refused(options, message, tmp_path
     args = LigerTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
     with pytest.raises(ValueError, match=message):
         FocalTrainer(model=tiny_model("llama"), args=args, train_dataset=ragged_rows(), data_collator=collate)
+
+
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"loss_type": "dft"}, "loss_type"),
+        ({"trainer_options": {"compute_loss_func": stock_loss(focal)}}, "compute_loss_func"),
+    ],
+)
+def test_a_second_loss_beside_an_own_one_is_refused(options, name, tmp_path):
+    with pytest.raises(ValueError, match=f"overrides token_loss, and {name} is .*only one can be the loss"):
+        run_sft(FocalSFTTrainer, tiny_model("llama"), tmp_path, train=False, **options)

@@ -322,3 +322,16 @@ def test_autocast():
         losses[-1].backward()
         assert m.lm_head.weight.grad.dtype == torch.float32
     torch.testing.assert_close(losses[0].float(), losses[1].float(), rtol=2e-3, atol=0)
+
+
+def test_removed_and_installed_again_inside_a_wrapper():
+    """accelerate wraps `model.forward` when training starts and leaves it so; nothing may call itself for ever."""
+    model, batch = fused(), collate(ragged_rows(4))
+    want, ours = model(**batch).loss, model.forward
+    model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    remove_fused_head(model)
+    assert model(**batch).logits is not None
+    assert install_fused_head(model) is None
+    output = model(**batch)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, want)
