@@ -3,30 +3,18 @@
 So its losses and metrics stay TRL's.
 """
 
-import trl.trainer.sft_trainer as trl_sft
 from trl import SFTTrainer
 
-from liger_trainer.trainer import LigerTrainerMixin
-from liger_trainer.trl_seam import our_head_in
+from liger_trainer.trl_seam import LigerTRLMixin
 
 
-class LigerSFTTrainer(LigerTrainerMixin, SFTTrainer):
+class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     It runs one forward a step, whatever the options. Takes the arguments of `SFTTrainer`; `args` is a
     [`LigerSFTConfig`] (a plain `SFTConfig` counts as `use_liger=True`). Beyond stock: a LoRA on `lm_head` trains, and
     `label_smoothing_factor` costs neither logits nor a second forward.
     """
-
-    def __init__(self, model, args=None, **kwargs):
-        self.args = args  # read by _wants before the stock __init__ sets it
-        if self._wants("fused_linear_cross_entropy"):
-            with our_head_in(trl_sft):
-                super().__init__(model, args, **kwargs)
-        else:
-            super().__init__(model, args, **kwargs)
-        self._apply_liger(self.model)
-        self._finish_init()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.head_is_ours or self.compute_loss_func is not None:

@@ -28,10 +28,12 @@ class LigerTrainerMixin:
     Attributes:
         token_outputs (`tuple[str, ...]`): What `token_loss` needs of `FusedLMOutput` beside `log_probs` and
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`.
+        loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
         liger_report (`LigerReport` or `None`): What was patched; `None` under `use_liger=False`.
     """
 
     token_outputs: tuple[str, ...] = ()
+    loss_hook: str | None = "token_loss"
     liger_report: LigerReport | None = None
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
@@ -50,7 +52,7 @@ class LigerTrainerMixin:
 
     @property
     def has_own_loss(self) -> bool:
-        return type(self).token_loss is not LigerTrainerMixin.token_loss
+        return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
 
     @property
     def head_is_ours(self) -> bool:
@@ -66,7 +68,7 @@ class LigerTrainerMixin:
         if not getattr(self.args, "use_liger", True):
             if self.has_own_loss:
                 raise ValueError(
-                    f"{type(self).__name__} overrides token_loss, which needs use_liger=True; got use_liger=False."
+                    f"{type(self).__name__} overrides {self.loss_hook}, which needs use_liger=True; got use_liger=False."
                 )
             return
         if self._wants("fused_linear_cross_entropy") and output_head(model) is None:
@@ -76,7 +78,7 @@ class LigerTrainerMixin:
             )
         if self.has_own_loss and not self._wants("fused_linear_cross_entropy"):
             raise ValueError(
-                f"{type(self).__name__} overrides token_loss, which needs the fused LM head, but liger_config has "
+                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but liger_config has "
                 "fused_linear_cross_entropy: false. Remove that entry."
             )
         if self.args.n_gpu > 1:

@@ -2,16 +2,18 @@
 
 import dataclasses
 import inspect
+import sys
 
 import pytest
 import torch
+import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 from transformers import PreTrainedModel, Trainer
 from transformers.loss import loss_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from liger_trainer.fused_head import FusedLMOutput, HeadOptions
-from liger_trainer.trl_seam import our_head_in
+from liger_trainer.trl_seam import replaced_in
 
 
 def test_trl_s_fused_head_takes_the_options_that_ours_takes():
@@ -32,9 +34,10 @@ def test_our_output_has_every_field_of_trl_s():
 
 
 @pytest.mark.parametrize("name", ["add_fused_lm_head", "BaseTunerLayer"])
-def test_sft_trainer_uses_the_globals_that_we_replace(name):
-    assert name in vars(trl_sft)
-    assert name in inspect.getsource(trl_sft.SFTTrainer.__init__)
+@pytest.mark.parametrize("trainer", [trl_sft.SFTTrainer, trl_dpo.DPOTrainer], ids=lambda trainer: trainer.__name__)
+def test_the_stock_init_uses_the_globals_that_we_replace(trainer, name):
+    assert name in vars(sys.modules[trainer.__module__])
+    assert name in inspect.getsource(trainer.__init__)
 
 
 def test_sft_loss_reduces_log_probs_by_a_sum():
@@ -54,7 +57,7 @@ def test_a_moved_name_is_an_import_error_that_says_what_to_do():
 
     with (
         pytest.raises(ImportError, match="has no add_fused_lm_head, BaseTunerLayer.*trl>=1.16,<2"),
-        our_head_in(Moved()),
+        replaced_in(Moved(), {"add_fused_lm_head": None, "BaseTunerLayer": None}),
     ):
         pass
 
