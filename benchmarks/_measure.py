@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+import time
 from pathlib import Path
 
 import torch
@@ -18,23 +19,29 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def milliseconds(fn, warmup_ms=30, rep_ms=150, graph=False):
+def milliseconds(fn, warmup_ms=30, rep_ms=300, graph=False):
     """Median time of `fn` in ms by CUDA events (the L2 cache is flushed between runs); on CPU one wall-clock run.
 
-    With `graph`, `fn` is captured in a CUDA graph and its replays are timed: what the GPU needs, without the time of
-    the host to launch it, which exceeds that of a short kernel and hides behind other work in a training step.
+    With `graph`, `fn` is captured in a CUDA graph and its replays are timed, ten of 50 ms each: what the GPU needs,
+    without the time of the host to launch it, which exceeds that of a short kernel and hides behind other work in a
+    training step. What fits the L2 cache (1 token) is then found there.
     """
     if DEVICE == "cuda":
         from triton.testing import do_bench, do_bench_cudagraph
 
         if graph:
-            return do_bench_cudagraph(fn, rep=rep_ms, return_mode="median")
+            return do_bench_cudagraph(fn, rep=50, return_mode="median")
         return do_bench(fn, warmup=warmup_ms, rep=rep_ms, return_mode="median")
-    import time
+    return seconds(fn) * 1e3
 
+
+def seconds(fn):
+    """Wall-clock time of one call of `fn`, its work on the device included."""
+    synchronize()
     start = time.perf_counter()
     fn()
-    return (time.perf_counter() - start) * 1e3
+    synchronize()
+    return time.perf_counter() - start
 
 
 def peak_gib(fn):
@@ -59,14 +66,14 @@ def relative_error(got, want):
     return worst
 
 
-def ceilings():
-    """Copy bandwidth in bytes/s (read + written) and bf16 matmul rate in FLOP/s, measured on random data."""
+def ceilings(dtype=torch.bfloat16):
+    """Copy bandwidth in bytes/s (read + written) and matmul rate in `dtype` in FLOP/s, measured on random data."""
     n = 2**30 if DEVICE == "cuda" else 2**22
     a = torch.randn(n // 2, device=DEVICE).bfloat16()
     b = torch.empty_like(a)
     copy = 2 * a.numel() * 2 / (milliseconds(lambda: b.copy_(a)) * 1e-3)
     size = 8192 if DEVICE == "cuda" else 256
-    x, y = (torch.randn(size, size, device=DEVICE).bfloat16() for _ in range(2))
+    x, y = (torch.randn(size, size, device=DEVICE).to(dtype) for _ in range(2))
     rate = 2 * size**3 / (milliseconds(lambda: x @ y, rep_ms=400) * 1e-3)
     return copy, rate
 
