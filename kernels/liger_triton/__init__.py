@@ -8,20 +8,27 @@ from .cross_entropy import cross_entropy
 from .geglu import geglu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
+from .linear_divergence import Divergence, linear_divergence
 from .linear_logprobs import LogProbs, linear_logprobs
 from .rms_norm import rms_norm
 from .rope import rope
 from .swiglu import swiglu
+from .token_ranks import TokenRanks, linear_token_ranks, token_ranks
 
 __all__ = [
+    "Divergence",
     "LogProbs",
+    "TokenRanks",
     "add_rms_norm",
     "cross_entropy",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_logprobs",
+    "linear_token_ranks",
     "rms_norm",
     "rope",
     "swiglu",
+    "token_ranks",
 ]

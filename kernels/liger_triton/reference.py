@@ -156,3 +156,32 @@ def linear_logprobs(
         "is_top1": z.argmax(-1, keepdim=True).eq(y).squeeze(-1),
     }
     return LogProbs(**{name: found[name].masked_fill(ignored, 0) for name in outputs})
+
+
+def linear_divergence(
+    hidden, weight, teacher_hidden, teacher_weight, bias=None, teacher_bias=None, *, beta, temperature=1.0,
+    softcap=None, logit_scale=1.0, lora=None, lora_input=None, teacher_softcap=None, teacher_logit_scale=1.0,
+    teacher_lora=None, teacher_lora_input=None, mask=None, uniform_grad=False, accumulate="fp32", chunk_rows=None,
+):  # fmt: skip
+    """See `liger_triton.linear_divergence`; this one makes all logits of both heads."""
+    from .linear_divergence import Divergence
+
+    def log_softmax(head, cap, scale):
+        logits = _head_logits(*head)
+        return _transformed(logits, cap, scale, temperature).log_softmax(-1)
+
+    def kl(log_a, log_b):
+        return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+    log_p = log_softmax((hidden, weight, bias, lora, lora_input), softcap, logit_scale)
+    teacher = (teacher_hidden, teacher_weight, teacher_bias, teacher_lora, teacher_lora_input)
+    with torch.no_grad():
+        log_q = log_softmax(teacher, teacher_softcap, teacher_logit_scale)
+    if beta in (0.0, 1.0):
+        divergence = kl(log_p, log_q) if beta else kl(log_q, log_p)
+    else:
+        log_m = torch.log((1 - beta) * log_p.exp() + beta * log_q.exp())
+        divergence = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+    entropy = -(log_p.exp() * log_p).sum(-1).detach()
+    ignored = torch.zeros(divergence.shape, dtype=torch.bool, device=divergence.device) if mask is None else ~mask
+    return Divergence(divergence.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0))

@@ -1,0 +1,321 @@
+"""Divergence between the distributions of two LM heads over one vocabulary, without the logits of either.
+
+    z = softcap * tanh(logit_scale * l / softcap) / temperature, l = x W^T + bias + LoRA, of student and teacher each
+    p = softmax(z_student), q = softmax(z_teacher), m = (1 - beta) p + beta q
+
+    beta = 0      D = KL(q || p)                                dD/dz = p - q
+    beta = 1      D = KL(p || q)                                dD/dz = p (log p - log q - D)
+    0 < beta < 1  D = beta KL(q || m) + (1 - beta) KL(p || m)   dD/dz = (1 - beta) p (log p - log m - KL(p || m))
+
+with z that of the student, which alone gets gradients: generalised knowledge distillation, arXiv:2306.13649, with the
+ends beta = 0 and 1 as TRL defines them (there the formula of the middle would be 0).
+
+Rows that do not count are dropped first; the rest is walked in chunks of C rows. Logits are fp32 whatever the inputs: a
+divergence is a small difference of large numbers, and of 16-bit logits it is noise. dl is rounded to the compute dtype
+before the products with it. As in `_linear_head.py` the gradient comes with the values where the upstream gradient is
+known to be one number, or the head is frozen (four products a chunk, one of them the teacher's), else from a second
+walk (six). Memory beyond inputs and gradients: about six tensors of C * V in fp32.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from ._linear_head import DB, DBIAS, DU, DW, DX, _Accumulator, _one_number, chunk_size, prepare
+from ._scale import scaled
+
+
+class Divergence(NamedTuple):
+    """Each of the shape of `hidden` without its last dimension, fp32, zero where `mask` is False."""
+
+    divergence: torch.Tensor
+    entropy: torch.Tensor
+
+
+class _Head(NamedTuple):
+    """One head flattened to rows: `x (T, H)`, `weight (V, H)`, `bias (V,)`, `u (T, r)`, `lora_b (V, r)`."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    u: torch.Tensor | None
+    lora_b: torch.Tensor | None
+
+
+class _Transform(NamedTuple):
+    """z from l: `scale` and `softcap` with the temperature already in both."""
+
+    scale: float
+    softcap: float | None
+    dtype: torch.dtype  # of the factors of the product
+
+    def tensors(self, head: _Head) -> _Head:
+        """The parameters as factors, converted once for all chunks: fp32 logits need fp32 factors but for CUDA's mm."""
+        wide = self.dtype if head.x.is_cuda else torch.float32
+        return _Head(head.x, *(None if t is None else t.to(wide) for t in head[1:]))
+
+    def z(self, head: _Head, where):
+        """z of the rows `where` in fp32, and the tanh of the softcap (None without)."""
+        z = _product(head.x[where], head.weight)
+        if head.bias is not None:
+            z += head.bias
+        if head.u is not None:
+            z += _product(head.u[where], head.lora_b)
+        z *= self.scale
+        if self.softcap is None:
+            return z, None
+        tanh = z.div_(self.softcap).tanh_()
+        return tanh * self.softcap, tanh
+
+    def dl(self, dz, tanh):
+        """dD/dl from dD/dz, in place."""
+        if tanh is not None:
+            dz *= torch.addcmul(torch.ones_like(tanh), tanh, tanh, value=-1)
+        return dz.mul_(self.scale)
+
+
+def _product(a, b):
+    """a b^T in fp32."""
+    a = a.to(b.dtype)
+    if b.dtype == torch.float32:
+        return torch.mm(a, b.t())
+    return torch.mm(a, b.t(), out_dtype=torch.float32)
+
+
+def _log_softmax(z):
+    """In place. The maximum goes first: log p of a likely token keeps its digits."""
+    z.sub_(z.amax(-1, keepdim=True))
+    return z.sub_(z.exp().sum(-1, keepdim=True).log_())
+
+
+def _row_divergence(z, z_teacher, beta, want_dz):
+    """(D, entropy of p, dD/dz or None) of rows (C, V); writes over both arguments."""
+    log_p, log_q = _log_softmax(z), _log_softmax(z_teacher)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(-1)
+    if beta == 0.0:
+        q = log_q.exp()
+        divergence = (q * log_q.sub_(log_p)).sum(-1)
+        return divergence, entropy, p.sub_(q) if want_dz else None
+    if beta == 1.0:
+        gap = log_p.sub_(log_q)
+        divergence = (p * gap).sum(-1)
+        return divergence, entropy, gap.sub_(divergence.unsqueeze(-1)).mul_(p) if want_dz else None
+    # With s = log(beta q) - log((1 - beta) p): log p - log m = -log(1 - beta) - softplus(s), and log q - log m =
+    # -log(beta) - softplus(-s). The constants are left out of dD/dz: where p and q hardly overlap, all else is tiny.
+    q = log_q.exp()
+    s = log_q.sub_(log_p).add_(math.log(beta / (1 - beta)))
+    kl_q = -math.log(beta) - (q * F.softplus(-s)).sum(-1)
+    overlap = F.softplus(s)
+    mean_overlap = (p * overlap).sum(-1)
+    divergence = beta * kl_q + (1 - beta) * (-math.log(1 - beta) - mean_overlap)
+    if not want_dz:
+        return divergence, entropy, None
+    return divergence, entropy, overlap.sub_(mean_overlap.unsqueeze(-1)).mul_(p).mul_(beta - 1)
+
+
+class _Spec(NamedTuple):
+    beta: float
+    student: _Transform
+    teacher: _Transform
+    needs: int
+    lean: bool
+    chunk_rows: int | None
+
+
+def _walk(student: _Head, teacher: _Head, kept, spec: _Spec, needs: int, g=None):
+    """Divergence (T,), entropy (T,), and the gradients in `needs` of sum(g * divergence), g (T,) or None for ones."""
+    x, weight, bias, u, lora_b = student
+    total, vocab, dtype = x.shape[0], weight.shape[0], spec.student.dtype
+    rows = total if kept is None else kept.shape[0]
+    size = spec.chunk_rows or chunk_size(rows, 2 * vocab, torch.float32, x.device.type)  # of two heads
+    size = min(size, max(rows, 1))
+    chunks = -(-rows // size)
+    divergence, entropy = torch.zeros((2, total), dtype=torch.float32, device=x.device)
+    dx = torch.zeros_like(x) if needs & DX else None
+    du = torch.zeros_like(u) if needs & DU else None
+    dw = _Accumulator(weight, spec.lean, chunks) if needs & DW else None
+    dlb = _Accumulator(lora_b, spec.lean, chunks) if needs & DB else None
+    dbias = torch.zeros(vocab, dtype=torch.float32, device=x.device) if needs & DBIAS else None
+    wide, wide_teacher = spec.student.tensors(student), spec.teacher.tensors(teacher)
+    w = weight.to(dtype) if needs & DX else None
+    lb = lora_b.to(dtype) if needs & DU else None
+
+    for start in range(0, rows, size):
+        part = slice(start, min(start + size, rows))
+        where = part if kept is None else kept[part]
+        z, tanh = spec.student.z(wide, where)
+        z_teacher, _ = spec.teacher.z(wide_teacher, where)
+        divergence[where], entropy[where], dz = _row_divergence(z, z_teacher, spec.beta, bool(needs))
+        if not needs:
+            continue
+        del z, z_teacher
+        dl = spec.student.dl(dz, tanh)
+        del dz, tanh
+        if g is not None:
+            dl *= g[where].unsqueeze(-1)
+        if dbias is not None:
+            dbias += dl.sum(0)
+        dl = dl.to(dtype)
+        for grad, factor in ((dx, w), (du, lb)):
+            if grad is not None:
+                grad[where] = torch.mm(dl, factor).to(grad.dtype)
+        for grad, factor in ((dw, x), (dlb, u)):
+            if grad is not None:
+                grad.add(dl, factor[where].to(dtype))
+        del dl
+    return divergence, entropy, [dx, dw and dw.sum, dbias, du, dlb and dlb.sum]
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """(divergence, entropy) of T rows each; the modes are those of `_linear_head._LinearHead`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, u, lora_b, teacher, kept, mode, spec):
+        ctx.set_materialize_grads(False)
+        ctx.mode, ctx.spec, ctx.kept, ctx.held = mode, spec, kept, None
+        student = _Head(x, weight, bias, u, lora_b)
+        ctx.dtypes = [None if t is None else t.dtype for t in student]
+        needs = 0 if mode == "recompute" else spec.needs
+        with torch.autocast(x.device.type, enabled=False):
+            divergence, entropy, grads = _walk(student, teacher, kept, spec, needs)
+        if mode == "recompute":
+            ctx.save_for_backward(*student, *teacher)
+        else:
+            ctx.held = grads
+        ctx.mark_non_differentiable(entropy)
+        return divergence, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, _):
+        if g is None:
+            return (None,) * 9
+        spec, kept = ctx.spec, ctx.kept
+        g = g.float()
+        wanted = [spec.needs >> k & 1 for k in range(5)]
+        if ctx.mode == "recompute":
+            tensors = ctx.saved_tensors
+            with torch.autocast(g.device.type, enabled=False):
+                _, _, grads = _walk(_Head(*tensors[:5]), _Head(*tensors[5:]), kept, spec, spec.needs, g)
+            out = [t.to(d) if want else None for t, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
+            return *out, None, None, None, None
+        grads, ctx.held = ctx.held, None
+        if grads is None:
+            raise RuntimeError(
+                "Second backward through linear_divergence: its gradients were computed with the values and handed "
+                "over in the first backward. Add the losses up and call backward once, or call linear_divergence again."
+            )
+        counted = torch.ones_like(g, dtype=torch.bool)
+        if kept is not None:
+            counted = torch.zeros_like(counted).index_fill_(0, kept, True)
+        factor = _one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
+        out = []
+        for k in range(5):
+            out.append(scaled(grads[k], factor, ctx.dtypes[k]) if wanted[k] else None)
+            grads[k] = None  # an fp32 sum is freed before the next is rounded
+        return *out, None, None, None, None
+
+
+def linear_divergence(
+    hidden: torch.Tensor,  # (..., H)
+    weight: torch.Tensor,  # (V, H)
+    teacher_hidden: torch.Tensor,  # (..., H')
+    teacher_weight: torch.Tensor,  # (V, H')
+    bias: torch.Tensor | None = None,  # (V,)
+    teacher_bias: torch.Tensor | None = None,  # (V,)
+    *,
+    beta: float,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,  # A (r, H), B (V, r), scaling
+    lora_input: torch.Tensor | None = None,  # (..., H)
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    teacher_lora_input: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,  # (...)
+    uniform_grad: bool = False,
+    accumulate: str = "fp32",
+    chunk_rows: int | None = None,
+) -> Divergence:
+    """Forward KL, reverse KL or generalised Jensen-Shannon divergence of each row, in nats, from the student's to the
+    teacher's distribution, and the entropy of the student's. The logits of all rows never exist, of neither head.
+
+    The gradient reaches the student's tensors only. A frozen weight costs neither its product nor its memory.
+
+    Args:
+        hidden, weight, bias, lora, lora_input, accumulate: Of the student; as in `linear_cross_entropy`.
+        teacher_hidden, teacher_weight, teacher_bias, teacher_lora, teacher_lora_input: Of the teacher, whose width H'
+            and dtype may differ. No gradient reaches them.
+        beta (`float`): In [0, 1]. 0: KL(teacher || student). 1: KL(student || teacher). Between:
+            beta * KL(teacher || m) + (1 - beta) * KL(student || m) with m = (1 - beta) * student + beta * teacher.
+        temperature (`float`, *optional*, defaults to 1.0): Divides the logits of both, after the softcap. The result is
+            not multiplied by its square.
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale: As in `linear_cross_entropy`, for each head.
+        mask (`torch.Tensor`, *optional*): Bool, (...): which rows count; the others are dropped before the products.
+        uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows that count get one and the same
+            upstream gradient, which spares a second walk over the logits. A broken promise makes every gradient NaN.
+            With it, and where the student's head is frozen, the backward pass may run only once.
+        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 512 MiB (CPU: 64).
+
+    Returns:
+        `Divergence`: `divergence` (differentiable) and `entropy`.
+
+    Raises:
+        ValueError: Shapes, vocabularies, dtypes or devices disagree, or an option is out of its range.
+    """
+    rows = hidden.shape[:-1]
+    if teacher_hidden.shape[:-1] != rows:
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)}, teacher_hidden {tuple(teacher_hidden.shape)}; expected the same "
+            "dimensions but the last: the hidden states of both models for the same tokens."
+        )
+    if weight.ndim == 2 == teacher_weight.ndim and weight.shape[0] != teacher_weight.shape[0]:
+        raise ValueError(
+            f"weight has a vocabulary of {weight.shape[0]}, teacher_weight of {teacher_weight.shape[0]}; a divergence "
+            "needs one vocabulary. Use a teacher of the student's vocabulary, or slice off padding rows of the larger."
+        )
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta is {beta}; expected a number from 0 (forward KL) to 1 (reverse KL).")
+    if not temperature > 0.0:
+        raise ValueError(f"temperature is {temperature}; expected a positive number.")
+    for name, value in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
+        if value is not None and not value > 0.0:
+            raise ValueError(f"{name} is {value}; expected a positive number, or None for no softcap.")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != rows):
+        raise ValueError(f"mask is {mask.dtype} {tuple(mask.shape)}; expected torch.bool {tuple(rows)}.")
+    target = torch.zeros(rows, dtype=torch.int64, device=hidden.device)  # `prepare` is of the losses with targets
+    *student, _, dtype = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
+    try:
+        with torch.no_grad():
+            *teacher, _, teacher_dtype = prepare(
+                teacher_hidden, teacher_weight, target, teacher_bias, teacher_lora, teacher_lora_input, "fp32", None
+            )
+    except ValueError as error:
+        raise ValueError(f"Of the teacher's head: {error}") from None
+    teacher = _Head(*(None if t is None else t.detach() for t in teacher))
+    grads_on = torch.is_grad_enabled()
+    needs = sum(1 << k for k, t in enumerate(student) if grads_on and t is not None and t.requires_grad)
+    spec = _Spec(
+        float(beta),
+        _Transform(logit_scale / temperature, None if softcap is None else softcap / temperature, dtype),
+        _Transform(
+            teacher_logit_scale / temperature, None if teacher_softcap is None else teacher_softcap / temperature,
+            teacher_dtype,
+        ),
+        needs,
+        accumulate == "lean",
+        chunk_rows,
+    )  # fmt: skip
+    kept = None if mask is None else mask.reshape(-1).to(hidden.device).nonzero().squeeze(1)
+    if uniform_grad:
+        mode = "uniform"
+    else:
+        mode = "recompute" if needs & (DW | DBIAS | DB) else "rows"
+    divergence, entropy = _LinearDivergence.apply(*student, teacher, kept, mode, spec)
+    return Divergence(divergence.view(rows), entropy.view(rows))
