@@ -1,6 +1,6 @@
 """The fused LM head of a model: its own `forward` runs, and the loss is computed where the logits would have been.
 
-`install_fused_head(model)` binds a forward to the model that answers three kinds of call:
+`install_fused_head(model)` binds a forward to the model that answers four kinds of call:
 
 - `model(..., labels=...)`: the model's own loss code meets `DeferredLogits`, so the loss comes from the fused kernel
   and the output has `logits=None`. In eval mode real logits are returned unless `skip_logits=True` is passed, as in
@@ -8,6 +8,9 @@
 - `model(..., labels=..., fused_lm_head=True)`: the contract of TRL's trainers (`trl.trainer.utils.add_fused_lm_head`):
   per-token `log_probs`, `entropy`, ... of the next-token labels, see `FusedLMOutput`.
 - anything else: the model's own forward, untouched.
+
+Calls with labels take `token_predictions=True`, for metrics: the output then has `predictions`, a dict of `token_ids`,
+`log_probs`, `ranks` and `labels`, see `liger_triton.TokenRanks`.
 """
 
 import functools
@@ -20,10 +23,10 @@ from transformers.utils import ModelOutput
 
 from liger_trainer.deferred import DeferredLogits
 from liger_trainer.lm_head import bind, innermost, unbind, why_not_fusable
-from liger_triton import linear_cross_entropy, linear_logprobs
+from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
 
 TOKEN_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-EXTRA_OUTPUTS = ("hidden_states",)
+EXTRA_OUTPUTS = ("hidden_states", "vocab_mean")
 
 
 @dataclass
@@ -47,6 +50,11 @@ class FusedLMOutput(ModelOutput):
         label_mask (`torch.Tensor`): Whether the label is not -100.
         aux_loss (`torch.Tensor`, *optional*): MoE load-balancing loss.
         hidden_states (`torch.Tensor`, *optional*): The head's input `(B, S - 1, H)`, when asked for.
+        vocab_mean (`torch.Tensor`, *optional*): Mean of each row of logits `(B, S)`, with a label or without, when
+            asked for; without gradient.
+        predictions (`dict`, *optional*): Under `token_predictions=True`: `token_ids` (the argmax), `log_probs` (of the
+            model's own distribution, whatever temperature and label smoothing), `ranks` and `labels`, each `(B, S - 1)`
+            and -100 where the label is.
     """
 
     loss: torch.Tensor | None = None
@@ -58,6 +66,8 @@ class FusedLMOutput(ModelOutput):
     label_mask: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+    vocab_mean: torch.Tensor | None = None
+    predictions: dict[str, torch.Tensor] | None = None
 
 
 @dataclass
@@ -155,18 +165,23 @@ def _fused_forward_of(model_class):
     """The forward for one class of model: `functools.wraps` keeps the signature that `Trainer` and `generate` read."""
 
     @functools.wraps(model_class.forward)
-    def forward(self, *args, fused_lm_head=False, skip_logits=None, label_smoothing=0.0, **kwargs):
+    def forward(
+        self, *args, fused_lm_head=False, skip_logits=None, label_smoothing=0.0, token_predictions=False, **kwargs
+    ):
         if "_liger_head_options" not in self.__dict__:  # removed, but still inside somebody's wrapper
             return _own_forward(self, args, kwargs)
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
         if fused_lm_head:
-            return _token_outputs(self, args, kwargs, label_smoothing)
+            return _token_outputs(self, args, kwargs, label_smoothing, token_predictions)
         if label_smoothing:
-            return _smoothed(self, args, kwargs, label_smoothing)
+            return _smoothed(self, args, kwargs, label_smoothing, token_predictions)
         skip_logits = self.training if skip_logits is None else skip_logits
         if (labels is None and shift_labels is None) or not skip_logits:
             return _own_forward(self, args, kwargs)
         outputs = _captured(self, args, kwargs)
+        if token_predictions:
+            logits, target = _shifted(outputs.logits, labels, shift_labels)
+            outputs["predictions"] = _predictions(logits, target)
         if isinstance(outputs, ModelOutput):
             return type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
         return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
@@ -211,13 +226,26 @@ def _logits_and_targets(model, args, kwargs):
             "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
         )
     outputs = _captured(model, args, kwargs)
-    logits = outputs.logits
-    if shift_labels is None:
-        return outputs, logits[:, :-1], labels[:, 1:]
-    return outputs, logits, shift_labels
+    return outputs, *_shifted(outputs.logits, labels, shift_labels)
 
 
-def _token_outputs(model, args, kwargs, label_smoothing) -> FusedLMOutput:
+def _shifted(logits, labels, shift_labels):
+    """The logits that predict a label, and those labels: the next token's, or `shift_labels` as they are."""
+    return (logits[:, :-1], labels[:, 1:]) if shift_labels is None else (logits, shift_labels)
+
+
+def _predictions(logits, target) -> dict[str, torch.Tensor]:
+    """`FusedLMOutput.predictions`."""
+    if isinstance(logits, DeferredLogits) and not logits.is_materialized:
+        found = logits.fused(linear_token_ranks, target)
+    else:
+        logits = logits.materialize() if isinstance(logits, DeferredLogits) else logits
+        found = token_ranks(logits, target.to(logits.device))
+    token_ids, log_probs, ranks = found
+    return {"token_ids": token_ids, "log_probs": log_probs, "ranks": ranks, "labels": target.to(token_ids.device)}
+
+
+def _token_outputs(model, args, kwargs, label_smoothing, token_predictions) -> FusedLMOutput:
     options = model._liger_head_options
     wanted = kwargs.pop("token_outputs", options.outputs)
     uniform_grad = kwargs.pop("uniform_grad", False)
@@ -251,10 +279,14 @@ def _token_outputs(model, args, kwargs, label_smoothing) -> FusedLMOutput:
             raise ValueError(f"token_outputs has 'hidden_states', but {head_reason(model)}.")
         hidden = logits.hidden
     scores = {name: value if name in per_token else None for name, value in scores.items()}
-    return FusedLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, hidden_states=hidden, **scores)
+    scores["vocab_mean"] = _vocab_mean(outputs.logits, options.temperature) if "vocab_mean" in wanted else None
+    predictions = _predictions(logits, target) if token_predictions else None
+    return FusedLMOutput(
+        loss=loss, label_mask=mask, aux_loss=aux_loss, hidden_states=hidden, predictions=predictions, **scores
+    )
 
 
-def _smoothed(model, args, kwargs, label_smoothing):
+def _smoothed(model, args, kwargs, label_smoothing, token_predictions):
     """`transformers.trainer_pt_utils.LabelSmoother` on the next-token labels.
 
     There is no auxiliary loss in it, as in the stock trainer.
@@ -269,7 +301,37 @@ def _smoothed(model, args, kwargs, label_smoothing):
             logits.float().flatten(0, -2), target.flatten(), reduction="sum", label_smoothing=label_smoothing
         )
     count = (target != -100).sum().clamp(min=1) if num_items is None else num_items
-    return FusedLMOutput(loss=total / torch.as_tensor(count, device=total.device))
+    predictions = _predictions(logits, target) if token_predictions else None
+    return FusedLMOutput(loss=total / torch.as_tensor(count, device=total.device), predictions=predictions)
+
+
+@torch.no_grad()
+def _vocab_mean(logits, temperature: float) -> torch.Tensor:
+    """Mean over the vocabulary of each row of (deferred) logits (B, S, V), divided by `temperature`: (B, S), fp32."""
+    if not isinstance(logits, DeferredLogits) or logits.is_materialized:
+        return (logits.materialize() if isinstance(logits, DeferredLogits) else logits).float().mean(-1) / temperature
+    rows = logits.hidden.shape[:-1]
+    return logits.fused(_mean_of_rows, torch.zeros(rows, dtype=torch.long, device=logits.hidden.device)) / temperature
+
+
+def _mean_of_rows(hidden, weight, target, bias=None, *, lora=None, lora_input=None, logit_scale=1.0, softcap=None):
+    """Mean over the vocabulary of each row of logits. Without a softcap the head is linear: x . mean(W), no product."""
+    if softcap is not None:
+        options = {"lora": lora, "lora_input": lora_input, "logit_scale": logit_scale, "softcap": softcap}
+        return linear_logprobs(hidden, weight, target, bias, outputs=("mean_logits",), **options).mean_logits
+    with torch.autocast(hidden.device.type, enabled=False):
+
+        def times(x, vector):  # in pieces: an fp32 copy of all hidden states would be as large as they are, or twice
+            return torch.cat([piece.float() @ vector for piece in x.flatten(0, -2).split(4096)]).view(x.shape[:-1])
+
+        mean = times(hidden, weight.mean(0, dtype=torch.float32))
+        if bias is not None:
+            mean = mean + bias.mean(dtype=torch.float32)
+        if lora is not None:
+            lora_a, lora_b, scaling = lora
+            inputs = hidden if lora_input is None else lora_input
+            mean = mean + times(inputs, scaling * (lora_b.mean(0, dtype=torch.float32) @ lora_a.float()))
+        return logit_scale * mean
 
 
 def _fp32_logprobs(hidden, weight, target, bias=None, lora=None, lora_input=None, **kwargs):

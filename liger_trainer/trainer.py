@@ -29,11 +29,15 @@ class LigerTrainerMixin:
         token_outputs (`tuple[str, ...]`): What `token_loss` needs of `FusedLMOutput` beside `log_probs` and
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
+        gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_collecting`, as
+            `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched; `None` under `use_liger=False`.
     """
 
     token_outputs: tuple[str, ...] = ()
     loss_hook: str | None = "token_loss"
+    gives_token_predictions: bool = False
+    _predicted: list | None = None  # filled while `prediction_step` gathers what `compute_metrics` gets
     liger_report: LigerReport | None = None
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
@@ -68,7 +72,8 @@ class LigerTrainerMixin:
         if not getattr(self.args, "use_liger", True):
             if self.has_own_loss:
                 raise ValueError(
-                    f"{type(self).__name__} overrides {self.loss_hook}, which needs use_liger=True; got use_liger=False."
+                    f"{type(self).__name__} overrides {self.loss_hook}, which needs use_liger=True; got "
+                    "use_liger=False."
                 )
             return
         if self._wants("fused_linear_cross_entropy") and output_head(model) is None:
@@ -78,8 +83,8 @@ class LigerTrainerMixin:
             )
         if self.has_own_loss and not self._wants("fused_linear_cross_entropy"):
             raise ValueError(
-                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but liger_config has "
-                "fused_linear_cross_entropy: false. Remove that entry."
+                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but liger_config "
+                "has fused_linear_cross_entropy: false. Remove that entry."
             )
         if self.args.n_gpu > 1:
             raise ValueError(
@@ -104,9 +109,52 @@ class LigerTrainerMixin:
                     f"Remove {name}, or put what it does into token_loss."
                 )
 
+    @property
+    def _wants_tokens(self) -> bool:
+        return getattr(self.args, "eval_predictions", "logits") == "tokens"
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if prediction_loss_only or not self._wants_tokens:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._predicted = []
+        try:
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+            predictions = dict(self._predicted[0])
+        finally:
+            self._predicted = None
+        return loss, predictions, predictions.pop("labels")
+
+    def _collecting(self, model):
+        """`model`, or while token predictions are gathered a stand-in that asks for them in the calls with labels."""
+        if self._predicted is None:
+            return model
+
+        def forward(**call):
+            if call.get("labels") is None and call.get("shift_labels") is None:
+                return model(**call)
+            outputs = model(**call, token_predictions=True)
+            self._predicted.append(outputs["predictions"])
+            return outputs
+
+        return forward
+
+    def _refuse_token_predictions(self) -> None:
+        """ValueError where `eval_predictions="tokens"` has no meaning."""
+        why = None
+        if not self.gives_token_predictions:
+            why = f"{type(self).__name__} does not compute metrics of tokens"
+        elif not self.head_is_ours:
+            why = "the fused LM head that finds them is switched off (use_liger, liger_config)"
+        elif self.model.config.is_encoder_decoder:
+            why = f"{type(base_model_of(self.model)).__name__} is not a causal LM"
+        if why is not None:
+            raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
+
     def _finish_init(self) -> None:
         if self.has_own_loss:
             self._refuse_a_second_loss()
+        if self._wants_tokens:
+            self._refuse_token_predictions()
         if self.liger_report is not None:
             self.add_callback(_ReportCallback(self))
 
@@ -128,11 +176,13 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
 
     Takes the arguments of `Trainer`; `args` is a [`LigerTrainingArguments`] (a plain `TrainingArguments` counts as
     `use_liger=True`). Training builds no (B, S, V) logits. Loss-only evaluation builds none either; with
-    `compute_metrics` it does, as the metrics ask for them.
+    `compute_metrics` it does, as the metrics ask for them, unless `eval_predictions="tokens"`.
 
     Raises:
         ValueError: `use_liger=True` with a model that has no LM head, or unknown keys in `liger_config`.
     """
+
+    gives_token_predictions = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -148,6 +198,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        model = self._collecting(model)
         wants_logits = return_outputs and not inputs.get("skip_logits", False)
         if self.has_own_loss:
             return super().compute_loss(
@@ -163,9 +214,17 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             self.label_smoother = smoother
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        if self.head_is_ours and prediction_loss_only:
+        if self.head_is_ours and (prediction_loss_only or self._wants_tokens):
             inputs = {**inputs, "skip_logits": True}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _refuse_token_predictions(self) -> None:
+        super()._refuse_token_predictions()
+        if self.compute_loss_func is not None:
+            raise ValueError(
+                "eval_predictions is 'tokens', and compute_loss_func is set, which needs the logits. Set "
+                "eval_predictions to 'logits', or override token_loss instead of compute_loss_func."
+            )
 
     def _is_causal_lm(self) -> bool:
         """The test by which the stock trainer decides to shift labels for its `LabelSmoother`."""

@@ -1,9 +1,10 @@
 """The flag: `use_liger` and `liger_config`, added to the argument classes of transformers and TRL."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from transformers import TrainingArguments
-from trl import SFTConfig
+from trl import DPOConfig, SFTConfig
 
 from liger_trainer.patching import check_config
 
@@ -27,10 +28,20 @@ class LigerArguments:
         },
     )
 
+    eval_predictions: Literal["logits", "tokens"] = field(
+        default="logits",
+        metadata={
+            "help": "What `compute_metrics` gets: 'logits' as in the stock trainer, or 'tokens', a dict of `token_ids` "
+            "(argmax), `log_probs` and `ranks` of the labels, without logits and without a second forward."
+        },
+    )
+
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.use_liger, bool):
             raise ValueError(f"use_liger is {self.use_liger!r}; expected true or false.")
+        if self.eval_predictions not in ("logits", "tokens"):
+            raise ValueError(f"eval_predictions is {self.eval_predictions!r}; expected 'logits' or 'tokens'.")
         check_config(self.liger_config)
         if self.use_liger and self.use_liger_kernel:
             raise ValueError(
@@ -51,3 +62,10 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
     """[`~trl.SFTConfig`] with `use_liger` and `liger_config`, for [`LigerSFTTrainer`]."""
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "liger_config"]
+
+
+@dataclass
+class LigerDPOConfig(LigerArguments, DPOConfig):
+    """[`~trl.DPOConfig`] with `use_liger` and `liger_config`, for [`LigerDPOTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "liger_config"]

@@ -1,0 +1,99 @@
+"""What an evaluation asks of a row of logits, without the logits of all rows: argmax, log-probability, rank.
+
+Plain PyTorch in chunks of rows, for any device: it runs where metrics are computed, not in training.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ._head_checks import check_options
+
+_CHUNK_BYTES = 256 * 2**20  # of fp32 logits
+
+
+class TokenRanks(NamedTuple):
+    """Each of the shape of `target`; -100 at ignored positions.
+
+    Args:
+        argmax (`torch.Tensor`): int64, the first of the largest logits.
+        log_probs (`torch.Tensor`): fp32, `log_softmax(z)[target]`, in nats.
+        rank (`torch.Tensor`): int64, how many logits are larger than the target's: 0 for the most likely token, and
+            for every one of several that tie with it.
+    """
+
+    argmax: torch.Tensor
+    log_probs: torch.Tensor
+    rank: torch.Tensor
+
+
+@torch.no_grad()
+def token_ranks(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100) -> TokenRanks:
+    """`TokenRanks` of logits `(..., V)`, any float dtype, and targets `(...)`, integers in [0, V) or `ignore_index`."""
+    kept = target != ignore_index
+    return TokenRanks(*(_scattered(x, kept) for x in _of_rows(logits[kept].float(), target[kept])))
+
+
+@torch.no_grad()
+def linear_token_ranks(
+    hidden: torch.Tensor,  # (..., H)
+    weight: torch.Tensor,  # (V, H)
+    target: torch.Tensor,  # (...)
+    bias: torch.Tensor | None = None,  # (V,)
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,  # A (r, H), B (V, r), scaling
+    lora_input: torch.Tensor | None = None,  # (..., H)
+    chunk_rows: int | None = None,
+) -> TokenRanks:
+    """`token_ranks` of the logits that `linear_logprobs` takes its probabilities from, at temperature 1.
+
+    The product is rounded to the dtype of `hidden` as the model's own head rounds it, so that the argmax is the one of
+    the model's logits. No gradients.
+
+    Args:
+        hidden, weight, target, bias, softcap, logit_scale, ignore_index, lora, lora_input: As in `linear_logprobs`.
+        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 256 MiB in fp32.
+
+    Returns:
+        `TokenRanks`.
+
+    Raises:
+        ValueError: Dtypes or devices disagree, or an option is out of its range.
+    """
+    check_options("hidden", hidden, target, "none", 0.0, softcap, logit_scale, 0.0)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more, or None.")
+    kept = target != ignore_index
+    x, y = hidden[kept], target[kept]
+    source = x if lora_input is None else lora_input[kept]
+    step = chunk_rows or max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    chunks = []
+    for start in range(0, max(1, len(x)), step):
+        rows = slice(start, start + step)
+        logits = F.linear(x[rows], weight, bias)
+        if lora is not None:
+            lora_a, lora_b, scaling = lora
+            update = F.linear(F.linear(source[rows], lora_a.to(source.dtype)), lora_b.to(source.dtype))
+            logits = logits + scaling * update
+        logits = logits.float() * logit_scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        chunks.append(_of_rows(logits, y[rows]))
+    return TokenRanks(*(_scattered(torch.cat(parts), kept) for parts in zip(*chunks, strict=True)))
+
+
+def _of_rows(logits, target):
+    """argmax, log-probability and rank of fp32 logits (N, V) and targets (N,)."""
+    own = logits.gather(-1, target.long().unsqueeze(-1))
+    log_probs = own.squeeze(-1) - torch.logsumexp(logits, -1)
+    return logits.argmax(-1), log_probs, (logits > own).sum(-1)
+
+
+def _scattered(rows, kept):
+    out = rows.new_full(kept.shape, -100)
+    out[kept] = rows
+    return out
