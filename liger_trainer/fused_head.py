@@ -7,6 +7,8 @@
   training they are unless `skip_logits=False`.
 - `model(..., labels=..., fused_lm_head=True)`: the contract of TRL's trainers (`trl.trainer.utils.add_fused_lm_head`):
   per-token `log_probs`, `entropy`, ... of the next-token labels, see `FusedLMOutput`.
+- `model(..., scored_by=f)`: the result of `f(run)`, called inside the model's forward, where hooks and shards have the
+  weights at hand; `run()` is the model's own forward, with `DeferredLogits` for logits.
 - anything else: the model's own forward, untouched.
 
 Calls with labels take `token_predictions=True`, for metrics: the output then has `predictions`, a dict of `token_ids`,
@@ -166,10 +168,19 @@ def _fused_forward_of(model_class):
 
     @functools.wraps(model_class.forward)
     def forward(
-        self, *args, fused_lm_head=False, skip_logits=None, label_smoothing=0.0, token_predictions=False, **kwargs
+        self,
+        *args,
+        fused_lm_head=False,
+        skip_logits=None,
+        label_smoothing=0.0,
+        token_predictions=False,
+        scored_by=None,
+        **kwargs,
     ):
         if "_liger_head_options" not in self.__dict__:  # removed, but still inside somebody's wrapper
             return _own_forward(self, args, kwargs)
+        if scored_by is not None:
+            return scored_by(lambda: _captured(self, args, kwargs))
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
         if fused_lm_head:
             return _token_outputs(self, args, kwargs, label_smoothing, token_predictions)

@@ -146,12 +146,9 @@ class MedusaHeads(nn.ModuleList):
         """Fresh heads for `model` (transformers or PEFT), in dtype and on device of its LM head; not attached.
 
         Raises:
-            ValueError: The model has no LM head that can be fused, or heads of their own projection are asked for and
-                the LM head has a bias or an adapter, which a copy of its weight would lose.
+            ValueError: The model has no LM head that can be fused, or it has a bias or an adapter.
         """
         head = _lm_head(model)
-        if not tied:
-            _refuse_what_a_copy_loses(head)
         base = base_model_of(model)
         config = MedusaHeadsConfig(
             num_heads,
@@ -168,9 +165,18 @@ class MedusaHeads(nn.ModuleList):
                     own.lm_head.weight.copy_(head.weight)
         return heads
 
-    def forward(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """The K block outputs, each of the shape of `hidden` (..., H)."""
-        return [head(hidden) for head in self]
+    def forward(self, hidden: torch.Tensor, then: Callable | None = None):
+        """The K block outputs, a list of tensors of the shape of `hidden` (..., H). With `then`, the result of
+        `then(blocks, weights)`, run inside the calls of all heads: weights (V, H) of each, None for tied ones."""
+        if then is None:
+            return [head(hidden) for head in self]
+
+        def enter(blocks, weights):
+            if len(blocks) == len(self):
+                return then(blocks, weights)
+            return self[len(blocks)](hidden, lambda block, weight: enter([*blocks, block], [*weights, weight]))
+
+        return enter([], [])
 
     def logits(self, hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
         """Logits (K, ..., V) of all heads: the products, without the scale or softcap that some models put on top
@@ -284,20 +290,18 @@ def heads_detached(model):
 
 
 def _lm_head(model) -> nn.Linear:
-    """The plain or adapted linear layer that makes the logits."""
+    """The linear layer that makes the logits. ValueError where heads would not start out as, or not train, what it is."""
     if (reason := head_reason(model)) is not None:
         raise ValueError(f"Medusa heads need the input and the weight of the LM head, but {reason}.")
-    return innermost(output_head(model))
-
-
-def _refuse_what_a_copy_loses(head) -> None:
-    lost = "an adapter" if hasattr(head, "base_layer") else "a bias" if head.bias is not None else None
-    if lost is not None:
+    head, name = innermost(output_head(model)), type(base_model_of(model)).__name__
+    if hasattr(head, "base_layer"):
         raise ValueError(
-            f"medusa_tied is false, but the LM head has {lost}, which a copy of its weight would not have: fresh heads "
-            "would not be the LM head. Set medusa_tied: true"
-            + (", or take lm_head out of the adapter." if lost == "an adapter" else ".")
+            f"The LM head of {name} has an adapter, which Medusa heads would leave out. Take lm_head out of the adapter's "
+            "target modules (in a recipe lora_target_modules), or train all of it: modules_to_save: [lm_head]."
         )
+    if head.bias is not None:
+        raise ValueError(f"The LM head of {name} has a bias, and Medusa heads have none. Use a model without one.")
+    return head
 
 
 def _gathered(weight):
