@@ -1,0 +1,92 @@
+"""Rows of prompt, chosen and rejected, and a stock and a Liger trainer run on them side by side."""
+
+import copy
+
+import torch
+from datasets import Dataset
+from tiny_models import VOCAB, tiny_tokenizer
+
+from liger_trainer.trainer import LigerTrainerMixin
+
+SPLITS = [(4, 1), (1, 4)]
+
+
+def pair_rows(n=8, seed=4):
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(low, high):
+        length = int(torch.randint(low, high, (), generator=generator))
+        return " ".join(f"w{int(i)}" for i in torch.randint(3, VOCAB, (length,), generator=generator))
+
+    return [{"prompt": words(2, 8), "chosen": " " + words(2, 9), "rejected": " " + words(2, 9)} for _ in range(n)]
+
+
+def build(trainer_class, args_class, model, folder, split=(4, 1), rows=None, trainer_options=None, **options):
+    """A trainer of two steps over 8 rows; dropout, which would differ in its draws, is off by TRL's default."""
+    defaults = {"gradient_checkpointing": False, "bf16": False, "learning_rate": 1e-2, "num_train_epochs": 1}
+    args = args_class(
+        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1], per_device_eval_batch_size=3, logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True, **(defaults | options),
+    )  # fmt: skip
+    rows = Dataset.from_list(rows or pair_rows())
+    return trainer_class(
+        model=model if isinstance(model, str) else copy.deepcopy(model), args=args, train_dataset=rows,
+        eval_dataset=rows, processing_class=tiny_tokenizer(), **(trainer_options or {}),
+    )  # fmt: skip
+
+
+def logged(trainer):
+    """Train; every logged number of every step but the times."""
+    trainer.train()
+    return [without_times(log) for log in trainer.state.log_history]
+
+
+def without_times(metrics):
+    return {name: value for name, value in metrics.items() if "time" not in name and "_per_second" not in name}
+
+
+def batch_of(trainer):
+    return next(iter(trainer.get_train_dataloader()))
+
+
+def step(trainer, batch=None, upstream=lambda loss, model: loss):
+    """Loss, metrics and gradients of one batch, without an optimizer."""
+    batch = batch_of(trainer) if batch is None else batch
+    trainer.model.train()
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, batch)
+    upstream(loss, trainer.model).backward()
+    metrics = {name: values[-1] for name, values in trainer._stored_metrics["train"].items()}
+    grads = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return {"loss": loss.item()} | metrics, grads
+
+
+# A difference of two numbers that agree to 1e-5 agrees to 1e-5 of those numbers, not of itself; and so does the mean of
+# thousands of logits of both signs, each of size 1.
+DIFFERENCES = {
+    "rewards/margins": ("rewards/chosen", "rewards/rejected"),
+    "log_odds_chosen": ("logps/chosen", "logps/rejected"),
+}
+SMALLEST = {"logits/chosen": 1e-3, "logits/rejected": 1e-3}
+
+
+def assert_same_metrics(got, want, rtol=1e-5):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        prefix = "eval_" if name.startswith("eval_") else ""
+        of = DIFFERENCES.get(name.removeprefix("eval_"), ())
+        scale = max(abs(value), SMALLEST.get(name.removeprefix("eval_"), 0), *(abs(want[prefix + part]) for part in of))
+        assert abs(got[name] - value) <= rtol * scale, f"{name}: {got[name]} against {value}"
+
+
+def assert_same_step(got, want, rtol=1e-5):
+    assert_same_metrics(got[0], want[0], rtol)
+    assert got[1].keys() == want[1].keys()
+    for name, grad in want[1].items():
+        error = (got[1][name] - grad).norm() / grad.norm()
+        assert error <= rtol, f"gradient of {name}: {error:.1e}"
+
+
+def assert_head_is_ours(trainer):
+    assert isinstance(trainer, LigerTrainerMixin) and trainer.head_is_ours

@@ -1,0 +1,123 @@
+"""`LigerCPOTrainer` against `trl.experimental.cpo.CPOTrainer` from one seed, over the loss types that TRL lists."""
+
+import dataclasses
+
+import pytest
+from pair_parity import (
+    SPLITS,
+    assert_head_is_ours,
+    assert_same_metrics,
+    assert_same_step,
+    batch_of,
+    build,
+    logged,
+    step,
+    without_times,
+)
+from test_fused_head import LargestTensor
+from test_parity_trainer import lora
+from tiny_models import tiny_model
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.trainer.base_config import _BaseConfig
+
+from liger_trainer import LigerCPOConfig, LigerCPOTrainer
+
+FIELDS = {f.name: f for f in dataclasses.fields(CPOConfig)}
+LOSS_TYPES = FIELDS["loss_type"].metadata["choices"]
+
+
+def pair(model, tmp_path, **options):
+    stock = build(CPOTrainer, CPOConfig, model, tmp_path, **options)
+    ours = build(LigerCPOTrainer, LigerCPOConfig, model, tmp_path, **options)
+    assert_head_is_ours(ours)
+    return ours, stock
+
+
+@pytest.mark.parametrize(
+    "model_type, kind, split", [("llama", "full", SPLITS[1]), ("qwen3", "lora", SPLITS[0])], ids=str
+)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_logged_number_of_every_step(loss_type, model_type, kind, split, tmp_path):
+    model = tiny_model(model_type)
+    if kind == "lora":
+        model = lora(model, ["q_proj", "v_proj", "gate_proj", "lm_head"])
+    ours, stock = pair(model, tmp_path, split=split, loss_type=loss_type)
+    got, want = logged(ours), logged(stock)
+    assert len(want) == 3 and {"grad_norm", "logits/chosen", "rewards/margins", "nll_loss"} <= want[0].keys()
+    for ours_log, stock_log in zip(got, want, strict=True):
+        assert_same_metrics(ours_log, stock_log)
+
+
+def test_every_option_is_covered():
+    """A new field of CPOConfig needs a test here."""
+    assert FIELDS.keys() - {f.name for f in dataclasses.fields(_BaseConfig)} == {
+        "loss_type", "beta", "label_smoothing", "cpo_alpha", "simpo_gamma", "alpha", "max_length",  # below
+        "max_completion_length", "is_encoder_decoder",  # encoder-decoders are refused
+        "disable_dropout", "generate_during_eval", "model_init_kwargs", "trust_remote_code",
+        "dataset_num_proc",  # no part in the loss
+    }  # fmt: skip
+
+
+OPTIONS = {
+    "label-smoothing": {"label_smoothing": 0.2},
+    "no-likelihood": {"cpo_alpha": 0.0},
+    "weights": {"cpo_alpha": 0.3, "beta": 0.8, "simpo_gamma": 1.5, "max_length": 9},
+    "alpha": {"alpha": 0.05},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_losses_gradients_and_metrics(loss_type, options, tmp_path):
+    ours, stock = pair(tiny_model("qwen3"), tmp_path, loss_type=loss_type, **options)
+    batch = batch_of(stock)
+    assert_same_step(step(ours, batch), step(stock, batch))
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
+def test_any_upstream_gradient_with_experts(loss_type, tmp_path):
+    """The loss with the experts' auxiliary loss in it times 3.7, plus a loss of the weights."""
+    model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    ours, stock = pair(model, tmp_path, loss_type=loss_type)
+    batch = batch_of(stock)
+
+    def upstream(loss, model):
+        return 3.7 * loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+    assert_same_step(step(ours, batch, upstream), step(stock, batch, upstream))
+
+
+def test_softcap_and_evaluation(tmp_path):
+    """The mean of the logits includes the last row here, and under a softcap it takes a product."""
+    ours, stock = pair(tiny_model("gemma2"), tmp_path)
+    got, want = without_times(ours.evaluate()), without_times(stock.evaluate())
+    assert_same_metrics(got, want)
+    batch = batch_of(stock)
+    assert_same_step(step(ours, batch), step(stock, batch))
+
+
+def test_no_tensor_of_tokens_times_vocabulary(tmp_path):
+    ours, stock = pair(tiny_model("llama", vocab_size=4096), tmp_path)
+    batch = batch_of(stock)
+    tokens = 8 * max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
+    assert tokens * 4096 > ours.model.lm_head.weight.numel()
+    with LargestTensor() as largest:
+        step(ours, batch)
+        ours.prediction_step(ours.model, batch, prediction_loss_only=False)
+    assert largest.numel < tokens * 4096
+    with LargestTensor() as control:
+        step(stock, batch)
+    assert control.numel >= tokens * 4096
+
+
+def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
+    stock = build(CPOTrainer, CPOConfig, tiny_model("llama"), tmp_path)
+    ours = build(LigerCPOTrainer, LigerCPOConfig, tiny_model("llama"), tmp_path, use_liger=False)
+    assert logged(ours) == logged(stock)
+
+
+def test_what_would_be_ignored_is_refused(tmp_path):
+    message = "label_smoothing_factor is 0.1, which CPOTrainer ignores. Remove it, or set label_smoothing instead"
+    with pytest.raises(ValueError, match=message):
+        build(LigerCPOTrainer, LigerCPOConfig, tiny_model("llama"), tmp_path, label_smoothing_factor=0.1)

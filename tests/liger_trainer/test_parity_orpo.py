@@ -1,0 +1,254 @@
+"""`LigerORPOTrainer` against `trl.experimental.orpo.ORPOTrainer` from one seed: every logged number, every gradient."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from pair_parity import (
+    SPLITS,
+    assert_head_is_ours,
+    assert_same_metrics,
+    assert_same_step,
+    batch_of,
+    build,
+    logged,
+    step,
+    without_times,
+)
+from peft import LoraConfig, PromptTuningConfig
+from test_fused_head import LargestTensor
+from test_parity_trainer import lora
+from tiny_models import tiny_model
+from transformers import T5Config, T5ForConditionalGeneration
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.trainer.base_config import _BaseConfig
+
+from liger_trainer import LigerORPOConfig, LigerORPOTrainer
+from liger_trainer.pair_trainer import ScoredLogits
+
+
+def pair(model, tmp_path, **options):
+    stock = build(ORPOTrainer, ORPOConfig, model, tmp_path, **options)
+    ours = build(LigerORPOTrainer, LigerORPOConfig, model, tmp_path, **options)
+    assert_head_is_ours(ours)
+    return ours, stock
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_every_logged_number_of_every_step(model_type, kind, split, tmp_path):
+    model = tiny_model(model_type)
+    if kind == "lora":
+        model = lora(model, ["q_proj", "v_proj", "gate_proj", "lm_head"])
+    ours, stock = pair(model, tmp_path, split=split)
+    got, want = logged(ours), logged(stock)
+    assert len(want) == 3 and {"grad_norm", "logits/chosen", "log_odds_ratio", "nll_loss"} <= want[0].keys()
+    for ours_log, stock_log in zip(got, want, strict=True):
+        assert_same_metrics(ours_log, stock_log)
+    for (name, start), trained in zip(model.named_parameters(), ours.model.parameters(), strict=True):
+        assert torch.equal(start, trained) != start.requires_grad, f"{name}: moved, or not, against requires_grad"
+
+
+def test_every_option_is_covered():
+    """A new field of ORPOConfig needs a test here."""
+    fields = {f.name for f in dataclasses.fields(ORPOConfig)} - {f.name for f in dataclasses.fields(_BaseConfig)}
+    assert fields == {
+        "beta", "max_length",  # below
+        "max_completion_length", "is_encoder_decoder",  # encoder-decoders are refused
+        "disable_dropout", "padding_value", "generate_during_eval", "model_init_kwargs", "trust_remote_code",
+        "dataset_num_proc",  # no part in the loss
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model_type, options",
+    [
+        pytest.param("llama", {"beta": 0.7, "max_length": 9, "gradient_checkpointing": True}, id="options"),
+        pytest.param("gemma2", {}, id="softcap"),
+        pytest.param("granite", {}, id="logit-scale"),
+        pytest.param("phi", {}, id="bias"),
+    ],
+)
+def test_losses_gradients_and_metrics(model_type, options, tmp_path):
+    ours, stock = pair(tiny_model(model_type), tmp_path, **options)
+    batch = batch_of(stock)
+    assert_same_step(step(ours, batch), step(stock, batch))
+
+
+def test_the_auxiliary_loss_of_experts(tmp_path):
+    model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    ours, stock = pair(model, tmp_path)
+    assert ours.aux_loss_enabled
+    batch = batch_of(stock)
+    assert_same_step(step(ours, batch), step(stock, batch))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_any_upstream_gradient(model_type, tmp_path):
+    """The loss times 3.7, plus a loss of the weights."""
+    ours, stock = pair(tiny_model(model_type), tmp_path)
+    batch = batch_of(stock)
+
+    def upstream(loss, model):
+        return 3.7 * loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+    got, want = step(ours, batch, upstream), step(stock, batch, upstream)
+    assert_same_step(got, want)
+    assert not torch.allclose(got[1]["lm_head.weight"], step(ours, batch)[1]["lm_head.weight"])
+
+
+def test_evaluation(tmp_path):
+    ours, stock = pair(tiny_model("llama"), tmp_path)
+    got, want = without_times(ours.evaluate()), without_times(stock.evaluate())
+    assert_same_metrics(got, want)
+    assert "eval_logits/rejected" in want
+
+
+def test_no_tensor_of_tokens_times_vocabulary(tmp_path):
+    ours, stock = pair(tiny_model("llama", vocab_size=4096), tmp_path)
+    batch = batch_of(stock)
+    tokens = 8 * max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
+    assert tokens * 4096 > ours.model.lm_head.weight.numel()
+    with LargestTensor() as largest:
+        step(ours, batch)
+        ours.prediction_step(ours.model, batch, prediction_loss_only=False)
+    assert largest.numel < tokens * 4096
+    with LargestTensor() as control:
+        step(stock, batch)
+    assert control.numel >= tokens * 4096
+
+
+def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
+    stock = build(ORPOTrainer, ORPOConfig, tiny_model("llama"), tmp_path)
+    ours = build(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, use_liger=False)
+    assert ours.liger_report is None
+    assert logged(ours) == logged(stock)
+
+
+def test_the_head_alone_can_be_switched_off(tmp_path):
+    options = {"liger_config": {"fused_linear_cross_entropy": False}}
+    stock = build(ORPOTrainer, ORPOConfig, tiny_model("llama"), tmp_path)
+    ours = build(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, **options)
+    assert not ours.head_is_ours and ours.liger_report is not None
+    batch = batch_of(stock)
+    assert_same_step(step(ours, batch), step(stock, batch))
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_peft_config_and_a_model_on_disk(use_dora, tmp_path):
+    """A DoRA on the head cannot be fused: real logits, the same numbers."""
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, use_dora=use_dora)
+    ours, stock = pair(str(tmp_path / "model"), tmp_path, trainer_options={"peft_config": config})
+    batch = batch_of(stock)
+    got, want = step(ours, batch), step(stock, batch)
+    assert_same_step(got, want, rtol=2e-5)
+    assert any("lm_head.lora_A" in name for name in got[1])
+
+
+def test_prompt_tuning_which_stock_cannot_train(tmp_path):
+    """The virtual tokens are rows of logits without labels. Against the same rows of the model's real logits."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ours, stock = pair(tiny_model("llama"), tmp_path, trainer_options={"peft_config": config})
+    batch = batch_of(stock)
+    with pytest.raises(ValueError, match="batch_size"):
+        step(stock, batch)
+
+    def without_virtual(*args, **kwargs):
+        outputs = stock.model(*args, **kwargs)
+        outputs.logits = outputs.logits[:, 3:]
+        return outputs
+
+    stock.model.load_state_dict(ours.model.state_dict())
+    want, want_metrics = stock.get_batch_loss_metrics(without_virtual, batch)
+    want.backward()
+    got_metrics, grads = step(ours, batch)
+    assert_same_metrics(got_metrics, {"loss": want.item()} | want_metrics)
+    (name,) = grads
+    torch.testing.assert_close(grads[name], dict(stock.model.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_mixed_precision(tmp_path):
+    ours, stock = pair(tiny_model("llama"), tmp_path, bf16=True)
+    got, want = logged(ours), logged(stock)
+    for name in ("loss", "grad_norm", "logps/chosen", "nll_loss"):
+        assert [log[name] for log in got[:2]] == pytest.approx([log[name] for log in want[:2]], rel=2e-2)
+
+
+REFUSED = {
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, which ORPOTrainer ignores"),
+    "quantization": ({"trainer_options": {"quantization_config": object()}}, "pass the model"),
+}
+
+
+@pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
+def test_what_would_be_ignored_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        build(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, **options)
+
+
+def test_a_token_loss_is_refused(tmp_path):
+    class Focal(LigerORPOTrainer):
+        def token_loss(self, outputs, inputs):
+            return -outputs.log_probs
+
+    with pytest.raises(ValueError, match="overrides token_loss, which ORPOTrainer never calls. Override odds_ratio"):
+        build(Focal, LigerORPOConfig, tiny_model("llama"), tmp_path)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    config = T5Config(
+        vocab_size=131, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        build(LigerORPOTrainer, LigerORPOConfig, T5ForConditionalGeneration(config), tmp_path)
+
+
+def test_labels_that_are_no_copies_of_the_input_are_an_error(tmp_path):
+    ours, _ = pair(tiny_model("llama"), tmp_path)
+    batch = batch_of(ours)
+    batch["chosen_labels"][0, -1] = batch["chosen_labels"][0, -2] = 5
+    batch["chosen_attention_mask"][0] = 1
+    with pytest.raises(ValueError, match="not the token that follows in input_ids"):
+        step(ours, batch)
+
+
+def test_what_else_is_asked_of_the_logits_is_an_error():
+    logits = ScoredLogits(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3), 7)
+    assert logits.shape == (2, 3, 7) and logits[0].shape == (3, 7) and logits[..., :2, :].view(-1, 7).shape == (4, 7)
+    for use in (
+        lambda z: z[..., 1:],
+        lambda z: z.view(3, -1),
+        lambda z: z.softmax(-1),
+        lambda z: torch.logsumexp(z, -1),
+        lambda z: torch.nn.functional.cross_entropy(z.view(-1, 7), torch.ones(6).long(), reduction="sum"),
+    ):
+        with pytest.raises(NotImplementedError, match="which the fused head does not build. Set liger_config="):
+            use(logits)
+
+
+def test_trl_s_notice_of_an_experimental_module_reaches_only_those_who_use_it():
+    """With warnings as errors, all else imports; with TRL_EXPERIMENTAL_SILENCE so does ORPO, also at the second try."""
+    code = (
+        "import os, sys, warnings\n"
+        "os.environ.pop('TRL_EXPERIMENTAL_SILENCE', None)\n"
+        "from trl.import_utils import TRLExperimentalWarning\n"
+        "warnings.simplefilter('error', TRLExperimentalWarning)\n"
+        "import liger_trainer\n"
+        "from liger_trainer import LigerSFTTrainer\n"
+        "from liger_trainer.recipe import TRAINERS\n"
+        "assert not [m for m in sys.modules if m.startswith('trl.experimental')]\n"
+        "try:\n"
+        "    liger_trainer.LigerORPOTrainer\n"
+        "except TRLExperimentalWarning:\n"
+        "    os.environ['TRL_EXPERIMENTAL_SILENCE'] = '1'\n"
+        "    print(liger_trainer.LigerORPOTrainer.__name__, liger_trainer.LigerCPOConfig.__name__)\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["LigerORPOTrainer", "LigerCPOConfig"]
