@@ -1,0 +1,308 @@
+"""The runs of `training.py` and `scaling.py`: models by shape, rows, a trainer for every arm, one measured run."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from _measure import DEVICE
+
+# Shapes of published models, by name: no weights are fetched.
+MODELS = {
+    "Llama-3-8B": ("llama", dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5)),
+    "Llama-3.2-1B": ("llama", dict(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True)),
+    "Qwen3-0.6B": ("qwen3", dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=True)),
+    "Gemma-3-1B": ("gemma3_text", dict(
+        hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=256, vocab_size=262144, max_position_embeddings=32768, sliding_window=512)),
+    "tiny": ("llama", dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1031, max_position_embeddings=512)),
+}  # fmt: skip
+# "<class> + Liger": use_liger_kernel=True; "+ compile": torch_compile=True.
+ARMS = {
+    "sft": (
+        "LigerSFTTrainer",
+        "LigerTrainer",
+        "Trainer",
+        "Trainer + Liger",
+        "SFTTrainer",
+        "SFTTrainer + Liger",
+        "Trainer + compile",
+        "LigerTrainer + compile",
+    ),
+    "dpo": ("LigerDPOTrainer", "DPOTrainer", "DPOTrainer + Liger"),
+}
+STOCK = ("Trainer", "SFTTrainer", "DPOTrainer")
+
+
+@dataclass
+class Run:
+    """What one training run is made of."""
+
+    model: str
+    batch: int  # rows, or pairs for DPO
+    length: int  # tokens of a row, or of each of the two sequences of a pair
+    trainer: str = "sft"
+    steps: int = 14
+    skip: int = 4  # steps before the clock starts: allocator, cuBLAS and Triton warm up
+    data: str | None = None
+    checkpointing: bool = False
+    lora: int | None = None  # rank, on every linear layer but the head
+    vocab: int | None = None  # instead of the model's own
+    workers: int = 0
+
+    @property
+    def tokens_per_step(self):
+        return self.batch * self.length * (2 if self.trainer == "dpo" else 1)
+
+
+def rows_of(path, vocab, length, count):
+    if path is None:
+        ids = np.random.default_rng(0).integers(0, vocab, count * length)
+    elif path.endswith(".npz"):
+        ids = np.load(path)["ids"].astype(np.int64)
+    else:
+        from datasets import load_dataset
+
+        ids = np.concatenate(load_dataset("json", data_files=path, split="train")["input_ids"])
+    ids = np.resize(ids, count * length) % vocab  # too few ids are repeated
+    return [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids.reshape(count, length)]
+
+
+def collate(rows):
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+
+
+def build(run, dtype=torch.bfloat16):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, shape = MODELS[run.model]
+    shape = shape | ({"vocab_size": run.vocab} if run.vocab else {})
+    config = AutoConfig.for_model(model_type, **shape, use_cache=False)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def tokenizer_of():
+    """TRL's trainers want one; the rows are token ids already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+
+
+def classes_of(arm):
+    """(trainer class, arguments class)."""
+    import transformers
+    import trl
+
+    import liger_trainer
+
+    name = arm.split(" + ")[0]
+    module = liger_trainer if name.startswith("Liger") else trl if hasattr(trl, name) else transformers
+    config = {"Trainer": "TrainingArguments"}.get(name.removeprefix("Liger"))
+    if config is None:
+        config = name.removesuffix("Trainer") + "Config"
+    elif name.startswith("Liger"):
+        config = "Liger" + config
+    return getattr(module, name), getattr(module, config)
+
+
+def make_trainer(arm, run, callbacks):
+    from peft import LoraConfig, get_peft_model
+
+    trainer_class, args_class = classes_of(arm)
+    is_trl = any(base.__module__.startswith("trl.") for base in trainer_class.__mro__)
+    model = build(run)
+    vocab = model.config.get_text_config().vocab_size
+    options, inputs = {}, {}
+    if arm.endswith("+ Liger"):
+        options["use_liger_kernel"] = True
+    if arm.endswith("+ compile"):
+        options["torch_compile"] = True
+    if is_trl:
+        from datasets import Dataset
+
+        options["max_length"] = run.length
+        inputs["processing_class"] = tokenizer_of()
+    if run.trainer == "dpo":
+        from preferences import pairs
+
+        rows = Dataset.from_list(pairs(run.data, vocab, run.length, run.batch * run.steps))
+        # The rows are token ids already, for which TRL's DPOTrainer has no option.
+        prepared = {"_prepare_dataset": lambda self, dataset, *args: dataset}
+        trainer_class = type(trainer_class.__name__, (trainer_class,), prepared)
+        if not run.lora:
+            inputs["ref_model"] = build(run)
+            if arm.endswith("+ Liger"):  # the trainer has the policy patched, and not the reference
+                from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+                _apply_liger_kernel_to_instance(inputs["ref_model"], fused_linear_cross_entropy=False)
+    else:
+        rows = rows_of(run.data, vocab, run.length, run.batch * run.steps)
+        if is_trl:
+            rows = Dataset.from_list(rows)
+            options["dataset_kwargs"] = {"skip_prepare_dataset": True}
+        else:
+            inputs["data_collator"] = collate
+    if run.lora:
+        lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules="all-linear")
+        if is_trl:
+            inputs["peft_config"] = lora
+        else:
+            model = get_peft_model(model, lora)
+            if run.checkpointing:
+                model.enable_input_require_grads()
+    args = args_class(
+        output_dir=tempfile.mkdtemp(), max_steps=run.steps, per_device_train_batch_size=run.batch,
+        logging_steps=5, logging_first_step=True, dataloader_num_workers=run.workers,
+        learning_rate=1e-5, bf16=DEVICE == "cuda", optim="adamw_torch_fused", report_to="none", save_strategy="no",
+        gradient_checkpointing=run.checkpointing, gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
+        dataloader_drop_last=True, **options,
+    )  # fmt: skip
+    return trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
+
+
+def clock_of(run):
+    """A callback with the seconds from the end of step `run.skip` to the end of the last."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        start = end = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == run.skip:
+                self.start = self.now()
+            if state.global_step == state.max_steps:
+                self.end = self.now()
+
+        @staticmethod
+        def now():
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+    return Clock()
+
+
+def train(arm, run, callbacks=()):
+    """Train as `run` says; a row: tokens/s, ms of a step, peak memory in GiB, first losses, FLOP a token."""
+    clock = clock_of(run)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trainer = make_trainer(arm, run, [clock, *callbacks])
+    trainer.train()
+    seconds = clock.end - clock.start
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    row = {
+        "arm": arm,
+        "tokens_per_s": (run.steps - run.skip) * run.tokens_per_step / seconds,
+        "ms": seconds / (run.steps - run.skip) * 1e3,
+        "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+        "losses": losses[:3],
+        "flop_per_token": flop_per_token(trainer.model, run),
+    }
+    report = getattr(trainer, "liger_report", None)
+    if report is not None:
+        row["patched"] = report.one_line()
+    trainer.accelerator.free_memory()
+    return row
+
+
+def flop_per_token(model, run):
+    """6 per weight that multiplies (4 where it is frozen); causal attention: 6 * layers * length * heads * head_dim.
+    For DPO the reference's forward adds 2 per weight and a third of the attention's."""
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    weights = sum((6 if w.requires_grad else 4) * w.numel() for w in linear)
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 6 * config.num_hidden_layers * run.length * config.num_attention_heads * head_dim
+    if run.trainer == "dpo":
+        return weights + 2 * sum(w.numel() for w in linear) + attention * 4 / 3
+    return weights + attention
+
+
+def flag_losses(rows):
+    """Add a note to every row whose losses are not those of the stock trainer (where it ran): the first within 1 %, the
+    later ones, which bf16 has driven apart, within 5 %."""
+    stock = next((row["losses"] for row in rows if row["arm"] in STOCK and row.get("losses")), None)
+    for row in rows:
+        if stock is None or not row.get("losses"):
+            continue
+        for k, (got, want) in enumerate(zip(row["losses"], stock, strict=True)):
+            if not abs(got - want) <= (0.05 if k else 0.01) * abs(want):
+                row["note"] = f"WRONG LOSS: {got:.4f}, stock {want:.4f}"
+                break
+
+
+# Arms run in processes of their own: Liger's patches are process-wide, and memory is given back
+
+
+def check_arms(parser, trainer, arms):
+    for arm in arms:
+        if arm not in ARMS[trainer]:
+            parser.error(f"--arms has {arm!r}; expected, for --trainer {trainer}: {', '.join(ARMS[trainer])}")
+
+
+def is_out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def release():
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def emit(row):
+    print("RESULT " + json.dumps(row), flush=True)
+
+
+def rows_from(arm, timeout_s, echo=False, env=(), more=()):
+    """Run this script again for one arm and yield the rows it emits; if it fails, a last row with the reason."""
+    command = [sys.executable, *sys.argv, "--arm", arm, *more]
+    with tempfile.TemporaryFile("w+") as err:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=os.environ | dict(env))
+        timer = threading.Timer(timeout_s, child.kill)
+        timer.start()
+        for line in child.stdout:
+            if line.startswith("RESULT "):
+                yield json.loads(line.removeprefix("RESULT "))
+            elif echo:
+                print(line, end="")
+        code = child.wait()
+        timer.cancel()
+        if code:
+            err.seek(0)
+            log = err.read()
+            if arm.startswith("Liger"):
+                print(log[-4000:])
+            note = reason_in(log.strip().splitlines() or [f"exit {code}"])
+            if code == -9:
+                note = f"killed: {timeout_s:.0f} s are over, or the host's memory is"
+            yield {"arm": arm, "note": note}
+
+
+def reason_in(lines):
+    """The last line that names an error, or the last line."""
+    errors = [line for line in lines if "Error" in line.split(":")[0]]
+    return (errors or lines)[-1][:120]

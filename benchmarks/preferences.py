@@ -1,0 +1,91 @@
+"""Preference rows as token ids, for `training.py --trainer dpo --data`, where the tokenizer is not at hand later.
+
+    python benchmarks/preferences.py dpo_en_demo.json path/to/tokenizer rows.npz
+
+The rows are JSON objects with `conversations` (turns of `from` and `value`), `chosen` and `rejected` (one turn each).
+The .npz has, for each of `prompt`, `chosen` and `rejected`, the flat array `<name>_ids` (uint32) and `<name>_offsets`
+(rows + 1).
+"""
+
+import argparse
+import json
+
+import numpy as np
+
+PARTS = ("prompt", "chosen", "rejected")
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+RANDOM_PROMPT = 64  # tokens of the prompt of a pair, where no rows are given
+
+
+def texts_of(row):
+    """The prompt, with its turns joined by blank lines, and the two answers."""
+    prompt = "\n\n".join(turn["value"] for turn in row["conversations"]) + "\n\n"
+    return prompt, row["chosen"]["value"], row["rejected"]["value"]
+
+
+def tokenize(path, tokenizer, out):
+    """Write the .npz: prompts through the chat template where `tokenizer` has one, answers ended by `eos_token`."""
+    ids = {part: [] for part in PARTS}
+    for row in json.load(open(path)):
+        prompt, *answers = texts_of(row)
+        if tokenizer.chat_template:
+            turns = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
+            prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        ids["prompt"].append(tokenizer(prompt, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+        for part, answer in zip(PARTS[1:], answers, strict=True):
+            ids[part].append(tokenizer(answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"])
+    arrays = {}
+    for part, rows in ids.items():
+        arrays[f"{part}_ids"] = np.concatenate(rows).astype(np.uint32)
+        arrays[f"{part}_offsets"] = np.cumsum([0, *map(len, rows)])
+    np.savez_compressed(out, **arrays)
+
+
+def read(path, vocab):
+    """{part: list of rows of token ids}. Of a .json file, whose tokenizer is not here, random ids: one for every four
+    characters. Without a file, one row of random ids."""
+    draw = np.random.default_rng(0)
+    if path is None:
+        return {part: [draw.integers(0, vocab, RANDOM_PROMPT if part == "prompt" else 4096)] for part in PARTS}
+    if path.endswith(".npz"):
+        arrays = np.load(path)
+        flat = {part: arrays[f"{part}_ids"].astype(np.int64) % vocab for part in PARTS}
+        return {part: np.split(flat[part], arrays[f"{part}_offsets"][1:-1]) for part in PARTS}
+    texts = zip(*map(texts_of, json.load(open(path))), strict=True)
+    return {
+        part: [draw.integers(0, vocab, -(-len(text) // 4)) for text in column]
+        for part, column in zip(PARTS, texts, strict=True)
+    }
+
+
+def pairs(path, vocab, length, count):
+    """`count` pairs without padding, whose two sequences have exactly `length` tokens each.
+
+    Pair i has the prompt of row i (half of `length` at most), answered by the answers of row i and the rows after it,
+    joined and cut. Every token after the prompt is scored. Too few rows are repeated.
+    """
+    rows = read(path, vocab)
+    total = len(rows["prompt"])
+    found = []
+    for i in range(count):
+        prompt = rows["prompt"][i % total][: length // 2]
+        pair = {"prompt_ids": prompt.tolist()}
+        for part in PARTS[1:]:
+            ids, j = [], i
+            while len(ids) < length - len(prompt):
+                ids.extend(rows[part][j % total].tolist())
+                j += 1
+            pair[f"{part}_ids"] = ids[: length - len(prompt)]
+        found.append(pair)
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", help="the .json file")
+    parser.add_argument("tokenizer", help="folder or hub name for AutoTokenizer")
+    parser.add_argument("out", help="the .npz file")
+    options = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenize(options.rows, AutoTokenizer.from_pretrained(options.tokenizer), options.out)
