@@ -16,6 +16,14 @@ _WHERE = {
     "LigerORPOTrainer": "orpo_trainer",
     "LigerCPOConfig": "cpo_trainer",
     "LigerCPOTrainer": "cpo_trainer",
+    "LigerKTOConfig": "training_args",
+    "LigerKTOTrainer": "kto_trainer",
+    "LigerGRPOConfig": "training_args",
+    "LigerGRPOTrainer": "grpo_trainer",
+    "LigerRLOOConfig": "training_args",
+    "LigerRLOOTrainer": "rloo_trainer",
+    "LigerDistillationConfig": "training_args",
+    "LigerDistillationTrainer": "distillation_trainer",
     "LigerReport": "patching",
     "apply_liger": "patching",
     "remove_liger": "patching",
@@ -28,6 +36,8 @@ __version__ = "0.1.0"
 def __getattr__(name):
     if name in _WHERE:
         return getattr(importlib.import_module(f"liger_trainer.{_WHERE[name]}"), name)
+    if name == "losses":
+        return importlib.import_module("liger_trainer.losses")
     if name.startswith("apply_liger_kernel_to_"):
         return getattr(importlib.import_module("liger_trainer.auto"), name)
     raise AttributeError(f"module 'liger_trainer' has no attribute {name!r}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transformers import TrainingArguments
-from trl import DPOConfig, SFTConfig
+from trl import DPOConfig, DistillationConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 
 from liger_trainer.patching import check_config
 
@@ -69,3 +69,31 @@ class LigerDPOConfig(LigerArguments, DPOConfig):
     """[`~trl.DPOConfig`] with `use_liger` and `liger_config`, for [`LigerDPOTrainer`]."""
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "liger_config"]
+
+
+@dataclass
+class LigerKTOConfig(LigerArguments, KTOConfig):
+    """[`~trl.KTOConfig`] with `use_liger` and `liger_config`, for [`LigerKTOTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*KTOConfig._VALID_DICT_FIELDS, "liger_config"]
+
+
+@dataclass
+class LigerGRPOConfig(LigerArguments, GRPOConfig):
+    """[`~trl.GRPOConfig`] with `use_liger` and `liger_config`, for [`LigerGRPOTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "liger_config"]
+
+
+@dataclass
+class LigerRLOOConfig(LigerArguments, RLOOConfig):
+    """[`~trl.RLOOConfig`] with `use_liger` and `liger_config`, for [`LigerRLOOTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "liger_config"]
+
+
+@dataclass
+class LigerDistillationConfig(LigerArguments, DistillationConfig):
+    """[`~trl.DistillationConfig`] with `use_liger` and `liger_config`, for [`LigerDistillationTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*DistillationConfig._VALID_DICT_FIELDS, "liger_config"]

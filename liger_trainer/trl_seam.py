@@ -59,7 +59,13 @@ class LigerTRLMixin(LigerTrainerMixin):
     `_seam` (which globals of TRL's module are replaced while the stock `__init__` runs) and, for frozen models that the
     replacements do not see, calls `_patch_frozen`. What the stock trainer would ignore in silence is refused in
     `_finish_init`, which runs last.
+
+    Attributes:
+        ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
+            one is an error.
     """
+
+    ignored_fields: tuple[str, ...] = ()
 
     def __init__(self, *args, **kwargs):
         stock_init = super().__init__
@@ -108,6 +114,9 @@ class LigerTRLMixin(LigerTrainerMixin):
             apply_liger(model, getattr(self.args, "liger_config", None))
 
     def _finish_init(self) -> None:
+        for name in self.ignored_fields:
+            if value := getattr(self.args, name):
+                raise ValueError(f"{name} is {value}, which {self._stock_class().__name__} does not use. Remove it.")
         if self.loss_hook != "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss:
             raise ValueError(
                 f"{type(self).__name__} overrides token_loss, which {self._stock_class().__name__} never calls. "

@@ -1,0 +1,21 @@
+"""`LigerKTOTrainer`: `trl.KTOTrainer` with our fused head behind TRL's own contract."""
+
+from trl import KTOTrainer
+
+from liger_trainer.trl_seam import LigerTRLMixin
+
+
+class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
+    """[`~trl.KTOTrainer`] with the same losses, gradients and metrics, on fused kernels.
+
+    The policy and the reference model are patched, and neither builds logits, the mismatched pairs of the KL estimate
+    included. Takes the arguments of `KTOTrainer`; `args` is a [`LigerKTOConfig`] (a plain `KTOConfig` counts as
+    `use_liger=True`). Every option keeps its meaning, since the loss code is TRL's. Beyond stock: a LoRA on `lm_head`
+    trains.
+
+    Raises:
+        ValueError: An option that would have no effect.
+    """
+
+    loss_hook = None
+    ignored_fields = ("label_smoothing_factor",)
