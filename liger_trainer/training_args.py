@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transformers import TrainingArguments
-from trl import DPOConfig, DistillationConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
+from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 
 from liger_trainer.patching import check_config
 
