@@ -1,7 +1,9 @@
 """The rows of a recipe: from a file, a folder or the Hub, to what TRL's trainers take."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from liger_trainer.recipe import RecipeArguments, RecipeError
 
@@ -35,6 +37,81 @@ def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
     # Not str.format on the row's text: braces in it are text, and format leaves inserted values alone.
     prompt = template.format(instruction=row["instruction"], input=row.get("input") or "")
     return {"prompt": prompt, "completion": row["output"]}
+
+
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
+    """A ShareGPT row as messages of `role` and `content`.
+
+    Args:
+        row (`dict`): `conversations`, a list of turns `{"from", "value"}`; optionally `chosen` and `rejected`, one turn
+            each, which answer them; optionally `system`, text that goes before the first turn.
+        index (`int`): The row's number, for error messages.
+
+    Returns:
+        `dict`: `prompt`, `chosen` and `rejected`, or `messages` for a row without a preference.
+
+    Raises:
+        RecipeError: A turn is not of that form, is empty or out of place, or only one answer is there.
+    """
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise RecipeError(f"Row {index} of the dataset has conversations {turns!r}; expected a list of turns.")
+    messages = [_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
+    if row.get("system"):
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    last, answers = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
+    if not any(answers.values()):
+        if last != "assistant":
+            raise RecipeError(
+                f"Row {index} of the dataset ends with a turn of {last!r}, and there is nothing to learn from it. End "
+                "it with a turn from 'gpt', or add chosen and rejected."
+            )
+        return {"messages": messages}
+    if last != "user":
+        raise RecipeError(
+            f"Row {index} of the dataset has chosen and rejected answers to a turn of {last!r}; expected the last of "
+            "the conversations to be from 'human'."
+        )
+    answers = {name: [_message(turn, name, index)] for name, turn in answers.items()}
+    for name, (message,) in answers.items():
+        if message["role"] != "assistant":
+            raise RecipeError(f"Row {index} of the dataset has {name} from {row[name]['from']!r}; expected 'gpt'.")
+    return {"prompt": messages, **answers}
+
+
+def _message(turn, where: str, index: int) -> dict[str, str]:
+    if not isinstance(turn, dict) or turn.get("from") not in _ROLES or not isinstance(turn.get("value"), str):
+        raise RecipeError(
+            f"Row {index} of the dataset has {where} {turn!r}; expected from, one of {', '.join(_ROLES)}, and value, a "
+            "text. Mend or remove the row."
+        )
+    if not turn["value"].strip():
+        raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Mend or remove the row.")
+    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
+
+
+class _Template(NamedTuple):
+    """A `prompt_template`: `convert(row, index)` turns columns, of which `optional` may be missing, into others.
+
+    `replaced` are the columns that go; None: all of them.
+    """
+
+    convert: Callable[[dict, int], dict]
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    replaced: tuple[str, ...] | None = None
+
+
+_TEMPLATES = {
+    "alpaca": _Template(alpaca_row, ("instruction", "output"), ("input",)),
+    "sharegpt": _Template(
+        sharegpt_row, ("conversations",), ("chosen", "rejected", "system"),
+        ("conversations", "chosen", "rejected", "system"),
+    ),
+}  # fmt: skip
 
 
 def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
@@ -112,21 +189,30 @@ def _load(args: RecipeArguments, source: str, split: str):
 
 def _prepare(rows, args: RecipeArguments, columns: tuple[tuple[str, ...], ...]):
     """Apply the template, and check that the trainer can use the columns."""
-    have = set(rows.column_names)
-    listed = ", ".join(rows.column_names)
-    if args.prompt_template == "alpaca":
-        if missing := sorted({"instruction", "output"} - have):
+    name, listed = args.prompt_template, ", ".join(rows.column_names)
+    if name != "none":
+        template = _TEMPLATES[name]
+        if missing := [column for column in template.needed if column not in rows.column_names]:
             raise RecipeError(
-                f"dataset_name {args.dataset_name!r} has the columns {listed}; prompt_template: alpaca needs "
-                f"instruction and output (input is optional), and {' and '.join(missing)} is missing."
+                f"dataset_name {args.dataset_name!r} has the columns {listed}; prompt_template: {name} needs "
+                f"{' and '.join(template.needed)} ({', '.join(template.optional)} optional), and "
+                f"{' and '.join(missing)} is missing."
             )
-        return rows.map(
-            alpaca_row, with_indices=True, remove_columns=rows.column_names, desc="Applying the Alpaca template"
+        replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
+        rows = rows.map(
+            template.convert, with_indices=True, remove_columns=replaced, desc=f"Applying the template {name}"
         )
+    have = set(rows.column_names)
     if not any(set(needed) <= have for needed in columns):
         needs = "; ".join(" and ".join(needed) for needed in columns)
-        hint = " Its rows look like Alpaca's: set prompt_template: alpaca." if {"instruction", "output"} <= have else ""
+        hints = [
+            f" Its rows look like those of {other!r}: set prompt_template: {other}."
+            for other, template in _TEMPLATES.items()
+            if name == "none" and set(template.needed) <= have
+        ]
+        made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
         raise RecipeError(
-            f"dataset_name {args.dataset_name!r} has the columns {listed}; the trainer needs one of: {needs}.{hint}"
+            f"dataset_name {args.dataset_name!r} has the columns {listed}{made}; the trainer needs one of: {needs}."
+            f"{''.join(hints)}"
         )
     return rows

@@ -28,7 +28,7 @@ class RecipeArguments:
     """The keys of a recipe that belong neither to the trainer's config nor to TRL's `ModelConfig`."""
 
     trainer: str = field(
-        default="sft", metadata={"help": "Which trainer runs the recipe; 'sft' is the only one so far."}
+        default="sft", metadata={"help": "Which trainer runs the recipe: a name of the table under Trainers."}
     )
     dataset_name: str | None = field(
         default=None,
@@ -51,11 +51,12 @@ class RecipeArguments:
     max_rows: int | None = field(
         default=None, metadata={"help": "Train on the first so many rows only. Unset: on all."}
     )
-    prompt_template: Literal["none", "alpaca"] = field(
+    prompt_template: Literal["none", "alpaca", "sharegpt"] = field(
         default="none",
         metadata={
-            "help": "'alpaca' turns rows of instruction, input and output into prompt and completion. 'none' hands the "
-            "rows to the trainer as they are: messages, prompt and completion, or text."
+            "help": "'alpaca' turns rows of instruction, input and output into prompt and completion. 'sharegpt' turns "
+            "conversations of from and value, with or without chosen and rejected, into messages. 'none' hands the "
+            "rows to the trainer as they are."
         },
     )
 
@@ -86,6 +87,7 @@ TRAINERS = {
     "sft": TrainerEntry(
         "LigerSFTConfig", "LigerSFTTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
     ),
+    "dpo": TrainerEntry("LigerDPOConfig", "LigerDPOTrainer", (("chosen", "rejected"),)),
 }
 
 

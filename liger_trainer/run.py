@@ -1,5 +1,6 @@
 """Run a parsed recipe: check everything, load, train, save."""
 
+import inspect
 import os
 
 from liger_trainer.data import load_rows
@@ -50,6 +51,8 @@ def run(recipe: Recipe) -> Summary | None:
     if source.is_gguf:  # TRL's trainers cannot load one themselves
         training.model_init_kwargs = None
         given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
+        if _needs_reference(recipe):
+            given["ref_model"], _ = _load_gguf(source, config, init, recipe)
     else:
         training.model_init_kwargs = source.options | init
         given["model"] = source.path
@@ -111,6 +114,16 @@ def _check_evaluation(recipe: Recipe) -> None:
             f"{recipe.path}: rows are kept for evaluation, but eval_strategy is 'no', so they would never be used. Set "
             "eval_strategy: steps or epoch, or remove dataset_eval_split and eval_fraction."
         )
+
+
+def _needs_reference(recipe: Recipe) -> bool:
+    """Whether the trainer would load a second copy of the model by its path, to compare the trained one with."""
+    import liger_trainer
+
+    trainer = getattr(liger_trainer, recipe.entry.trainer)
+    takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
+    precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
+    return takes_one and not precomputed and not recipe.model.use_peft
 
 
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):

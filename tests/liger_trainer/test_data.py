@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from liger_trainer.data import alpaca_row, load_rows
+from liger_trainer.data import alpaca_row, load_rows, sharegpt_row
 from liger_trainer.paths import shipped
 from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError
 
@@ -19,8 +19,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def load(folder, seed=0, **keys):
-    return load_rows(RecipeArguments(**keys), folder, COLUMNS, seed)
+def load(folder, seed=0, columns=COLUMNS, **keys):
+    return load_rows(RecipeArguments(**keys), folder, columns, seed)
 
 
 def write(path, rows):
@@ -155,6 +155,74 @@ def test_rows_that_are_not_text(tmp_path):
         path = write(tmp_path / "rows.jsonl", [{"instruction": "a", "output": "b"}, row])
         with pytest.raises(RecipeError, match=message):
             load(tmp_path, dataset_name=path, prompt_template="alpaca")
+
+
+QUESTION = {"from": "human", "value": "Hi"}
+GOOD, BAD = {"from": "gpt", "value": "Hello"}, {"from": "gpt", "value": "What?"}
+
+
+def test_sharegpt_rows(tmp_path):
+    """A preference, with a system turn or column; extra columns stay. Without a preference: messages."""
+    rows = [
+        {"conversations": [{"from": "system", "value": "Be kind."}, QUESTION], "chosen": GOOD, "rejected": BAD, "n": 1},
+        {"conversations": [QUESTION, GOOD, QUESTION], "chosen": GOOD, "rejected": BAD, "n": 2},
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    train, _ = load(tmp_path, columns=TRAINERS["dpo"].columns, dataset_name=path, prompt_template="sharegpt")
+    hi, hello = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    answers = {"chosen": [hello], "rejected": [{"role": "assistant", "content": "What?"}]}
+    be_kind = {"role": "system", "content": "Be kind."}
+    assert train.to_list() == [
+        {"prompt": [be_kind, hi], **answers, "n": 1},
+        {"prompt": [hi, hello, hi], **answers, "n": 2},
+    ]
+    assert sharegpt_row({"conversations": [QUESTION], "system": "Be kind.", "chosen": GOOD, "rejected": BAD}) == {
+        "prompt": [be_kind, hi],
+        **answers,
+    }
+    assert sharegpt_row({"conversations": [QUESTION, GOOD]}) == {"messages": [hi, hello]}
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"conversations": "Hi"}, "Row 3 of the dataset has conversations 'Hi'; expected a list of turns"),
+        ({"conversations": [{"from": "bot", "value": "Hi"}]}, r"conversations\[0\] .*'bot'.*expected from, one of human"),
+        ({"conversations": [{"from": "human", "value": " "}]}, r"an empty text in conversations\[0\]"),
+        ({"conversations": [QUESTION]}, "ends with a turn of 'user', and there is nothing to learn from it"),
+        ({"conversations": [QUESTION], "chosen": GOOD}, "rejected None; expected from"),
+        ({"conversations": [QUESTION], "chosen": GOOD, "rejected": "What?"}, "rejected 'What\\?'; expected from"),
+        ({"conversations": [QUESTION], "chosen": QUESTION, "rejected": BAD}, "chosen from 'human'; expected 'gpt'"),
+        ({"conversations": [QUESTION, GOOD], "chosen": GOOD, "rejected": BAD}, "answers to a turn of 'assistant'"),
+    ],
+    ids=str,
+)
+def test_malformed_sharegpt_rows(row, message):
+    with pytest.raises(RecipeError, match=message):
+        sharegpt_row(row, 3)
+
+
+def test_rows_that_the_trainer_cannot_use(tmp_path):
+    dpo = TRAINERS["dpo"].columns
+    path = write(tmp_path / "rows.jsonl", [{"conversations": [QUESTION], "chosen": GOOD, "rejected": BAD}])
+    with pytest.raises(RecipeError, match="trainer needs one of: messages.*set prompt_template: sharegpt"):
+        load(tmp_path, dataset_name=path)
+    path = write(tmp_path / "alpaca.jsonl", ALPACA)
+    with pytest.raises(RecipeError, match="alpaca makes prompt, completion; the trainer needs one of: chosen and rej"):
+        load(tmp_path, columns=dpo, dataset_name=path, prompt_template="alpaca")
+
+
+def test_preference_quickstart_rows():
+    """At least 64 pairs of messages, no question, answer or refusal twice."""
+    lines = (shipped("recipes") / "data" / "preference_quickstart.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) >= 64
+    for name, role in (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant")):
+        assert all([message["role"] for message in row[name]] == [role] for row in rows)
+        texts = [row[name][0]["content"] for row in rows]
+        assert all(text and text == text.strip() for text in texts)
+        assert len(set(texts)) == len(rows)
+    assert max(len(row[name][0]["content"].split()) for row in rows for name in row) <= 30
 
 
 def test_quickstart_rows():

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = {
     "recipes/quickstart.yaml",
     "recipes/data/alpaca_quickstart.jsonl",
+    "recipes/data/preference_quickstart.jsonl",
     "recipes/llama3_8b/sft_alpaca.yaml",
     "configs/fsdp2.yaml",
 }

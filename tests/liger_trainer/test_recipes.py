@@ -8,7 +8,7 @@ import yaml
 from recipe_fixtures import command, write_recipe
 
 from liger_trainer.paths import shipped
-from liger_trainer.recipe import RecipeArguments, RecipeError, describe, parse_recipe, recipe_names
+from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError, describe, parse_recipe, recipe_names
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(recipe_names())
@@ -23,6 +23,7 @@ def recipe_text(tmp_path, text):
 
 def test_names():
     assert {"quickstart", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora"} <= set(SHIPPED)
+    assert {"quickstart_dpo", "llama3_8b/dpo_ultrafeedback"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -30,7 +31,6 @@ def test_shipped_recipe_parses(name):
     """On a machine without a GPU bf16 is refused by transformers, so it is switched off here and nothing else is."""
     recipe = parse_recipe(name, ["--bf16", "false"])
     assert recipe.training.use_liger is True
-    assert recipe.args.prompt_template == "alpaca"
     assert describe(recipe.path).endswith(".")
     assert f"train {name}" in recipe.path.read_text(), "the header gives the command"
 
@@ -79,7 +79,7 @@ UNKNOWN = {
         "'learning_rate' stands under model_init_kwargs but belongs to LigerSFTConfig. Move it to the left margin.",
     ),
     "twice": ("max_steps: 3\nmax_steps: 4", "line 2: the key 'max_steps' is there twice; keep one."),
-    "trainer": ("trainer: sfd", "trainer is 'sfd'; expected one of: sft."),
+    "trainer": ("trainer: sfd", f"trainer is 'sfd'; expected one of: {', '.join(TRAINERS)}."),
     "kernel": ("liger_config: {rmsnorm: false}", "rms_norm"),
     "no mapping": ("- max_steps", "holds list; expected a mapping"),
     "not YAML": ("max_steps: [", "is not valid YAML"),
@@ -112,7 +112,7 @@ WRONG_TYPE = {
     "float": ("learning_rate: fast", "learning_rate is 'fast', a string; expected a number."),
     "str": ("output_dir: 5", "output_dir is 5, an integer; expected a string."),
     "list": ("lora_target_modules: [1, 2]", "lora_target_modules is [1, 2], a list; expected a list of strings."),
-    "literal": ("prompt_template: vicuna", "prompt_template is 'vicuna', a string; expected one of 'none', 'alpaca'."),
+    "literal": ("prompt_template: vicuna", "prompt_template is 'vicuna', a string; expected one of 'none', 'alpaca', 'sharegpt'."),
     "enum": (
         "save_strategy: sometimes",
         "save_strategy is 'sometimes', a string; expected one of 'no', 'steps', 'epoch', 'best'.",
@@ -192,3 +192,5 @@ def test_docs_page_words_the_keys_as_help_does():
     for field in dataclasses.fields(RecipeArguments):
         default = "unset" if field.default is None else f"`{field.default}`"
         assert f"| `{field.name}` | {default} | {field.metadata['help']} |" in page, field.name
+    for name, entry in TRAINERS.items():
+        assert f"| `{name}` | `{entry.trainer}`, `{entry.config}` |" in page, name
