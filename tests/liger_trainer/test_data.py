@@ -187,7 +187,10 @@ def test_sharegpt_rows(tmp_path):
     "row, message",
     [
         ({"conversations": "Hi"}, "Row 3 of the dataset has conversations 'Hi'; expected a list of turns"),
-        ({"conversations": [{"from": "bot", "value": "Hi"}]}, r"conversations\[0\] .*'bot'.*expected from, one of human"),
+        (
+            {"conversations": [{"from": "bot", "value": "Hi"}]},
+            r"conversations\[0\] .*'bot'.*expected from, one of human",
+        ),
         ({"conversations": [{"from": "human", "value": " "}]}, r"an empty text in conversations\[0\]"),
         ({"conversations": [QUESTION]}, "ends with a turn of 'user', and there is nothing to learn from it"),
         ({"conversations": [QUESTION], "chosen": GOOD}, "rejected None; expected from"),

@@ -112,7 +112,10 @@ WRONG_TYPE = {
     "float": ("learning_rate: fast", "learning_rate is 'fast', a string; expected a number."),
     "str": ("output_dir: 5", "output_dir is 5, an integer; expected a string."),
     "list": ("lora_target_modules: [1, 2]", "lora_target_modules is [1, 2], a list; expected a list of strings."),
-    "literal": ("prompt_template: vicuna", "prompt_template is 'vicuna', a string; expected one of 'none', 'alpaca', 'sharegpt'."),
+    "literal": (
+        "prompt_template: vicuna",
+        "prompt_template is 'vicuna', a string; expected one of 'none', 'alpaca', 'sharegpt'.",
+    ),
     "enum": (
         "save_strategy: sometimes",
         "save_strategy is 'sometimes', a string; expected one of 'no', 'steps', 'epoch', 'best'.",
