@@ -1,9 +1,10 @@
-"""The command `liger-trainer`: train a recipe, list the recipes, or say what would be patched in a model."""
+"""The command `liger-trainer`: train a recipe, list the recipes, say what would be patched in a model; Medusa heads."""
 
 import argparse
 import os
 import sys
 
+from liger_trainer.medusa.commands import add_medusa_commands
 from liger_trainer.recipe import RecipeError, describe, parse_recipe, recipe_names
 
 
@@ -45,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--gguf_file", help="a GGUF file in the folder MODEL")
     doctor.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with MODEL")
     doctor.set_defaults(run=_doctor)
+
+    add_medusa_commands(commands)
     return parser
 
 

@@ -1,0 +1,165 @@
+"""Self-distillation data: the model's own answers to prompts, as rows that a recipe trains on.
+
+Heads are to guess what the model itself writes, so its own text teaches them more than anyone else's. Rows are
+`prompt` and `completion`, text or messages as the prompts are, and `prompt_index`, the row of the prompts.
+"""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from liger_trainer.medusa.prompts import Prompt, answer, encode, end_tokens
+
+# A batch of prompts to (text, whether it came to its own end) of each.
+Answerer = Callable[[Sequence[Prompt]], list[tuple[str, bool]]]
+
+
+@dataclass(frozen=True)
+class DistillReport:
+    """Rows written by this call and before it, and answers left out: cut at `max_new_tokens`, or empty."""
+
+    written: int
+    found: int
+    cut: int
+    empty: int
+
+    def __str__(self) -> str:
+        before = f", after {self.found} that were there" if self.found else ""
+        left_out = [f"{self.cut} cut at max_new_tokens"] * bool(self.cut) + [f"{self.empty} empty"] * bool(self.empty)
+        return f"{self.written} rows written{before}" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+
+
+def distill(
+    prompts: Sequence[Prompt],
+    output: str,
+    answerer: Answerer,
+    batch_size: int = 16,
+    progress: Callable[[int], None] = lambda done: None,
+) -> DistillReport:
+    """Answer `prompts` and append the rows to `output`, a batch at a time; a run that was stopped goes on from there.
+
+    An answer that was cut is left out: a trainer would put the end-of-text token behind it, and the heads, or in
+    stage 2 the model, would learn to stop in the middle of a sentence.
+
+    Args:
+        prompts: As `read_prompts` returns them.
+        output (`str`): A .jsonl file, made where missing.
+        answerer: `local_answerer(...)` or `server_answerer(...)`.
+        batch_size (`int`, *optional*, defaults to 16): Prompts handed to `answerer` at once.
+        progress (*optional*): Called with the number of prompts done.
+
+    Raises:
+        ValueError: `batch_size` < 1, or `output` holds rows of other prompts.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected 1 or more.")
+    if Path(output).suffix != ".jsonl":
+        raise ValueError(f"output is {output!r}; expected a file ending in .jsonl, a row a line.")
+    found, start = _rows_there(output, prompts)
+    written = cut = empty = 0
+    os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
+    with open(output, "a", encoding="utf-8") as file:
+        for first in range(start, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            for index, (prompt, (text, ended)) in enumerate(zip(batch, answerer(batch), strict=True), start=first):
+                if not ended or not text.strip():
+                    cut, empty = cut + (not ended), empty + ended
+                    continue
+                completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                row = {"prompt": prompt, "completion": completion, "prompt_index": index}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                written += 1
+            file.flush()
+            progress(first + len(batch))
+    return DistillReport(written, found, cut, empty)
+
+
+def _rows_there(output: str, prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """How many rows `output` has, and the index of the first prompt to answer. Half a line at the end is cut off."""
+    if not os.path.exists(output):
+        return 0, 0
+    with open(output, "r+b") as file:
+        content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        file.truncate(len(whole))
+    last, lines = -1, whole.decode("utf-8").split("\n")[:-1]  # not splitlines: U+2028 may stand in a text
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            last = row["prompt_index"]
+            same = row["prompt"] == prompts[last]
+        except (json.JSONDecodeError, KeyError, TypeError, IndexError):
+            same = False
+        if not same:
+            raise ValueError(
+                f"output is {output!r}, which is there already, and its line {number} does not answer one of these "
+                "prompts. Give the prompts and the max_rows that it was begun with, or another file."
+            )
+    return len(lines), last + 1
+
+
+def local_answerer(model, tokenizer, max_new_tokens: int = 512, temperature: float = 0.0) -> Answerer:
+    """Answers of a model in this process, see `prompts.answer`."""
+    _check(max_new_tokens, temperature)
+    ends = end_tokens(model, tokenizer)
+
+    def answer_batch(prompts):
+        answers = answer(model, [encode(tokenizer, p) for p in prompts], ends, max_new_tokens, temperature)
+        return [(tokenizer.decode(new, skip_special_tokens=True), new[-1] in ends) for new in answers]
+
+    return answer_batch
+
+
+def server_answerer(
+    url: str, model: str, max_new_tokens: int = 512, temperature: float = 0.0, timeout_s: float = 600.0
+) -> Answerer:
+    """Answers of an OpenAI-compatible server: `/v1/chat/completions` for messages, `/v1/completions` for text.
+
+    Args:
+        url (`str`): Such as `http://localhost:8000`, with or without `/v1`.
+        model (`str`): The name under which the server has the model.
+
+    Raises:
+        ValueError: `url` is not http(s); on use: the server cannot be reached or refuses.
+    """
+    _check(max_new_tokens, temperature)
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"server is {url!r}; expected a URL such as http://localhost:8000.")
+    root = url.rstrip("/").removesuffix("/v1") + "/v1"
+
+    def ask(prompt: Prompt) -> tuple[str, bool]:
+        path, key = ("/completions", "prompt") if isinstance(prompt, str) else ("/chat/completions", "messages")
+        body = {"model": model, key: prompt, "max_tokens": max_new_tokens, "temperature": temperature}
+        request = urllib.request.Request(
+            root + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                choice = json.load(response)["choices"][0]
+            text = choice["text"] if isinstance(prompt, str) else choice["message"]["content"]
+        except urllib.error.HTTPError as error:
+            said = error.read().decode("utf-8", "replace")[:500]
+            raise ValueError(f"server {root + path} answered {error.code} for model {model!r}: {said}") from error
+        except OSError as error:
+            raise ValueError(f"server {root + path} cannot be reached: {error}. Is it running there?") from error
+        except (json.JSONDecodeError, LookupError, TypeError) as error:
+            raise ValueError(f"server {root + path} answered what is not an OpenAI completion: {error!r}.") from error
+        return text or "", choice.get("finish_reason") == "stop"
+
+    def answer_batch(prompts):
+        with ThreadPoolExecutor(len(prompts)) as pool:  # the server batches what comes at once
+            return list(pool.map(ask, prompts))
+
+    return answer_batch
+
+
+def _check(max_new_tokens: int, temperature: float) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more.")
+    if temperature < 0:
+        raise ValueError(f"temperature is {temperature}; expected 0 (greedy) or more.")

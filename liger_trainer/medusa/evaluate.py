@@ -1,0 +1,281 @@
+"""How good Medusa heads are: on the greedy text of their own model, not on anyone else's.
+
+With y the greedy text and t a position in it, head k is right where its argmax at t is y[t + k + 1]. The number that
+matters is the acceptance length: tokens a forward pass yields. It follows from one teacher-forced forward over the text
+by walking it as a decoder would: from t, the a leading heads that are right are accepted, the model's own token follows
+them, and the walk goes on at t + a + 1. `decode.greedy_decode` measures the same number by decoding.
+"""
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from liger_trainer.fused_head import output_head
+from liger_trainer.lm_head import innermost
+from liger_trainer.medusa.decode import Decoded, greedy_decode, head_input
+from liger_trainer.medusa.heads import MedusaHeads
+from liger_trainer.medusa.prompts import answer
+
+RANKS = 10  # how deep the tree looks into a head's candidates
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Measured decoding of `rows` prompts, one at a time, with the heads and without.
+
+    `differ` counts rows whose two texts part at a near tie of the model's own logits, closer than rounding in its dtype
+    can tell; any other difference is an error.
+    """
+
+    rows: int
+    tokens: int
+    tokens_per_second: float
+    tokens_per_second_without: float
+    tokens_per_pass: float
+    differ: int
+
+
+@dataclass(frozen=True)
+class MedusaReport:
+    """What `evaluate` found. `str()` is a table.
+
+    Attributes:
+        accuracy: For each head, the share of positions whose token is its 1st, ..., `RANKS`-th candidate (not summed).
+        accepted: For each head, how often its guess was accepted where all heads before it were right (chain).
+        chain, tree: Tokens per forward pass, the pass over the prompt and its token left out. 1 without heads.
+        medusa_choices: The tree: paths of ranks (0 is the first candidate), as FasterDecoding's decoder takes them.
+    """
+
+    heads: dict
+    rows: int
+    tokens: int
+    accuracy: list[list[float]]
+    accepted: list[float | None]
+    chain: float
+    tree: float
+    medusa_choices: list[list[int]]
+    decoding: Decoding | None
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        kind = "tied" if self.heads["medusa_tied"] else "untied"
+        lines = [
+            f"Medusa: {self.heads['medusa_num_heads']} {kind} heads of {self.heads['medusa_num_layers']} block(s), on "
+            f"{self.tokens} tokens of greedy text after {self.rows} prompts",
+            "  head   top-1   top-2   top-3   top-4   top-5   accepted after those before it",
+        ]
+        for k, ranks in enumerate(self.accuracy):
+            tops = "   ".join(f"{sum(ranks[: n + 1]):.3f}" for n in range(5))
+            accepted = "-" if self.accepted[k] is None else f"{self.accepted[k]:.3f}"
+            lines.append(f"  {k + 1:<6} {tops}   {accepted}")
+        lines += [
+            "  tokens per forward pass (1 without heads)",
+            f"    chain  {self.chain:.3f}",
+            f"    tree   {self.tree:.3f}   of {len(self.medusa_choices)} nodes",
+        ]
+        if (d := self.decoding) is not None:
+            lines += [
+                f"  decoding {d.tokens} tokens after {d.rows} prompts, one at a time, chain",
+                f"    without heads  {d.tokens_per_second_without:.1f} tokens/s",
+                f"    with heads     {d.tokens_per_second:.1f} tokens/s, "
+                f"{d.tokens_per_second / d.tokens_per_second_without:.2f} times; {d.tokens_per_pass:.3f} tokens a pass",
+                f"    same text      {d.rows - d.differ} of {d.rows} rows"
+                + (f"; {d.differ} part at a near tie, within rounding" if d.differ else ""),
+            ]
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def evaluate(
+    model,
+    heads: MedusaHeads,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 16,
+    decode_rows: int = 8,
+    tree_nodes: int = 64,
+) -> MedusaReport:
+    """Accuracy, acceptance length and decoding speed of `heads` on the greedy text of `model`.
+
+    Args:
+        model (`PreTrainedModel`): Its mode is put back afterwards.
+        heads (`MedusaHeads`): On the device of the LM head and in its dtype; attached to the model or not.
+        prompts: Token ids, one list a prompt.
+        ends (`set[int]`): Tokens that end a text, as `end_tokens` gives them.
+        max_new_tokens (`int`, *optional*, defaults to 128): Where a greedy text is cut.
+        batch_size (`int`, *optional*, defaults to 16): Prompts answered at once.
+        decode_rows (`int`, *optional*, defaults to 8): Prompts that are decoded with heads and without; 0: none.
+        tree_nodes (`int`, *optional*, defaults to 64): Size of the tree, built from the accuracy measured here.
+
+    Raises:
+        ValueError: A number is out of its range, or no text has two tokens, so that there is nothing to guess.
+        RuntimeError: The text decoded with heads is not the greedy text, and no near tie explains it.
+    """
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 2),
+        ("batch_size", batch_size, 1),
+        ("decode_rows", decode_rows, 0),
+        ("tree_nodes", tree_nodes, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected {least} or more.")
+    training = model.training
+    model.eval()
+    try:
+        texts = []
+        for first in range(0, len(prompts), batch_size):
+            texts += answer(model, prompts[first : first + batch_size], ends, max_new_tokens)
+        rows = [ranks_of(model, heads, p, text) for p, text in zip(prompts, texts, strict=True) if len(text) > 1]
+        if not rows:
+            raise ValueError(f"The model ends all {len(prompts)} texts after one token: there is nothing to guess.")
+        decoding = _measure(model, heads, prompts[:decode_rows], ends, max_new_tokens) if decode_rows else None
+    finally:
+        model.train(training)
+    accuracy = _accuracy(rows, len(heads))
+    choices = build_tree(accuracy, tree_nodes)
+    chain, accepted = walk(rows, [[0] * depth for depth in range(1, len(heads) + 1)])
+    return MedusaReport(
+        heads=heads.config.to_dict(),
+        rows=len(prompts),
+        tokens=sum(map(len, texts)),
+        accuracy=accuracy,
+        accepted=accepted,
+        chain=chain,
+        tree=walk(rows, choices)[0],
+        medusa_choices=choices,
+        decoding=decoding,
+    )
+
+
+def ranks_of(model, heads: MedusaHeads, prompt: list[int], text: list[int]) -> torch.Tensor:
+    """Rank of the right token among each head's candidates, in one forward over prompt and text.
+
+    Returns:
+        `torch.Tensor`: (K, n - 1) int64 on the CPU for a text of n tokens. Row k, column i: head k + 1, at the position
+        whose next token is `text[i]`, against `text[i + k + 1]`; 0 is the first candidate, -1 means past the end.
+    """
+    head, device = innermost(output_head(model)), model.device
+    with head_input(model) as seen:
+        model(input_ids=torch.tensor([prompt + text], device=device), use_cache=False)
+    hidden = seen[0][0, len(prompt) - 1 : -2]  # (n - 1, H): the last two positions have nothing to guess in the text
+    target = torch.tensor(text, device=device)
+    ranks = torch.full((len(heads), len(text) - 1), -1)
+    for k, own in enumerate(heads):
+        rows = len(text) - 1 - k
+        if rows < 1:
+            break
+        logits = (own.lm_head or head)(own(hidden[:rows]))  # (rows, V), one head's at a time
+        right = target[k + 1 :, None]
+        value = logits.gather(-1, right)
+        before = torch.arange(logits.shape[-1], device=device) < right  # argmax takes the first of equals
+        ranks[k, :rows] = ((logits > value) | ((logits == value) & before)).sum(-1).cpu()
+    return ranks
+
+
+def _accuracy(rows: list[torch.Tensor], num_heads: int) -> list[list[float]]:
+    """Share of each of the first `RANKS` ranks, for each head, over all rows of text."""
+    ranks = torch.cat(rows, dim=1)
+    return [
+        [(ranks[k] == rank).sum().item() / max((ranks[k] >= 0).sum().item(), 1) for rank in range(RANKS)]
+        for k in range(num_heads)
+    ]
+
+
+def build_tree(accuracy: list[list[float]], nodes: int) -> list[list[int]]:
+    """The `nodes` paths of candidates that are most likely to be right, most likely first.
+
+    A path (r_1, ..., r_j) takes head 1's candidate of rank r_1, and so on; its chance is taken as the product of the
+    heads' measured accuracies at those ranks, and the tree grows greedily, as in Cai et al. 2024, arXiv:2401.10774. A
+    path's chance is at most that of its beginning, so every path's beginning is in the tree too. Paths whose chance was
+    measured as 0 are left out.
+    """
+    tree, heap = [], [(-chance, [rank]) for rank, chance in enumerate(accuracy[0])]
+    heapq.heapify(heap)
+    while heap and len(tree) < nodes:
+        negative, path = heapq.heappop(heap)
+        if negative == 0:
+            break
+        tree.append(path)
+        if len(path) < len(accuracy):
+            for rank, chance in enumerate(accuracy[len(path)]):
+                heapq.heappush(heap, (negative * chance, [*path, rank]))
+    return tree
+
+
+def walk(rows: list[torch.Tensor], paths: list[list[int]]) -> tuple[float, list[float | None]]:
+    """Tokens per forward pass of a decoder that tries `paths` of candidates (a chain: `[[0], [0, 0], ...]`).
+
+    Args:
+        rows: From `ranks_of`.
+        paths: Each with its beginnings, as `build_tree` gives them.
+
+    Returns:
+        `tuple[float, list]`: Tokens per pass, and for each head how often it was accepted where it was reached, None
+        where it never was.
+    """
+    known = {tuple(path) for path in paths}
+    num_heads = rows[0].shape[0]
+    reached, accepted, passes, tokens = [0] * num_heads, [0] * num_heads, 0, 0
+    for ranks in rows:
+        columns, at = ranks.T.tolist(), 0
+        tokens += len(columns)  # the first token of a text comes from the pass over the prompt
+        while at < len(columns):
+            passes += 1
+            taken = 0
+            for k, rank in enumerate(columns[at]):
+                if rank < 0:  # past the end of the text
+                    break
+                reached[k] += 1
+                if tuple(columns[at][: k + 1]) not in known:
+                    break
+                accepted[k] += 1
+                taken += 1
+            at += taken + 1
+    return tokens / passes, [a / r if r else None for a, r in zip(accepted, reached, strict=True)]
+
+
+def _measure(model, heads, prompts, ends, max_new_tokens) -> Decoding:
+    greedy_decode(model, heads, prompts[0], ends, 4)  # warm up
+    plain, plain_s = _timed(model, None, prompts, ends, max_new_tokens)
+    fast, fast_s = _timed(model, heads, prompts, ends, max_new_tokens)
+    differ = 0
+    for prompt, want, got in zip(prompts, plain, fast, strict=True):
+        if want.tokens != got.tokens:
+            _near_tie_or_raise(model, prompt, want.tokens, got.tokens)
+            differ += 1
+    return Decoding(
+        rows=len(prompts),
+        tokens=sum(len(d.tokens) for d in fast),
+        tokens_per_second=sum(len(d.tokens) for d in fast) / fast_s,
+        tokens_per_second_without=sum(len(d.tokens) for d in plain) / plain_s,
+        tokens_per_pass=sum(len(d.tokens) - 1 for d in fast) / max(sum(d.passes for d in fast), 1),
+        differ=differ,
+    )
+
+
+def _timed(model, heads, prompts, ends, max_new_tokens) -> tuple[list[Decoded], float]:
+    start = time.perf_counter()
+    done = [greedy_decode(model, heads, prompt, ends, max_new_tokens) for prompt in prompts]
+    return done, time.perf_counter() - start  # the last token has been read on the host, so the device is done
+
+
+def _near_tie_or_raise(model, prompt: list[int], want: list[int], got: list[int]) -> None:
+    """RuntimeError unless the two tokens where the texts part are as likely as each other, to rounding."""
+    at = next(i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b)
+    logits = model(input_ids=torch.tensor([prompt + want[:at]], device=model.device), use_cache=False).logits[0, -1]
+    gap = (logits[want[at]] - logits[got[at]]).abs().item()
+    # Several rows are multiplied in another order than one; an error of a few units in the last place of the largest
+    # logit is what that costs.
+    allowed = 16 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
+    if gap > allowed:
+        raise RuntimeError(
+            f"Decoding with heads wrote token {got[at]} where greedy decoding writes {want[at]}, {at} tokens into a "
+            f"text; their logits differ by {gap:.3g}, and rounding explains {allowed:.3g} at most."
+        )

@@ -1,0 +1,222 @@
+"""Head directories for servers, and back: one directory that FasterDecoding, TGI and vLLM (up to 0.32) read.
+
+    medusa_lm_head.safetensors  {k}.{l}.linear.weight, {k}.{l}.linear.bias, untied heads {k}.{L}.weight; k, l from 0
+    lm_head.safetensors         tied heads only: lm_head.weight (V, H), which vLLM reads from the head directory. A file
+                                of its own, since TGI refuses a head file with a name that the model has too.
+    config.json                 the keys of all three; no `architectures`, which TGI takes for another kind of draft
+
+vLLM's releases before it learned those names drop what they do not know without a word; for them the format "vllm" has
+vLLM's own: blocks.{k}.layers.{l}.weight and .bias, lm_heads.{k}.weight.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from liger_trainer.fused_head import output_head
+from liger_trainer.lm_head import innermost
+from liger_trainer.medusa.heads import (
+    CONFIG_FILE,
+    HEADS_FOLDER,
+    WEIGHTS_FILE,
+    MedusaHeads,
+    MedusaHeadsConfig,
+    heads_folder,
+)
+
+FORMATS = ("all", "vllm")
+LM_HEAD_FILE = "lm_head.safetensors"
+_LAYER = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
+_PROJECTION = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.weight")
+_VLLM_LAYER = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+_VLLM_PROJECTION = re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight")
+
+
+def export_heads(
+    heads: MedusaHeads,
+    output: str,
+    base_model: str,
+    lm_head: torch.nn.Module | None = None,
+    format: str = "all",
+    dtype: torch.dtype | None = None,
+) -> str:
+    """Write a head directory for servers.
+
+    Args:
+        heads (`MedusaHeads`): Trained heads.
+        output (`str`): The directory; it must be empty or not exist.
+        base_model (`str`): Path or name of the model that is served with them, as TGI is to find it.
+        lm_head (`nn.Linear`, *optional*): The LM head of that model; needed for tied heads.
+        format (`str`, *optional*, defaults to `"all"`): `"all"` or `"vllm"`, see the module's docstring.
+        dtype (`torch.dtype`, *optional*): Of the tensors written. Unset: as they are.
+
+    Returns:
+        `str`: `output`.
+
+    Raises:
+        ValueError: Unknown format, `output` is not empty, or no server of that format would compute what these heads
+            do: tied heads of several blocks with "all", tied heads on an LM head with a bias or an adapter.
+    """
+    config = heads.config
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; expected one of: {', '.join(FORMATS)}.")
+    if os.path.isdir(output) and os.listdir(output):
+        raise ValueError(
+            f"output is {output!r}, which is not empty; servers read every file there. Give a new directory."
+        )
+    if config.tied:
+        _check_tied(config, lm_head, format)
+    tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.state_dict().items()}
+    if format == "vllm":
+        tensors = {_to_vllm(name): tensor for name, tensor in tensors.items()}
+    os.makedirs(output, exist_ok=True)
+    save_file(tensors, os.path.join(output, WEIGHTS_FILE), metadata={"format": "pt"})
+    if config.tied:
+        weight = lm_head.weight.detach().to("cpu", dtype or heads[0][0].linear.weight.dtype).contiguous().clone()
+        save_file({"lm_head.weight": weight}, os.path.join(output, LM_HEAD_FILE), metadata={"format": "pt"})
+    with open(os.path.join(output, CONFIG_FILE), "w", encoding="utf-8") as file:
+        json.dump(_config_for_servers(config, base_model), file, indent=2)
+    return output
+
+
+def _check_tied(config: MedusaHeadsConfig, lm_head, format: str) -> None:
+    if config.num_layers != 1 and format == "all":
+        raise ValueError(
+            f"medusa_num_layers is {config.num_layers}; TGI reads tied heads of one block only. Export with format "
+            '"vllm", which takes any number.'
+        )
+    if lm_head is None:
+        raise ValueError("lm_head is None; the heads are tied, and vLLM reads the LM head from their directory.")
+    if hasattr(lm_head, "base_layer"):
+        raise ValueError(
+            "The LM head has an adapter, which a server does not see in the head directory. Merge it into the model "
+            "(merge_and_unload), save that, and export with it."
+        )
+    if lm_head.bias is not None:
+        raise ValueError("The LM head has a bias, which TGI and vLLM leave out; train heads with medusa_tied: false.")
+    if tuple(lm_head.weight.shape) != (config.vocab_size, config.hidden_size):
+        raise ValueError(
+            f"The LM head of the model is {tuple(lm_head.weight.shape)}, the heads were trained on "
+            f"{(config.vocab_size, config.hidden_size)}: give the model that they were trained on."
+        )
+
+
+def _config_for_servers(config: MedusaHeadsConfig, base_model: str) -> dict:
+    """The only keys with "num" and "heads", or "num" and "layers", are the two below: vLLM takes any such key for them.
+
+    `medusa_fc_bias`: vLLM's default is false, and it then drops the biases without a word.
+    """
+    return {
+        **config.to_dict(),
+        "base_model_name_or_path": base_model,
+        "model_type": "medusa",
+        "medusa_fc_bias": True,
+        "original_lm_head": config.tied,
+        "truncated_vocab_size": config.vocab_size,
+    }
+
+
+def _to_vllm(name: str) -> str:
+    if layer := _LAYER.fullmatch(name):
+        return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"
+    return f"lm_heads.{_PROJECTION.fullmatch(name)[1]}.weight"
+
+
+def load_heads(folder: str, dtype: torch.dtype | None = None, device=None) -> MedusaHeads:
+    """Heads from a directory of this package, an export in either format, or a FasterDecoding checkpoint.
+
+    Their shape is read off the tensors; what the config says about it has to agree.
+
+    Args:
+        folder (`str`): The head directory, or an output directory of the trainer that has one.
+        dtype, device (*optional*): Unset: as saved, on the CPU.
+
+    Raises:
+        ValueError: No heads there, a tensor that belongs to no head, heads of unequal shape, or a config that
+            contradicts the tensors.
+    """
+    folder = heads_folder(folder)
+    tensors = _own_names(load_file(os.path.join(folder, WEIGHTS_FILE)), folder)
+    config = _config_of(tensors, folder)
+    heads = MedusaHeads(config, dtype or next(iter(tensors.values())).dtype, "meta")
+    expected = {name: tuple(t.shape) for name, t in heads.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
+        raise ValueError(
+            f"{folder}: the heads are not alike. With {config.num_heads} heads of {config.num_layers} blocks, "
+            f"{wrong[0]} is {found.get(wrong[0], 'missing')}; expected {expected.get(wrong[0], 'no such tensor')}."
+        )
+    heads = heads.to_empty(device=device or "cpu")
+    heads.load_state_dict(tensors)
+    return heads
+
+
+def _own_names(tensors: Mapping[str, torch.Tensor], folder: str) -> dict[str, torch.Tensor]:
+    """The tensors by the names of `MedusaHeads.state_dict()`."""
+    named, projections = {}, {}
+    for name, tensor in tensors.items():
+        if layer := _LAYER.fullmatch(name) or _VLLM_LAYER.fullmatch(name):
+            named[f"{layer[1]}.{layer[2]}.linear.{layer[3]}"] = tensor
+        elif projection := _PROJECTION.fullmatch(name) or _VLLM_PROJECTION.fullmatch(name):
+            projections[projection[1]] = tensor
+        else:
+            raise ValueError(f"{os.path.join(folder, WEIGHTS_FILE)}: {name} is the name of no part of a Medusa head.")
+    num_layers = len({name.split(".")[1] for name in named})
+    return named | {f"{k}.{num_layers}.weight": tensor for k, tensor in projections.items()}
+
+
+def _config_of(tensors: dict[str, torch.Tensor], folder: str) -> MedusaHeadsConfig:
+    layers = {name.split(".")[1] for name in tensors if ".linear." in name}
+    projections = [t for name, t in tensors.items() if ".linear." not in name]
+    path = os.path.join(folder, CONFIG_FILE)
+    if not os.path.isfile(path):
+        raise ValueError(f"{folder!r} has no {CONFIG_FILE}, which belongs beside the weights.")
+    with open(path, encoding="utf-8") as file:
+        values = json.load(file)
+    found = {
+        "medusa_num_heads": len({name.split(".")[0] for name in tensors}),
+        "medusa_num_layers": len(layers),
+        "medusa_tied": not projections,
+        "hidden_size": next(iter(tensors.values())).shape[-1],
+        "vocab_size": projections[0].shape[0] if projections else values.get("vocab_size"),
+    }
+    for key, value in found.items():
+        if key in values and values[key] != value:
+            raise ValueError(
+                f"{path} says {key}: {values[key]}, and the tensors in {WEIGHTS_FILE} say {value}. Servers go by the "
+                "config; correct it."
+            )
+    if found["vocab_size"] is None:
+        raise ValueError(f"{path} has no vocab_size, and tied heads do not show it; add that of the model.")
+    return MedusaHeadsConfig.from_dict(found | {"base_model_name_or_path": values.get("base_model_name_or_path")})
+
+
+def lm_head_of(model) -> torch.nn.Module:
+    """The LM head of a transformers or PEFT model, as `export_heads` takes it."""
+    return innermost(output_head(model))
+
+
+def served_model(checkpoint: str, heads: MedusaHeads) -> str:
+    """The model that goes with the heads of `checkpoint`: the trained one in it (stage 2), or else the one that they
+    were trained on (stage 1).
+
+    Raises:
+        ValueError: It is not known, or it is an adapter, which has to be merged before it is served.
+    """
+    root = os.path.abspath(checkpoint)
+    if os.path.basename(root) == HEADS_FOLDER:
+        root = os.path.dirname(root)
+    if os.path.isfile(os.path.join(root, "adapter_config.json")):
+        raise ValueError(
+            f"{checkpoint!r} holds an adapter, and the heads were trained with it. Merge it into the model "
+            "(merge_and_unload), save that, and give its folder as model."
+        )
+    if os.path.isfile(os.path.join(root, CONFIG_FILE)) and root != os.path.abspath(heads_folder(checkpoint)):
+        return root
+    if heads.config.base_model_name_or_path is None:
+        raise ValueError(f"The heads in {checkpoint!r} do not say what model they were trained on; give it as model.")
+    return heads.config.base_model_name_or_path

@@ -1,0 +1,135 @@
+"""Prompts, and the greedy text that a model answers them with: what self-distillation and evaluation start from.
+
+A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from liger_trainer.data import alpaca_row
+
+Prompt = str | list[dict[str, str]]
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_COLUMNS = "prompt; messages; conversations; instruction (and input)"
+
+
+def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Prompt]:
+    """The prompts in a .json file (a list of rows) or a .jsonl file (a row a line).
+
+    Args:
+        path (`str`): The file. What counts as the prompt of a row is said in `prompt_of`.
+        chat (`bool`): Whether the model has a chat template: Alpaca rows become messages then, else text.
+        max_rows (`int`, *optional*): The first so many rows only.
+
+    Raises:
+        ValueError: The file is missing, empty or not JSON, or a row has no prompt.
+    """
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows is {max_rows}; expected 1 or more, or no max_rows at all.")
+    file = Path(path).expanduser()
+    if not file.is_file() or file.suffix not in (".json", ".jsonl"):
+        raise ValueError(f"prompts is {path!r}; expected a .json or .jsonl file of rows with one of: {_COLUMNS}.")
+    text = file.read_text(encoding="utf-8")
+    try:
+        rows = json.loads(text) if file.suffix == ".json" else [json.loads(x) for x in text.split("\n") if x.strip()]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"prompts is {path!r}, which is not valid JSON: {error}.") from error
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"prompts is {path!r}; expected a list of one or more rows, each with one of: {_COLUMNS}.")
+    return [prompt_of(row, chat, index) for index, row in enumerate(rows[:max_rows])]
+
+
+def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
+    """The prompt of a row: `prompt` as it is, `messages` or ShareGPT's `conversations` up to the first answer, or the
+    `instruction` and `input` of an Alpaca row, as one message with `chat` and in Alpaca's template without.
+
+    Raises:
+        ValueError: No such column, nothing before the first answer, or messages for a model without a chat template.
+    """
+    if row.get("prompt"):
+        prompt = row["prompt"]
+    elif row.get("messages") or row.get("conversations"):
+        turns = row.get("messages") or [_from_sharegpt(turn, index) for turn in row["conversations"]]
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        prompt = [{"role": t["role"], "content": t["content"]} for t in turns[: answers[0] if answers else None]]
+        if not prompt:
+            raise ValueError(f"Row {index} of the prompts starts with an answer; expected a turn of the user first.")
+    elif row.get("instruction"):
+        if not chat:
+            return alpaca_row({"output": "", **row}, index)["prompt"]
+        return [{"role": "user", "content": "\n\n".join(filter(None, (row["instruction"], row.get("input"))))}]
+    else:
+        raise ValueError(f"Row {index} of the prompts has {', '.join(row)}; expected one of: {_COLUMNS}.")
+    if not isinstance(prompt, str) and not chat:
+        raise ValueError(
+            f"Row {index} of the prompts is a list of messages, and the tokenizer of the model has no chat template. "
+            "Give rows with a text as prompt, or with instruction."
+        )
+    return prompt
+
+
+def _from_sharegpt(turn: dict, index: int) -> dict[str, str]:
+    if turn.get("from") not in _SHAREGPT_ROLES or not isinstance(turn.get("value"), str):
+        raise ValueError(
+            f"Row {index} of the prompts has the turn {turn!r} in conversations; expected from (one of "
+            f"{', '.join(_SHAREGPT_ROLES)}) and value (text)."
+        )
+    return {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
+
+
+def encode(tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt: messages through the chat template with the header of an answer after them."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def end_tokens(model, tokenizer) -> set[int]:
+    """The ids that end an answer: those of the model's generation config and the tokenizer's end-of-text token."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
+
+
+@torch.no_grad()
+def answer(
+    model, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int, temperature: float = 0.0
+) -> list[list[int]]:
+    """What `model.generate` answers to a batch of prompts, padded on the left.
+
+    Whatever the model's own generation config asks for beside (a repetition penalty, say) is left out: at temperature
+    0 each token is the argmax of the logits, which is what a decoder with heads verifies.
+
+    Args:
+        model (`PreTrainedModel`): In eval mode.
+        prompts: Token ids, one list a prompt, none empty.
+        ends (`set[int]`): Tokens that end an answer.
+        max_new_tokens (`int`): Where an answer is cut.
+        temperature (`float`, *optional*, defaults to 0.0): 0 is greedy.
+
+    Returns:
+        `list[list[int]]`: The new tokens of each, the end token included where it was reached.
+    """
+    width = max(map(len, prompts))
+    pad = min(ends, default=0)
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad, use_cache=True, **sampling
+    )
+    own, model.generation_config = model.generation_config, config
+    try:
+        new = model.generate(input_ids=ids, attention_mask=mask)[:, width:].tolist()
+    finally:
+        model.generation_config = own
+    return [_until_end(tokens, ends) for tokens in new]
+
+
+def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:stop]
