@@ -264,7 +264,8 @@ def check_arms(parser, trainer, arms):
 
 
 def is_out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    # Triton and cuBLAS report it as other errors.
+    return isinstance(error, torch.OutOfMemoryError) or any(s in str(error) for s in ("out of memory", "ALLOC_FAILED"))
 
 
 def release():

@@ -50,6 +50,7 @@ def operations(record):
         bars(axis, rows, "provider", "of_floor", f"{operation} {size}", "{:.2f}")
         if dtype != "bfloat16":
             axis.set_title(f"{operation} {size} {dtype}", loc="left", fontsize=10)
+        axis.set_xlim(0, max(1.2, axis.get_xlim()[1]))
         axis.axvline(1, color="black", linewidth=0.8, linestyle=":")
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)

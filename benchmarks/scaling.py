@@ -42,6 +42,7 @@ def run_at(axis, value, options):
 
 def point(axis, value, options):
     """The row of one point; on a lack of memory, one that says so."""
+    left_gib = torch.cuda.memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
     try:
         row = train(options.arm, run_at(axis, value, options))
         row.pop("patched", None)
@@ -49,7 +50,7 @@ def point(axis, value, options):
         if not is_out_of_memory(error):
             raise
         row = {"arm": options.arm, "note": "out of memory"}
-    return row | {"axis": axis, "value": value}
+    return row | {"axis": axis, "value": value, "left_gib": left_gib}
 
 
 def next_length(fits, fails, cap_gib, unit):
@@ -161,6 +162,10 @@ def print_tables(rows, options, arms):
             lines.setdefault(row["value"], {"value": row["value"]})[row["arm"]] = cell
         table([lines[value] for value in sorted(lines)], columns | {arm: (arm, "") for arm in arms})
     for row in rows:
+        if row.get("left_gib", 0) > 0.5:
+            print(
+                f"{row['arm']}, {row['axis']} {row['value']}: {row['left_gib']:.1f} GiB were left by an earlier point"
+            )
         if "axis" not in row:
             print(f"{row['arm']}: {row['note']}")
 

@@ -1,0 +1,173 @@
+"""The benchmarks measure what they say: their cases at tiny sizes, their rows, their search for the longest context."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield
+    for name in [
+        name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(BENCHMARKS)
+    ]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_ours_and_eager_agree_with_float64(dtype):
+    import operations
+
+    for make, *size in (case for cases in operations.TINY.values() for case in cases):
+        torch.manual_seed(0)
+        case = make(*size, dtype=dtype)
+        exact = case.reference(case)
+        for provider in set(case.providers) & {"ours", "ours lean", "eager"}:
+            row = operations.measure(case, provider, case.providers[provider], exact, floor_s=1.0, brief=True)
+            assert row["ms"] > 0, (case.operation, provider, row)
+
+
+def test_dpo_loss_prefers_the_chosen():
+    from _cases_head import BETA, dpo_loss
+
+    score = torch.tensor([3.0, 1.0, 2.0, -1.0, -2.0, 1.0, 0.0, 0.5])  # of 4 sequences of 2 tokens, the first 2 chosen
+    want = -torch.nn.functional.logsigmoid(BETA * (torch.tensor([4.0, 1.0]) - torch.tensor([-1.0, 0.5]))).mean()
+    torch.testing.assert_close(dpo_loss(score + 1, torch.ones(8), 4), want)
+
+
+def test_a_wrong_result_is_not_timed_and_a_missing_peer_is_a_row():
+    import operations
+
+    case = operations.rms_norm(8, 32, dtype=torch.bfloat16)
+    exact = case.reference(case)
+    row = operations.measure(case, "peer", lambda x, w: 1.1 * case.providers["eager"](x, w), exact, 1.0)
+    assert row["note"] == "wrong, not timed" and "ms" not in row
+
+    def missing(x, w):
+        import no_such_package  # noqa: F401
+
+    assert "no_such_package" in operations.measure(case, "peer", missing, exact, 1.0)["note"]
+    with pytest.raises(ModuleNotFoundError):  # ours must not fail in silence
+        operations.measure(case, "ours", missing, exact, 1.0)
+
+
+def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, monkeypatch, capsys):
+    import operations
+
+    record = tmp_path / "operations_tiny.json"
+    few = ["--tiny", "--only", "swiglu", "linear_logprobs", "--providers", "ours", "eager"]
+    operations.main([*few, "--dtype", "bf16", "fp32", "--json", str(record)])
+    rows = json.loads(record.read_text())["rows"]
+    assert len(rows) == 12 and all(row["of_floor"] > 0 for row in rows)
+    assert "DPO head" in capsys.readouterr().out
+    operations.main([*few, "--minutes", "0"])
+    assert "not begun after 0 minutes" in capsys.readouterr().out
+    pytest.importorskip("matplotlib").use("agg")
+    import figures
+
+    monkeypatch.setattr(sys, "argv", ["figures.py", str(record), "--out", str(tmp_path)])
+    figures.main()
+    assert (tmp_path / "operations_tiny.png").stat().st_size > 10_000
+
+
+def test_ratio_to_the_fastest_peer():
+    import operations
+
+    times = {"ours": 2.0, "ours lean": 1.0, "liger": 8.0, "compile": 4.0}
+    rows = [
+        {"operation": "o", "size": "s", "dtype": "d", "provider": name, "ms": ms, "of_floor": 1 / ms}
+        for name, ms in times.items()
+    ]
+    rows.append({"operation": "o", "size": "s", "dtype": "d", "provider": "eager", "note": "too large"})
+    (line,) = operations.against_fastest_peer(rows)
+    assert (line["fastest"], line["ours / peer"], line["ours lean / peer"]) == ("compile", 0.5, 0.25)
+    assert line["note"] == "eager: too large"
+
+
+@pytest.mark.parametrize(
+    ("most", "limit", "want"),
+    [
+        (101_376, 2**20, 101_376),
+        (103, 2**20, 0),  # not even one unit
+        (1024, 2**20, 1024),
+        (3 * 1024, 2**20, 3 * 1024),
+        (2**30, 65_536, 65_536),
+    ],
+)
+@pytest.mark.parametrize("power", [1.0, 0.8, 1.2], ids="tokens^{}".format)
+def test_longest_finds_the_border(most, limit, want, power):
+    """Memory 10 GiB + something that grows faster or more slowly than the length, of 24 at `most` tokens."""
+    import scaling
+
+    tried = []
+
+    def try_length(length):
+        assert length % 1024 == 0 and 0 < length <= limit and length not in tried
+        tried.append(length)
+        peak = 10 + 14 * (length / most) ** power
+        return peak if peak <= 24 else None
+
+    length, gib, fails = scaling.longest(try_length, 4096, 24, 1024, limit)
+    assert length == want and fails == (None if want == limit else want + 1024)
+    assert (gib is None) == (want == 0) and len(tried) <= 14
+
+
+def test_pairs_have_exactly_the_length(tmp_path):
+    import numpy as np
+    import preferences
+    from tiny_models import tiny_tokenizer
+
+    source = tmp_path / "rows.json"
+    turn = {"from": "human", "value": "w1 w2 w3"}
+    rows = [
+        {"conversations": [turn], "chosen": {"value": "w4 w5"}, "rejected": {"value": "w6"}},
+        {"conversations": [turn, turn], "chosen": {"value": "w7"}, "rejected": {"value": "w8 w9 w10"}},
+    ]
+    source.write_text(json.dumps(rows))
+    preferences.tokenize(source, tiny_tokenizer(), tmp_path / "rows.npz")
+    flat = np.load(tmp_path / "rows.npz")
+    assert all(flat[f"{part}_offsets"][-1] == len(flat[f"{part}_ids"]) > 0 for part in preferences.PARTS)
+    for path in (str(tmp_path / "rows.npz"), str(source), None):
+        found = preferences.pairs(path, 1031, 24, 5)
+        assert len(found) == 5
+        for pair in found:
+            assert 0 < len(pair["prompt_ids"]) <= 12
+            for part in ("chosen_ids", "rejected_ids"):
+                assert len(pair["prompt_ids"]) + len(pair[part]) == 24
+            assert pair["chosen_ids"] != pair["rejected_ids"]
+
+
+def test_losses_that_are_not_the_stock_trainers_are_flagged():
+    import _steps
+
+    rows = [
+        {"arm": "LigerTrainer", "losses": [10.01, 9.9]},
+        {"arm": "Trainer", "losses": [10.0, 9.8]},
+        {"arm": "Trainer + Liger", "losses": [10.0, 4.9]},
+        {"arm": "SFTTrainer", "losses": [float("nan"), 9.8]},
+        {"arm": "Trainer + compile", "note": "out of memory"},
+    ]
+    _steps.flag_losses(rows)
+    assert [row.get("note", "")[:10] for row in rows] == ["", "", "WRONG LOSS", "WRONG LOSS", "out of mem"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arms"), [("sft", ("LigerSFTTrainer", "Trainer")), ("dpo", ("LigerDPOTrainer", "DPOTrainer"))]
+)
+def test_arms_train_on_the_same_rows(kind, arms):
+    import _steps
+
+    run = _steps.Run("tiny", batch=2, length=32, trainer=kind, steps=2, skip=1, lora=4 if kind == "dpo" else None)
+    rows = [_steps.train(arm, run) for arm in arms]
+    _steps.flag_losses(rows)
+    assert all("note" not in row and row["tokens_per_s"] > 0 for row in rows)
+    assert rows[0]["flop_per_token"] == rows[1]["flop_per_token"]
+    want = math.log(2) if kind == "dpo" else math.log(1031)
+    assert rows[0]["losses"][0] == pytest.approx(want, rel=0.05)
