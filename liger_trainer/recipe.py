@@ -88,6 +88,9 @@ TRAINERS = {
         "LigerSFTConfig", "LigerSFTTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
     ),
     "dpo": TrainerEntry("LigerDPOConfig", "LigerDPOTrainer", (("chosen", "rejected"),)),
+    "medusa": TrainerEntry(
+        "MedusaConfig", "LigerMedusaTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
+    ),
 }
 
 

@@ -290,14 +290,14 @@ def heads_detached(model):
 
 
 def _lm_head(model) -> nn.Linear:
-    """The linear layer that makes the logits. ValueError where heads would not start out as, or not train, what it is."""
+    """The linear layer that makes the logits. ValueError where fresh heads would not be the same function."""
     if (reason := head_reason(model)) is not None:
         raise ValueError(f"Medusa heads need the input and the weight of the LM head, but {reason}.")
     head, name = innermost(output_head(model)), type(base_model_of(model)).__name__
     if hasattr(head, "base_layer"):
         raise ValueError(
-            f"The LM head of {name} has an adapter, which Medusa heads would leave out. Take lm_head out of the adapter's "
-            "target modules (in a recipe lora_target_modules), or train all of it: modules_to_save: [lm_head]."
+            f"The LM head of {name} has an adapter, which Medusa heads would leave out. Take lm_head out of the target "
+            "modules of the adapter (lora_target_modules), or train all of it (lora_modules_to_save: [lm_head])."
         )
     if head.bias is not None:
         raise ValueError(f"The LM head of {name} has a bias, and Medusa heads have none. Use a model without one.")

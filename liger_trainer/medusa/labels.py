@@ -1,0 +1,50 @@
+"""Which token each head is to guess at which row: labels shifted by k + 1, within one document."""
+
+import torch
+
+
+def token_positions(inputs: dict) -> torch.Tensor:
+    """Position (B, S) of each token in its document, int64, from what a batch says about documents.
+
+    That is `position_ids`, else `seq_idx`, else `cu_seq_lens_q`, else `attention_mask` (B, S), else one document a row.
+    """
+    shape, device = inputs["labels"].shape, inputs["labels"].device
+    given = inputs.get("position_ids")
+    if given is not None:
+        return (given[0] if given.ndim == 3 else given).expand(shape)  # (3, B, S) of multimodal rotary embeddings
+    places = torch.arange(shape[1], device=device).expand(shape)
+    seq_idx, borders, mask = (inputs.get(name) for name in ("seq_idx", "cu_seq_lens_q", "attention_mask"))
+    if seq_idx is not None or borders is not None:
+        starts = torch.zeros(shape, dtype=torch.bool, device=device)
+        if seq_idx is not None:
+            starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+        else:
+            starts.view(-1)[borders[:-1].long()] = True
+        return places - torch.where(starts, places, 0).cummax(1).values
+    if mask is not None and mask.ndim == 2:
+        return mask.long().cumsum(1) - 1
+    return places
+
+
+def head_targets(inputs: dict, num_heads: int) -> torch.Tensor:
+    """Class ids (K + 1, B, S), int64, -100 where there is nothing to guess.
+
+    Row 0 is the LM head's: `labels` shifted by one, as the stock trainers do. Head k = 1..K has at row t the label of
+    token t + k + 1, where that is k + 1 places further in the same document (its position says so) and not masked. The
+    token at t may be a prompt's, from which decoding starts, but not padding.
+
+    Args:
+        inputs (`dict`): The batch, with `labels` (B, S), -100 where the loss does not count.
+        num_heads (`int`): K.
+    """
+    labels, positions = inputs["labels"], token_positions(inputs)
+    targets = labels.new_full((num_heads + 1, *labels.shape), -100)
+    targets[0, :, :-1] = labels[:, 1:]
+    mask = inputs.get("attention_mask")
+    real = mask.bool() if mask is not None and mask.ndim == 2 else torch.ones_like(labels, dtype=torch.bool)
+    for k in range(1, num_heads + 1):
+        ahead = k + 1
+        if ahead < labels.shape[1]:
+            same = (positions[:, ahead:] == positions[:, :-ahead] + ahead) & real[:, :-ahead]
+            targets[k, :, :-ahead] = torch.where(same, labels[:, ahead:], -100)
+    return targets

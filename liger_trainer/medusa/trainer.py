@@ -1,0 +1,355 @@
+"""`LigerMedusaTrainer`: Medusa heads on a frozen model (stage 1), or together with it (stage 2)."""
+
+import os
+import re
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from liger_trainer.deferred import DeferredLogits
+from liger_trainer.fused_head import base_model_of, head_reason
+from liger_trainer.medusa.config import MedusaConfig, schedule_of
+from liger_trainer.medusa.heads import (
+    HEADS_FOLDER,
+    HEADS_NAME,
+    MedusaHeads,
+    attach_heads,
+    heads_detached,
+    heads_of,
+)
+from liger_trainer.medusa.labels import head_targets
+from liger_trainer.sft_trainer import LigerSFTTrainer
+from liger_triton import linear_heads_cross_entropy, linear_heads_kl
+
+
+class LigerMedusaTrainer(LigerSFTTrainer):
+    """[`LigerSFTTrainer`] for Medusa heads: its data, packing and arguments, and the loss of [`MedusaConfig`].
+
+    The logits of a few rows at a time are all that exists, of the LM head and all heads together. The heads hang on the
+    model as `model.medusa_head` from construction on. Logged for each head k = 1..K, in training and evaluation:
+    `medusa_head{k}_loss` and `medusa_head{k}_accuracy`, means over all its targets since the last log, on all ranks;
+    in stage 2 also `lm_loss` and `mean_token_accuracy` of the LM head.
+
+    Saved, in `output_dir` and in every checkpoint: the heads as `medusa_heads/config.json` and
+    `medusa_heads/medusa_lm_head.safetensors`; in stage 2 beside them the model, or its adapter, as plain transformers
+    and PEFT load it. In stage 1 the model is as it was, and is not saved again.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): With or without heads.
+        args (`MedusaConfig`): Shape of the heads, stage, loss and the rest.
+        kwargs: As in `SFTTrainer`.
+
+    Raises:
+        ValueError: The model has no LM head that heads can share or copy, the heads that it has or that
+            `medusa_init_heads_from` names are of another shape, or an option would be ignored in silence.
+    """
+
+    loss_hook = None
+    gives_token_predictions = False
+
+    def __init__(self, model, args=None, **kwargs):
+        if args is None:
+            name = model if isinstance(model, str) else model.config.name_or_path
+            args = MedusaConfig(f"{name.split('/')[-1]}-Medusa")
+        _check_args(args, kwargs)
+        super().__init__(model, args, **kwargs)
+        self._check_model()
+        attach_heads(self.model, self._initial_heads())
+        self._freeze()
+        self._schedule = schedule_of(args.medusa_schedule)
+        self._sums: dict[str, torch.Tensor] = {}  # by mode; of losses, hits and rows (3, heads), since the last log
+        self._tokens = defaultdict(int)
+
+    # What is trained
+
+    def _check_model(self) -> None:
+        args, adapters = self.args, getattr(self.model, "peft_config", {})
+        if args.medusa_stage == 1 and adapters:
+            raise ValueError(
+                "medusa_stage is 1, which freezes the model, but it has an adapter (see peft_config, use_peft)."
+                " Set medusa_stage: 2 to train the adapter too, or merge it into the model first."
+            )
+        for name, config in adapters.items():
+            if config.is_prompt_learning:
+                raise ValueError(
+                    f"The adapter {name!r} is {config.peft_type.value}, which puts tokens before the text that have no "
+                    "labels. Use LoRA, or train the whole model."
+                )
+        if args.medusa_stage == 2 and not any(
+            p.requires_grad for n, p in self.model.named_parameters() if f"{HEADS_NAME}." not in n
+        ):
+            raise ValueError(
+                "medusa_stage is 2, which trains the model too, but all its parameters are frozen. Set medusa_stage: 1 "
+                "to train the heads alone, or unfreeze the model."
+            )
+        parallel = getattr(self.accelerator, "parallelism_config", None)
+        if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+            raise ValueError(
+                "parallelism_config splits sequences over ranks (cp_size or sp_size above 1), and the targets of the "
+                "heads lie across such cuts. Set both to 1."
+            )
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and "optimizer" in plugin.deepspeed_config and args.medusa_lr_multiplier != 1:
+            raise ValueError(
+                f"medusa_lr_multiplier is {args.medusa_lr_multiplier}, but the DeepSpeed config has an `optimizer`, "
+                "which has one learning rate for all. Remove it from there, or set medusa_lr_multiplier to 1."
+            )
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+            raise ValueError(
+                f"fsdp_state_dict_type is {plugin.state_dict_type}, under which the heads would not be saved. Set it "
+                "to FULL_STATE_DICT."
+            )
+
+    def _initial_heads(self) -> MedusaHeads:
+        args, heads = self.args, heads_of(self.model)
+        given = "the model has"
+        if args.medusa_init_heads_from is not None:
+            if heads is not None:
+                raise ValueError(
+                    f"medusa_init_heads_from is {args.medusa_init_heads_from!r}, but the model has heads already. "
+                    "Remove one of the two."
+                )
+            heads, given = MedusaHeads.from_pretrained(args.medusa_init_heads_from), "medusa_init_heads_from has"
+        if heads is None:
+            return MedusaHeads.for_model(self.model, args.medusa_num_heads, args.medusa_num_layers, args.medusa_tied)
+        for name in ("num_heads", "num_layers", "tied"):
+            want, have = getattr(args, f"medusa_{name}"), getattr(heads.config, name)
+            if want != have:
+                raise ValueError(
+                    f"medusa_{name} is {want}, but {given} heads with {have}. Set medusa_{name} to {have}."
+                )
+        return heads
+
+    def _freeze(self) -> None:
+        if self.args.medusa_stage == 1:
+            self.model.requires_grad_(False)
+        heads_of(self.model).requires_grad_(True)
+
+    def create_optimizer(self, *args, **kwargs):
+        """The stock optimizer, in whose groups every head parameter has `medusa_lr_multiplier` times the rate."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if made:
+            self._scale_learning_rate(optimizer)
+        return optimizer
+
+    def _scale_learning_rate(self, optimizer) -> None:
+        heads = {id(p) for p in heads_of(self.model).parameters()}
+        found = 0
+        for group in list(optimizer.param_groups):
+            own = [p for p in group["params"] if id(p) in heads]
+            if not own:
+                continue
+            found += len(own)
+            rate = group["lr"] * self.args.medusa_lr_multiplier
+            if len(own) == len(group["params"]):
+                group["lr"] = rate
+            else:
+                group["params"] = [p for p in group["params"] if id(p) not in heads]
+                optimizer.add_param_group({**group, "params": own, "lr": rate})
+        if found != len(heads):
+            raise ValueError(
+                f"optim is {self.args.optim}, whose parameter groups hold {found} of the {len(heads)} parameters of "
+                "the Medusa heads, so the others would not be trained. Use another, such as adamw_torch."
+            )
+
+    # The loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        training, args = self.model.training, self.args
+        if "shift_labels" in inputs:
+            raise ValueError(
+                "The batch has shift_labels, already shifted for the LM head; the heads need labels. Use a collator "
+                "that leaves the shifting to the trainer."
+            )
+        targets = head_targets(inputs, args.medusa_num_heads)
+        share = self.state.global_step / max(self.state.max_steps, 1)
+        weight = args.medusa_heads_coefficient * (self._schedule(share) if training else 1.0)
+        call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+        if self.aux_loss_enabled and args.medusa_stage == 2:
+            call["output_router_logits"] = True
+        scores = model(**call, scored_by=partial(self._scores, targets=targets, weight=weight))
+
+        count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)
+        if args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # DDP averages over ranks
+        if "aux_loss" in scores:  # a mean of the micro-batch, as in SFTTrainer
+            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * scores["aux_loss"] / steps
+        self._count("train" if training else "eval", scores["sums"], inputs)
+        if not return_outputs:
+            return loss
+        with torch.no_grad():
+            return loss, model(**call)
+
+    def _scores(self, run, targets: torch.Tensor, weight: float) -> dict:
+        """Inside the model's forward: the sum of all losses, before the division by the number of labels, and `sums`
+        (3, heads), fp32, of the unweighted losses, of the targets that were the first choice, and of the targets."""
+        args, joint = self.args, self.args.medusa_stage == 2
+        if joint:
+            outputs = run()
+        else:
+            with _as_served(base_model_of(self.model)):
+                outputs = run()
+        logits = outputs.logits
+        if not isinstance(logits, DeferredLogits) or logits.is_materialized:
+            raise ValueError(f"Medusa heads need the input of the LM head, but {head_reason(self.model)}.")
+        if logits.shape[:2] != targets.shape[1:]:
+            raise ValueError(f"The model has logits {tuple(logits.shape)} for labels {tuple(targets.shape[1:])}.")
+        by_head = torch.tensor(
+            [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
+            device=logits.device,
+        )
+        score = self._soft if args.medusa_targets == "soft" else self._hard
+        loss, *sums = logits.fused(partial(score, row_weight=by_head), targets if joint else targets[1:])
+        scores = {"loss": loss, "sums": torch.stack([s.float() for s in sums])}
+        if joint and outputs.get("aux_loss") is not None:
+            scores["aux_loss"] = outputs.aux_loss
+        return scores
+
+    def _hard(self, hidden, weight, target, row_weight, logit_scale, softcap, **_):
+        def score(blocks, weights):
+            joint = len(target) > len(blocks)
+            rows = [hidden.flatten(0, 1)] * joint + [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
+            own = weight if self.args.medusa_tied else [weight] * joint + [w[: len(weight)] for w in weights]
+            return linear_heads_cross_entropy(
+                rows, own, target.flatten(1), row_weight=row_weight, softcap=softcap, logit_scale=logit_scale
+            )
+
+        return tuple(heads_of(self.model)(hidden, score))
+
+    def _soft(self, hidden, weight, target, row_weight, logit_scale, softcap, **_):
+        options = {"softcap": softcap, "logit_scale": logit_scale}
+
+        def score(blocks, weights):
+            rows = [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
+            own = weight if self.args.medusa_tied else [w[: len(weight)] for w in weights]
+            labels = target[-len(rows) :].flatten(1)
+            return linear_heads_kl(
+                rows, own, hidden.detach().flatten(0, 1), weight.detach(), labels != -100,
+                row_weight=row_weight[-len(rows) :], target=labels, **options,
+            )  # fmt: skip
+
+        soft = tuple(heads_of(self.model)(hidden, score))
+        if len(target) == self.args.medusa_num_heads:
+            return soft
+        lm = linear_heads_cross_entropy([hidden.flatten(0, 1)], weight, target[:1].flatten(1), **options)
+        return (lm.loss + soft[0], *(torch.cat(both) for both in zip(lm[1:], soft[1:], strict=True)))
+
+    # What is logged
+
+    def _count(self, mode: str, sums: torch.Tensor, inputs: dict) -> None:
+        sums = sums.detach()
+        self._sums[mode] = self._sums[mode] + sums if mode in self._sums else sums
+        mask = inputs.get("attention_mask")
+        self._tokens[mode] += inputs["labels"].numel() if mask is None or mask.ndim != 2 else mask.sum()
+
+    def log(self, logs, start_time=None) -> None:
+        mode = "train" if self.model.training else "eval"
+        if mode in self._sums:
+            self._metrics[mode] |= {name: [value] for name, value in self._mean_metrics(mode).items()}
+        super().log(logs, start_time)
+
+    def _mean_metrics(self, mode: str) -> dict[str, float]:
+        """Means over all rows since the last log, on all ranks; called by all of them."""
+        sums = self.accelerator.reduce(self._sums.pop(mode), "sum")
+        tokens = torch.as_tensor(self._tokens.pop(mode), device=sums.device)
+        if mode == "train":
+            self._total_train_tokens += int(self.accelerator.reduce(tokens, "sum")) // self.get_tp_size()
+        losses, hits, rows = sums.tolist()
+        first = 0 if self.args.medusa_stage == 2 else 1
+        metrics = {"num_tokens": self._total_train_tokens}
+        for k, (loss, hit, row) in enumerate(zip(losses, hits, rows, strict=True), first):
+            names = (f"medusa_head{k}_loss", f"medusa_head{k}_accuracy") if k else ("lm_loss", "mean_token_accuracy")
+            metrics |= {name: value / max(row, 1) for name, value in zip(names, (loss, hit), strict=True)}
+        return metrics
+
+    # Checkpoints
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        own = rest = None
+        if state_dict is not None:
+            names = {name: re.search(rf"(?:^|\.){HEADS_NAME}\.(.+)$", name) for name in state_dict}
+            own = {found[1]: state_dict[name] for name, found in names.items() if found}
+            rest = {name: state_dict[name] for name, found in names.items() if not found}
+        if self.args.should_save:
+            heads_of(self.model).save_pretrained(os.path.join(output_dir, HEADS_FOLDER), own)
+        if self.args.medusa_stage == 2:
+            with heads_detached(self.model):
+                super()._save(output_dir, rest)
+        elif self.args.should_save:
+            self.processing_class.save_pretrained(output_dir)
+            torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        self._load_with_heads(
+            resume_from_checkpoint, partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        )
+
+    def _load_best_model(self) -> None:
+        self._load_with_heads(self.state.best_model_checkpoint, super()._load_best_model)
+
+    def _load_with_heads(self, checkpoint: str, load) -> None:
+        if self.is_deepspeed_enabled:  # its checkpoints hold the heads too
+            return load()
+        if self.is_fsdp_enabled:  # so do its own, unless there is an adapter: then they hold that alone
+            load()
+        elif self.args.medusa_stage == 2:
+            with heads_detached(self.model):
+                load()
+        self._load_heads(checkpoint)
+
+    def _load_heads(self, checkpoint: str) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        heads, saved = heads_of(self.model), MedusaHeads.from_pretrained(checkpoint)
+        if saved.state_dict().keys() != heads.state_dict().keys():
+            raise ValueError(
+                f"{checkpoint} has heads of another shape, {saved.config.to_dict()}. Resume with the medusa_num_heads, "
+                "medusa_num_layers and medusa_tied that they were trained with."
+            )
+        set_model_state_dict(heads, saved.state_dict(), options=StateDictOptions(full_state_dict=True))
+
+
+def _check_args(args, kwargs: dict) -> None:
+    """What would be ignored in silence is refused, before anything is loaded."""
+    if not isinstance(args, MedusaConfig):
+        raise ValueError(f"args is a {type(args).__name__}; expected a MedusaConfig, which says what the heads are.")
+    if not args.use_liger:
+        raise ValueError("use_liger is false, but the Medusa loss is computed by the fused LM head. Remove use_liger.")
+    if not (args.liger_config or {}).get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            "liger_config has fused_linear_cross_entropy: false, but the Medusa loss is computed by the fused LM head. "
+            "Remove that entry."
+        )
+    ignored = {
+        "label_smoothing_factor": args.label_smoothing_factor or None,
+        "loss_type": None if args.loss_type == "nll" else args.loss_type,
+        "compute_loss_func": kwargs.get("compute_loss_func"),
+    }
+    for name, value in ignored.items():
+        if value is not None:
+            raise ValueError(f"{name} is {value!r}, which the Medusa loss does not have. Remove {name}.")
+    if (kwargs.get("optimizers") or (None,))[0] is not None:
+        raise ValueError(
+            "optimizers has an optimizer, which was made before the heads and would not train them. Choose one by "
+            "args.optim, or pass optimizer_cls_and_kwargs."
+        )
+
+
+@contextmanager
+def _as_served(model):
+    """A frozen model runs as it will when it is served: without dropout, and without a graph."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
