@@ -75,9 +75,11 @@ def next_length(fits, fails, cap_gib, unit):
         before = sorted(fits)[-2]
         slope = (fits[low] - fits[before]) / (low - before)
         if slope > 0:
-            guess = low + (cap_gib - fits[low]) / slope
-    # At least 1/32 on: a step of one unit at a time would take long where the growth was overestimated.
-    guess = min(max(guess, low + low // 32), 16 * low)
+            guess = (
+                low + 0.97 * (cap_gib - fits[low]) / slope
+            )  # a little less: a second point near the border is worth it
+    # At least 1/64 on: a step of one unit at a time would take long where the growth was overestimated.
+    guess = min(max(guess, low + low // 64), 16 * low)
     return max(int(guess) // unit * unit, low + unit)
 
 
