@@ -20,7 +20,7 @@ def synchronize():
 
 
 def milliseconds(fn, warmup_ms=30, rep_ms=300, graph=False):
-    """Median time of `fn` in ms by CUDA events (the L2 cache is flushed between runs); on CPU the wall-clock time of one.
+    """Median time of `fn` in ms by CUDA events (the L2 cache is flushed between runs); on CPU by one call.
 
     With `graph`, `fn` is captured in a CUDA graph and its replays are timed, ten of 50 ms each: what the GPU needs,
     without the time of the host to launch it, which exceeds that of a short kernel and hides behind other work in a
