@@ -134,6 +134,13 @@ class LigerPairMixin(LigerTRLMixin):
                 f"{type(self.model).__name__} is an encoder-decoder model, whose pairs the fused head cannot score. "
                 f"Set {_OFF}."
             )
+        if self.processing_class.pad_token_id is None:
+            # As in CPOTrainer. ORPOTrainer stops at the first batch; Llama 3 has no padding token
+            self.processing_class.pad_token = self.processing_class.eos_token
+            if self.padding_value is None:
+                self.padding_value = self.processing_class.pad_token_id
+            if self.use_dpo_data_collator:
+                self.data_collator.pad_token_id = self.processing_class.pad_token_id
         super()._finish_init()
 
     def _chosen_labels(self, labels, input_ids, attention_mask):

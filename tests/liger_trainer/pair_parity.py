@@ -21,7 +21,7 @@ def pair_rows(n=8, seed=4):
     return [{"prompt": words(2, 8), "chosen": " " + words(2, 9), "rejected": " " + words(2, 9)} for _ in range(n)]
 
 
-def build(trainer_class, args_class, model, folder, split=(4, 1), rows=None, trainer_options=None, **options):
+def build(trainer_class, args_class, model, folder, split=(4, 1), tokenizer=None, trainer_options=None, **options):
     """A trainer of two steps over 8 rows; dropout, which would differ in its draws, is off by TRL's default."""
     defaults = {"gradient_checkpointing": False, "bf16": False, "learning_rate": 1e-2, "num_train_epochs": 1}
     args = args_class(
@@ -29,10 +29,10 @@ def build(trainer_class, args_class, model, folder, split=(4, 1), rows=None, tra
         gradient_accumulation_steps=split[1], per_device_eval_batch_size=3, logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, use_cpu=True, **(defaults | options),
     )  # fmt: skip
-    rows = Dataset.from_list(rows or pair_rows())
+    rows = Dataset.from_list(pair_rows())
     return trainer_class(
         model=model if isinstance(model, str) else copy.deepcopy(model), args=args, train_dataset=rows,
-        eval_dataset=rows, processing_class=tiny_tokenizer(), **(trainer_options or {}),
+        eval_dataset=rows, processing_class=tokenizer or tiny_tokenizer(), **(trainer_options or {}),
     )  # fmt: skip
 
 

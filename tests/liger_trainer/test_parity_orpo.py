@@ -1,6 +1,7 @@
 """`LigerORPOTrainer` against `trl.experimental.orpo.ORPOTrainer` from one seed: every logged number, every gradient."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -15,13 +16,15 @@ from pair_parity import (
     batch_of,
     build,
     logged,
+    pair_rows,
     step,
     without_times,
 )
 from peft import LoraConfig, PromptTuningConfig
+from recipe_fixtures import command, write_model, write_recipe
 from test_fused_head import LargestTensor
 from test_parity_trainer import lora
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tiny_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
@@ -177,6 +180,34 @@ def test_mixed_precision(tmp_path):
     got, want = logged(ours), logged(stock)
     for name in ("loss", "grad_norm", "logps/chosen", "nll_loss"):
         assert [log[name] for log in got[:2]] == pytest.approx([log[name] for log in want[:2]], rel=2e-2)
+
+
+def test_a_tokenizer_without_padding_token(tmp_path):
+    """Llama 3 has none; stock stops at the first batch."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    ours = build(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, tokenizer=tokenizer)
+    want = step(build(ORPOTrainer, ORPOConfig, tiny_model("llama"), tmp_path))
+    got = step(ours)
+    for metrics in (got[0], want[0]):
+        del metrics["logits/chosen"], metrics["logits/rejected"]  # a mean over padding too, whatever the token
+    assert_same_step(got, want)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"trainer": "orpo"}, {"trainer": "cpo", "loss_type": "simpo", "cpo_alpha": 0.0}], ids=["orpo", "simpo"]
+)
+def test_a_recipe(keys, tmp_path, capsys):
+    write_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows()))
+    path = write_recipe(tmp_path, prompt_template=None, per_device_train_batch_size=8, max_steps=8, **keys)
+    code, out, err = command(capsys, "train", path)
+    assert code == 0, err
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    margins = [log["rewards/margins"] for log in state["log_history"] if "rewards/margins" in log]
+    assert len(margins) == 8 and margins[-1] > margins[0] + 0.1
+    code, _, err = command(capsys, "train", path, "--load_in_4bit", "true")
+    assert code == 2 and "quantization_config" in err
 
 
 REFUSED = {

@@ -3,11 +3,13 @@
 Saves its gradients.
 """
 
+import os
 import sys
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from pair_parity import pair_rows
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
@@ -29,7 +31,7 @@ class SaveGradients(TrainerCallback):
 
 def train(trainer_class, args_class, out, accumulation=1, **options):
     """One optimizer step over all 16 rows, however many processes there are."""
-    world = int(dist.get_world_size()) if dist.is_initialized() else 1
+    world = int(os.environ.get("WORLD_SIZE", 1))  # from torchrun; torch.distributed knows it once `args` exist
     args = args_class(
         output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=16 // world // accumulation, logging_steps=1,
         gradient_accumulation_steps=accumulation, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
@@ -44,6 +46,31 @@ def train(trainer_class, args_class, out, accumulation=1, **options):
     trainer = trainer_class(model=tiny_model("llama"), args=args, callbacks=[save], **extra)
     trainer.train()
     return save.grads
+
+
+def train_on_pairs(trainer_class, args_class, out, **options):
+    """One optimizer step over 16 pairs, 8 at a time: means over the tokens of 8 pairs depend on which these are."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    args = args_class(
+        output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2 // world,
+        report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, bf16=False,
+        gradient_checkpointing=False, **options,
+    )  # fmt: skip
+    save = SaveGradients()
+    trainer_class(
+        model=tiny_model("llama"), args=args, callbacks=[save], train_dataset=Dataset.from_list(pair_rows(16)),
+        processing_class=tiny_tokenizer(),
+    ).train()  # fmt: skip
+    return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.grads.items()}
+
+
+def pairs(out):
+    """Several trainers in one launch, which costs more than their steps."""
+    from liger_trainer import LigerCPOConfig, LigerCPOTrainer, LigerORPOConfig, LigerORPOTrainer
+
+    return train_on_pairs(LigerORPOTrainer, LigerORPOConfig, out) | train_on_pairs(
+        LigerCPOTrainer, LigerCPOConfig, out, loss_type="simpo"
+    )
 
 
 def fsdp2(out):
@@ -69,6 +96,7 @@ MODES = {
     ),
     "sft": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, bf16=False, gradient_checkpointing=False),
     "sft-accumulation": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, 4, bf16=False),
+    "pairs": pairs,
     "fsdp2": fsdp2,
 }
 
