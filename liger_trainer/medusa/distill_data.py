@@ -110,7 +110,9 @@ def local_answerer(model, tokenizer, max_new_tokens: int = 512, temperature: flo
 
     def answer_batch(prompts):
         answers = answer(model, [encode(tokenizer, p) for p in prompts], ends, max_new_tokens, temperature)
-        return [(tokenizer.decode(new, skip_special_tokens=True), new[-1] in ends) for new in answers]
+        ended = [new[-1] in ends for new in answers]
+        texts = [new[:-1] if at_end else new for new, at_end in zip(answers, ended, strict=True)]
+        return [(tokenizer.decode(t, skip_special_tokens=True), at_end) for t, at_end in zip(texts, ended, strict=True)]
 
     return answer_batch
 

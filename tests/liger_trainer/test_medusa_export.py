@@ -1,0 +1,237 @@
+"""Exported heads, read back as each server reads them (its rules written down here): the same logits, or an error.
+
+The readers below hold what is known of the servers' code: FasterDecoding/Medusa e2a5d20, text-generation-inference
+db931fc, vLLM 0.32. No server is run.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB, tiny_model
+
+from liger_trainer.medusa.export import export_heads, lm_head_of, load_heads, served_model
+from liger_trainer.medusa.heads import MedusaHeads
+
+H = 32
+
+
+def random_heads(model, num_heads=3, num_layers=1, tied=True, seed=7):
+    heads = MedusaHeads.for_model(model, num_heads, num_layers, tied)
+    torch.manual_seed(seed)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama").requires_grad_(False)
+
+
+def exported(model, folder, heads, **options):
+    return export_heads(heads, str(folder), "org/base", lm_head_of(model) if heads.config.tied else None, **options)
+
+
+def read(folder):
+    """config.json, the tensors of the file that FasterDecoding and TGI open, and those of all safetensors files."""
+    config = json.loads((folder / "config.json").read_text())
+    everything = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        assert not everything.keys() & tensors.keys()
+        everything |= tensors
+    return config, load_file(folder / "medusa_lm_head.safetensors"), everything
+
+
+def block(x, weight, bias):
+    return x + F.silu(F.linear(x, weight, bias))
+
+
+def tgi(folder, x, lm_head, num_speculate):
+    """Heads of their own projection, or, where those are not all there, one block a head on the model's LM head."""
+    config, tensors, _ = read(folder)
+    assert "architectures" not in config, "with it TGI takes the directory for a draft of another kind"
+    assert not {"lm_head.weight", "model.embed_tokens.weight"} & tensors.keys(), "TGI: found in multiple files"
+    layers = config["medusa_num_layers"]
+    if all(f"{k}.{layers}.weight" in tensors for k in range(num_speculate)):
+        project = [tensors[f"{k}.{layers}.weight"] for k in range(num_speculate)]
+    else:
+        assert layers == 1
+        project = [lm_head] * num_speculate
+    logits = []
+    for k in range(num_speculate):
+        y = x
+        for layer in range(layers):
+            y = block(y, tensors[f"{k}.{layer}.linear.weight"], tensors[f"{k}.{layer}.linear.bias"])
+        logits.append(y @ project[k].T)
+    return torch.stack(logits)
+
+
+def vllm(folder, x, maps_old_names=True):
+    """Parameters by config; what has no place among them is dropped; one that gets nothing stays as allocated."""
+    config, _, tensors = read(folder)
+    assert config["model_type"] == "medusa"
+    shape = {}
+    for key, value in config.items():
+        if "num" in key and ("heads" in key or "layers" in key):
+            name = "heads" if "heads" in key else "layers"
+            assert name not in shape, f"{key} is a second key that vLLM takes for the number of {name}"
+            shape[name] = value
+    if maps_old_names:
+        tensors = {renamed(name, shape["layers"]): tensor for name, tensor in tensors.items()}
+    logits = []
+    for k in range(shape["heads"]):
+        y = x
+        for layer in range(shape["layers"]):
+            name = f"blocks.{k}.layers.{layer}"
+            bias = tensors[f"{name}.bias"] if config.get("medusa_fc_bias", False) else None
+            y = block(y, tensors[f"{name}.weight"], bias)
+        shared = config.get("original_lm_head", False)
+        project = tensors["lm_head.weight"] if shared else tensors[f"lm_heads.{k}.weight"]
+        assert project.shape == (config["truncated_vocab_size"], config["hidden_size"])
+        logits.append(y @ project.T)
+    assert config["truncated_vocab_size"] == config["vocab_size"], "else vLLM wants a token_map"
+    return torch.stack(logits)
+
+
+def renamed(name, layers):
+    k, _, rest = name.partition(".")
+    if not k.isdigit():
+        return name
+    layer, _, rest = rest.partition(".")
+    return f"lm_heads.{k}.weight" if int(layer) == layers else f"blocks.{k}.layers.{layer}.{rest.split('.')[-1]}"
+
+
+@pytest.mark.parametrize("tied, num_layers", [(True, 1), (False, 1), (False, 2), (False, 0)])
+def test_one_directory_for_all(model, tmp_path, tied, num_layers):
+    heads = random_heads(model, num_layers=num_layers, tied=tied)
+    x = torch.randn(5, H)
+    want = heads.logits(x, model.lm_head)
+    assert not torch.allclose(want[0], want[1]), "the heads differ, so a mixed-up one would show"
+    folder = tmp_path / "out"
+    assert exported(model, folder, heads) == str(folder)
+    assert torch.equal(load_heads(folder).logits(x, model.lm_head), want)
+    assert torch.equal(MedusaHeads.from_pretrained(folder).logits(x, model.lm_head), want)
+    torch.testing.assert_close(vllm(folder, x), want)
+    for num_speculate in (3, 2):  # a server may use fewer heads than there are
+        torch.testing.assert_close(tgi(folder, x, model.lm_head.weight, num_speculate), want[:num_speculate])
+    config = read(folder)[0]
+    assert config["base_model_name_or_path"] == "org/base"
+    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, num_layers)
+
+
+@pytest.mark.parametrize("tied, num_layers", [(True, 2), (False, 1)])
+def test_vllm_names(model, tmp_path, tied, num_layers):
+    """For releases that drop the other names without a word; any number of blocks on the LM head too."""
+    heads = random_heads(model, num_layers=num_layers, tied=tied)
+    x = torch.randn(5, H)
+    want = heads.logits(x, model.lm_head)
+    exported(model, tmp_path / "out", heads, format="vllm")
+    torch.testing.assert_close(vllm(tmp_path / "out", x, maps_old_names=False), want)
+    assert torch.equal(load_heads(tmp_path / "out").logits(x, model.lm_head), want)
+
+
+def test_the_biases_count(model, tmp_path):
+    """vLLM's default for `medusa_fc_bias` is false; heads read like that are other heads."""
+    heads = random_heads(model)
+    x = torch.randn(5, H)
+    exported(model, tmp_path / "out", heads)
+    path = tmp_path / "out" / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "medusa_fc_bias"}))
+    assert (vllm(tmp_path / "out", x) - heads.logits(x, model.lm_head)).abs().max() > 0.1
+
+
+def test_dtype(model, tmp_path):
+    heads = random_heads(model)
+    exported(model, tmp_path / "out", heads, dtype=torch.bfloat16)
+    _, _, tensors = read(tmp_path / "out")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert torch.equal(load_heads(tmp_path / "out")[0][0].linear.weight, heads[0][0].linear.weight.bfloat16())
+    assert load_heads(tmp_path / "out", torch.float32)[0][0].linear.weight.dtype == torch.float32
+
+
+def test_published_checkpoint(model, tmp_path):
+    """FasterDecoding's own keys only; a tied one does not show the vocabulary."""
+    heads = random_heads(model, tied=False)
+    save_file(dict(heads.state_dict()), tmp_path / "medusa_lm_head.safetensors")
+    config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "org/base"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_heads(tmp_path)
+    x = torch.randn(2, H)
+    assert torch.equal(loaded.logits(x, model.lm_head), heads.logits(x, model.lm_head))
+    assert loaded.config.vocab_size == VOCAB and loaded.config.hidden_size == H and not loaded.config.tied
+    save_file(dict(random_heads(model).state_dict()), tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match="has no vocab_size, and tied heads do not show it"):
+        load_heads(tmp_path)
+
+
+WRONG = {
+    "count": ({"medusa_num_heads": 2}, {}, "says medusa_num_heads: 2, and the tensors in .* say 3"),
+    "layers": ({"medusa_num_layers": 2}, {}, "says medusa_num_layers: 2, and the tensors .* say 1"),
+    "tied": ({"medusa_tied": True}, {}, "says medusa_tied: True, and the tensors .* say False"),
+    "width": ({"hidden_size": 64}, {}, "says hidden_size: 64, and the tensors .* say 32"),
+    "a head without its projection": ({}, {"1.1.weight": None}, r"1.1.weight is missing; expected \(131, 32\)"),
+    "a block without its bias": ({}, {"2.0.linear.bias": None}, r"2.0.linear.bias is missing; expected \(32,\)"),
+    "a narrower head": ({}, {"2.1.weight": torch.ones(7, H)}, r"2.1.weight is \(7, 32\); expected \(131, 32\)"),
+    "a stranger": ({}, {"lm_head.weight": torch.ones(7, H)}, "lm_head.weight is the name of no part of a Medusa head"),
+}
+
+
+@pytest.mark.parametrize("keys, changed, message", WRONG.values(), ids=WRONG)
+def test_config_and_tensors_that_disagree(model, tmp_path, keys, changed, message):
+    heads = random_heads(model, tied=False)
+    heads.save_pretrained(tmp_path)
+    tensors = {k: v for k, v in (dict(heads.state_dict()) | changed).items() if v is not None}
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text()) | keys
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_heads(tmp_path)
+
+
+def test_refusals(model, tmp_path):
+    heads, untied, deep = random_heads(model), random_heads(model, tied=False), random_heads(model, num_layers=2)
+    cases = (
+        (heads, {"format": "tgi"}, "format is 'tgi'; expected one of: all, vllm"),
+        (deep, {}, "medusa_num_layers is 2; TGI reads tied heads of one block only"),
+        (heads, {"lm_head": None}, "lm_head is None; the heads are tied"),
+        (heads, {"lm_head": torch.nn.Linear(H, VOCAB)}, "has a bias, which TGI and vLLM leave out"),
+        (heads, {"lm_head": torch.nn.Linear(H, 7, bias=False)}, r"is \(7, 32\), the heads were trained on \(131, 32\)"),
+        (heads, {"lm_head": SimpleNamespace(base_layer=1)}, "The LM head has an adapter"),
+    )
+    for which, options, message in cases:
+        options = {"lm_head": model.lm_head} | options
+        with pytest.raises(ValueError, match=message):
+            export_heads(which, str(tmp_path / "out"), "org/base", **options)
+        assert not (tmp_path / "out").exists(), "nothing is written"
+    exported(model, tmp_path / "out", untied)
+    with pytest.raises(ValueError, match="is not empty; servers read every file there"):
+        exported(model, tmp_path / "out", untied)
+    with pytest.raises(ValueError, match="has no medusa_lm_head.safetensors"):
+        load_heads(tmp_path)
+    (tmp_path / "out" / "config.json").unlink()
+    with pytest.raises(ValueError, match="has no config.json"):
+        load_heads(tmp_path / "out")
+
+
+def test_which_model_is_served(model, tmp_path):
+    """After stage 1 the one that was trained on; after stage 2 the trained one beside the heads, never its base."""
+    heads = random_heads(model)
+    heads.config = type(heads.config)(3, 1, True, H, VOCAB, "org/base")
+    folder = tmp_path / "out" / "medusa_heads"
+    heads.save_pretrained(folder)
+    assert served_model(tmp_path / "out", load_heads(tmp_path / "out")) == "org/base"
+    assert served_model(folder, load_heads(folder)) == "org/base"
+    model.save_pretrained(tmp_path / "out")
+    assert served_model(tmp_path / "out", load_heads(tmp_path / "out")) == str(tmp_path / "out")
+    assert served_model(folder, load_heads(folder)) == str(tmp_path / "out")
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter.*Merge it"):
+        served_model(tmp_path / "out", heads)
+    heads.config = type(heads.config)(3, 1, True, H, VOCAB)
+    with pytest.raises(ValueError, match="do not say what model they were trained on"):
+        served_model(tmp_path, heads)
