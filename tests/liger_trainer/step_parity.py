@@ -1,0 +1,137 @@
+"""A stock trainer of TRL and ours run side by side: every gradient of every step, and every number logged."""
+
+import ast
+import copy
+import inspect
+import re
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tiny_models import VOCAB, tiny_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import TrainerCallback
+from transformers.trainer_utils import set_seed
+
+from liger_trainer.trainer import LigerTrainerMixin
+
+
+class KeepGradients(TrainerCallback):
+    """What the optimizer is given, step by step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def words(generator, low, high):
+    length = int(torch.randint(low, high, (), generator=generator))
+    return " ".join(f"w{int(i)}" for i in torch.randint(3, VOCAB, (length,), generator=generator))
+
+
+def build(trainer_class, args_class, model, folder, rows, split=(4, 1), trainer_options=None, **options):
+    """A trainer of plain SGD, which hands an error in a gradient on as it is; Adam would enlarge that of a tiny one."""
+    defaults = {"gradient_checkpointing": False, "bf16": False, "learning_rate": 0.1, "max_steps": 1, "optim": "sgd"}
+    args = args_class(
+        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1], per_device_eval_batch_size=4, logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True, max_grad_norm=0.0, **(defaults | options),
+    )  # fmt: skip
+    rows = Dataset.from_list(rows)
+    given = {name: copy.deepcopy(value) for name, value in (trainer_options or {}).items()}
+    if "eval_strategy" in options:
+        given["eval_dataset"] = rows
+    trainer = trainer_class(
+        model=copy.deepcopy(model), args=args, train_dataset=rows, processing_class=tiny_tokenizer(), **given
+    )
+    if isinstance(trainer, LigerTrainerMixin):
+        assert trainer.head_is_ours == trainer.args.use_liger
+    return trainer
+
+
+def lora(**options):
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], **options)
+
+
+def moved(trainer, part="lora_B"):
+    """`trainer` with the adapter weights whose name has `part` drawn anew: LoRA starts as the reference, B at zero."""
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in trainer.model.named_parameters():
+        if part in name:
+            parameter.data.normal_(0, 0.5, generator=generator)
+    return trainer
+
+
+def without_times(log):
+    return {name: value for name, value in log.items() if "time" not in name and "_per_second" not in name}
+
+
+def trained(trainer):
+    """Train from one seed; the logs without times, and the gradients of every step."""
+    keep = KeepGradients()
+    trainer.add_callback(keep)
+    set_seed(trainer.args.seed)
+    trainer.train()
+    return [without_times(log) for log in trainer.state.log_history], keep.steps
+
+
+def assert_same_training(ours, stock, metrics=(), rtol=1e-5):
+    """Every log and gradient agrees; the stock trainer logged `metrics`. Returns what ours logged."""
+    (got, got_grads), (want, want_grads) = trained(ours), trained(stock)
+    assert len(got) == len(want) and len(got_grads) == len(want_grads) > 0
+    assert set(metrics) <= want[0].keys(), want[0].keys()
+    for ours_log, stock_log in zip(got, want, strict=True):
+        assert_same_metrics(ours_log, stock_log, rtol)
+    for got_step, want_step in zip(got_grads, want_grads, strict=True):
+        assert_same_gradients(got_step, want_step, rtol)
+    assert any(grad.norm() > 0 for grad in want_grads[0].values()), "nothing was learned: nothing was compared"
+    return got
+
+
+# What agrees to 1e-5 of another size than its own: means of thousands of logits of both signs; differences of
+# log-probabilities of whole sequences, of a size of tens.
+SMALLEST = {"logits/chosen": 0.01, "logits/rejected": 0.01} | dict.fromkeys(
+    ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins"), 1.0
+)
+
+
+def assert_same_metrics(got, want, rtol=1e-5):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        size = max(abs(value), SMALLEST.get(name.removeprefix("eval_"), 0))
+        assert got[name] == value or abs(got[name] - value) <= rtol * size, f"{name}: {got[name]} against {value}"
+
+
+def assert_same_gradients(got, want, rtol=1e-5):
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    largest = max(grad.norm() for grad in want.values())
+    for name, grad in want.items():
+        error, size = (got[name] - grad).norm(), grad.norm()
+        assert error <= rtol * max(size, 1e-3 * largest), f"{name}: error {error:.1e} of {size:.1e}"
+
+
+def loss_types(trainer_class) -> list[str]:
+    """What the source of `trainer_class` compares a loss type with."""
+    found = re.findall(r"loss_type (?:==|!=|in|not in) (\[[^\]]*\]|\"\w+\")", inspect.getsource(trainer_class))
+    values = [ast.literal_eval(text) for text in found]
+    return sorted({name for value in values for name in (value if isinstance(value, list) else [value])})
+
+
+class LogitRows(TorchDispatchMode):
+    """The most rows of a vocabulary, or of any other dimension of its size, that one tensor of floats had."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            logits = isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] == VOCAB
+            if logits and x.untyped_storage().data_ptr() not in known:  # a view, such as a transposed head, is not new
+                self.rows = max(self.rows, x.numel() // VOCAB)
+        return result

@@ -1,0 +1,168 @@
+"""`LigerKTOTrainer` against `trl.KTOTrainer` from one seed: every gradient, every logged number."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from step_parity import LogitRows, assert_same_gradients, assert_same_training, build, lora, loss_types, moved, words
+from tiny_models import VOCAB, tiny_model
+from trl import KTOConfig, KTOTrainer
+
+from liger_trainer import LigerKTOConfig, LigerKTOTrainer
+
+METRICS = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "logits/chosen", "rewards/rejected", "rewards/margins")
+LOSSES = loss_types(KTOTrainer)
+
+
+def rows(n=8, seed=4):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"prompt": words(generator, 2, 8), "completion": " " + words(generator, 2, 9), "label": i % 3 != 1}
+        for i in range(n)
+    ]
+
+
+def reference(model_type):
+    """Another model than the policy, or every log-ratio would be zero."""
+    return tiny_model(model_type, seed=7)
+
+
+# Of a LoRA, the reference is the model without it.
+KINDS = {"full": lambda name: {"ref_model": reference(name)}, "lora": lambda name: {"peft_config": lora()}}
+
+
+def pair(model, folder, part="lora_B", **options):
+    ours = build(LigerKTOTrainer, LigerKTOConfig, model, folder, rows(), **options)
+    stock = build(KTOTrainer, KTOConfig, model, folder, rows(), **options)
+    return moved(ours, part), moved(stock, part)
+
+
+def test_losses_are_read_from_trl():
+    assert {"kto", "apo_zero_unpaired"} <= set(LOSSES)
+
+
+@pytest.mark.parametrize(
+    "model_type, kind, whole",
+    [
+        ("llama", "full", True), ("llama", "lora", True), ("qwen3", "full", True), ("qwen3", "lora", True),
+        ("llama", "full", False), ("qwen3", "lora", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_loss(loss_type, model_type, kind, whole, tmp_path):
+    """Four rows a step, `whole` or split; the KL estimate of "kto" needs two in a micro-batch (TRL refuses one)."""
+    split = (4, 1) if whole else (2, 2) if loss_type == "kto" else (1, 4)
+    model, given = tiny_model(model_type), KINDS[kind](model_type)
+    options = {"loss_type": loss_type, "split": split, "trainer_options": given, "max_steps": 2, "beta": 0.3}
+    assert_same_training(*pair(model, tmp_path, **options), METRICS if whole else METRICS[:-1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"desirable_weight": 0.7, "undesirable_weight": 1.6, "max_length": 9}, id="weights-max-length"),
+        pytest.param({"precompute_ref_log_probs": True, "precompute_ref_batch_size": 3}, id="precomputed-reference"),
+        pytest.param({"gradient_checkpointing": True, "pad_to_multiple_of": 8}, id="checkpointing-padding"),
+        pytest.param({"sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}, id="synced-reference"),
+    ],
+)
+def test_options(options, tmp_path):
+    options = {"trainer_options": {"ref_model": reference("llama")}} | options
+    assert_same_training(*pair(tiny_model("llama"), tmp_path, **options), METRICS)
+
+
+def test_mixture_of_experts(tmp_path):
+    model = tiny_model("qwen3_moe", output_router_logits=True)
+    given = {"ref_model": reference("qwen3_moe")}
+    ours, stock = pair(model, tmp_path, router_aux_loss_coef=0.3, trainer_options=given)
+    assert_same_training(ours, stock, (*METRICS, "aux_loss"))
+
+
+def test_reference_from_a_second_adapter(tmp_path):
+    """TRL gives a `PeftModel` an adapter "ref", a copy of the one that is trained; here it is another."""
+    ours, stock = pair(get_peft_model(tiny_model("llama"), lora()), tmp_path, part="lora_B.ref")
+    assert_same_training(ours, stock, METRICS)
+
+
+def test_prompt_learning(tmp_path):
+    """TRL's head takes it too; the virtual tokens are cut off its outputs and ours."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ours, stock = pair(tiny_model("llama"), tmp_path, part="prompt_encoder", trainer_options={"peft_config": config})
+    assert_same_training(ours, stock, METRICS)
+
+
+def test_evaluation(tmp_path):
+    given = {"trainer_options": {"ref_model": reference("llama")}}
+    ours, stock = pair(tiny_model("llama"), tmp_path, eval_strategy="steps", eval_steps=1, **given)
+    logs = assert_same_training(ours, stock, METRICS)
+    assert {"eval_loss", "eval_kl", "eval_rewards/margins"} <= logs[1].keys()
+
+
+def test_adapter_on_the_head_trains(tmp_path):
+    """TRL refuses it. Ours gives the loss and gradients of the same adapter over real logits."""
+    given = {"trainer_options": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}}
+    with pytest.raises(ValueError, match="adapter to `lm_head`"):
+        build(KTOTrainer, KTOConfig, tiny_model("llama"), tmp_path, rows(), **given)
+    losses, grads = [], []
+    for fused in (True, False):
+        trainer = moved(build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), **given))
+        if not fused:
+            head = trainer.model.get_base_model().lm_head
+            head.lora_bias["default"] = True  # says that the adapter has a bias, which the fused head cannot have
+            head.lora_B["default"].bias = torch.nn.Parameter(torch.zeros(VOCAB))
+        batch = next(iter(trainer.get_train_dataloader()))
+        losses.append(trainer.compute_loss(trainer.model, batch))
+        losses[-1].backward()
+        trainable = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad and not n.endswith("bias")}
+        grads.append({n: p.grad for n, p in trainable.items()})
+    assert any("lm_head.lora_A" in name for name in grads[0]) and all(grad.norm() > 0 for grad in grads[0].values())
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    assert_same_gradients(*grads)
+
+
+def test_scaled_loss_with_an_auxiliary_one(tmp_path):
+    ours, stock = pair(tiny_model("llama"), tmp_path, trainer_options={"ref_model": reference("llama")})
+    grads = []
+    for trainer in (ours, stock):
+        batch = next(iter(trainer.get_train_dataloader()))
+        auxiliary = sum(p.square().sum() for p in trainer.model.parameters())
+        (trainer.compute_loss(trainer.model, batch) * 3.7 + 0.01 * auxiliary).backward()
+        grads.append({n: p.grad for n, p in trainer.model.named_parameters()})
+    assert_same_gradients(*grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
+    given = {"trainer_options": KINDS[kind]("llama")}
+    ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), **given)
+    batch = next(iter(ours.get_train_dataloader()))
+    with LogitRows() as seen:
+        ours.compute_loss(ours.model, batch).backward()
+    assert seen.rows == 3
+
+
+def test_reference_is_patched_and_survives_a_copy(tmp_path):
+    ours = build(
+        LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(),
+        trainer_options={"ref_model": reference("llama")},
+    )  # fmt: skip
+    batch = next(iter(ours.get_train_dataloader()))
+    want = ours.compute_ref_log_probs(ours.ref_model, batch)[0]
+    twin = copy.deepcopy(ours.ref_model)
+    ours.ref_model.lm_head.weight.data.zero_()
+    assert torch.equal(ours.compute_ref_log_probs(twin, batch)[0], want)
+
+
+def test_use_liger_false_is_the_stock_trainer(tmp_path):
+    given = {"trainer_options": {"ref_model": reference("llama")}}
+    ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), use_liger=False, **given)
+    stock = build(KTOTrainer, KTOConfig, tiny_model("llama"), tmp_path, rows(), **given)
+    assert_same_training(ours, stock, METRICS, rtol=0)
+
+
+def test_what_has_no_effect_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which KTOTrainer does not use. Remove it."):
+        build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), label_smoothing_factor=0.1,
+              trainer_options={"ref_model": reference("llama")})  # fmt: skip
