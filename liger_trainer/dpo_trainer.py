@@ -36,6 +36,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     loss_hook = "pair_loss"
     pair_columns: tuple[str, ...] = ()
     gives_token_predictions = True
+    ignored_fields = ("label_smoothing_factor",)  # of tokens; that of pairs is label_smoothing
 
     def pair_loss(self, chosen_logratios: torch.Tensor, rejected_logratios: torch.Tensor, inputs: dict) -> torch.Tensor:
         """Loss of each pair; the trainer takes the mean, and adds the auxiliary loss of a mixture of experts.
@@ -100,12 +101,6 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
         self._signature_columns += [name for name in self.pair_columns if name not in self._signature_columns]
 
     def _finish_init(self) -> None:
-        args = self.args
-        if args.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor is {args.label_smoothing_factor}, which DPO does not use. Remove it, or set "
-                "label_smoothing."
-            )
         super()._finish_init()
         if not self.pair_columns:
             return

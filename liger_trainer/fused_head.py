@@ -190,11 +190,12 @@ def _fused_forward_of(model_class):
         if (labels is None and shift_labels is None) or not skip_logits:
             return _own_forward(self, args, kwargs)
         outputs = _captured(self, args, kwargs)
-        if token_predictions:
-            logits, target = _shifted(outputs.logits, labels, shift_labels)
-            outputs["predictions"] = _predictions(logits, target)
         if isinstance(outputs, ModelOutput):
-            return type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
+            predictions = _predictions(*_shifted(outputs.logits, labels, shift_labels)) if token_predictions else None
+            outputs = type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
+            if token_predictions:
+                outputs["predictions"] = predictions
+            return outputs
         return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
 
     forward._liger_fused_head = True

@@ -69,6 +69,7 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     def __init__(self, *args, **kwargs):
         stock_init = super().__init__
+        self._refuse_compute_loss_func(kwargs, stock_init)
         self.args = inspect.signature(stock_init).bind(*args, **kwargs).arguments.get("args")  # `_wants` reads it
         with replaced_in(sys.modules[self._stock_class().__module__], self._seam()):
             stock_init(*args, **kwargs)
@@ -112,6 +113,14 @@ class LigerTRLMixin(LigerTrainerMixin):
         """Kernels into a reference or teacher model, by the same `liger_config`; before anything shards or wraps it."""
         if getattr(self.args, "use_liger", True):
             apply_liger(model, getattr(self.args, "liger_config", None))
+
+    def _refuse_compute_loss_func(self, kwargs: dict, stock_init) -> None:
+        """ValueError with the way out, where the stock trainer would only say that it knows no such argument."""
+        if "compute_loss_func" in kwargs and "compute_loss_func" not in inspect.signature(stock_init).parameters:
+            raise ValueError(
+                f"compute_loss_func is not an argument of {self._stock_class().__name__}, whose loss is no function of "
+                f"logits and labels. Override {self.loss_hook or 'compute_loss'} instead."
+            )
 
     def _finish_init(self) -> None:
         for name in self.ignored_fields:

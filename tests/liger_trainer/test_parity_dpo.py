@@ -1,0 +1,322 @@
+"""`LigerDPOTrainer` against `trl.DPOTrainer` from one seed, for every loss type: loss, gradients, every logged metric.
+
+And what stock refuses or cannot do, against the formulas on real logits.
+"""
+
+import copy
+import inspect
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from test_fused_head import LargestTensor
+from test_parity_trainer import lora
+from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
+from trl import DPOConfig, DPOTrainer
+from two_ranks import SaveGradients
+
+from liger_trainer import LigerDPOConfig, LigerDPOTrainer
+
+SOURCE = inspect.getsource(DPOTrainer._compute_loss)
+LOSS_TYPES = re.findall(r'loss_type == "(\w+)"', SOURCE)
+# What a loss type needs beside its name, or uses that is off by default.
+OPTIONS = {
+    "exo_pair": {"label_smoothing": 0.01},
+    "robust": {"label_smoothing": 0.1},
+    "aot": {"label_smoothing": 0.1},
+    "aot_unpaired": {"label_smoothing": 0.1},
+    "discopop": {"discopop_tau": 0.5},
+}
+TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"}
+LORA = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+
+
+def words(ids):
+    return " ".join(f"w{i}" for i in ids)
+
+
+def pairs(n=8):
+    """Prompts, chosen and rejected of unequal lengths, as text for `tiny_tokenizer`."""
+    ids = [row["input_ids"] for row in ragged_rows(2 * n, seed=5)]
+    return [
+        {"prompt": words(a[:3]), "chosen": " " + words(a[3:]), "rejected": " " + words(b)}
+        for a, b in zip(ids[:n], ids[n:], strict=True)
+    ]
+
+
+def build(trainer_class, model, tmp_path, split=(4, 1), rows=None, trainer_options=None, **options):
+    args_class = LigerDPOConfig if issubclass(trainer_class, LigerDPOTrainer) else DPOConfig
+    # SGD, as the first steps of Adam take the sign of a gradient, also of one that is nothing but rounding.
+    defaults = {
+        "gradient_checkpointing": False, "max_length": 64, "learning_rate": 0.1, "bf16": False, "optim": "sgd",
+        "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+    args = args_class(
+        output_dir=str(tmp_path / trainer_class.__name__), per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1], num_train_epochs=1, logging_steps=1,
+        max_grad_norm=0.0, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+        **(defaults | options),
+    )  # fmt: skip
+    given = {"processing_class": tiny_tokenizer()} | (trainer_options or {})
+    if not hasattr(model, "peft_config") and "peft_config" not in given:
+        given.setdefault("ref_model", tiny_model(model.config.model_type, seed=7))
+    rows = Dataset.from_list(rows or pairs())
+    return trainer_class(model=copy.deepcopy(model), args=args, train_dataset=rows, **given)
+
+
+def train(trainer):
+    """The log of every step, and the gradients of the first."""
+    save = SaveGradients()
+    trainer.add_callback(save)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return [{name: value for name, value in log.items() if name not in TIMES} for log in logs], save.grads
+
+
+def assert_same_run(got, want):
+    (got_logs, got_grads), (want_logs, want_grads) = got, want
+    assert len(got_logs) == len(want_logs) > 0
+    for ours, stock in zip(got_logs, want_logs, strict=True):
+        assert ours.keys() == stock.keys()
+        for name in stock:
+            # Differences of sums of log-probabilities near -80, and means of logits that cancel: right to 1e-7 of them.
+            atol = 2e-6 if name.startswith(("rewards/", "logits/")) else 0
+            assert ours[name] == pytest.approx(stock[name], rel=1e-5, abs=atol), name
+    assert got_grads.keys() == want_grads.keys()
+    for name, grad in want_grads.items():
+        assert (got_grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def compare(model, tmp_path, split=(4, 1), **options):
+    want = train(build(DPOTrainer, model, tmp_path, split, **options))
+    trainer = build(LigerDPOTrainer, model, tmp_path, split, **options)
+    assert trainer.head_is_ours
+    assert_same_run(train(trainer), want)
+    return trainer
+
+
+def test_the_list_of_loss_types_is_all_of_trl_s():
+    """From the branches of TRL's loss; from the list in its error message; from the help of its config."""
+    listed = re.search(r"Should be one of \[(.*?)\]", SOURCE.replace('"\n', "").replace('    "', ""), re.S).group(1)
+    wording = DPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
+    assert len(LOSS_TYPES) >= 15
+    assert set(re.findall(r"'(\w+)'", listed)) == set(LOSS_TYPES)
+    assert set(re.findall(r"`'(\w+)'`", wording)) == set(LOSS_TYPES)
+
+
+# Loss types differ by a few lines on two sums: two of the eight cells for each, all eight for one of them.
+CELLS = [
+    (model, kind, split) for model in ("llama", "qwen3") for kind in ("full", "lora") for split in ((4, 1), (1, 4))
+]
+GRID = [("sigmoid", *cell) for cell in CELLS] + [
+    (loss_type, *cell) for loss_type in LOSS_TYPES[1:] for cell in (CELLS[0], CELLS[-1])
+]
+
+
+@pytest.mark.parametrize("loss_type, model_type, kind, split", GRID, ids=str)
+def test_every_loss_type(loss_type, model_type, kind, split, tmp_path):
+    model = tiny_model(model_type)
+    model = lora(model, LORA) if kind == "lora" else model
+    compare(model, tmp_path, split, loss_type=loss_type, **OPTIONS.get(loss_type, {}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},  # MPO
+        {"f_divergence_type": "forward_kl"},
+        {"f_divergence_type": "js_divergence"},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7, "loss_type": ["ipo"]},
+        {"ld_alpha": 0.4},
+        {"use_weighting": True, "beta": 0.3},
+        {"precompute_ref_log_probs": True, "ld_alpha": 0.4, "precompute_ref_batch_size": 3},
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "gradient_checkpointing": True},
+        {"max_length": 12, "pad_to_multiple_of": 8},
+        {"truncation_mode": "keep_end", "max_length": 12, "disable_dropout": False},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_options(options, tmp_path):
+    """Each moves the loss of the first step, but for those that must not."""
+    model = tiny_model("llama", attention_dropout=0.2)
+    trainer = compare(model, tmp_path, **options)
+    if not {"sync_ref_model", "precompute_ref_log_probs"} & options.keys():
+        plain = train(build(LigerDPOTrainer, model, tmp_path))
+        assert plain[0][0]["loss"] != pytest.approx(trainer.state.log_history[0]["loss"], rel=1e-4)
+
+
+def test_mixture_of_experts(tmp_path):
+    """The auxiliary loss, weighted and logged."""
+    trainer = compare(tiny_model("qwen3_moe"), tmp_path, (2, 2), router_aux_loss_coef=0.1)
+    assert trainer.state.log_history[0]["aux_loss"] > 0
+
+
+@pytest.mark.parametrize("kind", ["disabled", "second"])
+def test_the_reference_is_an_adapter_disabled_or_a_second_one(kind, tmp_path):
+    """Stock makes a second one, named ref, of a model that comes with an adapter."""
+    torch.manual_seed(0)
+    model, given = tiny_model("llama"), {}
+    if kind == "second":
+        model = lora(model, ["q_proj", "up_proj"])
+    else:
+        given = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)}
+    trainer = compare(model, tmp_path, trainer_options=given)
+    assert ("ref" in trainer.model.peft_config) == (kind == "second")
+    assert trainer.ref_model is None
+
+
+def test_prompt_learning(tmp_path):
+    """Virtual tokens come before the real ones in what the head returns."""
+    torch.manual_seed(0)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(tiny_model("llama"), config)
+    compare(model, tmp_path, trainer_options={"ref_model": tiny_model("llama", seed=7)})
+
+
+def logps_of_logits(model, batch):
+    """Sum of the log-probabilities of each completion, from real logits."""
+    log_p = torch.log_softmax(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits, -1)
+    per_token = log_p[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return (per_token * batch["completion_mask"][:, 1:]).sum(1).chunk(2)
+
+
+def first_batch(trainer):
+    return next(iter(trainer.get_train_dataloader()))
+
+
+def test_an_adapter_on_the_head_that_trl_refuses(tmp_path):
+    torch.manual_seed(0)
+    given = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)}
+    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        build(DPOTrainer, tiny_model("llama"), tmp_path, trainer_options=given)
+    trainer = build(LigerDPOTrainer, tiny_model("llama"), tmp_path, trainer_options=given)
+    model, batch = trainer.model.train(), first_batch(trainer)
+    with torch.no_grad(), model.disable_adapter():
+        ref_chosen, ref_rejected = logps_of_logits(model, batch)
+    chosen, rejected = logps_of_logits(model, batch)
+    want = -F.logsigmoid(0.1 * (chosen - ref_chosen - rejected + ref_rejected)).mean()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    want_grads = torch.autograd.grad(want, parameters)
+    got = trainer.compute_loss(model, batch)
+    assert got.item() == pytest.approx(want.item(), rel=1e-5)
+    for ours, stock in zip(torch.autograd.grad(got, parameters), want_grads, strict=True):
+        assert (ours - stock).norm() <= 1e-5 * stock.norm()
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_any_upstream_gradient_and_an_auxiliary_loss(kind, tmp_path):
+    model = lora(tiny_model("llama"), LORA) if kind == "lora" else tiny_model("llama")
+    grads = []
+    for trainer_class in (DPOTrainer, LigerDPOTrainer):
+        trainer = build(trainer_class, model, tmp_path, use_weighting=True)
+        batch = first_batch(trainer)
+        parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        auxiliary = sum(p.square().sum() for p in parameters.values())
+        (3.7 * trainer.compute_loss(trainer.model.train(), batch) + 0.01 * auxiliary).backward()
+        grads.append({name: p.grad for name, p in parameters.items()})
+    for name, grad in grads[0].items():
+        assert (grads[1][name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [("full", {}), ("lora", {}), ("full", {"precompute_ref_log_probs": True, "use_weighting": True})],
+    ids=str,
+)
+def test_no_logits_of_policy_or_reference(kind, options, tmp_path, monkeypatch):
+    """In a training step, in an evaluation step and while the reference is precomputed."""
+    import liger_triton._linear_head as head
+
+    monkeypatch.setattr(head, "_CPU_CHUNK_BYTES", 64 * 4 * 4096)  # 64 rows, of the 400 and more that have a label
+    model = tiny_model("llama", vocab_size=4096)
+    given = {"ref_model": tiny_model("llama", vocab_size=4096, seed=7)} if kind == "full" else {}
+    model = lora(model, LORA) if kind == "lora" else model
+    rows = [{"prompt": "w3 w4", "chosen": f" w{i}" * 60, "rejected": f" w{20 + i}" * 50} for i in range(4)]
+    with LargestTensor() as largest:
+        trainer = build(LigerDPOTrainer, model, tmp_path, rows=rows, trainer_options=given, **options)
+        batch = first_batch(trainer)
+        trainer.compute_loss(trainer.model.train(), dict(batch)).backward()
+        trainer.prediction_step(trainer.model.eval(), dict(batch), prediction_loss_only=True)
+    labels = int(batch["completion_mask"][:, 1:].sum())
+    assert labels > 400
+    assert 64 * 4096 <= largest.numel < labels * 4096 / 4  # one chunk
+
+
+def test_vision_language_batch(tmp_path):
+    """An image in each prompt, as TRL's collator for vision gives it to the trainer."""
+    tokens = {"image_token_id": 120, "vision_start_token_id": 119}
+    model = tiny_model("qwen2_5_vl", **tokens)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 110, (4, 14), generator=generator)
+    ids[:, 1:6] = torch.tensor([119, 120, 120, 120, 120])  # 4 x 4 patches, merged 2 x 2
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "completion_mask": (torch.arange(14) >= 9).long().expand(4, -1),
+        "pixel_values": torch.randn(4 * 16, 3 * 2 * 14 * 14, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 4),
+        "mm_token_type_ids": (ids == 120).int(),
+    }
+    losses, grads = [], []
+    for trainer_class in (DPOTrainer, LigerDPOTrainer):
+        given = {"ref_model": tiny_model("qwen2_5_vl", seed=7, **tokens)}
+        trainer = build(trainer_class, model, tmp_path, trainer_options=given)
+        loss = trainer.compute_loss(trainer.model.train(), dict(batch))
+        loss.backward()
+        losses.append(loss.item())
+        grads.append({n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert any("visual" in name for name in grads[0])
+    for name, grad in grads[0].items():
+        assert (grads[1][name] - grad).norm() <= 1e-5 * grad.norm() + 1e-9, name
+
+
+def test_evaluation(tmp_path):
+    results = []
+    for trainer_class in (DPOTrainer, LigerDPOTrainer):
+        result = build(trainer_class, tiny_model("granite"), tmp_path).evaluate(Dataset.from_list(pairs(6)))
+        results.append(
+            {name: value for name, value in result.items() if "runtime" not in name and "_second" not in name}
+        )
+    assert results[1] == pytest.approx(results[0], rel=1e-5, abs=2e-6)
+
+
+def test_both_models_are_patched_and_the_report_is_the_policy_s(tmp_path):
+    trainer = build(LigerDPOTrainer, tiny_model("llama"), tmp_path, liger_config={"rope": False})
+    assert trainer.liger_report["rms_norm"].swapped and not trainer.liger_report["rope"].swapped
+    for model in (trainer.model, trainer.ref_model):
+        assert "forward" in model.model.layers[0].input_layernorm.__dict__
+        assert "forward" in model.lm_head.__dict__
+
+
+def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
+    want, _ = train(build(DPOTrainer, tiny_model("llama"), tmp_path))
+    trainer = build(LigerDPOTrainer, tiny_model("llama"), tmp_path, use_liger=False)
+    assert trainer.liger_report is None
+    assert train(trainer)[0] == want
+
+
+def test_the_head_alone_can_be_switched_off(tmp_path):
+    model, options = tiny_model("llama"), {"liger_config": {"fused_linear_cross_entropy": False}}
+    want = train(build(DPOTrainer, model, tmp_path))
+    trainer = build(LigerDPOTrainer, model, tmp_path, **options)
+    assert not trainer.head_is_ours and trainer.liger_report["rms_norm"].swapped
+    assert_same_run(train(trainer), want)
+
+
+def test_what_would_be_ignored_is_refused(tmp_path):
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which DPOTrainer does not use"):
+        build(LigerDPOTrainer, model, tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="compute_loss_func is not an argument of DPOTrainer.*[Oo]verride pair_loss"):
+        build(LigerDPOTrainer, model, tmp_path, trainer_options={"compute_loss_func": lambda outputs, labels: 0})
+
+    class OverridesTheWrongMethod(LigerDPOTrainer):
+        def token_loss(self, outputs, inputs):
+            return -outputs.log_probs
+
+    with pytest.raises(ValueError, match="overrides token_loss, which DPOTrainer never calls. Override pair_loss"):
+        build(OverridesTheWrongMethod, model, tmp_path)
