@@ -307,13 +307,11 @@ def _nll(nll: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
     """log(1 - exp(x)) for x <= 0, by the accurate one of two forms (Maechler 2012, vignette of the R package Rmpfr).
 
-    Each form sees only arguments of its own branch: the gradient of the other one, infinite at 0, would be NaN.
+    The first form sees no argument of the other's branch: its gradient, infinite at 0, would make the whole one NaN.
     """
     split = -0.6931471805599453  # -log 2
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
-    return torch.where(
-        x < split, torch.log1p(-torch.exp(x.clamp(max=split))), torch.log(-torch.expm1(x.clamp(min=split)))
-    )
+    return torch.where(x < split, torch.log1p(-torch.exp(x.clamp(max=split))), torch.log(-torch.expm1(x)))
 
 
 def _reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:

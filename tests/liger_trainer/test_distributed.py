@@ -52,6 +52,13 @@ def test_fsdp2(tmp_path):
     rows = ragged_rows(16)
     for half in (rows[0::2], rows[1::2]):  # FSDP averages over ranks
         (model(**collate(half), num_items_in_batch=torch.tensor(40.0)).loss / 2).backward()
+    for rank, half in ((first, rows[0::2]), (second, rows[1::2])):
+        batch = collate(half)
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.detach()
+        torch.testing.assert_close(rank["vocab_mean"], logits.mean(-1), rtol=1e-4, atol=1e-6)
+        nll = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        counted = (batch["labels"][:, 1:] != -100).sum()
+        torch.testing.assert_close(-rank["log_probs"].sum() / counted, nll, rtol=1e-5, atol=0)
     for name, p in model.named_parameters():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], p.grad, rtol=1e-4, atol=1e-7, msg=name)

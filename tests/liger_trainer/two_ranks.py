@@ -86,7 +86,10 @@ def fsdp2(out):
     fully_shard(model, mesh=mesh)
     rows = ragged_rows(16)[dist.get_rank() :: 2]
     model(**collate(rows), num_items_in_batch=torch.tensor(40.0)).loss.backward()
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        scores = model(**collate(rows), fused_lm_head=True, token_outputs=("log_probs", "vocab_mean"))
+    return grads | {"log_probs": scores.log_probs, "vocab_mean": scores.vocab_mean}
 
 
 MODES = {
