@@ -185,3 +185,48 @@ def linear_divergence(
     entropy = -(log_p.exp() * log_p).sum(-1).detach()
     ignored = torch.zeros(divergence.shape, dtype=torch.bool, device=divergence.device) if mask is None else ~mask
     return Divergence(divergence.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0))
+
+
+def _heads_loss(hidden, weight, rows_of_head, row_weight, counted):
+    """`rows_of_head(k, logits)` gives loss and top-1 of the rows of head k, of which `counted` (K, T) enter."""
+    from ._heads import HeadsLoss
+
+    weights = weight if isinstance(weight, list | tuple) else [weight] * len(hidden)
+    per_head = [rows_of_head(k, F.linear(x, w)) for k, (x, w) in enumerate(zip(hidden, weights, strict=True))]
+    loss, top1 = (torch.stack(t) for t in zip(*per_head, strict=True))
+    loss = torch.where(counted, loss, 0.0)
+    share = torch.ones_like(loss) if row_weight is None else row_weight.to(loss.dtype).view(len(hidden), -1)
+    total = torch.where(counted, loss * share, 0.0).sum()
+    return HeadsLoss(total, loss.detach().sum(1), (top1 & counted).sum(1), counted.sum(1))
+
+
+def linear_heads_cross_entropy(
+    hidden, weight, target, *, row_weight=None, ignore_index=-100, softcap=None, logit_scale=1.0, accumulate="fp32",
+    chunk_rows=None,
+):  # fmt: skip
+    """See `liger_triton.linear_heads_cross_entropy`, which runs without Triton too; this one makes all logits."""
+
+    def rows(k, logits):
+        z = _transformed(logits, softcap, logit_scale)
+        loss = F.cross_entropy(z, target[k], ignore_index=ignore_index, reduction="none")
+        return loss, z.argmax(-1) == target[k]
+
+    return _heads_loss(hidden, weight, rows, row_weight, target != ignore_index)
+
+
+def linear_heads_kl(
+    hidden, weight, teacher_hidden, teacher_weight, valid, *, row_weight=None, target=None, softcap=None,
+    logit_scale=1.0, accumulate="fp32", chunk_rows=None,
+):  # fmt: skip
+    """See `liger_triton.linear_heads_kl`, which runs without Triton too; this one makes all logits."""
+    n = teacher_hidden.shape[0]
+    log_q = _transformed(F.linear(teacher_hidden, teacher_weight), softcap, logit_scale).log_softmax(-1).detach()
+    valid = torch.stack([v & (torch.arange(n, device=v.device) + k < n) for k, v in enumerate(valid, 1)])
+
+    def rows(k, logits):
+        log_p = _transformed(logits, softcap, logit_scale).log_softmax(-1)
+        ahead = log_q.roll(-k - 1, 0)  # the rows that wrap around do not count
+        loss = F.kl_div(log_p, ahead, reduction="none", log_target=True).sum(-1)
+        return loss, log_p.argmax(-1) == (ahead.argmax(-1) if target is None else target[k])
+
+    return _heads_loss(hidden, weight, rows, row_weight, valid)

@@ -133,9 +133,10 @@ def row_pass(request, monkeypatch, device):
     """The vocabulary losses with their Triton pass over rows of logits, and with the plain PyTorch one."""
     modules = {
         m: importlib.import_module(f"liger_triton.{m}")
-        for m in ("_dispatch", "_linear_head", "_scale", "cross_entropy")
+        for m in ("_dispatch", "_linear_head", "_kl_pass", "_scale", "cross_entropy", "linear_heads_kl")
     }
-    monkeypatch.setattr(importlib.import_module("liger_triton._row_pass"), "MAX_BLOCK", 128)  # several blocks a row
+    for name in ("_row_pass", "_kl_pass"):
+        monkeypatch.setattr(importlib.import_module(f"liger_triton.{name}"), "MAX_BLOCK", 128)  # several blocks a row
     if request.param == "torch":
         for module in modules.values():
             monkeypatch.setattr(module, "use_triton", lambda x: False)

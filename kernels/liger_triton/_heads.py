@@ -1,0 +1,126 @@
+"""What the losses of several heads share: their result, the checks of their arguments, and gradients known early.
+
+Heads are `hidden`, one tensor (K, T, H) or K tensors (T, H), against `weight`, one tensor (V, H) that all of them use
+("tied") or K tensors (V, H) ("untied").
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ._head_checks import check_device
+from ._scale import scaled
+
+
+class HeadsLoss(NamedTuple):
+    """`loss` (), fp32, differentiable: the sum over all rows that count of row_weight * loss. Without a gradient, each
+    (K,): `head_losses`, fp32, the sums of the rows' losses without row_weight; `head_top1`, int64, how many rows have
+    their target as the first largest logit; `head_rows`, int64, how many rows count."""
+
+    loss: torch.Tensor
+    head_losses: torch.Tensor
+    head_top1: torch.Tensor
+    head_rows: torch.Tensor
+
+
+def check_heads(hidden, weight) -> tuple[int, int, bool]:
+    """(K, T, tied). ValueError unless the shapes fit each other and all heads have one dtype and device."""
+    listed = isinstance(hidden, list | tuple)
+    if listed:
+        if not hidden:
+            raise ValueError("hidden is an empty list; expected the output (T, H) of each head, one or more.")
+        first = hidden[0]
+        for k, t in enumerate(hidden):
+            if (t.shape, t.dtype, t.device) != (first.shape, first.dtype, first.device):
+                raise ValueError(
+                    f"hidden[{k}] is {tuple(t.shape)} {t.dtype} on {t.device}, hidden[0] {tuple(first.shape)} "
+                    f"{first.dtype} on {first.device}; expected one shape, dtype and device for all heads."
+                )
+    else:
+        first = hidden[0] if hidden.ndim == 3 and hidden.shape[0] else hidden.new_empty(0)
+    if first.ndim != 2:
+        shape = tuple(first.shape) if listed else tuple(hidden.shape)
+        raise ValueError(
+            f"hidden{'[0]' if listed else ''} is {shape}; expected hidden (K, T, H), or a list of K tensors (T, H). "
+            "Flatten batch and sequence: x.flatten(-3, -2)."
+        )
+    heads, (rows, width) = len(hidden), first.shape
+    tied = not isinstance(weight, list | tuple)
+    if not tied and len(weight) != heads:
+        raise ValueError(
+            f"weight has {len(weight)} tensors, hidden {heads} heads; expected one weight for each head, or one tensor "
+            "(V, H) for all."
+        )
+    for k, w in enumerate([weight] if tied else weight):
+        name = "weight" if tied else f"weight[{k}]"
+        if w.ndim != 2 or w.shape[1] != width:
+            raise ValueError(f"{name} is {tuple(w.shape)}, a head's rows {tuple(first.shape)}; expected (V, {width}).")
+        if not tied and w.shape != weight[0].shape:
+            raise ValueError(
+                f"{name} is {tuple(w.shape)}, weight[0] {tuple(weight[0].shape)}; the heads share one vocabulary."
+            )
+    return heads, rows, tied
+
+
+def check_per_row(name, t, heads, rows, first) -> None:
+    """ValueError unless t is (K, T) on the device of the heads."""
+    if t.shape != (heads, rows):
+        raise ValueError(f"{name} is {tuple(t.shape)}; expected ({heads}, {rows}): a row for each head.")
+    check_device(name, t, "hidden", first)
+
+
+def spread(row_weight, counted):
+    """`row_weight` (K,) or (K, T) as (K, T), zero in the rows that do not count; None stays None."""
+    if row_weight is None:
+        return None
+    heads, rows = counted.shape
+    if row_weight.shape not in ((heads,), (heads, rows)) or row_weight.dtype != torch.float32:
+        raise ValueError(
+            f"row_weight is {tuple(row_weight.shape)} {row_weight.dtype}; expected torch.float32, ({heads},) or "
+            f"({heads}, {rows})."
+        )
+    if row_weight.requires_grad:
+        raise ValueError("row_weight requires a gradient, and gets none here; pass row_weight.detach().")
+    check_device("row_weight", row_weight, "hidden", counted)
+    return torch.where(counted, row_weight if row_weight.ndim == 2 else row_weight.unsqueeze(1), 0.0)
+
+
+class _WithGradients(torch.autograd.Function):
+    """`loss` (), whose gradients with respect to `inputs` are known."""
+
+    @staticmethod
+    def forward(ctx, loss, *grads_and_inputs):
+        half = len(grads_and_inputs) // 2
+        grads, inputs = list(grads_and_inputs[:half]), grads_and_inputs[half:]
+        ctx.dtypes, ctx.held = [t.dtype for t in inputs], None
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(*grads)
+        else:  # not saved: the backward gives them away, and only their sole owner can
+            ctx.held = grads
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        if torch.compiler.is_compiling():
+            grads = list(ctx.saved_tensors)
+        else:
+            grads, ctx.held = ctx.held, None
+            if grads is None:
+                raise RuntimeError(
+                    "Second backward through a loss of several heads: its gradients were computed with the loss and "
+                    "handed over in the first backward. Add the losses up and call backward once, or call it again."
+                )
+        factor, out = g.float(), []
+        for k, dtype in enumerate(ctx.dtypes):
+            grad = grads[k]
+            grads[k] = None  # an fp32 sum is freed before the next is rounded
+            out.append(scaled(grad.flatten(0, -2), factor, dtype).view(grad.shape))
+        return (None,) * (1 + len(out)) + tuple(out)
+
+
+def with_gradients(loss, inputs, grads):
+    """`loss` () with d loss / d inputs[k] = grads[k], which is owned and overwritten from here on; rounded to the dtype
+    of the input after the multiplication by the upstream gradient."""
+    return _WithGradients.apply(loss, *grads, *inputs) if inputs else loss

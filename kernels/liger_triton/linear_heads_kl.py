@@ -1,0 +1,237 @@
+"""Forward KL of K heads from a teacher of the same vocabulary, whose rows lie k places ahead (self-distilled Medusa
+heads), without the logits of any. The formulas: `_kl_pass.py`.
+
+    teacher of head k at row t (k = 1 ... K):  q = softmax(z(teacher_hidden[t + k] @ teacher_weight.T))
+    student:                                   p = softmax(z(hidden[k - 1, t] @ weight[k - 1].T))
+
+Walk. The rows t are cut into windows of consecutive rows. Of a window, the teacher rows that some head needs are
+projected once and reduced to their statistics; then the rows of all heads that count are projected, in one product
+where the heads are tied, turned into KL and gradient in place, and multiplied by the weight and by the hidden states.
+So a token costs one projection of the teacher and one of each head, not two of each head; windows overlap by K - 1
+teacher rows. Rows that do not count take part in no product.
+
+Memory beyond inputs and gradients: the logits of a window in the compute dtype, V elements for each row of the teacher
+and of the student, 512 MiB in all on a GPU whatever K (CPU: 64 MiB of fp32; plain PyTorch about eight times its rows of
+the student); the fp32 sums of the trained weights' gradients, until the backward pass rounds them; converted weights
+under autocast.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ._dispatch import kernel_op, use_triton
+from ._head_checks import FLOAT_DTYPES, check_device, check_options, check_target
+from ._heads import HeadsLoss, check_heads, check_per_row, spread, with_gradients
+from ._kl_pass import kl_pass, teacher_pass
+from ._linear_head import _Accumulator, _sum_dtype, chunk_size
+
+
+def _windows(valid, size):
+    """For each window (teacher rows (m,), rows t of the heads (n,), their teacher's place among the m (n,), how many of
+    the n are of head 1, 2 ... K), m <= size. `valid` (K, T) bool on the CPU, no head past the last row; size >= K."""
+    heads, rows = valid.shape
+    needed = torch.zeros(rows, dtype=torch.bool)
+    for k in range(heads):
+        needed[k + 1 :] |= valid[k, : max(0, rows - k - 1)]
+    place = needed.cumsum(0) - 1
+    wanted = needed.nonzero().squeeze(1)
+    counted = valid.any(0).nonzero().squeeze(1)
+    end, total = 0, wanted.shape[0]
+    while (nearest := int(torch.searchsorted(counted, end))) < counted.shape[0]:
+        begin = int(counted[nearest])
+        low = int(torch.searchsorted(wanted, begin + 1))
+        end = rows if low + size >= total else int(wanted[low + size]) - heads
+        high = int(torch.searchsorted(wanted, end + heads))
+        of_heads = [valid[k, begin:end].nonzero().squeeze(1) + begin for k in range(heads)]
+        places = torch.cat([place[t + k + 1] for k, t in enumerate(of_heads)]) - low
+        yield wanted[low:high], torch.cat(of_heads), places, [t.shape[0] for t in of_heads]
+
+
+@kernel_op("linear_heads_kl")
+def _kl_op(
+    teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor, hidden: list[torch.Tensor],
+    weights: list[torch.Tensor], valid: torch.Tensor, row_weight: torch.Tensor | None, target: torch.Tensor | None,
+    scale: float, softcap: float, want_dx: bool, want_dw: list[bool], lean: bool, chunk_rows: int,
+    compute_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """KL (K, T), whether the student's argmax is the teacher's or the target (K, T), dx (K, T, H) and dW of each weight
+    wanted. One weight for all heads, or one each."""
+    with torch.autocast(valid.device.type, enabled=False):
+        return _walk(
+            teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx,
+            want_dw, lean, chunk_rows, compute_dtype,
+        )  # fmt: skip
+
+
+def _walk(
+    teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx, want_dw, lean,
+    chunk_rows, dtype,
+):  # fmt: skip
+    heads, (rows, width), vocab, device = len(hidden), hidden[0].shape, teacher_weight.shape[0], valid.device
+    on_cpu = valid.cpu()  # the one place where the host waits for the device
+    tied = len(weights) == 1
+    groups = [range(heads)] if tied else [range(k, k + 1) for k in range(heads)]
+    most = max(len(group) for group in groups)  # rows of the student for each one of the teacher
+    rounded = [
+        w.numel() * w.element_size() for w, want in zip(weights, want_dw, strict=True)
+        if want and _sum_dtype(w, lean) != w.dtype
+    ]  # fmt: skip
+    size = chunk_rows or chunk_size(rows, (1 + most) * vocab, dtype, device.type, max(rounded, default=0))
+    size = max(min(size, rows), heads)
+
+    factors = [w.to(dtype) for w in weights]
+    shared = teacher_weight.dtype == weights[0].dtype and teacher_weight.data_ptr() == weights[0].data_ptr()
+    teacher_factor = factors[0] if shared else teacher_weight.to(dtype)
+    kl, agree = (torch.zeros((heads, rows), dtype=torch.float32, device=device) for _ in range(2))
+    dx = torch.zeros((heads, rows, width) if want_dx else 0, dtype=hidden[0].dtype, device=device)
+    counts = [int(on_cpu[group.start : group.stop].any()) for group in groups]
+    sums = [_Accumulator(w, lean, n) if want else None for w, want, n in zip(weights, want_dw, counts, strict=True)]
+    # Columns padded to 16 elements: rows that start at 32-byte boundaries load in full width whatever the vocabulary.
+    padded = -(-vocab // 16) * 16 if use_triton(valid) else vocab
+    buffer = torch.empty(((1 + most) * size, padded), dtype=dtype, device=device)
+    want_grad = want_dx or any(want_dw)
+
+    for of_teacher, of_heads, places, per_head in _windows(on_cpu, size):
+        index = torch.cat((of_teacher, of_heads, places)).to(device, non_blocking=True)
+        of_teacher, of_heads, places = index.split([len(of_teacher), len(of_heads), len(places)])
+        teacher = buffer[: of_teacher.shape[0], :vocab]
+        torch.mm(teacher_hidden[of_teacher].to(dtype), teacher_factor.t(), out=teacher)
+        stats, teacher_top = teacher_pass(teacher, scale, softcap)
+        parts = list(zip(of_heads.split(per_head), places.split(per_head), strict=True))
+        for group, factor, dw in zip(groups, factors, sums, strict=True):
+            mine = [k for k in group if per_head[k]]
+            if not mine:
+                continue
+            x_c = torch.cat([hidden[k][parts[k][0]] for k in mine]).to(dtype)
+            teacher_row = torch.cat([parts[k][1] for k in mine])
+            flat = torch.cat([parts[k][0] + k * rows for k in mine])  # in (K * T)
+            logits = buffer[of_teacher.shape[0] :][: flat.shape[0], :vocab]
+            torch.mm(x_c, factor.t(), out=logits)
+            w_c = None if row_weight is None else row_weight.view(-1)[flat]
+            kl.view(-1)[flat], top = kl_pass(
+                logits, teacher, stats, teacher_row, w_c, scale, softcap, want_grad and (want_dx or dw is not None)
+            )
+            wanted = teacher_top[teacher_row] if target is None else target.reshape(-1)[flat]
+            agree.view(-1)[flat] = (top == wanted).float()
+            if want_dx:
+                dx.view(-1, width)[flat] = torch.mm(logits, factor).to(dx.dtype)
+            if dw is not None:
+                dw.add(logits, x_c)
+    return kl, agree, dx, [dw.sum for dw in sums if dw is not None]
+
+
+@_kl_op.register_fake
+def _(
+    teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx, want_dw, lean,
+    chunk_rows, compute_dtype,
+):  # fmt: skip
+    kl, agree = (valid.new_empty(valid.shape, dtype=torch.float32) for _ in range(2))
+    dx = hidden[0].new_empty((*valid.shape, hidden[0].shape[1]) if want_dx else 0)
+    sums = [w.new_empty(w.shape, dtype=_sum_dtype(w, lean)) for w, want in zip(weights, want_dw, strict=True) if want]
+    return kl, agree, dx, sums
+
+
+def linear_heads_kl(
+    hidden: torch.Tensor | Sequence[torch.Tensor],  # (K, T, H), or K of (T, H)
+    weight: torch.Tensor | Sequence[torch.Tensor],  # (V, H), or K of (V, H)
+    teacher_hidden: torch.Tensor,  # (T, H')
+    teacher_weight: torch.Tensor,  # (V, H')
+    valid: torch.Tensor,  # (K, T)
+    *,
+    row_weight: torch.Tensor | None = None,  # (K,) or (K, T)
+    target: torch.Tensor | None = None,  # (K, T)
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accumulate: str = "fp32",
+    chunk_rows: int | None = None,
+) -> HeadsLoss:
+    """Sum over heads k = 1 ... K and rows t of row_weight * KL(q || p), in nats, in fp32: p is the distribution of head
+    k at row t, q that of the teacher at row t + k. The logits of one window of rows are all that ever exists, whatever
+    K, and each row of the teacher is projected once for all heads.
+
+    The gradients, of `hidden` and `weight` alone, are computed with the loss, so the backward pass may run only once; a
+    second one raises a RuntimeError. Any upstream gradient is honoured. A frozen weight costs neither its product nor
+    its memory. The gradient of each trained weight is summed in fp32 and rounded once, after the multiplication by the
+    upstream gradient: K * V * H * 4 bytes for K untied weights, half of it with `accumulate="lean"`.
+
+    Args:
+        hidden, weight, row_weight, softcap, logit_scale: As in `linear_heads_cross_entropy`; softcap and logit_scale
+            transform the teacher's logits too.
+        teacher_hidden (`torch.Tensor`): (T, H'), the base model's last hidden states of the same rows, not shifted.
+        teacher_weight (`torch.Tensor`): (V, H'), its LM head; may be `weight` itself.
+        valid (`torch.Tensor`): Bool (K, T): which rows count. Those whose teacher t + k would lie past the last row
+            never do; where rows are sequences or documents one after the other, their last k must be False here.
+        target (`torch.Tensor`, *optional*): Class ids (K, T) for `head_top1`, read where `valid`. Unset: the argmax of
+            the teacher.
+        accumulate (`str`, *optional*, defaults to `"fp32"`): Where a weight's gradient is summed over the windows.
+            `"lean"`: in its own dtype, which for bf16 halves that memory and rounds once per window.
+        chunk_rows (`int`, *optional*): Rows of teacher logits alive at once, K at least; of the students' there are K
+            times as many for tied heads, as many for untied ones. Unset: as many as fit 512 MiB (CPU: 64) together.
+
+    Returns:
+        `HeadsLoss`. No row that counts: 0 with zero gradients.
+
+    Raises:
+        ValueError: Shapes, vocabularies, dtypes or devices disagree, or an option is out of its range.
+    """
+    heads, rows, tied = check_heads(hidden, weight)
+    first, weights = hidden[0], [weight] if tied else list(weight)
+    check_per_row("valid", valid, heads, rows, first)
+    if valid.dtype != torch.bool:
+        raise ValueError(f"valid is {valid.dtype}; expected torch.bool: which rows count, such as target != -100.")
+    dtype = _check_teacher(first, weights, teacher_hidden, teacher_weight, rows)
+    if target is not None:
+        check_per_row("target", target, heads, rows, first)
+        check_target("hidden", first, target)
+    check_options("hidden", first, valid.long() if target is None else target, "sum", 0.0, softcap, logit_scale, 0.0)
+    if accumulate not in ("fp32", "lean"):
+        raise ValueError(f'accumulate is {accumulate!r}; expected "fp32", or "lean" (the dtype of the weight).')
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more, or None to choose it by the vocabulary.")
+
+    ahead = torch.arange(rows, device=valid.device) + torch.arange(1, heads + 1, device=valid.device).unsqueeze(1)
+    valid = valid & (ahead < rows)
+    share = spread(row_weight, valid)
+    inputs = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
+    grads_on = torch.is_grad_enabled()
+    want_dx = grads_on and any(t.requires_grad for t in inputs)
+    want_dw = [grads_on and w.requires_grad for w in weights]
+    with torch.no_grad():
+        kl, agree, dx, dws = _kl_op(
+            teacher_hidden, teacher_weight, list(hidden), weights, valid, share, target, float(logit_scale),
+            float(softcap or 0.0), want_dx, want_dw, accumulate == "lean", chunk_rows or 0, dtype,
+        )  # fmt: skip
+        loss = (kl if share is None else kl * share).sum()
+        grads = []
+        if want_dx:
+            grads = [dx] if isinstance(hidden, torch.Tensor) else list(dx)
+    if not want_dx:
+        inputs = []
+    inputs += [w for w, want in zip(weights, want_dw, strict=True) if want]
+    loss = with_gradients(loss, inputs, [*grads, *dws])
+    return HeadsLoss(loss, kl.sum(1), agree.sum(1).long(), valid.sum(1))
+
+
+def _check_teacher(first, weights, teacher_hidden, teacher_weight, rows) -> torch.dtype:
+    """The dtype of logits and products. ValueError unless the teacher fits the heads and all dtypes are one."""
+    if teacher_hidden.ndim != 2 or teacher_hidden.shape[0] != rows:
+        raise ValueError(f"teacher_hidden is {tuple(teacher_hidden.shape)}; expected ({rows}, H): the heads' rows.")
+    vocab = weights[0].shape[0]
+    if teacher_weight.shape != (vocab, teacher_hidden.shape[1]):
+        raise ValueError(
+            f"teacher_weight is {tuple(teacher_weight.shape)}, teacher_hidden {tuple(teacher_hidden.shape)}, weight "
+            f"{tuple(weights[0].shape)}; expected ({vocab}, {teacher_hidden.shape[1]}): one vocabulary for all."
+        )
+    autocast = torch.is_autocast_enabled(first.device.type)
+    given = [("hidden", first), ("teacher_hidden", teacher_hidden), ("teacher_weight", teacher_weight)]
+    for name, t in given + [("weight", w) for w in weights]:
+        if t.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} is {t.dtype}; expected bfloat16, float16 or float32. Convert it: {name}.float().")
+        if t.dtype != first.dtype and not autocast:
+            raise ValueError(
+                f"hidden is {first.dtype}, {name} {t.dtype}; expected one dtype. Convert one of them, or call under "
+                f"torch.autocast({first.device.type!r})."
+            )
+        check_device(name, t, "hidden", first)
+    return torch.get_autocast_dtype(first.device.type) if autocast else first.dtype
