@@ -135,6 +135,8 @@ class LigerPairMixin(LigerTRLMixin):
                 f"Set {_OFF}."
             )
         if self.processing_class.pad_token_id is None:
+            if self.processing_class.eos_token_id is None:
+                raise ValueError("processing_class has neither pad_token nor eos_token; set its pad_token.")
             # As in CPOTrainer. ORPOTrainer stops at the first batch; Llama 3 has no padding token
             self.processing_class.pad_token = self.processing_class.eos_token
             if self.padding_value is None:

@@ -1,6 +1,7 @@
 """`LigerCPOTrainer` against `trl.experimental.cpo.CPOTrainer` from one seed, over the loss types that TRL lists."""
 
 import dataclasses
+import re
 
 import pytest
 from pair_parity import (
@@ -21,6 +22,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
 from liger_trainer import LigerCPOConfig, LigerCPOTrainer
+from liger_trainer.recipe import parse_recipe, recipe_names
 
 FIELDS = {f.name: f for f in dataclasses.fields(CPOConfig)}
 LOSS_TYPES = FIELDS["loss_type"].metadata["choices"]
@@ -115,6 +117,13 @@ def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
     stock = build(CPOTrainer, CPOConfig, tiny_model("llama"), tmp_path)
     ours = build(LigerCPOTrainer, LigerCPOConfig, tiny_model("llama"), tmp_path, use_liger=False)
     assert logged(ours) == logged(stock)
+
+
+def test_the_command_for_simpo_in_the_orpo_recipe():
+    text = recipe_names()["llama3_8b/orpo"].read_text()
+    options = re.search(r"For SimPO: (.*)", text)[1].split()
+    training = parse_recipe("llama3_8b/orpo", ["--bf16", "false", *options]).training
+    assert (training.loss_type, training.cpo_alpha, training.beta, training.simpo_gamma) == ("simpo", 0, 2, 1)
 
 
 def test_what_would_be_ignored_is_refused(tmp_path):

@@ -194,6 +194,13 @@ def test_a_tokenizer_without_padding_token(tmp_path):
     assert_same_step(got, want)
 
 
+def test_a_tokenizer_without_any_token_to_pad_with(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="neither pad_token nor eos_token; set its pad_token"):
+        build(LigerORPOTrainer, LigerORPOConfig, tiny_model("llama"), tmp_path, tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize(
     "keys", [{"trainer": "orpo"}, {"trainer": "cpo", "loss_type": "simpo", "cpo_alpha": 0.0}], ids=["orpo", "simpo"]
 )
