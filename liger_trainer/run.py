@@ -67,12 +67,14 @@ def run(recipe: Recipe) -> Summary | None:
             "a longer max_length."
         )
 
+    evaluation = _heads_evaluation(trainer, eval_rows)
+
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(training.output_dir)
     trainer.save_state()
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
-    summary = Summary.of(recorder, trainer) if trainer.is_world_process_zero() else None
+    summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
     trainer.accelerator.end_training()
     return summary
 
@@ -104,16 +106,39 @@ def find_checkpoint(training) -> str | None:
 def _check_evaluation(recipe: Recipe) -> None:
     strategy = getattr(recipe.training.eval_strategy, "value", recipe.training.eval_strategy)
     has_rows = recipe.args.dataset_eval_split is not None or recipe.args.eval_fraction is not None
+    heads_rows = getattr(recipe.training, "medusa_eval_rows", 0)
+    if heads_rows and not has_rows:
+        raise RecipeError(
+            f"{recipe.path}: medusa_eval_rows is {heads_rows}, but there are no rows to take them from. Set "
+            "dataset_eval_split or eval_fraction."
+        )
+    if heads_rows and recipe.training.world_size > 1:
+        raise RecipeError(
+            f"{recipe.path}: medusa_eval_rows is {heads_rows}, which works on one process, and there are "
+            f"{recipe.training.world_size}. Set it to 0, and run liger-trainer medusa-eval afterwards."
+        )
     if strategy != "no" and not has_rows:
         raise RecipeError(
             f"{recipe.path}: eval_strategy is {strategy!r}, but there are no rows to evaluate on. Set "
             "dataset_eval_split or eval_fraction."
         )
-    if strategy == "no" and has_rows:
+    if strategy == "no" and has_rows and not heads_rows:
         raise RecipeError(
             f"{recipe.path}: rows are kept for evaluation, but eval_strategy is 'no', so they would never be used. Set "
             "eval_strategy: steps or epoch, or remove dataset_eval_split and eval_fraction."
         )
+
+
+def _heads_evaluation(trainer, eval_rows):
+    """What `medusa_eval_rows` asks for, to be called after training; all that can be wrong is found now."""
+    if not getattr(trainer.args, "medusa_eval_rows", 0):
+        return lambda: None
+    from liger_trainer.medusa.evaluate import evaluation_after_training
+
+    try:
+        return evaluation_after_training(trainer, eval_rows)
+    except ValueError as error:
+        raise RecipeError(f"medusa_eval_rows is {trainer.args.medusa_eval_rows}: {error}") from error
 
 
 def _needs_reference(recipe: Recipe) -> bool:

@@ -41,9 +41,10 @@ class Summary:
     peak_memory: str
     patched: str
     output_dir: str
+    evaluation: object | None = None  # printed below the rest
 
     @classmethod
-    def of(cls, recorder: RunRecorder, trainer) -> "Summary":
+    def of(cls, recorder: RunRecorder, trainer, evaluation=None) -> "Summary":
         report = getattr(trainer, "liger_report", None)
         return cls(
             steps=recorder.last_step - recorder.first_step,
@@ -53,6 +54,7 @@ class Summary:
             peak_memory=peak_memory(),
             patched=report.one_line() if report is not None else "nothing (use_liger is false)",
             output_dir=str(trainer.args.output_dir),
+            evaluation=evaluation,
         )
 
     def __str__(self) -> str:
@@ -68,6 +70,7 @@ class Summary:
                 f"  memory   {self.peak_memory}",
                 f"  patched  {self.patched}",
                 f"  model    {self.output_dir}",
+                *([] if self.evaluation is None else ["", str(self.evaluation)]),
             )
         )
 

@@ -93,6 +93,16 @@ class MedusaConfig(LigerSFTConfig):
         default=None,
         metadata={"help": "Output directory of an earlier Medusa training, whose heads are trained further."},
     )
+    medusa_eval_rows: int = field(
+        default=0,
+        metadata={
+            "help": "At the end of a recipe, measure the heads on the model's greedy text after the prompts of so many "
+            "rows held out for evaluation, as `liger-trainer medusa-eval` does. On one process only. 0: do not."
+        },
+    )
+    medusa_eval_max_new_tokens: int = field(
+        default=128, metadata={"help": "Where that greedy text is cut, in tokens a row."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -111,3 +121,6 @@ class MedusaConfig(LigerSFTConfig):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0.")
         schedule_of(self.medusa_schedule)
+        for name, least in (("medusa_eval_rows", 0), ("medusa_eval_max_new_tokens", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more.")

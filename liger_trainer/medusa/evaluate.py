@@ -7,8 +7,10 @@ them, and the walk goes on at t + a + 1. `decode.greedy_decode` measures the sam
 """
 
 import heapq
+import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,9 +18,10 @@ import torch
 from liger_trainer.fused_head import output_head
 from liger_trainer.lm_head import innermost
 from liger_trainer.medusa.decode import Decoded, greedy_decode, head_input
-from liger_trainer.medusa.heads import MedusaHeads
-from liger_trainer.medusa.prompts import answer
+from liger_trainer.medusa.heads import MedusaHeads, heads_of
+from liger_trainer.medusa.prompts import answer, encode, end_tokens, prompt_of
 
+REPORT_FILE = "medusa_report.json"
 RANKS = 10  # how deep the tree looks into a head's candidates
 
 
@@ -152,6 +155,36 @@ def evaluate(
         medusa_choices=choices,
         decoding=decoding,
     )
+
+
+def evaluation_after_training(trainer, rows) -> Callable[[], MedusaReport]:
+    """What `medusa_eval_rows` of a `LigerMedusaTrainer` asks for, to be called once it has trained.
+
+    Args:
+        trainer (`LigerMedusaTrainer`): Its `args.output_dir` gets `medusa_report.json` too.
+        rows: The rows held out, as the recipe reads them; see `prompt_of` for what their prompts are.
+
+    Raises:
+        ValueError: A row has no prompt.
+    """
+    tokenizer, args = trainer.processing_class, trainer.args
+    rows = rows.select(range(min(args.medusa_eval_rows, len(rows))))
+    prompts = [prompt_of(row, bool(tokenizer.chat_template), index) for index, row in enumerate(rows)]
+    prompts = [encode(tokenizer, prompt) for prompt in prompts]
+
+    def run() -> MedusaReport:
+        report = evaluate(
+            trainer.model,
+            heads_of(trainer.model),
+            prompts,
+            end_tokens(trainer.model, tokenizer),
+            max_new_tokens=args.medusa_eval_max_new_tokens,
+        )
+        with open(os.path.join(args.output_dir, REPORT_FILE), "w", encoding="utf-8") as file:
+            json.dump(report.to_dict(), file, indent=1)
+        return report
+
+    return run
 
 
 def ranks_of(model, heads: MedusaHeads, prompt: list[int], text: list[int]) -> torch.Tensor:
