@@ -56,7 +56,7 @@ def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.con
         z, _ = _z_and_slope(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
         z = tl.where(off < V, z, float("-inf"))
         d = z - m_v
-        grows = d > 0
+        grows = z > m_v  # of d, the compiler may have left out the rounding of z
         e = tl.exp(-tl.abs(d))
         rest_v = tl.where(grows, (rest_v + 1.0) * e, rest_v + e)  # the former largest joins the rest
         at_v = tl.where(grows, off, at_v)
@@ -75,21 +75,18 @@ def _log1p(r):
 
 
 @jit
-def _teacher_kernel(
-    X, STATS, TOP, x_stride, stats_stride, V, scale, softcap,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """m, rest (STATS (2, n)) and a (TOP (n,)) of row `program_id(0)`."""
+def _teacher_kernel(X, STATS, TOP, x_stride, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+    """m, rest (STATS (n, 2)) and a (TOP (n,)) of row `program_id(0)`."""
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
     m, rest, at = _largest_and_rest(X + row * x_stride, V, scale, softcap, SOFTCAP, BLOCK)
-    tl.store(STATS + row, m)
-    tl.store(STATS + stats_stride + row, rest)
+    tl.store(STATS + 2 * row, m)
+    tl.store(STATS + 2 * row + 1, rest)
     tl.store(TOP + row, at)
 
 
 @jit
 def _kl_kernel(
-    X, Q, STATS, TEACHER_ROW, WEIGHT, LOSS, TOP, x_stride, q_stride, stats_stride, V, scale, softcap,
+    X, Q, STATS, TEACHER_ROW, WEIGHT, LOSS, TOP, x_stride, q_stride, V, scale, softcap,
     DO_GRAD: tl.constexpr, HAS_WEIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """LOSS and TOP (n,) of row `program_id(0)` of X, and with DO_GRAD its gradient over it."""
@@ -99,8 +96,8 @@ def _kl_kernel(
     Q += teacher * q_stride
     m, rest, at = _largest_and_rest(X, V, scale, softcap, SOFTCAP, BLOCK)
     tl.store(TOP + row, at)
-    m_q = tl.load(STATS + teacher)
-    rest_q = tl.load(STATS + stats_stride + teacher)
+    m_q = tl.load(STATS + 2 * teacher)
+    rest_q = tl.load(STATS + 2 * teacher + 1)
     shift = _log1p(rest_q) - _log1p(rest)
     inv = 1.0 / (1.0 + rest)
     inv_q = 1.0 / (1.0 + rest_q)
@@ -115,8 +112,8 @@ def _kl_kernel(
         inside = off < V
         z, slope = _z_and_slope(tl.load(X + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
         z_q, _ = _z_and_slope(tl.load(Q + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-        z -= m
-        z_q -= m_q
+        z = tl.where(z == m, 0.0, z - m)  # the compiler may leave out the rounding of z before the difference
+        z_q = tl.where(z_q == m_q, 0.0, z_q - m_q)
         p = tl.exp(z) * inv
         q = tl.exp(z_q) * inv_q
         x = (z - z_q) + shift
@@ -153,15 +150,15 @@ def _torch_largest_and_rest(z):
 
 
 def teacher_pass(teacher, scale: float, softcap: float):
-    """(stats (2, m) fp32, argmax (m,)) of teacher logits (m, V). `softcap` 0.0: none."""
+    """(stats (m, 2) fp32, argmax (m,)) of teacher logits (m, V). `softcap` 0.0: none."""
     n, vocab = teacher.shape
     if not use_triton(teacher):
         m, rest, at = _torch_largest_and_rest(_torch_z(teacher, scale, softcap)[0])
-        return torch.stack((m, rest)), at
-    stats = torch.empty((2, n), dtype=torch.float32, device=teacher.device)
+        return torch.stack((m, rest), 1), at
+    stats = torch.empty((n, 2), dtype=torch.float32, device=teacher.device)
     top = torch.empty(n, dtype=torch.int32, device=teacher.device)
     _teacher_kernel[(n,)](
-        teacher, stats, top, teacher.stride(0), stats.stride(0), vocab, scale, softcap,
+        teacher, stats, top, teacher.stride(0), vocab, scale, softcap,
         SOFTCAP=softcap != 0.0, **_launch(vocab),
     )  # fmt: skip
     return stats, top
@@ -179,7 +176,7 @@ def kl_pass(student, teacher, stats, teacher_row, row_weight, scale: float, soft
     top = torch.empty(n, dtype=torch.int32, device=student.device)
     _kl_kernel[(n,)](
         student, teacher, stats, teacher_row, loss if row_weight is None else row_weight, loss, top, student.stride(0),
-        teacher.stride(0), stats.stride(0), vocab, scale, softcap,
+        teacher.stride(0), vocab, scale, softcap,
         DO_GRAD=want_grad, HAS_WEIGHT=row_weight is not None, SOFTCAP=softcap != 0.0,
         **_launch(vocab),
     )  # fmt: skip
@@ -190,7 +187,7 @@ def _torch_kl_pass(student, teacher, stats, teacher_row, row_weight, scale, soft
     """`_kl_kernel` in plain PyTorch, whole rows at once: holds about eight fp32 copies of `student`."""
     z, slope = _torch_z(student, scale, softcap)
     m, rest, at = _torch_largest_and_rest(z)
-    m_q, rest_q = stats[:, teacher_row]
+    m_q, rest_q = stats[teacher_row].unbind(1)
     shift = torch.log1p(rest_q) - torch.log1p(rest)
     z = z.sub_(m.unsqueeze(1))
     z_q = _torch_z(teacher[teacher_row], scale, softcap)[0].sub_(m_q.unsqueeze(1))
