@@ -15,7 +15,7 @@ from torch import nn
 from liger_triton import geglu, swiglu
 
 from . import probe
-from .rebuild import call_rebuilding
+from .rebuild import call_rebuilding, rebuilding
 
 GATES = {
     ("swiglu", ""): swiglu,
@@ -193,13 +193,15 @@ def build(mlp: MLP):
     if len(mlp.inner) == 1:
 
         def forward(self, x):
-            a, b = getattr(self, first)(x).chunk(2, dim=-1)
+            with rebuilding(x):
+                a, b = getattr(self, first)(x).chunk(2, dim=-1)
             return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)))
 
     else:
 
         def forward(self, x):
-            a, b = getattr(self, first)(x), getattr(self, second)(x)
+            with rebuilding(x):
+                a, b = getattr(self, first)(x), getattr(self, second)(x)
             if a.dtype != b.dtype:  # an adapter on one of the two may return fp32: their product would too
                 dtype = torch.promote_types(a.dtype, b.dtype)
                 a, b = a.to(dtype), b.to(dtype)

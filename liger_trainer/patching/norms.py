@@ -13,6 +13,7 @@ from torch import nn
 from liger_triton import layer_norm, rms_norm
 
 from . import probe
+from .rebuild import rebuildable
 
 # (operation, offset, cast) in the order of how many model families have them
 VARIANTS = (
@@ -100,7 +101,10 @@ def build(norm: Norm):
 
         def forward(self, x):
             w = None if weight is None else getattr(self, weight)
-            return rms_norm(x, w, eps if literal else getattr(self, eps), offset=offset, cast=cast)
+            e = eps if literal else getattr(self, eps)
+            x_kept, w_kept = x.detach(), None if w is None else w.detach()
+            y = rms_norm(x, w, e, offset=offset, cast=cast)
+            return rebuildable(y, lambda: rms_norm(x_kept, w_kept, e, offset=offset, cast=cast))
 
     else:
 
@@ -109,7 +113,9 @@ def build(norm: Norm):
                 x = x.float()
             w = None if weight is None else getattr(self, weight)
             b = None if bias is None else getattr(self, bias)
-            return layer_norm(x, w, b, eps if literal else getattr(self, eps))
+            e = eps if literal else getattr(self, eps)
+            kept = (x.detach(), *(None if t is None else t.detach() for t in (w, b)))
+            return rebuildable(layer_norm(x, w, b, e), lambda: layer_norm(*kept, e))
 
     return probe.mark(forward, "forward")
 

@@ -1,48 +1,118 @@
-"""What the backward pass can rebuild by elementwise work is not kept: the input of a down projection.
+"""What the backward pass can rebuild by elementwise work is not kept.
 
-`down(act(gate) * up)` keeps three tensors of the intermediate width: gate and up, for the gradient of the product, and
-the product itself, for the gradient of `down`'s weight. The product is dropped here and made again from the other two,
-which reads two tensors and writes one.
+- The input of a down projection. `down(act(gate) * up)` would keep three tensors of the intermediate width: gate and
+  up, for the gradient of the product, and the product, for the gradient of `down`'s weight. The product is made again.
+- The output of a norm, which the projections after it would keep for the gradients of their weights. The norm keeps its
+  own input anyway, so its output is made again, once for all projections that need it.
+
+Outside torch.compile, which does as much by itself, and outside the saved-tensor hooks of others (checkpointing,
+offloading), which have their own way with what is kept.
 """
 
+import contextlib
+import functools
 import weakref
 
 import torch
 
+WORTH_IT = 1 << 20  # bytes; below, the hooks cost more time than the memory is worth
 
-def call_rebuilding(module, gate, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`module(gate(a, b))`, keeping a and b for the backward pass but not the product.
 
-    `module` is called as usual, whatever it is (a LoRA, a quantised layer, hooks): of the tensors that autograd saves
-    during the call, the product or a view of all of it is replaced by the way to make it. Others are kept, and as
-    without this, changing one in place before the backward pass is an error. Inside someone else's saved-tensor hooks
-    (checkpointing, offloading) and in traced code nothing is replaced.
+class _Rebuilt:
+    """A tensor that can be made again: stands for it among the tensors that autograd keeps."""
+
+    def __init__(self, tensor, make):
+        self.tensor, self.make = weakref.ref(tensor), make
+        self.numel = tensor.numel()
+        self.kept = self.used = 0
+        self.value = None
+
+    def is_of(self, tensor) -> bool:
+        """Whether `tensor` is this one, or a view of all of it."""
+        whole = tensor.numel() == self.numel and tensor.is_contiguous()
+        return whole and (tensor is self.tensor() or tensor._base is self.tensor())
+
+    def get(self, shape):
+        """Made for the first of those that keep it, and dropped after the last."""
+        if self.value is None:
+            with torch.no_grad():
+                self.value = self.make()
+        value = self.value
+        self.used += 1
+        if self.used == self.kept:
+            self.value, self.used = None, 0
+        return value.view(shape)
+
+
+def rebuildable(tensor: torch.Tensor, make, at_least: int | None = None) -> torch.Tensor:
+    """`tensor`, with the note that `make()` gives it again: modules called inside `rebuilding` need not keep it.
+
+    `make` must compute the same bits from tensors that are kept anyway, detached. `at_least`: bytes below which nothing
+    is noted, `WORTH_IT` if not given.
     """
-    x = gate(a, b)
-    if torch.compiler.is_compiling() or not x.requires_grad or _other_hooks_active():
-        return module(x)
-    product, a, b = weakref.ref(x), a.detach(), b.detach()
+    at_least = WORTH_IT if at_least is None else at_least
+    if _applies(tensor) and tensor.numel() * tensor.element_size() >= at_least:
+        tensor._liger_rebuilt = _Rebuilt(tensor, make)
+    return tensor
 
-    def pack(tensor):
-        whole = tensor.numel() == x_numel and tensor.is_contiguous()
-        if whole and (tensor is product() or tensor._base is product()):
-            return tensor.shape
-        return tensor, tensor._version
+
+def _applies(tensor) -> bool:
+    return not torch.compiler.is_compiling() and tensor.requires_grad and not _other_hooks_active()
+
+
+def rebuilding(tensor):
+    """Context in which autograd keeps the note of `rebuildable` in place of `tensor` itself, or of a view of all of it.
+
+    Other tensors are kept, and as without this, changing one in place before the backward pass is an error.
+    """
+    rebuilt = None if torch.compiler.is_compiling() else getattr(tensor, "_liger_rebuilt", None)
+    if rebuilt is None or not _applies(tensor):
+        return contextlib.nullcontext()
+
+    def pack(kept):
+        if rebuilt.is_of(kept):
+            rebuilt.kept += 1
+            return kept.shape
+        return kept, kept._version
 
     def unpack(packed):
         if isinstance(packed, torch.Size):
-            with torch.no_grad():
-                return gate(a, b).view(packed)
-        tensor, version = packed
-        if tensor._version != version:
+            return rebuilt.get(packed)
+        kept, version = packed
+        if kept._version != version:
             raise RuntimeError(
-                f"A tensor {tuple(tensor.shape)} that the backward pass needs has been modified by an inplace "
-                f"operation: it is at version {tensor._version}, expected {version}."
+                f"A tensor {tuple(kept.shape)} that the backward pass needs has been modified by an inplace "
+                f"operation: it is at version {kept._version}, expected {version}."
             )
-        return tensor
+        return kept
 
-    x_numel = x.numel()
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@functools.cache
+def forward_rebuilding(forward):
+    """The method `forward`, called so that a tensor among its arguments that can be made again is not kept."""
+
+    @functools.wraps(forward)
+    def call(self, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, torch.Tensor) and hasattr(given, "_liger_rebuilt"):
+                    with rebuilding(given):
+                        return forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return call
+
+
+def call_rebuilding(module, gate, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`module(gate(a, b))`, keeping a and b for the backward pass but not the product, whatever `module` is."""
+    x = gate(a, b)
+    if not _applies(x):
+        return module(x)
+    a, b = a.detach(), b.detach()
+    rebuildable(x, lambda: gate(a, b), at_least=0)
+    with rebuilding(x):
         return module(x)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from liger_triton import rope
 
 from . import probe
+from .rebuild import forward_rebuilding
 from .rotary_proof import Proof, Signature, layouts_of, makes_angles, prove, size_of
 
 
@@ -61,7 +62,7 @@ def swap(model: nn.Module, part) -> None:
         if reasons:
             part.skipped[name] = "; ".join(reasons)
         else:
-            probe.bind(module, slot, forward_with(own, tuple(replaced)))
+            probe.bind(module, slot, forward_rebuilding(forward_with(own, tuple(replaced))))
             part.swapped[name] = f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
 
 

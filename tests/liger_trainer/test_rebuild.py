@@ -1,4 +1,4 @@
-"""The product in front of a down projection is not kept for the backward pass, and everything else is as if it were."""
+"""The input of a down projection and the output of a norm are not kept for the backward pass; nothing else changes."""
 
 import weakref
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import apply, mlps
+from liger_trainer.patching import apply, mlps, norms, rebuild
 from liger_trainer.patching.rebuild import call_rebuilding
 from liger_triton import geglu, swiglu
 
@@ -118,3 +118,64 @@ def test_a_patched_model_keeps_no_product(monkeypatch):
     assert gate.calls == 2 and gate.product() is None  # two layers
     loss.backward()
     assert gate.calls == 4
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def with_lora(model):
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj", "gate_proj"], lora_dropout=0.0, init_lora_weights=False
+    )
+    return get_peft_model(model, config)
+
+
+# gemma2: four norms a layer. cohere2: one norm feeds both the attention and the MLP.
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "cohere2", "llama-lora"])
+def test_norm_outputs_made_again_give_the_same_bits(model_type, monkeypatch):
+    model, batch = tiny_model(model_type.removesuffix("-lora")).train(), collate(ragged_rows(4))
+    model = with_lora(model) if model_type.endswith("-lora") else model
+    apply_liger(model)
+    want = gradients(model, batch)
+    made = []
+    monkeypatch.setattr(rebuild, "WORTH_IT", 0)
+    monkeypatch.setattr(
+        rebuild._Rebuilt, "get", lambda self, shape, get=rebuild._Rebuilt.get: made.append(shape) or get(self, shape)
+    )
+    got = gradients(model, batch)
+    assert any(shape[-1] == model.config.hidden_size for shape in made)  # it did happen
+    assert len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+def test_a_norm_output_is_not_kept_and_made_again_once_for_all_projections(monkeypatch):
+    monkeypatch.setattr(rebuild, "WORTH_IT", 0)
+    outputs = []
+
+    def watched(*args, rms_norm=norms.rms_norm, **kwargs):
+        y = rms_norm(*args, **kwargs)
+        outputs.append(weakref.ref(y))
+        return y
+
+    monkeypatch.setattr(norms, "rms_norm", watched)
+    model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
+    apply_liger(model)
+    outputs.clear()
+    loss = model(**batch).loss
+    assert len(outputs) == 5 and not any(ref() is not None for ref in outputs[:4])  # two norms in each of two layers
+    loss.backward()
+    assert len(outputs) == 5 + 4
+
+
+def test_a_norm_weight_changed_before_the_backward_raises(monkeypatch):
+    monkeypatch.setattr(rebuild, "WORTH_IT", 0)
+    model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
+    apply_liger(model)
+    loss = model(**batch).loss
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
