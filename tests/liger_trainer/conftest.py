@@ -1,5 +1,6 @@
 """What the trainer tests share: no hub, one thread, tiny models with random weights, ragged rows."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -9,6 +10,11 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What the imports made stays: `Trainer.train` ends in `gc.collect`, which would walk all of it every time."""
+    gc.freeze()
 
 
 @pytest.fixture
