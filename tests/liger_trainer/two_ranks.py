@@ -48,7 +48,7 @@ def train(trainer_class, args_class, out, accumulation=1, **options):
     return save.grads
 
 
-def train_on_pairs(trainer_class, args_class, out, **options):
+def train_on_pairs(trainer_class, args_class, out, ref_model=None, **options):
     """One optimizer step over 16 pairs, 8 at a time: means over the tokens of 8 pairs depend on which these are."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     args = args_class(
@@ -59,17 +59,26 @@ def train_on_pairs(trainer_class, args_class, out, **options):
     save = SaveGradients()
     trainer_class(
         model=tiny_model("llama"), args=args, callbacks=[save], train_dataset=Dataset.from_list(pair_rows(16)),
-        processing_class=tiny_tokenizer(),
+        processing_class=tiny_tokenizer(), **({} if ref_model is None else {"ref_model": ref_model}),
     ).train()  # fmt: skip
     return {f"{trainer_class.__name__}.{name}": grad for name, grad in save.grads.items()}
 
 
 def pairs(out):
     """Several trainers in one launch, which costs more than their steps."""
-    from liger_trainer import LigerCPOConfig, LigerCPOTrainer, LigerORPOConfig, LigerORPOTrainer
+    from liger_trainer import (
+        LigerCPOConfig,
+        LigerCPOTrainer,
+        LigerDPOConfig,
+        LigerDPOTrainer,
+        LigerORPOConfig,
+        LigerORPOTrainer,
+    )
 
-    return train_on_pairs(LigerORPOTrainer, LigerORPOConfig, out) | train_on_pairs(
-        LigerCPOTrainer, LigerCPOConfig, out, loss_type="simpo"
+    return (
+        train_on_pairs(LigerORPOTrainer, LigerORPOConfig, out)
+        | train_on_pairs(LigerCPOTrainer, LigerCPOConfig, out, loss_type="simpo")
+        | train_on_pairs(LigerDPOTrainer, LigerDPOConfig, out, tiny_model("llama", seed=7), use_weighting=True)
     )
 
 
