@@ -89,10 +89,14 @@ def _stock_module():
     return sys.modules[DistillationTrainer.__module__]
 
 
-class _LogitsForHiddenStates:
-    """What `DistillationTrainer._get_last_hidden_state` needs of a model, with the logits as the last hidden state."""
+class _LogitsForHiddenStates(torch.nn.Module):
+    """What `DistillationTrainer._get_last_hidden_state` needs of a model, with the logits as the last hidden state.
+
+    A module, as accelerate looks for compiled ones inside it.
+    """
 
     def __init__(self, model):
+        super().__init__()
         self.model = model
 
     def base_model(self, **inputs):
