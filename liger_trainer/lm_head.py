@@ -5,11 +5,13 @@ inside calls of the modules that own them, so that the gathers of FSDP2 and ZeRO
 in a normal forward.
 """
 
+import functools
 import types
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from liger_trainer.deferred import DeferredLogits
@@ -81,9 +83,15 @@ def why_not_fusable(head: nn.Module) -> str | None:
         weight = head.base_layer.weight
     else:
         return f"it is a {type(head).__name__}, not a linear layer"
-    if isinstance(weight, DTensor):
+    if isinstance(weight, DTensor) and not _gathered_by_its_call(head, weight):
         return "its weight is a DTensor outside of its gather (tensor parallelism)"
     return None
+
+
+def _gathered_by_its_call(head: nn.Module, weight: DTensor) -> bool:
+    """Whether the head is a unit of FSDP2, which gathers the weight when the head is called, and nothing else cuts it."""
+    is_unit = isinstance(head, FSDPModule) or isinstance(getattr(head, "base_layer", None), FSDPModule)
+    return is_unit and sum(not placement.is_replicate() for placement in weight.placements) == 1
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -99,24 +107,30 @@ def _base_and_adapter(head: nn.Module) -> tuple[nn.Linear, str | None]:
 
 
 def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
-    """`compute(hidden)`, run inside the calls of all modules that own parameters of `head`."""
+    """`compute(hidden)`, run inside the calls of all modules that own parameters of `head`.
+
+    Their hooks have seen `hidden` in the call that was captured; here they see it detached. FSDP2 takes the gradient of
+    an argument for the end of the unit's backward pass: of this call's, it would free a norm that is in one unit with
+    the head before the norm's own backward pass.
+    """
     base, adapter = _base_and_adapter(head)
     owners = [head] if base is head else [head, base]
     if adapter is not None:
         owners += [head.lora_A[adapter], head.lora_B[adapter]]
+    run = functools.partial(compute, hidden)
     for owner in reversed(owners):
         bind(owner)
-        compute = _nested(owner, compute)
-    return compute(hidden)
+        run = functools.partial(_inside, owner, hidden, run)
+    return run()
 
 
-def _nested(owner: nn.Module, compute: Callable) -> Callable:
-    return lambda hidden: owner(hidden, HeadCall(compute))
+def _inside(owner: nn.Module, hidden: torch.Tensor, run: Callable):
+    return owner(hidden.detach(), HeadCall(lambda _: run()))
 
 
 def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """The head's own forward inside a call of the module, whether or not a capture is on."""
-    return head(hidden, HeadCall(lambda x: _own_forward(head, (x,), {})))
+    return _inside(head, hidden, lambda: _own_forward(head, (hidden,), {}))
 
 
 def _own_forward(module: nn.Module, args: tuple, kwargs: dict):

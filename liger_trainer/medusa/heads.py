@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from liger_trainer.fused_head import base_model_of, head_reason, output_head
-from liger_trainer.lm_head import call_within, innermost
+from liger_trainer.lm_head import HeadCall, bind, innermost
 
 HEADS_NAME = "medusa_head"  # the attribute of the model
 HEADS_FOLDER = "medusa_heads"  # in the output directory and in every checkpoint of the trainer
@@ -123,7 +123,8 @@ class MedusaHead(nn.ModuleList):
             return hidden
         if self.lm_head is None:
             return then(hidden, None)
-        return call_within(self.lm_head, hidden, lambda x: then(x, self.lm_head.weight))
+        bind(self.lm_head)
+        return self.lm_head(hidden, HeadCall(lambda x: then(x, self.lm_head.weight)))
 
 
 class MedusaHeads(nn.ModuleList):
