@@ -1,0 +1,135 @@
+"""The Medusa loss the slow way: full logits of every head, targets found token by token. And a trainer to compare."""
+
+import copy
+
+import torch
+from datasets import Dataset
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+
+from liger_trainer import LigerMedusaTrainer, MedusaConfig
+from liger_trainer.medusa.heads import MedusaHeads, attach_heads
+
+
+def model_with_heads(model_type="llama", num_heads=3, num_layers=1, tied=True, seed=5, **config):
+    """A tiny model with random heads, far from the identity."""
+    model = tiny_model(model_type, **config)
+    heads = attach_heads(model, MedusaHeads.for_model(model, num_heads, num_layers, tied))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in heads.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def medusa_trainer(model, tmp_path, rows=None, trainer_options=None, **options):
+    """A `LigerMedusaTrainer` with the defaults of these tests; `options` go to `MedusaConfig`."""
+    defaults = {
+        "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 2, "learning_rate": 1e-2,
+        "max_length": 64, "bf16": False, "gradient_checkpointing": False, "max_grad_norm": 0.0, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "medusa_decay": 0.7,
+    }  # fmt: skip
+    args = MedusaConfig(output_dir=str(tmp_path / "medusa"), **(defaults | options))
+    rows = Dataset.from_list(rows or ragged_rows())
+    return LigerMedusaTrainer(
+        model, args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(),
+        **(trainer_options or {}),
+    )  # fmt: skip
+
+
+def packed_batch(seed=3, lengths=(9, 3, 12, 5)):
+    """Four documents in one row, the first label of each masked, as TRL's padding-free collator does."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 131, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    labels = ids.clone()
+    labels[positions == 0] = -100
+    labels[0, 4:6] = -100  # masked inside a document, as another speaker's turn is
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def ragged_batch(n=8):
+    return collate(ragged_rows(n))
+
+
+def documents(batch):
+    """For every row of the batch the documents in it, as lists of places."""
+    found = []
+    for b in range(batch["input_ids"].shape[0]):
+        places, row = range(batch["input_ids"].shape[1]), []
+        for t in places:
+            if "attention_mask" in batch and not batch["attention_mask"][b, t]:
+                continue
+            if not row or ("position_ids" in batch and batch["position_ids"][b, t] == 0):
+                row.append([])
+            row[-1].append(t)
+        found += [(b, document) for document in row]
+    return found
+
+
+def brute_force(model, batch, stage, targets, decay, coefficient, count=None):
+    """The loss of the batch, differentiable, and for each head (LM head first) its mean loss and accuracy.
+
+    `targets`: "hard" or "soft". `count`: the divisor; unset, the labels that the LM head learns from.
+    """
+    seen = []
+    hook = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    call = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.set_grad_enabled(stage == 2):
+        logits = model(**call, use_cache=False).logits.float()
+    hook.remove()
+    scaled = logits_of(model)
+    heads = [logits]
+    for head in model.medusa_head:
+        x = seen[0]
+        for block in [m for m in head if hasattr(m, "linear")]:
+            z = x @ block.linear.weight.T + block.linear.bias
+            x = x + z * torch.sigmoid(z)
+        weight = head[len(head) - 1].weight if not hasattr(head[len(head) - 1], "linear") else model.lm_head.weight
+        heads.append(scaled(x @ weight.T).float())
+    teacher = torch.log_softmax(logits.detach(), -1)
+    total, report = 0.0, []
+    for k, z in enumerate(heads):
+        losses, hits = [], 0
+        for b, places in documents(batch):
+            for i, t in enumerate(places):
+                if i + k + 1 >= len(places) or (label := int(batch["labels"][b, places[i + k + 1]])) == -100:
+                    continue
+                log_p = torch.log_softmax(z[b, t], -1)
+                if k and targets == "soft":
+                    log_q = teacher[b, places[i + k]]
+                    losses.append((log_q.exp() * (log_q - log_p)).sum())
+                else:
+                    losses.append(-log_p[label])
+                hits += int(z[b, t].argmax()) == label
+        report.append((float(sum(losses).detach()) / len(losses), hits / len(losses), len(losses)))
+        if k or stage == 2:
+            total = total + sum(losses) * (coefficient * decay**k if k else 1.0)
+    return total / (report[0][2] if count is None else count), report
+
+
+def logits_of(model):
+    """What the model does to the product with its LM head."""
+    config = model.config
+    if getattr(config, "final_logit_softcapping", None):
+        return lambda z: config.final_logit_softcapping * torch.tanh(z / config.final_logit_softcapping)
+    if getattr(config, "logits_scaling", None):
+        return lambda z: z / config.logits_scaling
+    return lambda z: z
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(got, want, tolerance=1e-5):
+    assert got.keys() == want.keys()
+    for name, grad in got.items():
+        error = float((grad - want[name]).norm() / want[name].norm().clamp(min=1e-12))
+        assert error < tolerance, f"{name}: relative error {error:.1e}"
+
+
+def plain_copy(model):
+    """A copy for the brute force, trained where the original is."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    return twin

@@ -1,0 +1,208 @@
+"""The Medusa loss against brute force: value, every gradient and what is logged, however the batch is made up."""
+
+import pytest
+import torch
+from medusa_brute_force import (
+    assert_gradients,
+    brute_force,
+    gradients,
+    medusa_trainer,
+    model_with_heads,
+    packed_batch,
+    plain_copy,
+    ragged_batch,
+)
+from test_fused_head import LargestTensor
+from tiny_models import collate, ragged_rows
+from transformers import TrainerCallback
+
+import liger_trainer.medusa.trainer as medusa
+from liger_trainer.medusa.labels import head_targets, token_positions
+
+CASES = [
+    pytest.param("llama", 1, True, "hard", packed_batch, id="stage1-tied-hard-packed"),
+    pytest.param("llama", 1, False, "hard", ragged_batch, id="stage1-untied-hard-padded"),
+    pytest.param("llama", 1, True, "soft", ragged_batch, id="stage1-tied-soft-padded"),
+    pytest.param("llama", 1, False, "soft", packed_batch, id="stage1-untied-soft-packed"),
+    pytest.param("llama", 2, True, "hard", ragged_batch, id="stage2-tied-hard-padded"),
+    pytest.param("llama", 2, False, "hard", packed_batch, id="stage2-untied-hard-packed"),
+    pytest.param("llama", 2, True, "soft", packed_batch, id="stage2-tied-soft-packed"),
+    pytest.param("gemma2", 2, False, "soft", ragged_batch, id="stage2-untied-soft-padded-softcap"),
+    pytest.param("granite", 2, True, "hard", packed_batch, id="stage2-tied-hard-packed-scale"),
+]
+
+
+@pytest.mark.parametrize("model_type, stage, tied, targets, batch", CASES)
+def test_loss_and_every_gradient(model_type, stage, tied, targets, batch, tmp_path):
+    """Two blocks a head. A frozen parameter has no gradient at all, a trained one has that of the brute force."""
+    batch = batch()
+    model = model_with_heads(model_type, num_layers=2, tied=tied)
+    trainer = medusa_trainer(
+        model, tmp_path, medusa_stage=stage, medusa_tied=tied, medusa_targets=targets, medusa_num_layers=2,
+        medusa_heads_coefficient=0.6,
+    )  # fmt: skip
+    twin = plain_copy(model)
+    want, report = brute_force(twin, batch, stage, targets, decay=0.7, coefficient=0.6)
+    want.backward()
+    model.train()
+    got = trainer.compute_loss(model, dict(batch))
+    got.backward()
+    torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=0)
+    assert_gradients(gradients(model), gradients(twin))
+    trained = {n for n, p in model.named_parameters() if stage == 2 or "medusa_head" in n}
+    assert gradients(model).keys() == trained
+
+    trainer.compute_loss(model, dict(batch))  # a second micro-batch: logged are means over both
+    logs = {}
+    trainer.log(logs)
+    for k, (loss, accuracy, _) in enumerate(report):
+        names = (f"medusa_head{k}_loss", f"medusa_head{k}_accuracy") if k else ("lm_loss", "mean_token_accuracy")
+        assert k or stage == 2 or not set(names) & logs.keys()  # stage 1 computes no loss of the LM head
+        if k or stage == 2:
+            assert logs[names[0]] == pytest.approx(loss, rel=1e-5)
+            assert logs[names[1]] == pytest.approx(accuracy)
+
+
+class KeepGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.grads = getattr(self, "grads", None) or gradients(model)
+
+
+@pytest.mark.parametrize("stage, tied", [(1, True), (2, False)], ids=["stage1-tied", "stage2-untied"])
+def test_every_split_of_the_batch(stage, tied, tmp_path):
+    """One step on 8 ragged rows, from one or more micro-batches: one divisor for all heads and micro-batches."""
+    rows = ragged_rows(8)
+    twin = model_with_heads(tied=tied)
+    want, report = brute_force(twin, collate(rows), stage, "hard", decay=0.7, coefficient=0.5)
+    want.backward()
+    for batch, accumulation in ((8, 1), (4, 2), (1, 8)):
+        keep = KeepGradients()
+        trainer = medusa_trainer(
+            model_with_heads(tied=tied), tmp_path, rows, {"callbacks": [keep]}, medusa_stage=stage, medusa_tied=tied,
+            medusa_heads_coefficient=0.5, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+            max_steps=1,
+        )  # fmt: skip
+        trainer.train()
+        want_grads = {n: g for n, g in gradients(twin).items() if n in keep.grads}
+        assert_gradients(keep.grads, want_grads)
+        log = trainer.state.log_history[0]
+        assert log["loss"] == pytest.approx(float(want.detach()), rel=1e-5)
+        for k in (1, 2, 3):
+            assert log[f"medusa_head{k}_loss"] == pytest.approx(report[k][0], rel=1e-5)
+        assert log["num_tokens"] == sum(len(row["input_ids"]) for row in rows)
+
+
+def test_evaluation_counts_every_head(tmp_path):
+    """Not 0, and not scaled by a schedule that has not begun: evaluation takes the full weight."""
+    model = model_with_heads()
+    trainer = medusa_trainer(model, tmp_path, ragged_rows(8), medusa_schedule="linear")
+    result = trainer.evaluate()
+    want, report = brute_force(model.eval(), collate(ragged_rows(8)), 1, "hard", decay=0.7, coefficient=1.0)
+    assert result["eval_loss"] == pytest.approx(float(want.detach()), rel=1e-5)
+    for k in (1, 2, 3):
+        assert result[f"eval_medusa_head{k}_loss"] == pytest.approx(report[k][0], rel=1e-5)
+        assert result[f"eval_medusa_head{k}_accuracy"] == pytest.approx(report[k][1])
+
+
+@pytest.mark.parametrize("num_heads", [1, 4])
+@pytest.mark.parametrize("targets", ["hard", "soft"])
+def test_no_logits_whatever_the_number_of_heads(targets, num_heads, tmp_path, monkeypatch):
+    """Stage 1: as many rows meet the vocabulary as there are heads, so no loss of the LM head for nothing."""
+    import liger_triton._linear_head as head
+
+    monkeypatch.setattr(head, "_CPU_CHUNK_BYTES", 4 * 4096 * 8)  # 8 rows of logits
+    model = model_with_heads(num_heads=num_heads, vocab_size=4096)
+    trainer = medusa_trainer(model, tmp_path, medusa_num_heads=num_heads, medusa_targets=targets)
+    heads = []
+    for name in ("linear_heads_cross_entropy", "linear_heads_kl"):
+        stock = getattr(medusa, name)
+        monkeypatch.setattr(medusa, name, lambda x, *a, stock=stock, **kw: heads.append(len(x)) or stock(x, *a, **kw))
+    batch = ragged_batch(16)
+    with LargestTensor() as largest:
+        trainer.compute_loss(model.train(), batch).backward()
+    assert heads == [num_heads]
+    # fp32 logits of a chunk, or what the students and the teacher need for a window of K rows and more
+    assert largest.numel < batch["input_ids"].numel() * 4096 / 4
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path):
+    grads = []
+    for checkpointing in (False, True):
+        keep = KeepGradients()
+        medusa_trainer(
+            model_with_heads(), tmp_path, None, {"callbacks": [keep]}, medusa_stage=2, max_steps=1,
+            gradient_checkpointing=checkpointing,
+        ).train()  # fmt: skip
+        grads.append(keep.grads)
+    assert_gradients(*grads)
+
+
+def test_a_frozen_model_runs_without_dropout(tmp_path):
+    """Stage 1 learns from the hidden states that the model will have when it is served."""
+    model = model_with_heads(attention_dropout=0.5)
+    trainer = medusa_trainer(model, tmp_path)
+    batch = ragged_batch(4)
+    losses = {float(trainer.compute_loss(model.train(), dict(batch))) for _ in range(2)}
+    want, _ = brute_force(model.eval(), batch, 1, "hard", decay=0.7, coefficient=1.0)
+    assert len(losses) == 1 and losses.pop() == pytest.approx(float(want.detach()), rel=1e-5)
+    assert not model.training  # as brute_force left it: the trainer gives back what it found
+    trainer.compute_loss(model.train(), dict(batch))
+    assert model.training and model.medusa_head.training
+
+
+# Targets
+
+BATCH = packed_batch()
+DOCUMENTS = (9, 3, 12, 5)
+
+
+def test_positions_say_the_same_however_documents_are_marked():
+    ids, labels = BATCH["input_ids"], BATCH["labels"]
+    number = torch.repeat_interleave(torch.arange(4), torch.tensor(DOCUMENTS))[None]
+    borders = torch.tensor([0, *torch.tensor(DOCUMENTS).cumsum(0)], dtype=torch.int32)
+    for marks in (
+        {"position_ids": BATCH["position_ids"]},
+        {"position_ids": BATCH["position_ids"].expand(3, 1, -1)},
+        {"seq_idx": number.to(torch.int32)},
+        {"cu_seq_lens_q": borders},
+    ):
+        batch = {"input_ids": ids, "labels": labels} | marks
+        assert torch.equal(token_positions(batch), BATCH["position_ids"]), marks.keys()
+        assert torch.equal(head_targets(batch, 3), head_targets(BATCH, 3))
+
+
+def test_no_head_looks_over_a_border():
+    """The collator masks one label a document, which protects the LM head alone: fault of trainers that only shift."""
+    targets = head_targets(BATCH, 4)
+    ends = torch.tensor(DOCUMENTS).cumsum(0)
+    for k in range(5):
+        for end in ends:
+            assert (targets[k, 0, end - min(k + 1, 3) : end] == -100).all()
+    assert targets[4, 0, 0] == -100 and targets[4, 0, 1] == BATCH["labels"][0, 6]  # label 5 is masked, 6 is not
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_is_no_row_and_no_target(side):
+    ids = torch.arange(3, 9)
+    pad = torch.zeros(3, dtype=torch.long)
+    parts = (ids, pad) if side == "right" else (pad, ids)
+    mask = (torch.cat(parts) != 0).long()[None]
+    batch = {"labels": torch.where(mask.bool(), torch.cat(parts), -100), "attention_mask": mask}
+    start = 0 if side == "right" else 3
+    for k in (1, 2):
+        want = torch.full((9,), -100)
+        want[start : start + 5 - k] = ids[k + 1 :]
+        assert torch.equal(head_targets(batch, 2)[k, 0], want)
+
+
+def test_more_heads_than_tokens():
+    targets = head_targets({"labels": torch.tensor([[5, 6]])}, 3)
+    assert targets.tolist() == [[[6, -100]], *[[[-100, -100]]] * 3]
+
+
+def test_a_short_batch_has_finite_zero_gradients(tmp_path):
+    model = model_with_heads()
+    trainer = medusa_trainer(model, tmp_path)
+    loss = trainer.compute_loss(model.train(), {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[5, 6]])})
+    loss.backward()
+    assert loss == 0 and all((g == 0).all() for g in gradients(model).values())
