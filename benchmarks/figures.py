@@ -2,7 +2,7 @@
 
     python benchmarks/figures.py [FILE ...]
 
-The kind of a record is the first word of its name: operations_*, training_*, scaling_*.
+The kind of a record is the first word of its name: operations_*, training_*, scaling_*, medusa_*.
 """
 
 import argparse
@@ -107,7 +107,45 @@ def scaling(record):
     return figure
 
 
-KINDS = {"operations": operations, "training": training, "scaling": scaling}
+def medusa(record):
+    """Tokens/s above memory beyond the static part, a column a stage and projection; no point: out of memory."""
+    rows = [row for row in record["rows"] if "tokens_per_s" in row]
+    panels = sorted({(row["stage"], not row["tied"]) for row in rows})
+    figure, axes = plt.subplots(2, len(panels), figsize=(3.6 * len(panels), 6), layout="constrained", squeeze=False)
+    peers = list(dict.fromkeys(row["arm"] for row in rows if not is_ours(row["arm"])))
+    styles = dict(zip(sorted({row["heads"] for row in rows}), ("--", "-", ":"), strict=False))
+    for column, (stage, untied) in enumerate(panels):
+        here = [row for row in rows if (row["stage"], not row["tied"]) == (stage, untied)]
+        for axis, (key, title) in zip(axes[:, column], (("tokens_per_s", "tokens/s"), ("above", "GiB")), strict=True):
+            for arm, heads in sorted({(row["arm"], row["heads"]) for row in here}):
+                points = [
+                    (row["length"], row[key])
+                    for row in sorted(here, key=lambda row: row["length"])
+                    if (row["arm"], row["heads"]) == (arm, heads) and row[key] is not None
+                ]
+                color = OURS if is_ours(arm) else PEERS[peers.index(arm) % len(PEERS)]
+                label = f"{arm}, K = {heads}"
+                if points:
+                    axis.plot(
+                        *zip(*points, strict=True), styles[heads], marker="o", markersize=3, color=color, label=label
+                    )
+            ticks = sorted({row["length"] for row in rows})
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=7)
+            axis.set_ylim(bottom=0)
+            axis.set_title(f"stage {stage}, {'untied' if untied else 'tied'}: {title}", loc="left", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].legend(fontsize=7, frameon=False)
+    options = record["options"]
+    figure.suptitle(
+        f"Medusa heads, {options['model']}, {options['batch']} rows a step, bf16, {where(record)}; "
+        "memory above weights, gradients and optimizer",
+        fontsize=11,
+    )
+    return figure
+
+
+KINDS = {"operations": operations, "training": training, "scaling": scaling, "medusa": medusa}
 
 
 def main():

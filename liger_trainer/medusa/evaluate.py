@@ -171,13 +171,14 @@ def evaluation_after_training(trainer, rows) -> Callable[[], MedusaReport]:
     rows = rows.select(range(min(args.medusa_eval_rows, len(rows))))
     prompts = [prompt_of(row, bool(tokenizer.chat_template), index) for index, row in enumerate(rows)]
     prompts = [encode(tokenizer, prompt) for prompt in prompts]
+    ends = end_tokens(trainer.model, tokenizer)  # Trainer.train reduces the model's own to the tokenizer's
 
     def run() -> MedusaReport:
         report = evaluate(
             trainer.model,
             heads_of(trainer.model),
             prompts,
-            end_tokens(trainer.model, tokenizer),
+            ends,
             max_new_tokens=args.medusa_eval_max_new_tokens,
         )
         with open(os.path.join(args.output_dir, REPORT_FILE), "w", encoding="utf-8") as file:

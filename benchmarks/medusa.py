@@ -1,0 +1,254 @@
+"""Training Medusa heads with the logits never built, beside heads of the same maths with all logits: tokens/s, memory.
+
+    python benchmarks/medusa.py --data rows.npz --json benchmarks/results/medusa_llama_3_8b.json --minutes 8
+    python benchmarks/medusa.py --heads 5 --stages 1 --lengths 2048 --projection tied
+    python benchmarks/medusa.py --tiny
+
+`unfused` is the plain way: transformers' Trainer, each head's logits in full, F.cross_entropy of each in fp32, and in
+stage 1 no graph through the frozen model; `unfused + patched` has our layers in the model too and differs by the loss.
+Random weights, in the residual blocks too, so that they count; learning rate 0, so that every arm sees the same weights
+at every step. The losses and gradient norms of all steps are compared: an arm that differs is flagged. An arm that runs
+out of memory is a row that says so.
+
+bf16 weights and gradients, fused AdamW in bf16, rows without padding from `--data` (see training.py). `static` is the
+weights, and for what is trained gradients and both optimizer states; `above` is the peak minus that. A case that the
+file of `--json` has already is not run again, so that a run that was cut goes on.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from _measure import DEVICE, environment, table, write
+from _steps import Run, build, clock_of, collate, emit, is_out_of_memory, release, rows_from, rows_of, tokenizer_of
+
+OURS, UNFUSED, PATCHED = "LigerMedusaTrainer", "unfused", "unfused + patched"
+ARMS = (OURS, UNFUSED, PATCHED)
+DECAY = 0.8
+COEFFICIENT = {1: 1.0, 2: 0.2}
+STEPS, SKIP = 5, 2
+
+
+def cases_of(options):
+    """All that `--stages`, `--heads`, `--projection` and `--lengths` span, as dicts; longer ones later."""
+    return [
+        {"stage": stage, "heads": heads, "tied": projection == "tied", "length": length}
+        for stage in options.stages
+        for heads in options.heads
+        for projection in options.projection
+        for length in options.lengths
+    ]
+
+
+def key_of(row):
+    return tuple(row[name] for name in ("arm", "stage", "heads", "tied", "length", "batch"))
+
+
+def add_heads(model, case):
+    from liger_trainer import MedusaHeads
+    from liger_trainer.medusa.heads import attach_heads
+
+    heads = attach_heads(model, MedusaHeads.for_model(model, case["heads"], 1, case["tied"]))
+    torch.manual_seed(1)
+    for head in heads:
+        torch.nn.init.normal_(head[0].linear.weight, std=0.02)
+        torch.nn.init.normal_(head[0].linear.bias, std=0.02)
+
+
+def unfused_class():
+    from transformers import Trainer
+
+    class UnfusedMedusaTrainer(Trainer):
+        """The loss of `LigerMedusaTrainer` with the logits of every head."""
+
+        stage = 1
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            base, labels = self.model, inputs["labels"]
+            with torch.set_grad_enabled(self.stage == 2):
+                hidden = base.model(input_ids=inputs["input_ids"]).last_hidden_state
+            total = self.cross_entropy(base.lm_head(hidden), labels, 1) if self.stage == 2 else 0.0
+            for k, head in enumerate(base.medusa_head, start=1):
+                logits = (head.lm_head or base.lm_head)(head(hidden))
+                total = total + COEFFICIENT[self.stage] * DECAY**k * self.cross_entropy(logits, labels, k + 1)
+            return total / num_items_in_batch
+
+        @staticmethod
+        def cross_entropy(logits, labels, ahead):
+            rows, target = logits[:, :-ahead].flatten(0, 1), labels[:, ahead:].flatten()
+            return F.cross_entropy(rows.float(), target, reduction="sum")
+
+    return UnfusedMedusaTrainer
+
+
+def make_trainer(arm, case, options, callback):
+    run = Run(options.model, options.batch, case["length"])
+    model = build(run)
+    add_heads(model, case)
+    rows = rows_of(options.data, model.config.vocab_size, case["length"], options.batch * STEPS)
+    common = dict(
+        output_dir=tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=options.batch, logging_steps=1,
+        learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant", bf16=DEVICE == "cuda",
+        optim="adamw_torch_fused", report_to="none", save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
+        gradient_checkpointing=case["stage"] == 2 and not options.no_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False}, remove_unused_columns=False, dataloader_drop_last=True,
+    )  # fmt: skip
+    if arm == OURS:
+        from datasets import Dataset
+
+        from liger_trainer import LigerMedusaTrainer, MedusaConfig
+
+        args = MedusaConfig(
+            **common, medusa_num_heads=case["heads"], medusa_tied=case["tied"], medusa_stage=case["stage"],
+            medusa_decay=DECAY, max_length=case["length"], dataset_kwargs={"skip_prepare_dataset": True},
+        )  # fmt: skip
+        return LigerMedusaTrainer(
+            model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=[callback]
+        )
+    from transformers import TrainingArguments
+
+    from liger_trainer import apply_liger
+
+    if arm == PATCHED:
+        apply_liger(model, {"fused_linear_cross_entropy": False})
+    if case["stage"] == 1:
+        model.requires_grad_(False)
+        model.medusa_head.requires_grad_(True)
+    trainer_class = unfused_class()
+    trainer_class.stage = case["stage"]
+    return trainer_class(
+        model, TrainingArguments(**common), train_dataset=rows, data_collator=collate, callbacks=[callback]
+    )
+
+
+def static_bytes(model):
+    """Weights, and of those that are trained gradients and two states of AdamW, all in the dtype of the weight."""
+    return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
+
+
+def measure(arm, case, options):
+    """Train; a row."""
+    clock = clock_of(Run(options.model, options.batch, case["length"], steps=STEPS, skip=SKIP))
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trainer = make_trainer(arm, case, options, clock)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    static = static_bytes(trainer.model) / 2**30
+    peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
+    return {
+        "tokens_per_s": (STEPS - SKIP) * options.batch * case["length"] / (clock.end - clock.start),
+        "gib": peak,
+        "static": static,
+        "above": peak and peak - static,
+        "losses": [log["loss"] for log in logs],
+        "grad_norms": [float(log["grad_norm"]) for log in logs],
+    }
+
+
+def run_arm(options):
+    """All cases of one arm and stage that `--todo` names, in this process; emits a row each."""
+    full = set()  # heads and projection whose shorter rows were too long
+    for case in json.loads(options.todo):
+        row = {"arm": options.arm, "batch": options.batch} | case
+        shape = (case["heads"], case["tied"])
+        if shape in full:
+            emit(row | {"note": "out of memory with shorter rows"})
+            continue
+        try:
+            emit(row | measure(options.arm, case, options))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            full.add(shape)
+            emit(row | {"note": "out of memory"})
+        release()
+
+
+def flag(rows):
+    """Compare every row of loss and gradient norm with ours of the same case, step by step; bf16 rounds apart."""
+    ours = {key_of(row)[1:]: row for row in rows if row["arm"] == OURS and "losses" in row}
+    for row in rows:
+        row.pop("wrong", None)
+        against = ours.get(key_of(row)[1:])
+        if against is None or row["arm"] == OURS or "losses" not in row:
+            continue
+        for name, allowed in (("losses", 0.005), ("grad_norms", 0.03)):
+            for got, want in zip(row[name], against[name], strict=True):
+                if not abs(got - want) <= allowed * abs(want):
+                    row["wrong"] = f"{name} {got:.4f}, ours {want:.4f}"
+        row["faster"] = against["tokens_per_s"] / row["tokens_per_s"]
+        if row["above"]:
+            row["less"] = 1 - against["above"] / row["above"]
+
+
+COLUMNS = {
+    "stage": ("stage", ""), "projection": ("heads", ""), "heads": ("K", ""), "length": ("length", ""),
+    "arm": ("arm", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "static": ("static", ".1f"),
+    "above": ("above", ".1f"), "loss": ("loss", ".4f"), "faster": ("ours x faster", ".2f"),
+    "less": ("ours less above", ".0%"), "note": ("", ""),
+}  # fmt: skip
+
+
+def show(rows):
+    order = sorted(rows, key=lambda r: (r["stage"], not r["tied"], r["heads"], r["length"], ARMS.index(r["arm"])))
+    printed = []
+    for row in order:
+        more = {"projection": "tied" if row["tied"] else "untied", "loss": row.get("losses", [None])[0]}
+        printed.append(row | more | ({"note": "WRONG: " + row["wrong"]} if "wrong" in row else {}))
+    table(printed, COLUMNS)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Llama-3-8B")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2], choices=(1, 2))
+    parser.add_argument("--heads", type=int, nargs="+", default=[3, 5])
+    parser.add_argument("--projection", nargs="+", default=["tied", "untied"], choices=("tied", "untied"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--arms", nargs="+", default=[OURS, UNFUSED], choices=ARMS)
+    parser.add_argument("--no-checkpointing", action="store_true", help="stage 2 without gradient checkpointing")
+    parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
+    parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")
+    parser.add_argument("--json", help="the record; cases in it are not run again")
+    parser.add_argument("--minutes", type=float, default=60, help="stop after so long, in the middle of a case too")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--todo", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.model, options.batch, options.lengths, options.heads = "tiny", 2, [32, 64], [2]
+    if options.arm:
+        return run_arm(options)
+    end = time.monotonic() + options.minutes * 60
+    rows = json.loads(Path(options.json).read_text())["rows"] if options.json and Path(options.json).exists() else []
+    for stage in options.stages:
+        for arm in options.arms:
+            have = {key_of(row) for row in rows}
+            todo = [case for case in cases_of(options) if case["stage"] == stage]
+            todo = [case for case in todo if key_of({"arm": arm, "batch": options.batch} | case) not in have]
+            left = end - time.monotonic()
+            if not todo or left < 0:
+                continue
+            for row in rows_from(arm, left, more=["--todo", json.dumps(todo)]):
+                if "stage" not in row:  # the process ended early: what is left stays to be done
+                    print(f"{arm}, stage {stage}: {row['note']}")
+                    continue
+                rows.append(row)
+                flag(rows)
+                if options.json:
+                    kept = {name: value for name, value in vars(options).items() if name not in ("arm", "todo")}
+                    write(options.json, environment() | {"options": kept, "rows": rows})
+    flag(rows)
+    show(rows)
+    missing = len(options.arms) * len(cases_of(options)) - len(rows)
+    if missing > 0:
+        print(f"{missing} cases not run; start it again with the same --json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Medusa heads on a real model: how much more a forward pass yields on prompts that were not trained on.
+
+    python benchmarks/medusa_real.py --data alpaca_en_demo.json --json benchmarks/results/medusa_real_smollm2.json
+
+The model answers nine tenths of the prompts greedily; heads are trained on those answers; the rest of the prompts
+measures them, with the same seed before training and after. fp32, so that the text decoded with heads has to be the
+greedy text, token for token. `--data` holds rows as `liger-trainer medusa-data --prompts` takes them.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from _measure import DEVICE, environment, table, write
+
+from liger_trainer import LigerMedusaTrainer, MedusaConfig
+from liger_trainer.medusa.distill_data import distill, local_answerer
+from liger_trainer.medusa.evaluate import evaluate
+from liger_trainer.medusa.heads import heads_of
+from liger_trainer.medusa.prompts import encode, end_tokens, read_prompts
+from liger_trainer.model_source import find_model
+
+
+def load(name):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = find_model(name)
+    more = {"quantization_config": GgufConfig(dequantize=True)} if source.is_gguf else {}
+    model = source.load(AutoModelForCausalLM, dtype=torch.float32, **more)
+    return model.to(DEVICE).eval(), source.load(AutoTokenizer)
+
+
+def split(prompts, seed):
+    """Nine tenths to train on, the rest held out."""
+    order = list(range(len(prompts)))
+    random.Random(seed).shuffle(order)
+    cut = max(1, len(prompts) // 10)
+    return [prompts[i] for i in sorted(order[cut:])], [prompts[i] for i in sorted(order[:cut])]
+
+
+def trainer_of(model, tokenizer, rows, options):
+    from datasets import load_dataset
+
+    args = MedusaConfig(
+        output_dir=tempfile.mkdtemp(), medusa_num_heads=options.heads, medusa_tied=options.projection == "tied",
+        medusa_targets=options.targets, max_length=1024, num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch, learning_rate=options.learning_rate, lr_scheduler_type="cosine",
+        warmup_steps=20, bf16=False, seed=options.seed, report_to="none", save_strategy="no", logging_steps=20,
+        logging_first_step=True,        use_cpu=DEVICE == "cpu", disable_tqdm=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    rows = load_dataset("json", data_files=rows, split="train", cache_dir=tempfile.mkdtemp())
+    return LigerMedusaTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--data", required=True, help=".json or .jsonl of prompts")
+    parser.add_argument("--rows", type=int, help="the first so many prompts only")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--answer-batch", type=int, default=256, help="prompts answered at once")
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--projection", default="tied", choices=("tied", "untied"))
+    parser.add_argument("--targets", default="hard", choices=("hard", "soft"))
+    parser.add_argument("--epochs", type=float, default=20)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--decode-rows", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json")
+    options = parser.parse_args(argv)
+
+    start, seconds = time.perf_counter(), {}
+
+    def lap(name):
+        seconds[name] = time.perf_counter() - start - sum(seconds.values())
+        print(f"{name}: {seconds[name]:.0f} s", flush=True)
+
+    model, tokenizer = load(options.model)
+    train, held_out = split(read_prompts(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
+    ends = end_tokens(model, tokenizer)  # Trainer.train reduces the model's own to the tokenizer's
+    lap("load")
+    rows = str(Path(tempfile.mkdtemp()) / "answers.jsonl")
+    answered = distill(train, rows, local_answerer(model, tokenizer, options.max_new_tokens), options.answer_batch)
+    print(f"{len(train)} prompts to train on: {answered}; {len(held_out)} held out")
+    lap("answers")
+
+    trainer = trainer_of(model, tokenizer, rows, options)
+
+    def measure(decode_rows):
+        return evaluate(
+            trainer.model,
+            heads_of(trainer.model),
+            [encode(tokenizer, prompt) for prompt in held_out],
+            ends,
+            max_new_tokens=options.max_new_tokens,
+            batch_size=options.answer_batch,
+            decode_rows=decode_rows,
+        )
+
+    before = measure(0)
+    lap("evaluation before")
+    trainer.train()
+    lap(f"training, {trainer.state.global_step} steps")
+    after = measure(options.decode_rows)
+    lap("evaluation after")
+
+    print(f"\n{after}\n")
+    compared = [
+        {"what": f"head {k + 1} top-1", "before": before.accuracy[k][0], "after": after.accuracy[k][0]}
+        for k in range(options.heads)
+    ]
+    compared += [
+        {"what": "tokens a pass, chain", "before": before.chain, "after": after.chain},
+        {"what": "tokens a pass, tree", "before": before.tree, "after": after.tree},
+    ]
+    table(compared, {"what": ("", ""), "before": ("before", ".3f"), "after": ("after", ".3f")})
+    print(f"{after.chain - 1:.0%} more tokens a forward pass with the chain, {after.tree - 1:.0%} with the tree")
+    losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+    if options.json:
+        record = {"options": vars(options), "seconds": seconds, "answers": vars(answered), "losses": losses}
+        write(options.json, environment() | record | {"before": before.to_dict(), "after": after.to_dict()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The two arms of benchmarks/medusa.py compute the same loss and gradient; benchmarks/medusa_real.py runs."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_fixtures import write_model, write_rows
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield
+    for name in [n for n, m in sys.modules.items() if (getattr(m, "__file__", "") or "").startswith(BENCHMARKS)]:
+        del sys.modules[name]
+
+
+def test_arms_agree_and_a_wrong_one_is_flagged(tmp_path):
+    import figures
+    import medusa
+
+    options = argparse.Namespace(model="tiny", batch=2, data=None, no_checkpointing=False)
+    rows = []
+    for case in (
+        {"stage": 1, "heads": 2, "tied": True, "length": 24},
+        {"stage": 2, "heads": 2, "tied": False, "length": 24},
+    ):
+        for arm in (medusa.OURS, medusa.UNFUSED):
+            rows.append({"arm": arm, "batch": 2} | case | medusa.measure(arm, case, options))
+    for ours, unfused in (rows[:2], rows[2:]):
+        assert ours["losses"] == pytest.approx(unfused["losses"], rel=1e-4), "logged to 4 digits"
+        assert ours["grad_norms"] == pytest.approx(unfused["grad_norms"], rel=1e-2), "bf16 weights"
+        assert ours["static"] == unfused["static"] and len(ours["losses"]) == medusa.STEPS
+    assert rows[0]["losses"][0] != rows[2]["losses"][0]
+    medusa.flag(rows)
+    assert not any("wrong" in row for row in rows) and rows[1]["faster"] > 0
+    rows[1]["losses"] = [1.01 * loss for loss in rows[1]["losses"]]
+    medusa.flag(rows)
+    assert "losses" in rows[1]["wrong"] and "wrong" not in rows[3]
+    medusa.show([*rows, rows[0] | {"length": 48, "note": "out of memory"}])
+
+    pytest.importorskip("matplotlib").use("agg")
+    record = {"gpu": "cpu", "date": "2026-01-01", "rows": [row | {"above": 1.0} for row in rows]}
+    figures.medusa(record | {"options": vars(options)}).savefig(tmp_path / "medusa.png")
+    assert (tmp_path / "medusa.png").stat().st_size > 10_000
+
+
+def test_real(tmp_path, capsys):
+    import medusa_real
+
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", 20)
+    # A random model seldom ends an answer: let it end with one token of five.
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.generation_config.eos_token_id = list(range(0, 131, 5))
+    model.save_pretrained(tmp_path / "model")
+    medusa_real.main([
+        "--model", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--max-new-tokens", "16",
+        "--epochs", "8", "--batch", "4", "--decode-rows", "1", "--learning-rate", "0.02",
+        "--json", str(tmp_path / "record.json"),
+    ])  # fmt: skip
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert "18 prompts to train on" in (out := capsys.readouterr().out) and "2 held out" in out
+    assert record["before"]["rows"] == record["after"]["rows"] == 2
+    assert record["before"]["decoding"] is None and record["after"]["decoding"]["differ"] == 0
+    first, *_, last = record["losses"].values()
+    assert last < first
+    assert record["before"]["accuracy"] != record["after"]["accuracy"]
