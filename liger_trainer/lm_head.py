@@ -89,7 +89,7 @@ def why_not_fusable(head: nn.Module) -> str | None:
 
 
 def _gathered_by_its_call(head: nn.Module, weight: DTensor) -> bool:
-    """Whether the head is a unit of FSDP2, which gathers the weight when the head is called, and nothing else cuts it."""
+    """Whether the head is in a unit of FSDP2, which gathers the weight for the call, and nothing else cuts it."""
     is_unit = isinstance(head, FSDPModule) or isinstance(getattr(head, "base_layer", None), FSDPModule)
     return is_unit and sum(not placement.is_replicate() for placement in weight.placements) == 1
 
