@@ -211,6 +211,17 @@ def test_impossible_tokens(device, row_pass):
     torch.testing.assert_close(grad.double(), p - q, rtol=1e-4, atol=1e-8)
 
 
+def test_first_of_equals(device, row_pass):
+    """The argmax of both is the first of the largest logits: in one lane of a program, a block apart, or in two."""
+    z = torch.randn(4, 500, device=device)
+    for row, places in enumerate(([5, 133], [133, 261, 7 + 128], [130, 3], [499])):
+        z[row, places] = 9.0
+    stats, top = _kl_pass.teacher_pass(z, 1.0, 0.0)
+    assert top.tolist() == [5, 133, 3, 499]
+    loss, top = _kl_pass.kl_pass(z.clone(), z, stats, torch.arange(4, device=device), None, 1.0, 0.0, False)
+    assert top.tolist() == [5, 133, 3, 499] and not loss.any()
+
+
 def test_common_offset(device, row_pass):
     """10000 more in all logits of the student, or of the teacher, changes nothing: sums of 2**-9, exact either way."""
     student, teacher = (torch.randn(2, 3, 300, device=device) * 512).round() / 512
