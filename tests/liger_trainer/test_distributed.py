@@ -36,7 +36,7 @@ def two_ranks(mode, out):
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fsdp2"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("fsdp2", "sampled")])
 def test_ddp(mode, tmp_path):
     first, second = two_ranks(mode, tmp_path)
     one_process = MODES[mode.removesuffix("-accumulation")](tmp_path)
@@ -44,6 +44,17 @@ def test_ddp(mode, tmp_path):
     for name, grad in first.items():
         assert torch.equal(grad, second[name]), f"{name} differs between ranks"
         torch.testing.assert_close(grad, one_process[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_ddp_of_trainers_that_sample(tmp_path):
+    """One process would write other completions; TRL's trainers on the same two ranks write the same."""
+    first, second = two_ranks("sampled", tmp_path)
+    ours = [name for name in first if name.startswith("Liger")]
+    assert len({name.partition(".")[0] for name in ours}) == 4 and len(first) == 2 * len(ours)
+    for name in ours:
+        assert torch.equal(first[name], second[name]), f"{name} differs between ranks"
+        stock = first[name.removeprefix("Liger")]
+        torch.testing.assert_close(first[name], stock, rtol=1e-4, atol=1e-6 * stock.norm().item(), msg=name)
 
 
 def test_fsdp2(tmp_path):

@@ -82,6 +82,39 @@ def pairs(out):
     )
 
 
+def sampled(out):
+    """KTO and the trainers that write their own completions, ours and TRL's: a rank draws with a seed of its own."""
+    from pathlib import Path
+
+    import trl
+    from step_parity import build, letters, trained, with_reference, words
+
+    import liger_trainer
+
+    folder = Path(out) / os.environ["RANK"]
+    model = with_reference(tiny_model("llama"), folder)  # before the process group exists: only rank 0 saves in one
+    generator = torch.Generator().manual_seed(4)
+    prompts = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    answers = [row | {"completion": " " + words(generator, 2, 6), "label": i % 3 != 1} for i, row in enumerate(prompts)]
+    writes = {"max_completion_length": 4}
+    groups = writes | {"num_generations": 2}
+    rewards = {"reward_funcs": letters}
+    cases = {
+        "KTO": (answers, {}, {"ref_model": tiny_model("llama", seed=7)}),
+        "GRPO": (prompts, groups | {"beta": 0.2, "loss_type": "dapo"}, rewards),
+        "RLOO": (prompts, groups | {"beta": 0.2}, rewards),
+        "Distillation": (prompts, writes | {"beta": 0.5}, {"teacher_model": tiny_model("llama", seed=7)}),
+    }
+    grads = {}
+    for name, (rows, options, given) in cases.items():
+        for module, prefix in ((liger_trainer, "Liger"), (trl, "")):
+            trainer_class, args_class = (getattr(module, f"{prefix}{name}{kind}") for kind in ("Trainer", "Config"))
+            trainer = build(trainer_class, args_class, model, folder, rows, trainer_options=given, **options)
+            step = trained(trainer)[1][0]
+            grads |= {f"{prefix}{name}.{key.removeprefix('module.')}": grad for key, grad in step.items()}
+    return grads
+
+
 def fsdp2(out):
     """The plain loop: patch, shard every layer and the root, one step on this rank's half of the rows."""
     from torch.distributed.fsdp import fully_shard
@@ -109,6 +142,7 @@ MODES = {
     "sft": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, bf16=False, gradient_checkpointing=False),
     "sft-accumulation": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, 4, bf16=False),
     "pairs": pairs,
+    "sampled": sampled,
     "fsdp2": fsdp2,
 }
 
