@@ -315,7 +315,7 @@ def test_chunk_size():
         (0, 100, torch.float32, "cpu"),
     ]:  # fmt: skip
         size = chunk_size(rows, vocab, dtype, device)
-        assert size >= 1 and size * vocab * dtype.itemsize <= max((512 if device == "cuda" else 64) << 20, vocab * 4)
+        assert size >= 1 and size * vocab * dtype.itemsize <= max((640 if device == "cuda" else 64) << 20, vocab * 4)
         assert size <= 4096 and (device == "cpu" or size % 128 == 0)
         if rows > size:
             assert rows % size == 0 or rows % size > size // 2
