@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from test_parity_trainer import MODELS, SPLITS, assert_same, lora
 from tiny_models import PARITY_SET, ragged_rows, text_rows, tiny_model, tiny_tokenizer
 from trl import SFTConfig, SFTTrainer
@@ -128,6 +128,17 @@ def test_an_adapter_on_the_head_that_trl_refuses(use_dora, tmp_path):
     assert_same(got, want)
     moved = [name for name, p in trainer.model.named_parameters() if "lm_head" in name and p.requires_grad]
     assert moved and all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_prompt_learning(tmp_path):
+    """Virtual tokens, without labels, come before the real ones."""
+    torch.manual_seed(0)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(tiny_model("llama"), config)
+    want, _ = run(SFTTrainer, model, tmp_path)
+    got, trainer = run(LigerSFTTrainer, model, tmp_path)
+    assert trainer.head_is_ours
+    assert_same(got, want)
 
 
 def test_use_liger_false_is_the_stock_trainer_bit_for_bit(tmp_path):
