@@ -316,6 +316,24 @@ def test_weight_gradient_is_rounded_once(device):
     assert one < 1e-2 and error(chunk_rows=2) < 1.05 * one and error(chunk_rows=2, accumulate="lean") > 1.2 * one
 
 
+def test_bf16_loses_what_pytorch_loses(device):
+    """Logits of a spread of 4 in bf16 move every log(p / q) by their rounding: no more than those of F.linear do."""
+    (x, w), (states, head), valid = inputs(device, dtype=BF16, rows=40)
+    with torch.no_grad():
+        w *= 4
+    head = head * 4
+
+    def results(fn, *tensors):
+        loss = fn(*tensors, valid).loss
+        return loss, *torch.autograd.grad(loss, tensors[:2])
+
+    want = results(reference.linear_heads_kl, *(t.detach().double().requires_grad_() for t in (x, w, states, head)))
+    ours, theirs = (results(fn, x, w, states, head) for fn in (linear_heads_kl, reference.linear_heads_kl))
+    for got, eager, ref in zip(ours[1:], theirs[1:], want[1:], strict=True):
+        assert 2e-3 * ref.norm() < (got - ref).norm() <= 1.2 * (eager - ref).norm()
+    assert (ours[0] - want[0]).abs() <= 1e-3 * want[0]
+
+
 def test_second_backward(device):
     (x, w), teacher, valid = inputs(device)
     loss = linear_heads_kl(x, w, *teacher, valid).loss
