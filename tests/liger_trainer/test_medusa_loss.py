@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from medusa_brute_force import (
     assert_gradients,
     brute_force,
@@ -13,10 +14,11 @@ from medusa_brute_force import (
     ragged_batch,
 )
 from test_fused_head import LargestTensor
-from tiny_models import collate, ragged_rows
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 import liger_trainer.medusa.trainer as medusa
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.medusa.labels import head_targets, token_positions
 
 CASES = [
@@ -61,6 +63,22 @@ def test_loss_and_every_gradient(model_type, stage, tied, targets, batch, tmp_pa
         if k or stage == 2:
             assert logs[names[0]] == pytest.approx(loss, rel=1e-5)
             assert logs[names[1]] == pytest.approx(accuracy)
+
+
+def test_the_rest_of_stage_2_is_the_loss_of_sft(tmp_path):
+    """A mixture of experts, whose auxiliary loss counts too: heads apart, the loss is that of `LigerSFTTrainer`."""
+    model, batch = tiny_model("qwen3_moe"), ragged_batch()
+    args = LigerSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    rows = Dataset.from_list(ragged_rows())
+    sft = LigerSFTTrainer(plain_copy(model), args, train_dataset=rows, processing_class=tiny_tokenizer())
+    assert sft.aux_loss_enabled
+    want = sft.compute_loss(sft.model.train(), dict(batch))
+    trainer = medusa_trainer(model, tmp_path, medusa_stage=2, medusa_heads_coefficient=0.5)
+    got = trainer.compute_loss(model.train(), dict(batch))
+    _, report = brute_force(model, batch, 2, "hard", decay=0.7, coefficient=0.5)
+    heads = sum(0.5 * 0.7**k * loss * rows for k, (loss, _, rows) in enumerate(report) if k) / report[0][2]
+    assert float(got.detach()) == pytest.approx(float(want.detach()) + heads, rel=1e-5)
+    assert float(want.detach()) != pytest.approx(report[0][0], rel=1e-5)  # there is an auxiliary loss
 
 
 class KeepGradients(TrainerCallback):
