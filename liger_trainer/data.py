@@ -93,6 +93,24 @@ def _message(turn, where: str, index: int) -> dict[str, str]:
     return {"role": _ROLES[turn["from"]], "content": turn["value"]}
 
 
+def last_turn_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
+    """A row of `messages` as `prompt`, all turns but the last, and `completion`, the last, which is the assistant's.
+
+    Raises:
+        RecipeError: `messages` is no list of two or more turns of `role` and `content`, or the assistant's is not last.
+    """
+    messages = row["messages"]
+    well_formed = isinstance(messages, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("content"), str) and turn.get("role") for turn in messages
+    )
+    if not well_formed or len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise RecipeError(
+            f"Row {index} of the dataset has messages {messages!r}; expected two or more turns of role and content, "
+            "the last one of the assistant. Mend or remove the row."
+        )
+    return {"prompt": messages[:-1], "completion": messages[-1:]}
+
+
 class _Template(NamedTuple):
     """A `prompt_template`: `convert(row, index)` turns columns, of which `optional` may be missing, into others.
 
@@ -111,6 +129,7 @@ _TEMPLATES = {
         sharegpt_row, ("conversations",), ("chosen", "rejected", "system"),
         ("conversations", "chosen", "rejected", "system"),
     ),
+    "last_turn": _Template(last_turn_row, ("messages",), ("label",), ("messages",)),
 }  # fmt: skip
 
 

@@ -51,12 +51,20 @@ class RecipeArguments:
     max_rows: int | None = field(
         default=None, metadata={"help": "Train on the first so many rows only. Unset: on all."}
     )
-    prompt_template: Literal["none", "alpaca", "sharegpt"] = field(
+    prompt_template: Literal["none", "alpaca", "sharegpt", "last_turn"] = field(
         default="none",
         metadata={
             "help": "'alpaca' turns rows of instruction, input and output into prompt and completion. 'sharegpt' turns "
-            "conversations of from and value, with or without chosen and rejected, into messages. 'none' hands the "
-            "rows to the trainer as they are."
+            "conversations of from and value, with or without chosen and rejected, into messages. 'last_turn' splits "
+            "messages into a prompt and, as the completion, the last turn. 'none' hands the rows to the trainer as "
+            "they are."
+        },
+    )
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What 'grpo' and 'rloo' reward: a list of names out of `liger_trainer.rewards` (boxed_answer), or "
+            "of dotted paths of functions such as my_module.my_reward. Rewards add up, weighted by `reward_weights`."
         },
     )
 
@@ -81,6 +89,7 @@ class TrainerEntry:
     config: str
     trainer: str
     columns: tuple[tuple[str, ...], ...]
+    rewards: bool = False  # whether it wants `reward_funcs`
 
 
 TRAINERS = {
@@ -90,6 +99,12 @@ TRAINERS = {
     "dpo": TrainerEntry("LigerDPOConfig", "LigerDPOTrainer", (("chosen", "rejected"),)),
     "orpo": TrainerEntry("LigerORPOConfig", "LigerORPOTrainer", (("chosen", "rejected"),)),
     "cpo": TrainerEntry("LigerCPOConfig", "LigerCPOTrainer", (("chosen", "rejected"),)),
+    "kto": TrainerEntry(
+        "LigerKTOConfig", "LigerKTOTrainer", (("prompt", "completion", "label"), ("chosen", "rejected"))
+    ),
+    "grpo": TrainerEntry("LigerGRPOConfig", "LigerGRPOTrainer", (("prompt",),), rewards=True),
+    "rloo": TrainerEntry("LigerRLOOConfig", "LigerRLOOTrainer", (("prompt",),), rewards=True),
+    "distillation": TrainerEntry("LigerDistillationConfig", "LigerDistillationTrainer", (("prompt",),)),
     "medusa": TrainerEntry(
         "MedusaConfig", "LigerMedusaTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
     ),
@@ -169,7 +184,26 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
         args, training, model = parser.parse_args_into_dataclasses(list(overrides), look_for_args_file=False)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{path}: {error}{_bf16_hint(error)}") from error
+    _check_needs(path, entry, args, training)
     return Recipe(path, entry, args, training, model, {key: _plain(value) for key, value in chosen.items()})
+
+
+def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, training) -> None:
+    """RecipeError where a trainer lacks what it cannot do without, or a reward would never be computed."""
+    if entry.rewards and not args.reward_funcs:
+        raise RecipeError(
+            f"{path}: {entry.trainer} needs reward_funcs; set a list, such as [boxed_answer] or [my_module.my_reward]."
+        )
+    if args.reward_funcs and not entry.rewards:
+        with_rewards = [name for name, other in TRAINERS.items() if other.rewards]
+        raise RecipeError(
+            f"{path}: reward_funcs is {args.reward_funcs!r}, which {entry.trainer} does not compute. Remove it, or set "
+            f"trainer to one of: {', '.join(with_rewards)}."
+        )
+    if getattr(training, "teacher_model_name_or_path", "") is None:
+        raise RecipeError(
+            f"{path}: {entry.trainer} needs teacher_model_name_or_path; set it to a folder, or to a model on the Hub."
+        )
 
 
 @dataclass(frozen=True)

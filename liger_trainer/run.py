@@ -6,6 +6,7 @@ import os
 from liger_trainer.data import load_rows
 from liger_trainer.model_source import ModelSource, find_model
 from liger_trainer.recipe import Recipe, RecipeError
+from liger_trainer.rewards import check_columns, find_reward
 from liger_trainer.summary import RunRecorder, Summary
 
 
@@ -57,6 +58,12 @@ def run(recipe: Recipe) -> Summary | None:
         training.model_init_kwargs = source.options | init
         given["model"] = source.path
         given["quantization_config"] = trl.get_quantization_config(recipe.model)
+    if recipe.args.reward_funcs:
+        given["reward_funcs"] = [find_reward(name) for name in recipe.args.reward_funcs]
+        for reward in given["reward_funcs"]:
+            check_columns(reward, train_rows.column_names)
+    if getattr(training, "teacher_model_name_or_path", None) is not None:
+        given["teacher_model"] = _teacher(training)
     try:
         trainer = getattr(liger_trainer, recipe.entry.trainer)(args=training, **given)
     except (OSError, ValueError) as error:
@@ -149,6 +156,17 @@ def _needs_reference(recipe: Recipe) -> bool:
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
     return takes_one and not precomputed and not recipe.model.use_peft
+
+
+def _teacher(training) -> str:
+    """The path of the teacher, which the trainer loads with `teacher_model_init_kwargs`."""
+    source = find_model(training.teacher_model_name_or_path)
+    if source.is_gguf:
+        raise RecipeError(
+            f"teacher_model_name_or_path is {training.teacher_model_name_or_path!r}, a GGUF model, which the trainer "
+            "cannot load. Save it as an ordinary model first: from_pretrained with gguf_file, then save_pretrained."
+        )
+    return source.path
 
 
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):

@@ -24,6 +24,7 @@ def recipe_text(tmp_path, text):
 def test_names():
     assert {"quickstart", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora"} <= set(SHIPPED)
     assert {"quickstart_dpo", "llama3_8b/dpo_ultrafeedback"} <= set(SHIPPED)
+    assert {"llama3_8b/kto", "llama3_8b/grpo"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -114,7 +115,7 @@ WRONG_TYPE = {
     "list": ("lora_target_modules: [1, 2]", "lora_target_modules is [1, 2], a list; expected a list of strings."),
     "literal": (
         "prompt_template: vicuna",
-        "prompt_template is 'vicuna', a string; expected one of 'none', 'alpaca', 'sharegpt'.",
+        "prompt_template is 'vicuna', a string; expected one of 'none', 'alpaca', 'sharegpt', 'last_turn'.",
     ),
     "enum": (
         "save_strategy: sometimes",
