@@ -111,7 +111,8 @@ def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
 
     Their hooks have seen `hidden` in the call that was captured; here they see it detached. FSDP2 takes the gradient of
     an argument for the end of the unit's backward pass: of this call's, it would free a norm that is in one unit with
-    the head before the norm's own backward pass.
+    the head before the norm's own backward pass. Nor does a unit that is gathered already need the call: to a unit of
+    several modules it would look like the start of another forward pass.
     """
     base, adapter = _base_and_adapter(head)
     owners = [head] if base is head else [head, base]
@@ -125,6 +126,8 @@ def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
 
 
 def _inside(owner: nn.Module, hidden: torch.Tensor, run: Callable):
+    if isinstance(owner, FSDPModule) and not any(isinstance(p, DTensor) for p in owner.parameters()):
+        return run()
     return owner(hidden.detach(), HeadCall(lambda _: run()))
 
 

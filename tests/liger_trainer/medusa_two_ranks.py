@@ -59,14 +59,17 @@ def full_gradients(model):
 
 
 def fsdp2(options, out):
-    """Two steps on this rank's half of the rows, then the full tensors that accelerate would hand to `_save`."""
+    """An evaluation and two steps on this rank's half of the rows, then what accelerate would hand to `_save`."""
     model = model_with_heads(tied=options.get("medusa_tied", True))
     trainer = medusa_trainer(model, Path(out), **options)
-    shard(model).train()
+    shard(model)
+    rows = collate(ragged_rows(16)[dist.get_rank() :: 2])
+    with torch.no_grad():
+        trainer.compute_loss(model.eval(), dict(rows))
+    model.train()
     for _ in range(2):
         model.zero_grad()
-        rows = collate(ragged_rows(16)[dist.get_rank() :: 2])
-        loss = trainer.compute_loss(model, rows, num_items_in_batch=torch.tensor(COUNT))
+        loss = trainer.compute_loss(model, dict(rows), num_items_in_batch=torch.tensor(COUNT))
         (loss / dist.get_world_size()).backward()  # the trainer multiplies by the ranks, over which FSDP averages
     trainer._save(out, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
     dist.barrier()
