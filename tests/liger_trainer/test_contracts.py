@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-import trl.trainer.dpo_trainer as trl_dpo
+import trl
+import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.sft_trainer as trl_sft
 from transformers import PreTrainedModel, Trainer
 from transformers.loss import loss_utils
@@ -34,8 +35,9 @@ def test_our_output_has_every_field_of_trl_s():
 
 
 @pytest.mark.parametrize("name", ["add_fused_lm_head", "BaseTunerLayer"])
-@pytest.mark.parametrize("trainer", [trl_sft.SFTTrainer, trl_dpo.DPOTrainer], ids=lambda trainer: trainer.__name__)
-def test_the_stock_init_uses_the_globals_that_we_replace(trainer, name):
+@pytest.mark.parametrize("method", ["SFT", "DPO", "KTO", "GRPO", "RLOO"])
+def test_the_stock_init_uses_the_globals_that_we_replace(method, name):
+    trainer = getattr(trl, f"{method}Trainer")
     assert name in vars(sys.modules[trainer.__module__])
     assert name in inspect.getsource(trainer.__init__)
 
@@ -49,6 +51,30 @@ def test_sft_loss_reduces_log_probs_by_a_sum():
         'if self.args.loss_type == "dft":',
     ):
         assert line in source, f"trl's SFTTrainer.compute_loss no longer has: {line}"
+
+
+def test_distillation_loss_takes_the_way_on_which_logits_are_deferred():
+    """`LigerDistillationTrainer` gives logits for hidden states, and promises one upstream gradient for all rows."""
+    ours = {
+        trl_distillation.DistillationTrainer.__init__: ("BaseTunerLayer", "PromptLearningConfig", "prepare_deepspeed("),
+        trl_distillation.DistillationTrainer._get_last_hidden_state: (
+            "backbone = unwrapped_model.base_model",
+            "last_hidden_state = backbone(**model_inputs).last_hidden_state",
+        ),
+        trl_distillation.DistillationTrainer._compute_loss: (
+            "self._get_last_hidden_state(",
+            "_chunked_divergence_loss(",
+            "temperature=self.temperature",
+        ),
+        trl_distillation._chunked_divergence_loss: (
+            "compact = _use_triton(",
+            "ChunkedDivergenceFunction.apply(",
+            "loss = per_token_divergence.sum()",
+        ),
+    }
+    for function, lines in ours.items():
+        for line in lines:
+            assert line in inspect.getsource(function), f"trl's {function.__qualname__} no longer has: {line}"
 
 
 def test_a_moved_name_is_an_import_error_that_says_what_to_do():
