@@ -151,7 +151,7 @@ def test_an_own_loss_and_tokens(tmp_path):
         ),
         ({"compute_loss_func": lambda *a, **k: 0}, "compute_loss_func is set, which needs the logits"),
     ],
-    ids=str,
+    ids=["unknown", "without_liger", "without_the_fused_head", "compute_loss_func"],
 )
 def test_what_has_no_tokens_is_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
