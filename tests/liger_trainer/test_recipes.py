@@ -24,6 +24,7 @@ def recipe_text(tmp_path, text):
 def test_names():
     assert {"quickstart", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora"} <= set(SHIPPED)
     assert {"quickstart_dpo", "llama3_8b/dpo_ultrafeedback"} <= set(SHIPPED)
+    assert {"quickstart_medusa", "llama3_8b/medusa_stage1", "llama3_8b/medusa_stage2"} <= set(SHIPPED)
     assert {"llama3_8b/kto", "llama3_8b/grpo"} <= set(SHIPPED)
 
 
