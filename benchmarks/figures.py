@@ -111,12 +111,16 @@ def medusa(record):
     """Tokens/s above memory beyond the static part, a column a stage and projection; no point: out of memory."""
     rows = [row for row in record["rows"] if "tokens_per_s" in row]
     panels = sorted({(row["stage"], not row["tied"]) for row in rows})
-    figure, axes = plt.subplots(2, len(panels), figsize=(3.6 * len(panels), 6), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        2, len(panels), figsize=(3.9 * max(len(panels), 2), 6.4), layout="constrained", squeeze=False
+    )
     peers = list(dict.fromkeys(row["arm"] for row in rows if not is_ours(row["arm"])))
     styles = dict(zip(sorted({row["heads"] for row in rows}), ("--", "-", ":"), strict=False))
     for column, (stage, untied) in enumerate(panels):
         here = [row for row in rows if (row["stage"], not row["tied"]) == (stage, untied)]
-        for axis, (key, title) in zip(axes[:, column], (("tokens_per_s", "tokens/s"), ("above", "GiB")), strict=True):
+        for axis, (key, title) in zip(
+            axes[:, column], (("tokens_per_s", "tokens/s"), ("above", "GiB above")), strict=True
+        ):
             for arm, heads in sorted({(row["arm"], row["heads"]) for row in here}):
                 points = [
                     (row["length"], row[key])
@@ -138,8 +142,8 @@ def medusa(record):
     axes[0, 0].legend(fontsize=7, frameon=False)
     options = record["options"]
     figure.suptitle(
-        f"Medusa heads, {options['model']}, {options['batch']} rows a step, bf16, {where(record)}; "
-        "memory above weights, gradients and optimizer",
+        f"Medusa heads, {options['model']}, {options['batch']} rows a step, bf16, {where(record)}\n"
+        "above: peak memory beyond weights, gradients and optimizer",
         fontsize=11,
     )
     return figure
