@@ -105,3 +105,18 @@ def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tu
     block = min(2048, triton.next_power_of_2(n))  # 16 elements a thread with 4 warps: two 16-byte loads of bf16
     tiles_per_row = triton.cdiv(n, block)
     return rows, n, tiles_per_row, (m * tiles_per_row,), block
+
+
+def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the backward pass of a gate writes the gradients of both: over them where `reuse` allows and nothing runs
+    again. A kernel reads all its elements before it writes any, so that the two may be the same memory."""
+    if (
+        not reuse
+        or torch.compiler.is_compiling()
+        or torch._C._autograd._get_current_graph_task_keep_graph()
+        or not (gate.is_contiguous() and up.is_contiguous())
+        or gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+    ):
+        return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
+    torch.autograd.graph.increment_version((gate, up))  # whoever kept them after all gets an error, not the gradients
+    return gate.detach(), up.detach()

@@ -15,7 +15,7 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, tl
-from ._launch import check_gate, gate_tiles, runs_triton
+from ._launch import check_gate, gate_gradients, gate_tiles, runs_triton
 
 APPROXIMATIONS = ("tanh", "none")
 
@@ -76,9 +76,10 @@ def _(gate, up, tanh):
 
 
 @kernel_op("geglu_bwd")
-def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # New buffers: autograd may hand dy to another branch too.
-    dg, du = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
+def _backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, tanh: bool, reuse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dg, du = gate_gradients(gate, up, reuse)  # not over dy, which autograd may hand to another branch too
     (dy, g, u), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up)
     _geglu_bwd_kernel[grid](
         dy, g, u, dg, du, dy.stride(0), g.stride(0), u.stride(0), n, tiles_per_row, TANH=tanh, BLOCK=block
@@ -87,24 +88,27 @@ def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, tanh: bool
 
 
 @_backward.register_fake
-def _(dy, gate, up, tanh):
+def _(dy, gate, up, tanh, reuse):
     return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
 
 
 class _GeGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, tanh):
+    def forward(ctx, gate, up, tanh, reuse):
         ctx.save_for_backward(gate, up)
+        ctx.reuse = reuse
         ctx.tanh = tanh
         return _forward(gate, up, tanh)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return *_backward(dy, *ctx.saved_tensors, ctx.tanh), None
+        return *_backward(dy, *ctx.saved_tensors, ctx.tanh, ctx.reuse), None, None
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+def geglu(
+    gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh", reuse_inputs: bool = False
+) -> torch.Tensor:
     """gelu(gate) * up in one pass, differentiable in both.
 
     Args:
@@ -112,6 +116,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") ->
             halves of a fused projection do; no copy is made of them.
         up (`torch.Tensor`): Shape, dtype and device of `gate`.
         approximate (`str`, *optional*, defaults to `"tanh"`): `"tanh"`, or `"none"` for the exact gelu; as in `F.gelu`.
+        reuse_inputs (`bool`, *optional*, defaults to `False`): As in `swiglu`.
 
     Returns:
         `torch.Tensor`, contiguous, of the shape and dtype of `gate`.
@@ -124,4 +129,4 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") ->
         raise ValueError(f"approximate is {approximate!r}; expected one of {', '.join(map(repr, APPROXIMATIONS))}.")
     if not runs_triton(gate, up):
         return reference.geglu(gate, up, approximate=approximate)
-    return _GeGLU.apply(gate, up, approximate == "tanh")
+    return _GeGLU.apply(gate, up, approximate == "tanh", reuse_inputs)

@@ -14,7 +14,7 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, tl
-from ._launch import check_gate, gate_tiles, runs_triton
+from ._launch import check_gate, gate_gradients, gate_tiles, runs_triton
 
 
 @jit
@@ -56,9 +56,8 @@ def _(gate, up):
 
 
 @kernel_op("swiglu_bwd")
-def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # New buffers: autograd may hand dy to another branch too.
-    dg, du = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
+def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    dg, du = gate_gradients(gate, up, reuse)  # not over dy, which autograd may hand to another branch too
     (dy, g, u), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up)
     _swiglu_bwd_kernel[grid](
         dy, g, u, dg, du, dy.stride(0), g.stride(0), u.stride(0), n, tiles_per_row, BLOCK=block
@@ -67,29 +66,34 @@ def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[t
 
 
 @_backward.register_fake
-def _(dy, gate, up):
+def _(dy, gate, up, reuse):
     return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx, gate, up, reuse):
         ctx.save_for_backward(gate, up)
+        ctx.reuse = reuse
         return _forward(gate, up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return _backward(dy, *ctx.saved_tensors)
+        return *_backward(dy, *ctx.saved_tensors, ctx.reuse), None
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, reuse_inputs: bool = False) -> torch.Tensor:
     """silu(gate) * up in one pass, differentiable in both.
 
     Args:
         gate (`torch.Tensor`): (..., I); bf16, fp16 or fp32 (float64: the PyTorch twin). Rows may lie apart, as the
             halves of a fused projection do; no copy is made of them.
         up (`torch.Tensor`): Shape, dtype and device of `gate`.
+        reuse_inputs (`bool`, *optional*, defaults to `False`): The backward pass may write the two gradients over
+            `gate` and `up` where they are contiguous, which saves two tensors of their size. Only where nobody reads
+            them any more: neither later code nor the backward pass of what made them. With `retain_graph=True`,
+            under torch.compile and on the PyTorch twin it does nothing.
 
     Returns:
         `torch.Tensor`, contiguous, of the shape and dtype of `gate`.
@@ -100,4 +104,4 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     check_gate(gate, up)
     if not runs_triton(gate, up):
         return reference.swiglu(gate, up)
-    return _SwiGLU.apply(gate, up)
+    return _SwiGLU.apply(gate, up, reuse_inputs)

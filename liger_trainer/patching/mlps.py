@@ -15,7 +15,7 @@ from torch import nn
 from liger_triton import geglu, swiglu
 
 from . import probe
-from .rebuild import call_rebuilding, rebuilding
+from .rebuild import call_rebuilding, nobody_else_reads, rebuilding
 
 GATES = {
     ("swiglu", ""): swiglu,
@@ -205,7 +205,8 @@ def build(mlp: MLP):
             if a.dtype != b.dtype:  # an adapter on one of the two may return fp32: their product would too
                 dtype = torch.promote_types(a.dtype, b.dtype)
                 a, b = a.to(dtype), b.to(dtype)
-            return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)))
+            reuse = nobody_else_reads(getattr(self, first), a) and nobody_else_reads(getattr(self, second), b)
+            return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)), reuse)
 
     return probe.mark(forward, "forward")
 

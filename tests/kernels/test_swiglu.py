@@ -1,8 +1,10 @@
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_triton import swiglu
+from liger_triton import geglu, swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -127,3 +129,45 @@ def test_offsets_past_int32(fused):
     y.backward(dy)
     y_tail.backward(dy[-3:])
     assert torch.equal(g.grad[-3:], tails[0].grad)
+
+
+GATES = [swiglu, geglu, functools.partial(geglu, approximate="none")]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=["swiglu", "geglu", "exact-geglu"])
+@pytest.mark.parametrize("shape", [(3, 5, 1000), (7,)], ids=str)
+def test_gradients_over_the_inputs(gate, shape, device, triton_only):
+    """`reuse_inputs` changes where the gradients lie, not what they are; a graph that is kept is left alone."""
+    leaves, dy = inputs(shape, torch.float32, device), torch.randn(shape, device=device)
+    want = torch.autograd.grad(gate(*leaves), leaves, dy)
+
+    seen = []
+    g, u = (t * 1.0 for t in leaves)
+    for t in (g, u):
+        t.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    y = gate(g, u, reuse_inputs=True)
+    kept = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    assert not {g.data_ptr(), u.data_ptr()} & set(seen) and torch.equal(g, leaves[0])
+    got = torch.autograd.grad(y, leaves, dy)
+    assert sorted(seen[2:]) == sorted([g.data_ptr(), u.data_ptr()])
+    for a, b, c in zip(want, kept, got, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_whoever_kept_an_input_that_was_written_over_is_told(device, triton_only):
+    leaf, up = inputs((7,), torch.float32, device)
+    gate = leaf.exp()  # exp keeps its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        swiglu(gate, up * 1.0, reuse_inputs=True).sum().backward()
+
+
+@pytest.mark.parametrize("case", ["one tensor", "halves"])
+def test_inputs_that_share_memory_are_not_written_over(case, device, triton_only):
+    (leaf,) = inputs((4, 24), torch.float32, device)[:1]
+
+    def loss(reuse):
+        x = leaf * 1.0
+        pair = (x, x) if case == "one tensor" else x.view(1, -1).chunk(2, dim=-1)
+        return swiglu(*pair, reuse_inputs=reuse).square().sum()
+
+    assert torch.equal(*(torch.autograd.grad(loss(reuse), leaf)[0] for reuse in (False, True)))
