@@ -104,3 +104,5 @@ if __name__ == "__main__":
     torch.save(results, f"{out}/{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done

@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 
@@ -69,7 +70,7 @@ def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, monkeypa
     assert "DPO head" in capsys.readouterr().out
     operations.main([*few, "--minutes", "0"])
     assert "not begun after 0 minutes" in capsys.readouterr().out
-    pytest.importorskip("matplotlib").use("agg")
+    matplotlib.use("agg")
     import figures
 
     monkeypatch.setattr(sys, "argv", ["figures.py", str(record), "--out", str(tmp_path)])

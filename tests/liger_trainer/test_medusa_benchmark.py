@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 from recipe_fixtures import write_model, write_rows
 
@@ -20,7 +21,6 @@ def benchmarks_on_path(monkeypatch):
 
 
 def test_arms_agree_and_a_wrong_one_is_flagged(tmp_path):
-    import figures
     import medusa
 
     options = argparse.Namespace(model="tiny", batch=2, data=None, no_checkpointing=False)
@@ -43,7 +43,9 @@ def test_arms_agree_and_a_wrong_one_is_flagged(tmp_path):
     assert "losses" in rows[1]["wrong"] and "wrong" not in rows[3]
     medusa.show([*rows, rows[0] | {"length": 48, "note": "out of memory"}])
 
-    pytest.importorskip("matplotlib").use("agg")
+    matplotlib.use("agg")
+    import figures
+
     record = {"gpu": "cpu", "date": "2026-01-01", "rows": [row | {"above": 1.0} for row in rows]}
     figures.medusa(record | {"options": vars(options)}).savefig(tmp_path / "medusa.png")
     assert (tmp_path / "medusa.png").stat().st_size > 10_000
