@@ -52,7 +52,7 @@ def linear_cross_entropy(
         lora_input (`torch.Tensor`, *optional*): Input of the LoRA, where dropout made it differ from `hidden`.
         accumulate (`str`, *optional*, defaults to `"fp32"`): Where the weight's gradient is summed over the chunks.
             `"lean"`: in its own dtype, which for bf16 halves its memory and rounds once per chunk instead of once.
-        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 512 MiB (CPU: 64), 4096 at
+        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 640 MiB (CPU: 64), 4096 at
             most.
 
     Returns:

@@ -261,7 +261,7 @@ def linear_divergence(
         uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows that count get one and the same
             upstream gradient, which spares a second walk over the logits. A broken promise makes every gradient NaN.
             With it, and where the student's head is frozen, the backward pass may run only once.
-        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 512 MiB (CPU: 64).
+        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 640 MiB (CPU: 64).
 
     Returns:
         `Divergence`: `divergence` (differentiable) and `entropy`.

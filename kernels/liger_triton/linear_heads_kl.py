@@ -11,7 +11,7 @@ So a token costs one projection of the teacher and one of each head, not two of 
 teacher rows. Rows that do not count take part in no product.
 
 Memory beyond inputs and gradients: the logits of a window in the compute dtype, V elements for each row of the teacher
-and of the student, 512 MiB in all on a GPU whatever K (CPU: 64 MiB of fp32; plain PyTorch about eight times its rows of
+and of the student, 640 MiB in all on a GPU whatever K (CPU: 64 MiB of fp32; plain PyTorch about eight times its rows of
 the student); the fp32 sums of the trained weights' gradients, until the backward pass rounds them; converted weights
 under autocast.
 """
@@ -169,7 +169,7 @@ def linear_heads_kl(
         accumulate (`str`, *optional*, defaults to `"fp32"`): Where a weight's gradient is summed over the windows.
             `"lean"`: in its own dtype, which for bf16 halves that memory and rounds once per window.
         chunk_rows (`int`, *optional*): Rows of teacher logits alive at once, K at least; of the students' there are K
-            times as many for tied heads, as many for untied ones. Unset: as many as fit 512 MiB (CPU: 64) together.
+            times as many for tied heads, as many for untied ones. Unset: as many as fit 640 MiB (CPU: 64) together.
 
     Returns:
         `HeadsLoss`. No row that counts: 0 with zero gradients.
