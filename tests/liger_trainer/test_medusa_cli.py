@@ -110,6 +110,40 @@ def test_stage_2_serves_the_trained_model(folder, cache, capsys):
     assert heads[0].lm_head.weight.dtype == torch.bfloat16 and not heads.config.tied
 
 
+def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
+    """The output directory evaluates as it is; servers get the merged model, and the same heads."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    out_dir, merged = folder / "lora", folder / "merged"
+    recipe = medusa_recipe(folder, dataset_name="rows.jsonl", prompt_template="alpaca", medusa_stage=2, use_peft=True,
+                           lora_target_modules=["q_proj", "down_proj"], output_dir=str(out_dir))  # fmt: skip
+    code, _, err = command(capsys, "train", recipe)
+    assert code == 0, err
+    numbers = folder / "lora.json"
+    prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8, "--output", numbers)
+    code, out, err = command(capsys, "medusa-eval", out_dir, out_dir, *prompts)
+    assert code == 0, err
+    assert table(out)[2] == ("2", "2")
+    with_adapter = json.loads(numbers.read_text())["accuracy"]
+
+    code, _, err = command(capsys, "medusa-export", out_dir, "--output", folder / "lora_served")
+    assert code == 2 and "holds an adapter" in err
+    AutoPeftModelForCausalLM.from_pretrained(out_dir).merge_and_unload().save_pretrained(merged)
+    tiny_tokenizer().save_pretrained(merged)
+    code, out, err = command(capsys, "medusa-export", out_dir, "--model", merged, "--output", folder / "lora_served")
+    assert code == 0, err
+    config = json.loads((folder / "lora_served" / "config.json").read_text())
+    assert config["base_model_name_or_path"] == str(merged)
+    ids = torch.tensor([[5, 9, 11, 40, 3]])
+    plain, tuned = AutoModelForCausalLM.from_pretrained(merged), AutoPeftModelForCausalLM.from_pretrained(out_dir)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, tuned(ids).logits, rtol=1e-4, atol=1e-4)
+    code, out, err = command(capsys, "medusa-eval", merged, folder / "lora_served", *prompts)
+    assert code == 0, err
+    assert json.loads(numbers.read_text())["accuracy"] == with_adapter
+
+
 def test_mistakes_exit_2(folder, capsys, tmp_path):
     rows = ("--prompts", folder / "rows.jsonl")
     for argv, message in (

@@ -86,9 +86,18 @@ class KeepGradients(TrainerCallback):
         self.grads = getattr(self, "grads", None) or gradients(model)
 
 
-@pytest.mark.parametrize("stage, tied", [(1, True), (2, False)], ids=["stage1-tied", "stage2-untied"])
-def test_every_split_of_the_batch(stage, tied, tmp_path):
-    """One step on 8 ragged rows, from one or more micro-batches: one divisor for all heads and micro-batches."""
+SPLITS = [
+    pytest.param(1, True, False, id="stage1-tied-padded"),
+    pytest.param(1, False, True, id="stage1-untied-packed"),
+    pytest.param(2, True, True, id="stage2-tied-packed"),
+    pytest.param(2, False, False, id="stage2-untied-padded"),
+]
+
+
+@pytest.mark.parametrize("stage, tied, packed", SPLITS)
+def test_every_split_of_the_batch(stage, tied, packed, tmp_path):
+    """One step on 8 ragged rows, from one or more micro-batches: one divisor for all heads and micro-batches. Packed,
+    the collator joins the rows of a micro-batch; that is the loss of the same rows apart."""
     rows = ragged_rows(8)
     twin = model_with_heads(tied=tied)
     want, report = brute_force(twin, collate(rows), stage, "hard", decay=0.7, coefficient=0.5)
@@ -98,8 +107,9 @@ def test_every_split_of_the_batch(stage, tied, tmp_path):
         trainer = medusa_trainer(
             model_with_heads(tied=tied), tmp_path, rows, {"callbacks": [keep]}, medusa_stage=stage, medusa_tied=tied,
             medusa_heads_coefficient=0.5, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
-            max_steps=1,
+            max_steps=1, padding_free=packed, max_length=None if packed else 64,
         )  # fmt: skip
+        assert (next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1) == (packed or batch == 1)
         trainer.train()
         want_grads = {n: g for n, g in gradients(twin).items() if n in keep.grads}
         assert_gradients(keep.grads, want_grads)
