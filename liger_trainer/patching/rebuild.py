@@ -5,8 +5,8 @@
 - The output of a norm, which the projections after it would keep for the gradients of their weights. The norm keeps its
   own input anyway, so its output is made again, once for all projections that need it.
 
-And the gradients of gate and up are written over them, where nobody else reads the two: four tensors of the intermediate
-width at the peak of a layer's backward pass instead of five.
+And the gradients of gate and up are written over them, where nobody else reads the two: four tensors of the
+intermediate width at the peak of a layer's backward pass instead of five.
 
 Outside torch.compile, which does as much by itself, and outside the saved-tensor hooks of others (checkpointing,
 offloading), which have their own way with what is kept.
