@@ -7,6 +7,8 @@ from trl import DPOTrainer
 
 from liger_trainer.trl_seam import LigerTRLMixin
 
+_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in which TRL reads label_smoothing
+
 
 class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     """[`~trl.DPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
@@ -102,6 +104,12 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
 
     def _finish_init(self) -> None:
         super()._finish_init()
+        if self.args.label_smoothing and not set(self.args.loss_type) & set(_SMOOTHED):
+            raise ValueError(
+                f"label_smoothing is {self.args.label_smoothing}, which DPOTrainer does not use with loss_type "
+                f"{self.args.loss_type}. Remove it, or take one of {', '.join(_SMOOTHED)}; 'robust' is 'sigmoid' for "
+                "labels of which a share is wrong."
+            )
         if not self.pair_columns:
             return
         if not self.has_own_loss:

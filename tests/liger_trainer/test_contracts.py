@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.loss import loss_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
+from liger_trainer.dpo_trainer import _SMOOTHED
 from liger_trainer.fused_head import FusedLMOutput, HeadOptions
 from liger_trainer.trl_seam import replaced_in
 
@@ -51,6 +53,15 @@ def test_sft_loss_reduces_log_probs_by_a_sum():
         'if self.args.loss_type == "dft":',
     ):
         assert line in source, f"trl's SFTTrainer.compute_loss no longer has: {line}"
+
+
+def test_the_dpo_losses_that_read_label_smoothing():
+    """`LigerDPOTrainer` refuses it beside the others only."""
+    branches = re.split(r'loss_type == "(\w+)"', inspect.getsource(trl.DPOTrainer._compute_loss))
+    smoothed = [
+        name for name, code in zip(branches[1::2], branches[2::2], strict=True) if "self.label_smoothing" in code
+    ]
+    assert sorted(smoothed) == sorted(_SMOOTHED), "trl's DPOTrainer reads label_smoothing in other losses"
 
 
 def test_distillation_loss_takes_the_way_on_which_logits_are_deferred():
