@@ -11,11 +11,16 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
     The policy and the reference model are patched, and neither builds logits, the mismatched pairs of the KL estimate
     included. Takes the arguments of `KTOTrainer`; `args` is a [`LigerKTOConfig`] (a plain `KTOConfig` counts as
     `use_liger=True`). Every option keeps its meaning, since the loss code is TRL's. Beyond stock: a LoRA on `lm_head`
-    trains.
+    trains, and `eval_predictions="tokens"` gives `compute_metrics` token ids, log-probabilities and ranks without a
+    second forward.
 
     Raises:
         ValueError: An option that would have no effect.
     """
 
     loss_hook = None
+    gives_token_predictions = True
     ignored_fields = ("label_smoothing_factor",)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(self._collecting(model), inputs, return_outputs, num_items_in_batch)

@@ -119,7 +119,7 @@ class LigerTrainerMixin:
         self._predicted = []
         try:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
-            predictions = dict(self._predicted[0])
+            predictions = dict(self._predicted[-1])  # KTO scores the mismatched pairs of its KL estimate first
         finally:
             self._predicted = None
         return loss, predictions, predictions.pop("labels")

@@ -5,14 +5,24 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from step_parity import LogitRows, assert_same_gradients, assert_same_training, build, lora, loss_types, moved, words
+from step_parity import (
+    LogitRows,
+    assert_same_gradients,
+    assert_same_training,
+    build,
+    lora,
+    loss_types,
+    moved,
+    own_fields,
+    words,
+)
 from tiny_models import VOCAB, tiny_model
 from trl import KTOConfig, KTOTrainer
 
 from liger_trainer import LigerKTOConfig, LigerKTOTrainer
 
 METRICS = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "logits/chosen", "rewards/rejected", "rewards/margins")
-LOSSES = loss_types(KTOTrainer)
+LOSSES = KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"]
 
 
 def rows(n=8, seed=4):
@@ -38,8 +48,16 @@ def pair(model, folder, part="lora_B", **options):
     return moved(ours, part), moved(stock, part)
 
 
-def test_losses_are_read_from_trl():
-    assert {"kto", "apo_zero_unpaired"} <= set(LOSSES)
+def test_every_option_is_covered():
+    """A new field of KTOConfig needs a test here. The losses are read from TRL: from its choices and its code."""
+    assert set(LOSSES) == set(loss_types(KTOTrainer)) >= {"kto", "apo_zero_unpaired"}
+    assert own_fields(KTOConfig) == {
+        "loss_type", "beta", "desirable_weight", "undesirable_weight", "max_length", "pad_to_multiple_of",
+        "precompute_ref_log_probs", "precompute_ref_batch_size", "router_aux_loss_coef", "sync_ref_model",
+        "ref_model_sync_steps",  # below
+        "activation_offloading",  # needs a GPU
+        "ref_model_mixup_alpha", "disable_dropout", "model_init_kwargs", "trust_remote_code", "dataset_num_proc",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -132,14 +150,18 @@ def test_scaled_loss_with_an_auxiliary_one(tmp_path):
     assert_same_gradients(*grads)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, precompute", [("full", False), ("full", True), ("lora", False)])
+def test_no_logits_of_policy_or_reference(kind, precompute, tmp_path, monkeypatch):
+    """While the reference is precomputed, in a training step and in an evaluation step."""
     monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
-    given = {"trainer_options": KINDS[kind]("llama")}
-    ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), **given)
+    given = {"trainer_options": KINDS[kind]("llama"), "precompute_ref_log_probs": precompute}
+    with LogitRows() as seen:
+        ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), **given)
+    assert seen.rows == (3 if precompute else 0)
     batch = next(iter(ours.get_train_dataloader()))
     with LogitRows() as seen:
         ours.compute_loss(ours.model, batch).backward()
+        ours.prediction_step(ours.model.eval(), batch, prediction_loss_only=True)
     assert seen.rows == 3
 
 

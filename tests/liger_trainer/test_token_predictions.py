@@ -5,13 +5,22 @@ import importlib
 
 import pytest
 import torch
+from step_parity import build as build_step
 from test_fused_head import LargestTensor
 from test_parity_dpo import build as build_dpo
 from test_parity_dpo import pairs
+from test_parity_kto import rows as kto_rows
 from test_parity_sft import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
 
-from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
+from liger_trainer import (
+    LigerDPOTrainer,
+    LigerKTOConfig,
+    LigerKTOTrainer,
+    LigerSFTTrainer,
+    LigerTrainer,
+    LigerTrainingArguments,
+)
 from liger_triton import token_ranks
 
 
@@ -38,7 +47,13 @@ def build(kind, model, tmp_path, metrics, **options):
     options = {"per_device_eval_batch_size": 3} | options
     if kind == "sft":
         return run_sft(LigerSFTTrainer, model, tmp_path, train=False, trainer_options=given, **options)[1]
-    given["ref_model"] = tiny_model("llama", seed=7)
+    given["ref_model"] = tiny_model("llama", vocab_size=model.config.vocab_size, seed=7)
+    if kind == "kto":
+        del given["compute_metrics"]  # whose list would be copied
+        rows = [row | {"completion": row["completion"] + " w5" * 20} for row in kto_rows(7)]
+        trainer = build_step(LigerKTOTrainer, LigerKTOConfig, model, tmp_path, rows, trainer_options=given, **options)
+        trainer.eval_dataset, trainer.compute_metrics = trainer.train_dataset, metrics
+        return trainer
     trainer = build_dpo(LigerDPOTrainer, model, tmp_path, rows=pairs(7), trainer_options=given, **options)
     trainer.eval_dataset = trainer.train_dataset
     return trainer
@@ -56,7 +71,9 @@ class Calls(list):
         model.model.register_forward_pre_hook(lambda *_: self.append(1))
 
 
-@pytest.mark.parametrize("kind, smoothing", [("hf", 0.0), ("hf", 0.1), ("sft", 0.0), ("sft", 0.1), ("dpo", 0.0)])
+@pytest.mark.parametrize(
+    "kind, smoothing", [("hf", 0.0), ("hf", 0.1), ("sft", 0.0), ("sft", 0.1), ("dpo", 0.0), ("kto", 0.0)]
+)
 def test_the_same_as_from_logits_without_them_and_in_one_forward(kind, smoothing, tmp_path):
     seen = {}
     for mode in ("logits", "tokens"):
@@ -69,9 +86,10 @@ def test_the_same_as_from_logits_without_them_and_in_one_forward(kind, smoothing
         seen[mode] = found[0], result["eval_loss"], len(calls)
     (logits, loss, _), (tokens, same_loss, forwards) = seen["logits"], seen["tokens"]
     assert same_loss == pytest.approx(loss, rel=1e-5)
-    assert forwards == -(-len(trainer.eval_dataset) // 3)  # one for each batch
+    # One for each batch; KTO has one of its own for the KL estimate.
+    assert forwards == -(-len(trainer.eval_dataset) // 3) * (2 if kind == "kto" else 1)
     labels = torch.as_tensor(tokens.label_ids)
-    if kind != "dpo":  # whose label_ids are the input ids, in stock
+    if kind in ("hf", "sft"):  # of the others, the label_ids are the input ids, in stock
         assert torch.equal(labels, torch.as_tensor(logits.label_ids)[:, 1:])
     whole = torch.as_tensor(logits.predictions[0] if isinstance(logits.predictions, tuple) else logits.predictions)
     want = token_ranks(whole[:, :-1], labels)
@@ -83,7 +101,7 @@ def test_the_same_as_from_logits_without_them_and_in_one_forward(kind, smoothing
     assert (labels != -100).sum() > 30 and all((value[labels == -100] == -100).all() for value in got.values())
 
 
-@pytest.mark.parametrize("kind", ["hf", "sft", "dpo"])
+@pytest.mark.parametrize("kind", ["hf", "sft", "dpo", "kto"])
 def test_no_logits(kind, tmp_path, monkeypatch):
     vocab = 4096
     for module, name in (("_linear_head", "_CPU_CHUNK_BYTES"), ("token_ranks", "_CHUNK_BYTES")):
