@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from step_parity import (
+    WRITING,
     LogitRows,
     assert_same_gradients,
     assert_same_training,
@@ -11,6 +12,7 @@ from step_parity import (
     letters,
     lora,
     moved,
+    own_fields,
     with_reference,
     words,
 )
@@ -41,6 +43,16 @@ def assert_same(ours, stock, metrics=METRICS):
 
 def pair(*args, **options):
     return one(LigerRLOOTrainer, LigerRLOOConfig, *args, **options), one(RLOOTrainer, RLOOConfig, *args, **options)
+
+
+def test_every_option_is_covered():
+    """A new field of RLOOConfig needs a test here."""
+    assert own_fields(RLOOConfig) - WRITING == {
+        "beta", "num_iterations", "epsilon", "epsilon_high", "temperature", "normalize_advantages", "reward_clip_range",
+        "pad_to_multiple_of", "sync_ref_model", "ref_model_sync_steps", "max_completion_length",
+        "mask_truncated_completions", "router_aux_loss_coef",  # below
+        "ref_model_mixup_alpha", "steps_per_generation", "disable_dropout",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("split", [(4, 1), (1, 4)], ids=str)
