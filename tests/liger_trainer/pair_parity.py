@@ -4,6 +4,7 @@ import copy
 
 import torch
 from datasets import Dataset
+from step_parity import KeepGradients
 from tiny_models import VOCAB, tiny_tokenizer
 
 from liger_trainer.trainer import LigerTrainerMixin
@@ -38,12 +39,28 @@ def build(trainer_class, args_class, model, folder, split=(4, 1), tokenizer=None
 
 def logged(trainer):
     """Train; every logged number of every step but the times."""
+    return trained(trainer)[0]
+
+
+def trained(trainer):
+    """Train; the logs without times, and the gradients of the first step: Adam enlarges errors in those that follow."""
+    keep = KeepGradients()
+    trainer.add_callback(keep)
     trainer.train()
-    return [without_times(log) for log in trainer.state.log_history]
+    return [without_times(log) for log in trainer.state.log_history], keep.steps[0]
 
 
 def without_times(metrics):
     return {name: value for name, value in metrics.items() if "time" not in name and "_per_second" not in name}
+
+
+def assert_same_training(ours, stock):
+    """Every logged number of every step and the gradients of the first agree. Returns what the stock trainer logged."""
+    (got, got_grads), (want, want_grads) = trained(ours), trained(stock)
+    for ours_log, stock_log in zip(got, want, strict=True):
+        assert_same_metrics(ours_log, stock_log)
+    assert_same_gradients(got_grads, want_grads)
+    return want
 
 
 def batch_of(trainer):
@@ -80,12 +97,16 @@ def assert_same_metrics(got, want, rtol=1e-5):
         assert abs(got[name] - value) <= rtol * scale, f"{name}: {got[name]} against {value}"
 
 
+def assert_same_gradients(got, want, rtol=1e-5):
+    assert got.keys() == want.keys()
+    for name, grad in want.items():
+        error = (got[name] - grad).norm() / grad.norm()
+        assert error <= rtol, f"gradient of {name}: {error:.1e}"
+
+
 def assert_same_step(got, want, rtol=1e-5):
     assert_same_metrics(got[0], want[0], rtol)
-    assert got[1].keys() == want[1].keys()
-    for name, grad in want[1].items():
-        error = (got[1][name] - grad).norm() / grad.norm()
-        assert error <= rtol, f"gradient of {name}: {error:.1e}"
+    assert_same_gradients(got[1], want[1], rtol)
 
 
 def assert_head_is_ours(trainer):
