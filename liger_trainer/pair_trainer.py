@@ -105,6 +105,8 @@ class LigerPairMixin(LigerTRLMixin):
     A subclass says which tokens of the chosen rows the likelihood term may ask for, in `_chosen_labels`.
     """
 
+    ignored_fields = ("label_smoothing_factor",)
+
     def __init__(self, model=None, args=None, *rest, quantization_config=None, **kwargs):
         if args is None:
             raise ValueError(f"args is None; {type(self).__name__} needs its config, with an output_dir.")
@@ -123,12 +125,6 @@ class LigerPairMixin(LigerTRLMixin):
         return {}
 
     def _finish_init(self) -> None:
-        if self.args.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor is {self.args.label_smoothing_factor}, which {self._stock_class().__name__} "
-                "ignores. Remove it"
-                + (", or set label_smoothing instead." if hasattr(self.args, "label_smoothing") else ".")
-            )
         if self.is_encoder_decoder and self._wants("fused_linear_cross_entropy"):
             raise ValueError(
                 f"{type(self.model).__name__} is an encoder-decoder model, whose pairs the fused head cannot score. "

@@ -125,7 +125,10 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _finish_init(self) -> None:
         for name in self.ignored_fields:
             if value := getattr(self.args, name):
-                raise ValueError(f"{name} is {value}, which {self._stock_class().__name__} does not use. Remove it.")
+                other = ", or set label_smoothing instead" if hasattr(self.args, "label_smoothing") else ""
+                raise ValueError(
+                    f"{name} is {value}, which {self._stock_class().__name__} does not use. Remove it{other}."
+                )
         if self.loss_hook != "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss:
             raise ValueError(
                 f"{type(self).__name__} overrides token_loss, which {self._stock_class().__name__} never calls. "

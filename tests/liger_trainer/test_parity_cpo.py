@@ -129,6 +129,6 @@ def test_the_command_for_simpo_in_the_orpo_recipe():
 
 
 def test_what_would_be_ignored_is_refused(tmp_path):
-    message = "label_smoothing_factor is 0.1, which CPOTrainer ignores. Remove it, or set label_smoothing instead"
+    message = "label_smoothing_factor is 0.1, which CPOTrainer does not use. Remove it, or set label_smoothing instead"
     with pytest.raises(ValueError, match=message):
         build(LigerCPOTrainer, LigerCPOConfig, tiny_model("llama"), tmp_path, label_smoothing_factor=0.1)

@@ -220,7 +220,7 @@ def test_a_recipe(keys, tmp_path, capsys):
 
 
 REFUSED = {
-    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, which ORPOTrainer ignores"),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, which ORPOTrainer does"),
     "quantization": ({"trainer_options": {"quantization_config": object()}}, "pass the model"),
 }
 
