@@ -1,14 +1,21 @@
-"""Two gloo ranks: the gradients, the logs and the saved heads of one process, under DDP and in the units of FSDP2."""
+"""Two gloo ranks: the gradients, the logs and the saved heads of one process.
 
+Under DDP, in the units of FSDP2, and under ZeRO-3 where DeepSpeed is installed.
+"""
+
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import medusa_zero3
 import pytest
 import torch
 from medusa_brute_force import assert_gradients, brute_force, gradients, model_with_heads
 from medusa_two_ranks import COUNT, DDP, FSDP2, ddp
+from recipe_fixtures import write_model
+from safetensors.torch import load_file
 from tiny_models import collate, ragged_rows, tiny_model
 
 from liger_trainer import MedusaHeads
@@ -16,18 +23,23 @@ from liger_trainer import MedusaHeads
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """(folder, what rank 0 saved, what rank 1 saved)."""
-    out = tmp_path_factory.mktemp("ranks")
-    env = os.environ | {
+def launch(script, *arguments, **variables):
+    """Run `script` of this folder in two processes."""
+    env = os.environ | variables | {
         "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     result = subprocess.run(
-        [*command, str(HERE / "medusa_two_ranks.py"), str(out)], env=env, capture_output=True, text=True, timeout=300
+        [*command, str(HERE / script), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """(folder, what rank 0 saved, what rank 1 saved)."""
+    out = tmp_path_factory.mktemp("ranks")
+    launch("medusa_two_ranks.py", out)
     return out, *(torch.load(out / f"{rank}.pt") for rank in range(2))
 
 
@@ -74,3 +86,20 @@ def test_the_plain_head_in_units_of_fsdp2(ranks):
     for rank in ranks[1:]:
         assert rank["fsdp2-plain"]["fused"]
         assert_gradients(rank["fsdp2-plain"]["grads"], gradients(model))
+
+
+def test_zero3(tmp_path):
+    """Trained, saved and resumed in parts on two ranks: the losses and the weights of one process."""
+    pytest.importorskip("deepspeed")
+    model = str(write_model(tmp_path / "model"))
+    launch("medusa_zero3.py", model, tmp_path / "ranks", DS_ACCELERATOR="cpu")
+    for name in medusa_zero3.CASES:
+        own = tmp_path / "own" / name
+        medusa_zero3.train(name, model, str(own))
+        for folder in (tmp_path / "ranks" / name, tmp_path / "ranks" / f"{name}-resumed"):
+            for got, want in zip(*(json.loads((f / "log.json").read_text()) for f in (folder, own)), strict=True):
+                assert got == pytest.approx(want, rel=1e-5)
+            files = [path.relative_to(own) for path in own.glob("*.safetensors")]
+            assert len(files) == (1 if "stage2" in name else 0)
+            for file in (*files, "medusa_heads/medusa_lm_head.safetensors"):
+                assert_gradients(load_file(folder / file), load_file(own / file))
