@@ -49,7 +49,7 @@ def trainer_of(model, tokenizer, rows, options):
         medusa_targets=options.targets, max_length=1024, num_train_epochs=options.epochs,
         per_device_train_batch_size=options.batch, learning_rate=options.learning_rate, lr_scheduler_type="cosine",
         warmup_steps=20, bf16=False, seed=options.seed, report_to="none", save_strategy="no", logging_steps=20,
-        logging_first_step=True,        use_cpu=DEVICE == "cpu", disable_tqdm=True, gradient_checkpointing=False,
+        logging_first_step=True, use_cpu=DEVICE == "cpu", disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     rows = load_dataset("json", data_files=rows, split="train", cache_dir=tempfile.mkdtemp())
     return LigerMedusaTrainer(model, args, train_dataset=rows, processing_class=tokenizer)

@@ -1,6 +1,7 @@
 """`LigerMedusaTrainer`: what moves and what does not, learning rates, schedules, checkpoints, and what it refuses."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,6 +281,30 @@ def test_models_and_heads_that_do_not_fit(tmp_path):
     model_with_heads(num_layers=2).medusa_head.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="has heads of another shape"):
         trainer._load_from_checkpoint(str(tmp_path / "other"))
+
+
+SETUPS = [
+    ({"parallelism_config": SimpleNamespace(cp_enabled=True, sp_enabled=False)}, {}, "cp_size or sp_size above 1"),
+    ({"parallelism_config": SimpleNamespace(cp_enabled=False, sp_enabled=True)}, {}, "cp_size or sp_size above 1"),
+    (
+        {},
+        {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"optimizer": {"type": "AdamW"}})},
+        "medusa_lr_multiplier is 4.0, but the DeepSpeed config has an `optimizer`, which has one learning rate",
+    ),
+    (
+        {},
+        {"fsdp_plugin": SimpleNamespace(state_dict_type="StateDictType.SHARDED_STATE_DICT")},
+        "SHARDED_STATE_DICT, under which the heads would not be saved. Set it to FULL_STATE_DICT",
+    ),
+]
+
+
+@pytest.mark.parametrize("own, state, message", SETUPS, ids=["cp", "sp", "deepspeed-optimizer", "fsdp-sharded"])
+def test_launches_that_would_train_or_save_wrongly(own, state, message, tmp_path):
+    trainer = medusa_trainer(tiny_model("llama"), tmp_path, medusa_stage=2)
+    trainer.accelerator = SimpleNamespace(**({"parallelism_config": None} | own), state=SimpleNamespace(**state))
+    with pytest.raises(ValueError, match=message):
+        trainer._check_model()
 
 
 def test_arguments_of_another_class(tmp_path):
