@@ -1,0 +1,116 @@
+"""One rank of `test_deepspeed.py`: `torchrun --nproc_per_node 2 deepspeed_ranks.py STAGE OUT_DIR`, gloo on CPU.
+
+Every case trains the stock trainer and ours. Saves the weights after three steps and what was logged.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+import trl
+from datasets import Dataset
+from medusa_zero3 import ZERO3
+from pair_parity import pair_rows
+from peft import LoraConfig, get_peft_model
+from step_parity import letters
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+import liger_trainer
+
+PAIRS = pair_rows(24)
+PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]
+ANSWERS = [
+    {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 3 != 1, "solution": i}
+    for i, row in enumerate(PAIRS)
+]
+WRITES = {"max_completion_length": 4}
+STOCK = {"ORPO": (ORPOTrainer, ORPOConfig), "": (transformers.Trainer, transformers.TrainingArguments)}
+# Name of the trainer, rows, options, and the models it gets besides.
+CASES = {
+    "trainer": ("", None, {"remove_unused_columns": False}, ()),
+    "trainer-lora-on-the-head": ("", None, {"remove_unused_columns": False}, ()),
+    "sft": ("SFT", None, {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}}, ()),
+    "sft-checkpointing": (
+        "SFT", None,
+        {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": True}, (),
+    ),
+    "dpo": ("DPO", PAIRS, {}, ("ref_model",)),
+    "kto": ("KTO", ANSWERS, {}, ("ref_model",)),
+    "orpo": ("ORPO", PAIRS, {}, ()),
+    "grpo": ("GRPO", PROMPTS, WRITES | {"num_generations": 2}, ()),
+    "distillation": ("Distillation", PROMPTS, WRITES, ("teacher_model",)),
+}  # fmt: skip
+OF_STAGE = {2: ("trainer", "trainer-lora-on-the-head", "dpo"), 3: tuple(CASES)}
+
+
+def config(stage):
+    return ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": stage}}
+
+
+def trainer_of(case, ours, stage, out, folder):
+    name, rows, options, models = CASES[case]
+    if ours:
+        args_name = "LigerTrainingArguments" if not name else f"Liger{name}Config"
+        trainer_class, args_class = getattr(liger_trainer, f"Liger{name}Trainer"), getattr(liger_trainer, args_name)
+    else:
+        stock = STOCK.get(name) or tuple(getattr(trl, f"{name}{kind}") for kind in ("Trainer", "Config"))
+        trainer_class, args_class = stock
+    args = args_class(
+        output_dir=out, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
+        lr_scheduler_type="constant", optim="adamw_torch", report_to="none", save_strategy="no", use_cpu=True,
+        adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
+        disable_tqdm=True, logging_steps=1, bf16=False, deepspeed=config(stage),
+        **({"gradient_checkpointing": False} | options),
+    )  # fmt: skip
+
+    def load(seed):  # in parts under stage 3, now that there are args
+        return AutoModelForCausalLM.from_pretrained(folder / str(seed), dtype="float32", attn_implementation="eager")
+
+    model, given = load(0), {name: load(7) for name in models}
+    if "lora" in case:
+        torch.manual_seed(3)
+        targets = ["q_proj", "lm_head"]
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    if name == "GRPO":
+        given["reward_funcs"] = letters
+    if not name:
+        given |= {"train_dataset": ragged_rows(24), "data_collator": collate}
+    else:
+        given["train_dataset"] = Dataset.from_list(rows or ragged_rows(24))
+        given["processing_class"] = tiny_tokenizer()
+    return trainer_class(model=model, args=args, **given)
+
+
+def run(case, ours, stage, out, folder):
+    transformers.set_seed(0)
+    trainer = trainer_of(case, ours, stage, f"{out}/{case}-{ours}", folder)
+    if stage == 3:
+        assert any(p.numel() == 0 for p in trainer.model.parameters()), "the model was loaded in parts"
+    trainer.train()
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    logs = [{k: v for k, v in log.items() if k in ("loss", "grad_norm")} for log in trainer.state.log_history]
+    return {
+        "weights": weights and {k: v.float().clone() for k, v in weights.items()},
+        "logs": [log for log in logs if log],
+    }
+
+
+if __name__ == "__main__":
+    import deepspeed
+
+    torch.set_num_threads(1)
+    stage, out = int(sys.argv[1]), sys.argv[2]
+    folder = Path(out, "models", os.environ["RANK"])
+    for seed in (0, 7):  # before the process group exists, which would have rank 0 alone save
+        tiny_model("llama", seed=seed).save_pretrained(folder / str(seed))
+    deepspeed.init_distributed("gloo")
+    results = {case: [run(case, ours, stage, out, folder) for ours in (False, True)] for case in OF_STAGE[stage]}
+    torch.save(results, f"{out}/{dist.get_rank()}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
