@@ -1,6 +1,6 @@
 """Medusa heads on a real model: how much more a forward pass yields on prompts that were not trained on.
 
-    python benchmarks/medusa_real.py --data alpaca_en_demo.json --json benchmarks/results/medusa_real_smollm2.json
+    python benchmarks/medusa_real.py --data alpaca_en_demo.json --json benchmarks/results/smollm2_medusa_real.json
 
 The model answers nine tenths of the prompts greedily; heads are trained on those answers; the rest of the prompts
 measures them, with the same seed before training and after. fp32, so that the text decoded with heads has to be the
