@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from liger_trainer._logging import logger
+from liger_trainer.lm_head import HeadParameters, call_within, plain_forward
 
 
 class DeferredLogits:
@@ -171,7 +172,6 @@ class DeferredLogits:
         Runs inside a call of the head module (and of the modules of an adapter on it). Returns what `function` returns,
         a tensor or a tuple, on `self.device`.
         """
-        from liger_trainer.lm_head import HeadParameters, call_within
 
         def compute(hidden):
             parameters = HeadParameters(self.head, hidden).kwargs(self.vocab_size)
@@ -194,8 +194,6 @@ class DeferredLogits:
     def materialize(self, why: str | None = None) -> torch.Tensor:
         """The real logits, from the head's own forward; `why` names the operation that needs them, logged once."""
         if self._real is None:
-            from liger_trainer.lm_head import plain_forward
-
             if why is not None:
                 logger.warning_once(
                     f"The fused LM head does not know `{why}` on logits: they are built in full. "

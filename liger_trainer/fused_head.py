@@ -216,11 +216,11 @@ def _captured(model, args, kwargs):
         _say_unfused(type(model).__name__, reason)
         return _own_forward(model, args, kwargs)
     bind(head)
-    head._liger_capturing = True
+    head._liger_stand_in = DeferredLogits
     try:
         return _own_forward(model, args, kwargs)
     finally:
-        head._liger_capturing = False
+        head._liger_stand_in = None
 
 
 @functools.cache

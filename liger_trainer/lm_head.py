@@ -14,8 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from liger_trainer.deferred import DeferredLogits
-
 
 class HeadCall:
     """Second argument of a head's call: `compute(hidden)` is run inside the module call and its result returned."""
@@ -144,8 +142,9 @@ def _own_forward(module: nn.Module, args: tuple, kwargs: dict):
 def _captured_forward(self, *args, **kwargs):
     if len(args) == 2 and isinstance(args[1], HeadCall):
         return args[1].compute(args[0])
-    if self.__dict__.get("_liger_capturing") and len(args) == 1 and not kwargs:
-        return DeferredLogits(args[0], self, self.out_features)
+    stand_in = self.__dict__.get("_liger_stand_in")
+    if stand_in is not None and len(args) == 1 and not kwargs:
+        return stand_in(args[0], self, self.out_features)
     return _own_forward(self, args, kwargs)
 
 
@@ -153,7 +152,10 @@ _captured_forward.__name__ = "forward"  # a bound method is pickled by name: the
 
 
 def bind(module: nn.Module) -> None:
-    """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures."""
+    """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures.
+
+    A capture is on while `module._liger_stand_in` is a class: its instances are returned in place of logits.
+    """
     if torch.compiler.is_compiling():
         return  # done when the head was installed, and nothing that a compiled graph may do
     current = module.__dict__.get("forward")
@@ -169,7 +171,7 @@ def unbind(module: nn.Module) -> None:
     if getattr(module.__dict__.get("forward"), "__func__", None) is not _captured_forward:
         return
     previous = module.__dict__.pop("_liger_previous_forward", None)
-    module.__dict__.pop("_liger_capturing", None)
+    module.__dict__.pop("_liger_stand_in", None)
     if previous is None:
         del module.forward
     else:
