@@ -64,6 +64,9 @@ class Run:
     lora: int | None = None  # rank, on every linear layer but the head
     vocab: int | None = None  # instead of the model's own
     workers: int = 0
+    waits: bool = (
+        True  # of the stock trainer: for each batch to be on the GPU, and for each loss, to see that it is finite
+    )
 
     @property
     def tokens_per_step(self):
@@ -163,6 +166,8 @@ def make_trainer(arm, run, callbacks):
             options["dataset_kwargs"] = {"skip_prepare_dataset": True}
         else:
             inputs["data_collator"] = collate
+    if not run.waits:
+        options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
     if run.lora:
         lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules="all-linear")
         if is_trl:

@@ -1,7 +1,7 @@
 """A training step beside its peers: tokens/s, peak memory, model FLOP utilisation and the losses of the first steps.
 
     python benchmarks/training.py --model Llama-3.2-1B --batch 16 --length 1024 --data rows.npz
-        [--checkpointing] [--lora 16] [--arms LigerTrainer "Trainer + compile" "LigerTrainer + compile"]
+        [--checkpointing] [--lora 16] [--no_waits] [--arms LigerTrainer "Trainer + compile" "LigerTrainer + compile"]
     python benchmarks/training.py --trainer dpo --model Llama-3.2-1B --batch 4 --length 1024 --data pairs.npz
 
 Full fine-tuning in bf16 with fused AdamW (or LoRA on every linear layer), random weights, rows without padding: the
@@ -67,6 +67,7 @@ def one_arm(options):
     run = Run(
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
         checkpointing=options.checkpointing, lora=options.lora, workers=4 if DEVICE == "cuda" else 0,
+        waits=not options.no_waits,
     )  # fmt: skip
     emit(train(options.arm, run, [profiler()] if options.profile else []))
 
@@ -86,6 +87,7 @@ def main():
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--data")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--no_waits", action="store_true", help="non_blocking=True, logging_nan_inf_filter=False")
     parser.add_argument("--lora", type=int, nargs="?", const=16, help="rank (16 if not given)")
     parser.add_argument("--arms", nargs="*", help="; ".join(f"{k}: {', '.join(v)}" for k, v in ARMS.items()))
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
@@ -118,6 +120,7 @@ def main():
     unit = "pairs of 2 x" if options.trainer == "dpo" else "x"
     shape = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
     shape += f", LoRA r={options.lora}" if options.lora else ""
+    shape += ", no waits" if options.no_waits else ""
     print(shape + (", checkpointing" if options.checkpointing else ", no checkpointing"))
     table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in rows], COLUMNS)
     for row in rows:

@@ -118,5 +118,6 @@ def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[t
         or gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
     ):
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
-    torch.autograd.graph.increment_version((gate, up))  # whoever kept them after all gets an error, not the gradients
+    for t in (gate, up):
+        torch.autograd.graph.increment_version(t)  # whoever kept it after all gets an error, not a gradient
     return gate.detach(), up.detach()
