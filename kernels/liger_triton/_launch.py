@@ -107,17 +107,48 @@ def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tu
     return rows, n, tiles_per_row, (m * tiles_per_row,), block
 
 
-def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the backward pass of a gate writes the gradients of both: over them where `reuse` allows and nothing runs
-    again. A kernel reads all its elements before it writes any, so that the two may be the same memory."""
+def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    """The contiguous (..., 2 N) whose halves the two (..., N) are, without a copy; None where they are not."""
     if (
-        not reuse
-        or torch.compiler.is_compiling()
-        or torch._C._autograd._get_current_graph_task_keep_graph()
-        or not (gate.is_contiguous() and up.is_contiguous())
-        or gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+        first.ndim == 0
+        or (first.shape, first.stride(), first.dtype) != (second.shape, second.stride(), second.dtype)
+        or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        or second.storage_offset() - first.storage_offset() != first.shape[-1]
     ):
-        return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
-    for t in (gate, up):
-        torch.autograd.graph.increment_version(t)  # whoever kept it after all gets an error, not a gradient
-    return gate.detach(), up.detach()
+        return None
+    shape, strides, step = (*first.shape[:-1], 2 * first.shape[-1]), [], 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= size
+    if any(size > 1 and got != want for size, got, want in zip(first.shape, first.stride(), strides, strict=True)):
+        return None
+    return first.detach().as_strided(shape, strides)
+
+
+def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the backward pass of a gate writes the gradients of both, halves of one tensor where these are.
+
+    Over the two where `reuse` allows and nothing runs again: a kernel reads all its elements before it writes any, so
+    that the memory may be the same. Else into new tensors.
+    """
+    if torch.compiler.is_compiling():  # the results of a custom op may not share memory
+        return _new_like(gate), _new_like(up)
+    again = not reuse or torch._C._autograd._get_current_graph_task_keep_graph()
+    for first, second in ((gate, up), (up, gate)):
+        whole = joined(first, second)
+        if whole is not None:
+            a, b = (_new_like(whole) if again else whole).chunk(2, dim=-1)
+            dg, du = (a, b) if first is gate else (b, a)
+            break
+    else:
+        apart = gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
+        again = again or not (apart and gate.is_contiguous() and up.is_contiguous())
+        dg, du = (_new_like(t) if again else t.detach() for t in (gate, up))
+    if not again:
+        for t in (gate, up):
+            torch.autograd.graph.increment_version(t)  # whoever kept it after all gets an error, not a gradient
+    return dg, du
+
+
+def _new_like(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)

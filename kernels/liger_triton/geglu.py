@@ -48,7 +48,8 @@ def _geglu_fwd_kernel(G, U, Y, g_stride, u_stride, n, tiles_per_row, TANH: tl.co
 
 @jit
 def _geglu_bwd_kernel(
-    DY, G, U, DG, DU, dy_stride, g_stride, u_stride, n, tiles_per_row, TANH: tl.constexpr, BLOCK: tl.constexpr
+    DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row,
+    TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
@@ -58,8 +59,8 @@ def _geglu_bwd_kernel(
     g = tl.load(G + row * g_stride + col, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(U + row * u_stride + col, mask=mask, other=0.0).to(tl.float32)
     value, slope = _gelu(g, TANH)
-    tl.store(DU + row * n + col, dy * value, mask=mask)
-    tl.store(DG + row * n + col, dy * u * slope, mask=mask)
+    tl.store(DU + row * d_stride + col, dy * value, mask=mask)
+    tl.store(DG + row * d_stride + col, dy * u * slope, mask=mask)
 
 
 @kernel_op("geglu_fwd")
@@ -80,9 +81,10 @@ def _backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, tanh: bool, reuse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dg, du = gate_gradients(gate, up, reuse)  # not over dy, which autograd may hand to another branch too
-    (dy, g, u), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up)
+    (dy, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up, dg, du)
     _geglu_bwd_kernel[grid](
-        dy, g, u, dg, du, dy.stride(0), g.stride(0), u.stride(0), n, tiles_per_row, TANH=tanh, BLOCK=block
+        dy, g, u, dg_rows, du_rows, dy.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
+        TANH=tanh, BLOCK=block,
     )  # fmt: skip
     return dg, du
 

@@ -29,7 +29,9 @@ def _swiglu_fwd_kernel(G, U, Y, g_stride, u_stride, n, tiles_per_row, BLOCK: tl.
 
 
 @jit
-def _swiglu_bwd_kernel(DY, G, U, DG, DU, dy_stride, g_stride, u_stride, n, tiles_per_row, BLOCK: tl.constexpr):
+def _swiglu_bwd_kernel(
+    DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row, BLOCK: tl.constexpr
+):  # fmt: skip
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
     col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -38,8 +40,8 @@ def _swiglu_bwd_kernel(DY, G, U, DG, DU, dy_stride, g_stride, u_stride, n, tiles
     g = tl.load(G + row * g_stride + col, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(U + row * u_stride + col, mask=mask, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(DU + row * n + col, dy * (g * s), mask=mask)
-    tl.store(DG + row * n + col, dy * u * (s * (1.0 + g * (1.0 - s))), mask=mask)
+    tl.store(DU + row * d_stride + col, dy * (g * s), mask=mask)
+    tl.store(DG + row * d_stride + col, dy * u * (s * (1.0 + g * (1.0 - s))), mask=mask)
 
 
 @kernel_op("swiglu_fwd")
@@ -58,9 +60,10 @@ def _(gate, up):
 @kernel_op("swiglu_bwd")
 def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     dg, du = gate_gradients(gate, up, reuse)  # not over dy, which autograd may hand to another branch too
-    (dy, g, u), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up)
+    (dy, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up, dg, du)
     _swiglu_bwd_kernel[grid](
-        dy, g, u, dg, du, dy.stride(0), g.stride(0), u.stride(0), n, tiles_per_row, BLOCK=block
+        dy, g, u, dg_rows, du_rows, dy.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
+        BLOCK=block,
     )  # fmt: skip
     return dg, du
 
@@ -91,9 +94,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, reuse_inputs: bool = False) 
             halves of a fused projection do; no copy is made of them.
         up (`torch.Tensor`): Shape, dtype and device of `gate`.
         reuse_inputs (`bool`, *optional*, defaults to `False`): The backward pass may write the two gradients over
-            `gate` and `up` where they are contiguous, which saves two tensors of their size. Only where nobody reads
-            them any more: neither later code nor the backward pass of what made them. With `retain_graph=True`,
-            under torch.compile and on the PyTorch twin it does nothing.
+            `gate` and `up`, which saves two tensors of their size, where they are contiguous or the halves of a
+            contiguous tensor. Only for two that nobody reads any more: neither later code nor the backward pass of
+            what made them. With `retain_graph=True`, under torch.compile and on the PyTorch twin it does nothing.
 
     Returns:
         `torch.Tensor`, contiguous, of the shape and dtype of `gate`.

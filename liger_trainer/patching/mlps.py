@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from liger_triton import geglu, swiglu
+from liger_triton._launch import joined
 
 from . import probe
 from .rebuild import call_rebuilding, nobody_else_reads, rebuilding
@@ -184,6 +185,22 @@ def _agrees(module, mlp) -> bool:
     return True
 
 
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.chunk(2, dim=-1)
+
+    @staticmethod
+    def backward(ctx, da, db):
+        whole = None if torch.is_grad_enabled() else joined(da, db)
+        return torch.cat((da, db), dim=-1) if whole is None else whole
+
+
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x.chunk(2, dim=-1)`, whose gradient is not copied where the gradients of the two are halves of one tensor."""
+    return x.chunk(2, dim=-1) if torch.compiler.is_compiling() else _Halves.apply(x)
+
+
 @functools.cache
 def build(mlp: MLP):
     """The `forward` of a gated MLP."""
@@ -194,8 +211,10 @@ def build(mlp: MLP):
 
         def forward(self, x):
             with rebuilding(x):
-                a, b = getattr(self, first)(x).chunk(2, dim=-1)
-            return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)))
+                both = getattr(self, first)(x)
+            reuse = nobody_else_reads(getattr(self, first), both)
+            a, b = halves(both)
+            return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)), reuse)
 
     else:
 
@@ -261,7 +280,6 @@ def build_experts(expert_gate: ExpertGate):
     gate = GATES[expert_gate.operation, expert_gate.approximate]
 
     def _apply_gate(self, gate_up):
-        a, b = gate_up.chunk(2, dim=-1)
-        return gate(a, b)
+        return gate(*halves(gate_up))
 
     return probe.mark(_apply_gate, "_apply_gate")

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_triton import geglu, swiglu
+from liger_triton._launch import joined
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -136,13 +137,19 @@ GATES = [swiglu, geglu, functools.partial(geglu, approximate="none")]
 
 @pytest.mark.parametrize("gate", GATES, ids=["swiglu", "geglu", "exact-geglu"])
 @pytest.mark.parametrize("shape", [(3, 5, 1000), (7,)], ids=str)
-def test_gradients_over_the_inputs(gate, shape, device, triton_only):
+@pytest.mark.parametrize("layout", ["apart", "halves", "up-first"])
+def test_gradients_over_the_inputs(layout, gate, shape, device, triton_only):
     """`reuse_inputs` changes where the gradients lie, not what they are; a graph that is kept is left alone."""
     leaves, dy = inputs(shape, torch.float32, device), torch.randn(shape, device=device)
     want = torch.autograd.grad(gate(*leaves), leaves, dy)
 
     seen = []
-    g, u = (t * 1.0 for t in leaves)
+    if layout == "apart":
+        g, u = (t * 1.0 for t in leaves)
+    elif layout == "halves":
+        g, u = torch.cat(leaves, dim=-1).chunk(2, dim=-1)
+    else:
+        u, g = torch.cat(leaves[::-1], dim=-1).chunk(2, dim=-1)
     for t in (g, u):
         t.register_hook(lambda grad: seen.append(grad.data_ptr()))
     y = gate(g, u, reuse_inputs=True)
@@ -154,6 +161,34 @@ def test_gradients_over_the_inputs(gate, shape, device, triton_only):
         assert torch.equal(a, b) and torch.equal(a, c)
 
 
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_gradients_of_halves_are_halves(gate_first, device, triton_only):
+    x = torch.randn(3, 5, 48, device=device, requires_grad=True)
+    a, b = x.chunk(2, dim=-1)
+    seen = []
+    for t in (a, b):
+        t.register_hook(seen.append)
+    swiglu(*((a, b) if gate_first else (b, a))).square().sum().backward()
+    first, second = sorted(seen, key=lambda t: t.data_ptr())
+    assert torch.equal(joined(first, second), x.grad)
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (torch.zeros(4, 6), torch.zeros(4, 6)),
+        (torch.zeros(4, 12)[:, :6], torch.zeros(4, 12)[:, 6:]),
+        (torch.zeros(4, 12).chunk(2, -1)[::-1]),
+        (torch.zeros(4, 18)[:, :6], torch.zeros(4, 18)[:, 6:12]),
+        (torch.zeros(4, 18).split(6, -1)[:2]),
+        (torch.zeros(3, 4, 12).transpose(0, 1).chunk(2, -1)),
+    ],
+    ids=["apart", "two-tensors", "second-first", "of-two-wider", "thirds", "not-contiguous"],
+)
+def test_not_joined(first, second):
+    assert joined(first, second) is None
+
+
 def test_whoever_kept_an_input_that_was_written_over_is_told(device, triton_only):
     leaf, up = inputs((7,), torch.float32, device)
     gate = leaf.exp()  # exp keeps its result
@@ -161,13 +196,11 @@ def test_whoever_kept_an_input_that_was_written_over_is_told(device, triton_only
         swiglu(gate, up * 1.0, reuse_inputs=True).sum().backward()
 
 
-@pytest.mark.parametrize("case", ["one tensor", "halves"])
-def test_inputs_that_share_memory_are_not_written_over(case, device, triton_only):
+def test_one_tensor_for_both_is_not_written_over(device, triton_only):
     (leaf,) = inputs((4, 24), torch.float32, device)[:1]
 
-    def loss(reuse):
+    def gradient(reuse):
         x = leaf * 1.0
-        pair = (x, x) if case == "one tensor" else x.view(1, -1).chunk(2, dim=-1)
-        return swiglu(*pair, reuse_inputs=reuse).square().sum()
+        return torch.autograd.grad(swiglu(x, x, reuse_inputs=reuse).square().sum(), leaf)[0]
 
-    assert torch.equal(*(torch.autograd.grad(loss(reuse), leaf)[0] for reuse in (False, True)))
+    assert torch.equal(gradient(False), gradient(True))

@@ -62,7 +62,7 @@ def patched(monkeypatch):
 
 
 def with_lora(model):
-    targets = ["gate_proj", "up_proj", "down_proj"]
+    targets = ["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
     return get_peft_model(model, LoraConfig(r=2, target_modules=targets, lora_dropout=0.0, init_lora_weights=False))
 
 
@@ -79,7 +79,8 @@ def hooked(model):
     """Keeps what the gate projections return, as a tool that looks at activations does."""
     model.kept = []
     for layer in model.model.layers:
-        layer.mlp.gate_proj.register_forward_hook(lambda module, args, out: model.kept.append((out, out.clone())))
+        projection = getattr(layer.mlp, "gate_proj", None) or layer.mlp.gate_up_proj
+        projection.register_forward_hook(lambda module, args, out: model.kept.append((out, out.clone())))
     return model
 
 
@@ -93,13 +94,15 @@ MODELS = {
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize(
+    "model_type, config", [("llama", {}), ("llama", {"mlp_bias": True}), ("glm4", {})], ids=["no-bias", "bias", "fused"]
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_the_same_bits(name, bias, retain_graph, patched):
+def test_gradients_are_the_same_bits(name, model_type, config, retain_graph, patched):
     found = []
     for reuse in (False, True):
         torch.manual_seed(0)
-        model = patched(MODELS[name](tiny_model("llama", mlp_bias=bias)), reuse)
+        model = patched(MODELS[name](tiny_model(model_type, **config)), reuse)
         loss = model(**collate(ragged_rows(4))).loss
         loss.backward(retain_graph=retain_graph)
         if retain_graph and name != "reentrant checkpoint":  # which runs a backward of its own, of a graph of its own
@@ -112,6 +115,27 @@ def test_gradients_are_the_same_bits(name, bias, retain_graph, patched):
     never, allowed = found
     assert never.keys() == allowed.keys()
     assert all(torch.equal(never[key], allowed[key]) for key in never)
+
+
+def test_the_gradient_of_halves_is_not_copied(monkeypatch):
+    leaf = torch.randn(2, 5, 16, requires_grad=True)
+    want = torch.autograd.grad(Gate.apply(*leaf.chunk(2, dim=-1), False).sum(), leaf)[0]
+    out = Gate.apply(*mlps.halves(leaf), False).sum()
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(torch, "cat", refuse)
+    assert torch.equal(torch.autograd.grad(out, leaf)[0], want)
+
+
+def test_halves_twice_differentiable():
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    a, b = mlps.halves(x)
+    (grad,) = torch.autograd.grad((a.exp() * b).sum(), x, create_graph=True)
+    a, b = x.chunk(2, dim=-1)
+    (want,) = torch.autograd.grad((a.exp() * b).sum(), x, create_graph=True)
+    assert torch.equal(*(torch.autograd.grad(g.square().sum(), x)[0] for g in (grad, want)))
 
 
 def lora_linear():
