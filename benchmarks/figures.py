@@ -31,6 +31,15 @@ def bars(axis, rows, name, value, title, fmt):
     axis.spines[["top", "right"]].set_visible(False)
 
 
+def finish_lines(axis, ticks, title):
+    """Ticks where something was measured, on a scale of powers of two; from 0 upwards."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)], fontsize=7)
+    axis.set_ylim(bottom=0)
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def where(record):
     return f"{record['gpu']}, {record['date'][:10]}"
 
@@ -94,12 +103,7 @@ def scaling(record):
                 points = [(row["value"], row[key]) for row in of_axis if row["arm"] == arm]
                 color = OURS if is_ours(arm) else PEERS[peers.index(arm) % len(PEERS)]
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=arm)
-            ticks = sorted({row["value"] for row in of_axis})
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=7)
-            axis.set_ylim(bottom=0)
-            axis.set_title(f"{title}: {TITLES[name]}", loc="left", fontsize=10)
-            axis.spines[["top", "right"]].set_visible(False)
+            finish_lines(axis, {row["value"] for row in of_axis}, f"{title}: {TITLES[name]}")
     if grown:
         figure.axes[0].legend(fontsize=8, frameon=False)
     options = record["options"]
@@ -133,12 +137,8 @@ def medusa(record):
                     axis.plot(
                         *zip(*points, strict=True), styles[heads], marker="o", markersize=3, color=color, label=label
                     )
-            ticks = sorted({row["length"] for row in rows})
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=7)
-            axis.set_ylim(bottom=0)
-            axis.set_title(f"stage {stage}, {'untied' if untied else 'tied'}: {title}", loc="left", fontsize=10)
-            axis.spines[["top", "right"]].set_visible(False)
+            kind = "untied" if untied else "tied"
+            finish_lines(axis, {row["length"] for row in rows}, f"stage {stage}, {kind}: {title}")
     axes[0, 0].legend(fontsize=7, frameon=False)
     options = record["options"]
     figure.suptitle(

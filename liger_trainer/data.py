@@ -59,7 +59,7 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
         raise RecipeError(f"Row {index} of the dataset has conversations {turns!r}; expected a list of turns.")
-    messages = [_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
+    messages = [sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
     last, answers = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
@@ -75,14 +75,15 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
             f"Row {index} of the dataset has chosen and rejected answers to a turn of {last!r}; expected the last of "
             "the conversations to be from 'human'."
         )
-    answers = {name: [_message(turn, name, index)] for name, turn in answers.items()}
+    answers = {name: [sharegpt_message(turn, name, index)] for name, turn in answers.items()}
     for name, (message,) in answers.items():
         if message["role"] != "assistant":
             raise RecipeError(f"Row {index} of the dataset has {name} from {row[name]['from']!r}; expected 'gpt'.")
     return {"prompt": messages, **answers}
 
 
-def _message(turn, where: str, index: int) -> dict[str, str]:
+def sharegpt_message(turn, where: str, index: int) -> dict[str, str]:
+    """A ShareGPT turn `{"from", "value"}` as `{"role", "content"}`; `where` and `index` are for the RecipeError."""
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES or not isinstance(turn.get("value"), str):
         raise RecipeError(
             f"Row {index} of the dataset has {where} {turn!r}; expected from, one of {', '.join(_ROLES)}, and value, a "

@@ -25,22 +25,9 @@ Bytes   b per element: a row of the teacher mVb for its statistics, once; for ea
 import torch
 
 from ._dispatch import jit, tl, triton, use_triton
+from ._row_pass import _transform
 
 MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thread with 16 warps
-
-
-@jit
-def _z_and_slope(v, scale, softcap, SOFTCAP: tl.constexpr):
-    """z and dz/dl of logits v. With e = exp(-2|x|), 1 - tanh(x)**2 = 4e / (1 + e)**2 stays exact at saturation."""
-    z = v * scale
-    slope = scale
-    if SOFTCAP:
-        x = z / softcap
-        e = tl.exp(-2.0 * tl.abs(x))
-        t = (1.0 - e) / (1.0 + e)
-        z = softcap * tl.where(x < 0, -t, t)
-        slope = scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
-    return z, slope
 
 
 @jit
@@ -53,7 +40,7 @@ def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.con
     at_v = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, V, BLOCK):
         off = start + lane
-        z, _ = _z_and_slope(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+        z, _ = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
         z = tl.where(off < V, z, float("-inf"))
         d = z - m_v
         grows = z > m_v  # of d, the compiler may have left out the rounding of z
@@ -110,8 +97,8 @@ def _kl_kernel(
     for back in range(0, V, BLOCK):  # backwards: what was read last is still in a cache
         off = last - back + lane
         inside = off < V
-        z, slope = _z_and_slope(tl.load(X + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-        z_q, _ = _z_and_slope(tl.load(Q + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+        z, slope = _transform(tl.load(X + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+        z_q, _ = _transform(tl.load(Q + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
         z = tl.where(z == m, 0.0, z - m)  # the compiler may leave out the rounding of z before the difference
         z_q = tl.where(z_q == m_q, 0.0, z_q - m_q)
         p = tl.exp(z) * inv
@@ -135,7 +122,7 @@ def _launch(vocab):
 
 
 def _torch_z(logits, scale, softcap):
-    """z and dz/dl in fp32; 1 - tanh**2 by exp(-2|x|), as in `_z_and_slope`."""
+    """z and dz/dl in fp32; 1 - tanh**2 by exp(-2|x|), as in `_row_pass._transform`."""
     z = logits.float() * scale
     if not softcap:
         return z, scale

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from liger_trainer.data import alpaca_row
+from liger_trainer.data import alpaca_row, sharegpt_message
 
 Prompt = str | list[dict[str, str]]
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _COLUMNS = "prompt; messages; conversations; instruction (and input)"
 
 
@@ -53,7 +52,9 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     if row.get("prompt"):
         prompt = row["prompt"]
     elif row.get("messages") or row.get("conversations"):
-        turns = row.get("messages") or [_from_sharegpt(turn, index) for turn in row["conversations"]]
+        turns = row.get("messages") or [
+            sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(row["conversations"])
+        ]
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         prompt = [{"role": t["role"], "content": t["content"]} for t in turns[: answers[0] if answers else None]]
         if not prompt:
@@ -70,15 +71,6 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
             "Give rows with a text as prompt, or with instruction."
         )
     return prompt
-
-
-def _from_sharegpt(turn: dict, index: int) -> dict[str, str]:
-    if turn.get("from") not in _SHAREGPT_ROLES or not isinstance(turn.get("value"), str):
-        raise ValueError(
-            f"Row {index} of the prompts has the turn {turn!r} in conversations; expected from (one of "
-            f"{', '.join(_SHAREGPT_ROLES)}) and value (text)."
-        )
-    return {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
 
 
 def encode(tokenizer, prompt: Prompt) -> list[int]:

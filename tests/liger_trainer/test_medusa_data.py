@@ -47,7 +47,7 @@ BAD = {
     "no prompt": ({"text": "w3"}, True, "Row 4 of the prompts has text; expected one of: prompt; messages"),
     "answer first": ({"messages": [ANSWER, USER]}, True, "Row 4 of the prompts starts with an answer"),
     "no template": ({"messages": [USER]}, False, "list of messages, and the tokenizer of the model has no chat"),
-    "speaker": ({"conversations": [{"from": "bing", "value": "w3"}]}, True, "has the turn .*'bing'.* expected from"),
+    "speaker": ({"conversations": [{"from": "bing", "value": "w3"}]}, True, "Row 4 .*'bing'.* expected from"),
 }
 
 
