@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipe_fixtures import write_model, write_recipe, write_rows
+from safetensors.torch import load_file
 from tiny_models import collate, ragged_rows, tiny_model
 from two_ranks import MODES
+from yaml import safe_dump as dump_yaml
+from yaml import safe_load as load_yaml
+
+from liger_trainer.paths import shipped
 
 HERE = Path(__file__).parent
 
@@ -55,6 +61,35 @@ def test_ddp_of_trainers_that_sample(tmp_path):
         assert torch.equal(first[name], second[name]), f"{name} differs between ranks"
         stock = first[name.removeprefix("Liger")]
         torch.testing.assert_close(first[name], stock, rtol=1e-4, atol=1e-6 * stock.norm().item(), msg=name)
+
+
+def test_fsdp2_through_accelerate_launch(tmp_path):
+    """The shipped config, on CPUs: the saved weights are those of one process with all the rows of a step."""
+    config = load_yaml((shipped("configs") / "fsdp2.yaml").read_text())
+    config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
+    (tmp_path / "fsdp2.yaml").write_text(dump_yaml(config))
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    # Without the large epsilon, gradients that are nothing but rounding make steps of full length.
+    recipe = write_recipe(tmp_path, use_cpu=True, adam_epsilon=1e-3, max_steps=3)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp2.yaml")]
+    weights = []
+    for start, batch in ((launch, 2), ([sys.executable], 4)):
+        out = tmp_path / f"batch-{batch}"
+        options = ["--per_device_train_batch_size", str(batch), "--output_dir", str(out)]
+        result = subprocess.run(
+            [*start, "-m", "liger_trainer", "train", str(recipe), *options],
+            env=env, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+        weights.append(load_file(out / "model.safetensors"))
+    sharded, whole = weights
+    start = tiny_model("llama").state_dict()
+    assert sharded.keys() == whole.keys()
+    for name, want in whole.items():
+        assert not torch.equal(want, start[name]), f"{name} has not moved"
+        torch.testing.assert_close(sharded[name], want, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_fsdp2(tmp_path):
