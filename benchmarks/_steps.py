@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,10 +52,10 @@ STOCK = ("Trainer", "SFTTrainer", "DPOTrainer")
 
 @dataclass
 class Run:
-    """What one training run is made of."""
+    """What one training run is made of, in every process of it."""
 
     model: str
-    batch: int  # rows, or pairs for DPO
+    batch: int  # rows, or pairs for DPO, of one process
     length: int  # tokens of a row, or of each of the two sequences of a pair
     trainer: str = "sft"
     steps: int = 14
@@ -67,6 +68,7 @@ class Run:
     waits: bool = (
         True  # of the stock trainer: for each batch to be on the GPU, and for each loss, to see that it is finite
     )
+    processes: int = 1
 
     @property
     def tokens_per_step(self):
@@ -149,7 +151,7 @@ def make_trainer(arm, run, callbacks):
     if run.trainer == "dpo":
         from preferences import pairs
 
-        rows = Dataset.from_list(pairs(run.data, vocab, run.length, run.batch * run.steps))
+        rows = Dataset.from_list(pairs(run.data, vocab, run.length, run.batch * run.steps * run.processes))
         # The rows are token ids already, for which TRL's DPOTrainer has no option.
         prepared = {"_prepare_dataset": lambda self, dataset, *args: dataset}
         trainer_class = type(trainer_class.__name__, (trainer_class,), prepared)
@@ -160,7 +162,7 @@ def make_trainer(arm, run, callbacks):
 
                 _apply_liger_kernel_to_instance(inputs["ref_model"], fused_linear_cross_entropy=False)
     else:
-        rows = rows_of(run.data, vocab, run.length, run.batch * run.steps)
+        rows = rows_of(run.data, vocab, run.length, run.batch * run.steps * run.processes)
         if is_trl:
             rows = Dataset.from_list(rows)
             options["dataset_kwargs"] = {"skip_prepare_dataset": True}
@@ -280,15 +282,20 @@ def release():
 
 
 def emit(row):
+    if int(os.environ.get("RANK", 0)):  # the first process speaks for all
+        return
     print("RESULT " + json.dumps(row), flush=True)
 
 
-def rows_from(arm, timeout_s, echo=False, env=(), more=()):
-    """Run this script again for one arm and yield the rows it emits; if it fails, a last row with the reason."""
-    command = [sys.executable, *sys.argv, "--arm", arm, *more]
+def rows_from(arm, timeout_s, echo=False, env=(), more=(), launcher=()):
+    """Run this script again for one arm, under `launcher` if there is one (arguments of Python), and yield the rows it
+    emits; if it fails, a last row with the reason."""
+    command = [sys.executable, *launcher, *sys.argv, "--arm", arm, *more]
     with tempfile.TemporaryFile("w+") as err:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=os.environ | dict(env))
-        timer = threading.Timer(timeout_s, child.kill)
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=err, text=True, env=os.environ | dict(env), start_new_session=True
+        )
+        timer = threading.Timer(timeout_s, os.killpg, (child.pid, signal.SIGKILL))  # a launcher's processes too
         timer.start()
         for line in child.stdout:
             if line.startswith("RESULT "):

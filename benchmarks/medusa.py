@@ -30,7 +30,7 @@ OURS, UNFUSED, PATCHED = "LigerMedusaTrainer", "unfused", "unfused + patched"
 ARMS = (OURS, UNFUSED, PATCHED)
 DECAY = 0.8
 COEFFICIENT = {1: 1.0, 2: 0.2}
-STEPS, SKIP = 5, 2
+SKIP = 2  # steps before the clock starts
 
 
 def cases_of(options):
@@ -89,10 +89,10 @@ def make_trainer(arm, case, options, callback):
     run = Run(options.model, options.batch, case["length"])
     model = build(run)
     add_heads(model, case)
-    rows = rows_of(options.data, model.config.vocab_size, case["length"], options.batch * STEPS)
+    rows = rows_of(options.data, model.config.vocab_size, case["length"], options.batch * options.steps)
     common = dict(
-        output_dir=tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=options.batch, logging_steps=1,
-        learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant", bf16=DEVICE == "cuda",
+        output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
+        logging_steps=1, learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant", bf16=DEVICE == "cuda",
         optim="adamw_torch_fused", report_to="none", save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
         gradient_checkpointing=case["stage"] == 2 and not options.no_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False}, remove_unused_columns=False, dataloader_drop_last=True,
@@ -132,7 +132,7 @@ def static_bytes(model):
 
 def measure(arm, case, options):
     """Train; a row."""
-    clock = clock_of(Run(options.model, options.batch, case["length"], steps=STEPS, skip=SKIP))
+    clock = clock_of(Run(options.model, options.batch, case["length"], steps=options.steps, skip=SKIP))
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = make_trainer(arm, case, options, clock)
@@ -141,7 +141,7 @@ def measure(arm, case, options):
     static = static_bytes(trainer.model) / 2**30
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
     return {
-        "tokens_per_s": (STEPS - SKIP) * options.batch * case["length"] / (clock.end - clock.start),
+        "tokens_per_s": (options.steps - SKIP) * options.batch * case["length"] / (clock.end - clock.start),
         "gib": peak,
         "static": static,
         "above": peak and peak - static,
@@ -211,6 +211,7 @@ def main(argv=None):
     parser.add_argument("--heads", type=int, nargs="+", default=[3, 5])
     parser.add_argument("--projection", nargs="+", default=["tied", "untied"], choices=("tied", "untied"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--steps", type=int, default=5, help=f"more than {SKIP}, after which the clock starts")
     parser.add_argument("--arms", nargs="+", default=[OURS, UNFUSED], choices=ARMS)
     parser.add_argument("--no-checkpointing", action="store_true", help="stage 2 without gradient checkpointing")
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
@@ -224,6 +225,8 @@ def main(argv=None):
         options.model, options.batch, options.lengths, options.heads = "tiny", 2, [32, 64], [2]
     if options.arm:
         return run_arm(options)
+    if options.steps <= SKIP:
+        parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
     end = time.monotonic() + options.minutes * 60
     rows = json.loads(Path(options.json).read_text())["rows"] if options.json and Path(options.json).exists() else []
     for stage in options.stages:

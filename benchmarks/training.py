@@ -13,9 +13,13 @@ trainer are flagged.
 For DPO it is an .npz made by `preferences.py`, or its .json, for whose texts random ids of about the same number are
 taken; `--batch` counts pairs and `--length` the tokens of each of a pair's two sequences. The reference model is
 computed on the fly; under "DPOTrainer + Liger" it has Liger's layers too. The longest context that fits: `scaling.py`.
+
+`--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`; batch, tokens/s and memory
+are then those of one process.
 """
 
 import argparse
+import os
 
 import torch
 from _measure import DEVICE, ceilings, environment, table, write
@@ -64,10 +68,12 @@ def profiler():
 
 
 def one_arm(options):
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     run = Run(
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
         checkpointing=options.checkpointing, lora=options.lora, workers=4 if DEVICE == "cuda" else 0,
-        waits=not options.no_waits,
+        waits=not options.no_waits, processes=options.processes,
     )  # fmt: skip
     emit(train(options.arm, run, [profiler()] if options.profile else []))
 
@@ -91,6 +97,8 @@ def main():
     parser.add_argument("--lora", type=int, nargs="?", const=16, help="rank (16 if not given)")
     parser.add_argument("--arms", nargs="*", help="; ".join(f"{k}: {', '.join(v)}" for k, v in ARMS.items()))
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
+    parser.add_argument("--config_file", help="of accelerate, to launch with")
+    parser.add_argument("--processes", type=int, default=1, help="with --config_file")
     parser.add_argument("--json")
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
@@ -105,12 +113,18 @@ def main():
     check_arms(parser, options.trainer, arms)
     if options.arm:
         return one_arm(options)
+    launcher = ()
+    if options.config_file:
+        launcher = ("-m", "accelerate.commands.launch", "--config_file", options.config_file)
+        launcher += ("--num_processes", str(options.processes), "--main_process_port", "0")
+    elif options.processes > 1:
+        parser.error(f"--processes is {options.processes}; it needs the --config_file of accelerate")
     rate = ceilings()[1]
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
     rows = []
     for arm in arms:
-        for row in rows_from(arm, options.timeout, echo=options.profile):
+        for row in rows_from(arm, options.timeout, echo=options.profile, launcher=launcher):
             if "tokens_per_s" in row:
                 row["mfu"] = 100 * row["tokens_per_s"] * row["flop_per_token"] / rate
             rows.append(row)
@@ -121,6 +135,7 @@ def main():
     shape = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
     shape += f", LoRA r={options.lora}" if options.lora else ""
     shape += ", no waits" if options.no_waits else ""
+    shape += f", each of {options.processes} with {os.path.basename(options.config_file)}" if launcher else ""
     print(shape + (", checkpointing" if options.checkpointing else ", no checkpointing"))
     table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in rows], COLUMNS)
     for row in rows:
