@@ -116,7 +116,7 @@ class _WithGradients(torch.autograd.Function):
         for k, dtype in enumerate(ctx.dtypes):
             grad = grads[k]
             grads[k] = None  # an fp32 sum is freed before the next is rounded
-            out.append(scaled(grad.flatten(0, -2), factor, dtype).view(grad.shape))
+            out.append(scaled(grad.reshape(-1, grad.shape[-1]), factor, dtype).view(grad.shape))
         return (None,) * (1 + len(out)) + tuple(out)
 
 

@@ -179,6 +179,10 @@ class MedusaHeads(nn.ModuleList):
 
         return enter([], [])
 
+    def one_by_one(self, hidden: torch.Tensor, then: Callable) -> list:
+        """`then(k, x, U)` of each head k = 0 .. K - 1, run inside the call of that head alone, as in `MedusaHead`."""
+        return [head(hidden, lambda x, weight, k=k: then(k, x, weight)) for k, head in enumerate(self)]
+
     def logits(self, hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
         """Logits (K, ..., V) of all heads: the products, without the scale or softcap that some models put on top
         (neither moves an argmax). `lm_head` is the model's, used by tied heads. For evaluation: nothing is fused."""

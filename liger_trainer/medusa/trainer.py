@@ -23,6 +23,7 @@ from liger_trainer.medusa.heads import (
 from liger_trainer.medusa.labels import head_targets
 from liger_trainer.sft_trainer import LigerSFTTrainer
 from liger_triton import linear_heads_cross_entropy, linear_heads_kl
+from liger_triton._heads import with_gradients
 
 
 class LigerMedusaTrainer(LigerSFTTrainer):
@@ -213,15 +214,28 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         return scores
 
     def _hard(self, hidden, weight, target, row_weight, logit_scale, softcap, **_):
+        options, heads = {"softcap": softcap, "logit_scale": logit_scale}, heads_of(self.model)
+
         def score(blocks, weights):
             joint = len(target) > len(blocks)
             rows = [hidden.flatten(0, 1)] * joint + [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
             own = weight if self.args.medusa_tied else [weight] * joint + [w[: len(weight)] for w in weights]
-            return linear_heads_cross_entropy(
-                rows, own, target.flatten(1), row_weight=row_weight, softcap=softcap, logit_scale=logit_scale
-            )
+            return linear_heads_cross_entropy(rows, own, target.flatten(1), row_weight=row_weight, **options)
 
-        return tuple(heads_of(self.model)(hidden, score))
+        def score_alone(k, x, own):
+            own = weight if own is None else [own[: len(weight)]]
+            rows, of_head = x.flatten(0, 1).to(hidden.dtype).unsqueeze(0), slice(k, k + 1)
+            found = linear_heads_cross_entropy(
+                rows, own, target[of_head].flatten(1), row_weight=row_weight[of_head], **options
+            )
+            return found._replace(loss=_settled(found.loss, list(heads[k].parameters())))
+
+        # On a frozen model the heads have nothing in common, and memory need not grow with their number. ZeRO-3 has
+        # parameters whole for the backward pass of their module only, which there must not be over.
+        if self.args.medusa_stage == 2 or any(hasattr(p, "ds_id") for p in heads.parameters()):
+            return tuple(heads(hidden, score))
+        loss, *sums = zip(*heads.one_by_one(hidden, score_alone), strict=True)
+        return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
 
     def _soft(self, hidden, weight, target, row_weight, logit_scale, softcap, **_):
         options = {"softcap": softcap, "logit_scale": logit_scale}
@@ -341,6 +355,13 @@ def _check_args(args, kwargs: dict) -> None:
             "optimizers has an optimizer, which was made before the heads and would not train them. Choose one by "
             "args.optim, or pass optimizer_cls_and_kwargs."
         )
+
+
+def _settled(loss, parameters: list):
+    """`loss` with its backward pass done: all that it kept for it is freed but the gradients of `parameters`."""
+    if not loss.requires_grad:
+        return loss
+    return with_gradients(loss.detach(), parameters, torch.autograd.grad(loss, parameters))
 
 
 @contextmanager

@@ -148,9 +148,31 @@ def test_no_logits_whatever_the_number_of_heads(targets, num_heads, tmp_path, mo
     batch = ragged_batch(16)
     with LargestTensor() as largest:
         trainer.compute_loss(model.train(), batch).backward()
-    assert heads == [num_heads]
+    assert sum(heads) == num_heads
     # fp32 logits of a chunk, or what the students and the teacher need for a window of K rows and more
     assert largest.numel < batch["input_ids"].numel() * 4096 / 4
+
+
+def nodes_of(loss):
+    """Names of the nodes of the graph above `loss`."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [after for after, _ in node.next_functions]
+    return {type(node).__name__ for node in seen}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_on_a_frozen_model_keep_nothing_for_the_backward_pass(tied, tmp_path):
+    """Memory that does not grow with the number of heads: what each kept is gone before the next."""
+    model = model_with_heads(tied=tied)
+    loss = medusa_trainer(model, tmp_path, medusa_tied=tied).compute_loss(model.train(), ragged_batch(4))
+    assert "_WithGradientsBackward" in nodes_of(loss) and not any("Silu" in name for name in nodes_of(loss))
+    model = model_with_heads(tied=tied)
+    loss = medusa_trainer(model, tmp_path, medusa_tied=tied, medusa_stage=2).compute_loss(model, ragged_batch(4))
+    assert any("Silu" in name for name in nodes_of(loss)), "the name that the first line looks for"
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):
