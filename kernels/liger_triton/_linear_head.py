@@ -158,7 +158,7 @@ def _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec: He
             logits.addmm_(u_c, lb.t())
         stats_c = stats[:, where]  # a copy if rows were dropped
         gl_c, ge_c = (None if g is None else g[where] for g in (g_loss, g_entropy))
-        row_pass(logits, logits if needs else None, y_c, stats_c, gl_c, ge_c, spec.rows, do_stats)
+        row_pass(logits, logits if needs else None, y_c, stats_c, gl_c, ge_c, spec.rows, do_stats, width)
         if do_stats and kept is not None:
             stats[:, where] = stats_c
         for grad, factor in ((dx, w), (du, lb)):

@@ -30,15 +30,13 @@ from ._dispatch import jit, tl, triton
 
 LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
 N_STATS = 7
-# Elements of a row that one program takes at a time: 16 bytes of 16 bits for each thread of `num_warps` warps. Wide
-# rows are fastest with the largest program, which leaves few rows in flight and most of a row in L2 for the second
-# sweep; the further statistics need the registers of a smaller one.
-MAX_BLOCK = 8192
+# Elements of a row that one program takes at a time, 16 bytes of 16 bits for each thread of `num_warps` warps.
+MAX_BLOCK = 4096
 
 
-def _block(vocab: int, extras: int) -> tuple[int, int]:
+def _block(vocab: int) -> tuple[int, int]:
     """(BLOCK, num_warps)."""
-    block = min(MAX_BLOCK, 8192 if vocab >= 65536 and not extras else 4096, triton.next_power_of_2(vocab))
+    block = min(MAX_BLOCK, max(128, triton.next_power_of_2(vocab)))
     return block, max(4, block // 256)
 
 
@@ -55,9 +53,14 @@ class RowSpec(NamedTuple):
 
 @jit
 def _transform(v, scale, softcap, SOFTCAP: tl.constexpr):
-    """z and dz/dl of logits v. tanh by exp(-2|x|), whose complement keeps 1 - tanh**2 exact where tanh saturates."""
-    z = v * scale
-    slope = scale
+    """z and dz/dl of logits v, `scale` None: 1. tanh by exp(-2|x|), whose complement keeps 1 - tanh**2 exact where tanh
+    saturates."""
+    if scale is None:
+        z = v
+        slope = 1.0
+    else:
+        z = v * scale
+        slope = scale
     if SOFTCAP:
         x = z / softcap
         e = tl.exp(-2.0 * tl.abs(x))
@@ -69,19 +72,24 @@ def _transform(v, scale, softcap, SOFTCAP: tl.constexpr):
 
 @jit
 def _row_kernel(
-    X, D, TARGET, STATS, GLOSS, GENT, x_stride, d_stride, stats_stride, V,
+    X, D, TARGET, STATS, GLOSS, GENT, x_stride, d_stride, stats_stride, V, W,
     ignore_index, scale, softcap, smoothing, z_loss,
     DO_STATS: tl.constexpr, DO_GRAD: tl.constexpr, HAS_GLOSS: tl.constexpr, HAS_GENT: tl.constexpr,
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY_: tl.constexpr, SUMSQ: tl.constexpr, MEAN: tl.constexpr,
-    TOP1: tl.constexpr, BLOCK: tl.constexpr,
+    TOP1: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One row per program; see the module docstring. Without DO_STATS, MAX, REST and ENTROPY are read from STATS."""
+    """One row per program; see the module docstring. Without DO_STATS, MAX, REST and ENTROPY are read from STATS.
+
+    A block is (BLOCK / VEC, VEC), VEC elements being the 16 bytes that a thread loads at once: sums over the last
+    dimension stay in a thread. What concerns only the block of the target and the last one (masks, the target's own
+    term) is done in those alone: the pass is bound by instructions as much as by bytes.
+    """
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
     X += row * x_stride
     D += row * d_stride
     STATS += row
     y = tl.load(TARGET + row)
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     if y == ignore_index:
         if DO_STATS:
             for k in tl.static_range(7):  # the rows of STATS, here and below by number: LOSS 0 ... IS_TOP1 6
@@ -89,7 +97,7 @@ def _row_kernel(
         if DO_GRAD:
             for start in range(0, V, BLOCK):
                 off = start + lane
-                tl.store(D + off, tl.zeros((BLOCK,), D.dtype.element_ty), mask=off < V)
+                tl.store(D + off, tl.zeros((BLOCK // VEC, VEC), D.dtype.element_ty), mask=off < W)
         return
 
     y_ok = (y >= 0) & (y < V)
@@ -97,29 +105,33 @@ def _row_kernel(
     zy, slope_y = _transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
 
     if DO_STATS:
-        # Every lane keeps its own maximum and sums, so that nothing is exchanged inside the loop and an element costs
-        # one exponential: exp(-|z - m|) is the new term where z <= m, and what the old sums shrink by where z > m.
-        m_v = tl.full((BLOCK,), -1e30, tl.float32)  # finite, so that no difference below is inf - inf
-        rest_v = tl.zeros((BLOCK,), tl.float32)
-        dot_v = tl.zeros((BLOCK,), tl.float32)
-        sq_v = tl.zeros((BLOCK,), tl.float32)
-        diff_v = tl.zeros((BLOCK,), tl.float32)
+        # Every thread keeps its own maximum and sums, so that nothing is exchanged between threads inside the loop.
+        m_v = tl.full((BLOCK // VEC,), -1e30, tl.float32)  # finite, so that no difference below is inf - inf
+        rest_v = tl.zeros((BLOCK // VEC,), tl.float32)
+        dot_v = tl.zeros((BLOCK // VEC,), tl.float32)
+        sq_v = tl.zeros((BLOCK // VEC,), tl.float32)
+        diff_v = tl.zeros((BLOCK // VEC,), tl.float32)
         for start in range(0, V, BLOCK):
             off = start + lane
-            z, _ = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-            other = (off < V) & (off != y)
-            zo = tl.where(other, z, float("-inf"))
-            d = zo - m_v
-            grows = d > 0
-            e = tl.exp(-tl.abs(d))
-            if ENTROPY_:  # sum of exp(z - m) * (z - m), which moves by -d for each unit of rest_v when m grows by d
-                dot_v = tl.where(grows, e * (dot_v - rest_v * d), dot_v + tl.where(e > 0, e * d, 0.0))
+            z, _ = _transform(tl.load(X + off, mask=off < W, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+            zo = z
+            if (start + BLOCK > V) | ((y >= start) & (y < start + BLOCK)):
+                other = (off < V) & (off != y)
+                zo = tl.where(other, z, float("-inf"))
+                if MEAN:
+                    diff_v += tl.sum(tl.where(other, z - zy, 0.0), axis=1)
+            elif MEAN:
+                diff_v += tl.sum(z - zy, axis=1)
+            grown = tl.maximum(m_v, tl.max(zo, axis=1))
+            corr = tl.exp(m_v - grown)
+            d = zo - grown[:, None]
+            e = tl.exp(d)
+            if ENTROPY_:  # sum of exp(z - m) * (z - m), which moves by m - grown for each unit of rest_v
+                dot_v = corr * (dot_v + rest_v * (m_v - grown)) + tl.sum(tl.where(e > 0, e * d, 0.0), axis=1)
             if SUMSQ:
-                sq_v = tl.where(grows, sq_v * e * e + 1.0, sq_v + e * e)
-            if MEAN:
-                diff_v += tl.where(other, z - zy, 0.0)
-            rest_v = tl.where(grows, rest_v * e + 1.0, rest_v + e)
-            m_v = tl.maximum(m_v, zo)
+                sq_v = sq_v * corr * corr + tl.sum(e * e, axis=1)
+            rest_v = rest_v * corr + tl.sum(e, axis=1)
+            m_v = grown
         m_other = tl.max(m_v, axis=0)
         m = tl.maximum(m_other, zy)
         corr_v = tl.exp(m_v - m)
@@ -163,7 +175,7 @@ def _row_kernel(
                 for start in range(0, y, BLOCK):
                     off = start + lane
                     z, _ = _transform(tl.load(X + off, mask=off < y, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-                    first = first & (tl.max(tl.where(off < y, z, float("-inf")), axis=0) < zy)
+                    first = first & (tl.max(tl.where(off < y, z, float("-inf"))) < zy)
             tl.store(STATS + 6 * stats_stride, first.to(tl.float32))
     elif HAS_GENT:
         entropy = tl.load(STATS + 3 * stats_stride)
@@ -182,32 +194,39 @@ def _row_kernel(
         gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - even
         last = (V - 1) // BLOCK * BLOCK
         for back in range(0, V, BLOCK):  # backwards: what was read last is still in the L2 cache
-            off = last - back + lane
-            z, slope = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-            p = tl.exp(z - m) * inv_s
-            d = tl.where(off == y, gy, p * push - even)
+            start = last - back
+            off = start + lane
+            z, slope = _transform(tl.load(X + off, mask=off < W, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+            e = tl.exp(z - m)
             if HAS_GENT:
+                p = e * inv_s
+                d = tl.where(off == y, gy, p * push - even)
                 d -= tl.where(p > 0, gent * p * ((z - m) - log_s + entropy), p * gent)
-            tl.store(D + off, (d * slope).to(D.dtype.element_ty), mask=off < V)
+            else:
+                d = e * (push * inv_s) - even
+                if (y >= start) & (y < start + BLOCK):
+                    d = tl.where(off == y, gy, d)
+            tl.store(D + off, (d * slope).to(D.dtype.element_ty), mask=off < W)
 
 
-def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats):
+def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width):
     n, vocab = logits.shape
-    block, num_warps = _block(vocab, spec.extras | (1 if spec.smoothing or g_entropy is not None else 0))
+    block, num_warps = _block(vocab)
     out = logits if grad is None else grad
+    scale = None if spec.scale == 1.0 and not spec.softcap else spec.scale
     _row_kernel[(n,)](
         logits, out, target, stats, stats if g_loss is None else g_loss, stats if g_entropy is None else g_entropy,
-        logits.stride(0), out.stride(0), stats.stride(0), vocab,
-        spec.ignore_index, spec.scale, spec.softcap, spec.smoothing, spec.z_loss,
+        logits.stride(0), out.stride(0), stats.stride(0), vocab, width or vocab,
+        spec.ignore_index, scale, spec.softcap, spec.smoothing, spec.z_loss,
         DO_STATS=do_stats, DO_GRAD=grad is not None, HAS_GLOSS=g_loss is not None, HAS_GENT=g_entropy is not None,
         SOFTCAP=spec.softcap != 0.0, SMOOTH=spec.smoothing != 0.0, ENTROPY_=bool(spec.extras >> ENTROPY & 1),
         SUMSQ=bool(spec.extras >> LOG_SUM_SQ & 1), TOP1=bool(spec.extras >> IS_TOP1 & 1),
         MEAN=spec.smoothing != 0.0 or bool(spec.extras >> MEAN_LOGITS & 1),
-        BLOCK=block, num_warps=num_warps,
+        BLOCK=block, VEC=min(block, 16 // logits.element_size()), num_warps=num_warps,
     )  # fmt: skip
 
 
-def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats):
+def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width):
     """`_row_kernel` in plain PyTorch, whole rows at once: holds up to four fp32 copies of `logits`."""
     vocab = logits.shape[1]
     z, slope = logits.float(), spec.scale
@@ -266,13 +285,14 @@ def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats):
         grad.copy_(dz.mul_(slope).masked_fill_(ignored.unsqueeze(1), 0.0))
 
 
-def row_pass(logits, grad, target, stats, g_loss, g_entropy, spec: RowSpec, do_stats: bool = True) -> None:
+def row_pass(logits, grad, target, stats, g_loss, g_entropy, spec: RowSpec, do_stats=True, width=None) -> None:
     """Fill `stats` (unless `do_stats` is False: then read it) and, unless it is None, `grad` with the gradient.
 
     `g_loss` and `g_entropy` (n,) fp32 are the gradients of the rows' loss (None: all 1) and entropy (None: no such
-    term; with it, `stats` must hold the entropy).
+    term; with it, `stats` must hold the entropy). `width`: columns that the rows have in memory, V or more, which may be
+    read and overwritten: a multiple of 16 lets every vocabulary be loaded in full width.
     """
     if logits.shape[0] == 0:
         return
     run = _triton_pass if _dispatch.use_triton(logits) else _torch_pass
-    run(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats)
+    run(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width)
