@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from transformers import TrainingArguments
 from trl import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 
@@ -11,7 +12,12 @@ from liger_trainer.patching import check_config
 
 @dataclass
 class LigerArguments:
-    """The fields that every arguments class of this package adds to the stock one."""
+    """The fields that every arguments class of this package adds to the stock one.
+
+    Two stock options have other defaults with `use_liger`, so that a step does not wait for the GPU twice:
+    `logging_nan_inf_filter` is off (a NaN loss is logged as NaN, where the stock trainer logs the mean of those before
+    it), and on a GPU `accelerator_config` has `non_blocking=True`. Set, they are as set.
+    """
 
     use_liger: bool = field(
         default=True,
@@ -36,7 +42,19 @@ class LigerArguments:
         },
     )
 
+    logging_nan_inf_filter: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Leave NaN and infinite losses out of what is logged, for which every step waits for the GPU. "
+            "Unset: false with use_liger, else true, as in the stock trainer."
+        },
+    )
+
     def __post_init__(self):
+        if self.logging_nan_inf_filter is None:
+            self.logging_nan_inf_filter = not self.use_liger
+        if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
+            self.accelerator_config = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()
         if not isinstance(self.use_liger, bool):
             raise ValueError(f"use_liger is {self.use_liger!r}; expected true or false.")

@@ -289,8 +289,8 @@ def row_pass(logits, grad, target, stats, g_loss, g_entropy, spec: RowSpec, do_s
     """Fill `stats` (unless `do_stats` is False: then read it) and, unless it is None, `grad` with the gradient.
 
     `g_loss` and `g_entropy` (n,) fp32 are the gradients of the rows' loss (None: all 1) and entropy (None: no such
-    term; with it, `stats` must hold the entropy). `width`: columns that the rows have in memory, V or more, which may be
-    read and overwritten: a multiple of 16 lets every vocabulary be loaded in full width.
+    term; with it, `stats` must hold the entropy). `width`: columns that the rows have in memory, V or more, which may
+    be read and overwritten: a multiple of 16 lets every vocabulary be loaded in full width.
     """
     if logits.shape[0] == 0:
         return
