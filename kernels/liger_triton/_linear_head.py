@@ -140,8 +140,8 @@ def _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec: He
     dw = _Accumulator(weight, spec.lean, chunks) if needs & DW else None
     dlb = _Accumulator(lora_b, spec.lean, chunks) if needs & DB else None
     dbias = torch.zeros(vocab, dtype=torch.float32, device=x.device) if needs & DBIAS else None
-    # Columns padded to 16 elements: rows that start at 32-byte boundaries load in full width whatever the vocabulary.
-    width = -(-vocab // 16) * 16 if use_triton(x) else vocab
+    # Columns padded to 64 elements: rows start at a cache line and load in full width, whatever the vocabulary.
+    width = -(-vocab // 64) * 64 if use_triton(x) else vocab
     buffer = torch.empty((size, width), dtype=dtype, device=x.device)
 
     for start in range(0, rows, size):
