@@ -242,6 +242,8 @@ def _one_number(g, counted):
     """The value that g (T,) has in every counted row, shape (): NaN if there are two, 0 if there is no such row."""
     if g.shape[0] == 0:
         return g.new_zeros(())
+    if g.stride(0) == 0 and not torch.compiler.is_compiling():
+        return g[0]  # one number expanded, as the sum of the rows hands it down
     low = torch.where(counted, g, torch.inf).amin()
     high = torch.where(counted, g, -torch.inf).amax()
     value = torch.where(low == high, low, torch.nan)

@@ -21,7 +21,6 @@ Bytes   b per element: nVb read for the statistics; with the gradient another nV
         nVb written.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -31,29 +30,15 @@ from ._dispatch import jit, tl, triton
 
 LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
 N_STATS = 7
-MAX_BLOCK = 16384  # elements of a row that one program takes at a time
+MAX_BLOCK = 8192  # elements of a row that one program takes at a time
 
 
-@functools.cache
-def _l2_bytes(device: torch.device) -> float:
-    """Of the L2 cache, for each multiprocessor."""
-    if device.type != "cuda" or torch.version.hip:
-        return 0.0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.L2_cache_size / properties.multi_processor_count
-
-
-def _tile(vocab: int, itemsize: int, device: torch.device, do_stats: bool, do_grad: bool) -> tuple[int, int]:
-    """(BLOCK, num_warps).
-
-    A row that is read twice, for statistics and then for the gradient, is still in the L2 cache the second time if the
-    rows in flight fill no more than about 0.6 of it. So a multiprocessor runs as many programs as that allows: four
-    of 512 threads, two with twice the registers, or one of 1024 threads. ROCm: 1024 threads are 16 wavefronts.
-    """
+def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int, int]:
+    """(BLOCK, num_warps): the fastest on an H200. A row that is read twice is partly in the L2 cache the second time,
+    a wide one only with few in flight. ROCm: 1024 threads, the most there are, are 16 wavefronts."""
     block, num_warps = 4096, 16 if do_grad else 8
-    if do_stats and do_grad and (l2 := 0.6 * _l2_bytes(device)):
-        fit = l2 / (vocab * itemsize)
-        block, num_warps = (4096, 16) if fit >= 4 else (8192, 16) if fit >= 2 else (16384, 32)
+    if do_stats and do_grad and vocab * itemsize > 1 << 17:
+        block, num_warps = 8192, 16 if torch.version.hip else 32
     block = min(MAX_BLOCK, block, max(128, triton.next_power_of_2(vocab)))
     return block, max(4, min(num_warps, block // 256))
 
@@ -89,37 +74,69 @@ def _transform(v, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @jit
+def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
+    """The mask of a load: one condition for all elements of a vector, which else would be loaded one by one."""
+    if LEAD:
+        return tl.broadcast_to(start + vector < end, lane.shape)
+    return start + lane < W
+
+
+@jit
+def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """`value` to a block of D; under LEAD not over the rows beside it."""
+    off = start + lane
+    value = value.to(D.dtype.element_ty)
+    if LEAD:
+        if (start < lead) | (start + BLOCK > end):
+            tl.store(D + off, value, mask=(off >= lead) & (off < end))
+        else:
+            tl.store(D + off, value)
+    else:
+        tl.store(D + off, value, mask=off < W)
+
+
+@jit
 def _row_kernel(
     X, D, TARGET, STATS, GLOSS, GENT, x_stride, d_stride, stats_stride, V, W,
     ignore_index, scale, softcap, smoothing, z_loss,
     DO_STATS: tl.constexpr, DO_GRAD: tl.constexpr, HAS_GLOSS: tl.constexpr, HAS_GENT: tl.constexpr,
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY_: tl.constexpr, SUMSQ: tl.constexpr, MEAN: tl.constexpr,
-    TOP1: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+    TOP1: tl.constexpr, LEAD: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """One row per program; see the module docstring. Without DO_STATS, MAX, REST and ENTROPY are read from STATS.
 
     A block is (BLOCK / VEC, VEC), VEC elements being the 16 bytes that a thread loads at once: sums over the last
     dimension stay in a thread. What concerns only the block of the target and the last one (masks, the target's own
     term) is done in those alone: the pass is bound by instructions as much as by bytes.
+
+    With LEAD a row starts `lead` elements after a multiple of 16 bytes. Its blocks begin at that multiple: the vectors
+    at both ends are loaded whole, elements of the rows beside it are masked, and nothing is stored over them.
     """
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
-    X += row * x_stride
-    D += row * d_stride
+    lead = 0
+    if LEAD:
+        lead = (row * x_stride % VEC).to(tl.int32)
+        X += row * x_stride // VEC * VEC
+        D += row * d_stride // VEC * VEC
+    else:
+        X += row * x_stride
+        D += row * d_stride
     STATS += row
     y = tl.load(TARGET + row)
-    lane = tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    vector = tl.arange(0, BLOCK // VEC)[:, None] * VEC
+    lane = vector + tl.arange(0, VEC)[None, :]
+    end = V + lead
     if y == ignore_index:
         if DO_STATS:
             for k in tl.static_range(7):  # the rows of STATS, here and below by number: LOSS 0 ... IS_TOP1 6
                 tl.store(STATS + k * stats_stride, 0.0)
         if DO_GRAD:
-            for start in range(0, V, BLOCK):
-                off = start + lane
-                tl.store(D + off, tl.zeros((BLOCK // VEC, VEC), D.dtype.element_ty), mask=off < W)
+            for start in range(0, end, BLOCK):
+                _store(D, tl.zeros((BLOCK // VEC, VEC), tl.float32), start, lane, lead, end, W, LEAD, BLOCK)
         return
 
     y_ok = (y >= 0) & (y < V)
-    y = y.to(tl.int32)
+    y = y.to(tl.int32) + lead  # from here on a place from the start of the first block, as are `off`
     zy, slope_y = _transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
 
     if DO_STATS:
@@ -129,12 +146,13 @@ def _row_kernel(
         dot_v = tl.zeros((BLOCK // VEC,), tl.float32)
         sq_v = tl.zeros((BLOCK // VEC,), tl.float32)
         diff_v = tl.zeros((BLOCK // VEC,), tl.float32)
-        for start in range(0, V, BLOCK):
+        for start in range(0, end, BLOCK):
             off = start + lane
-            z, _ = _transform(tl.load(X + off, mask=off < W, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+            x = tl.load(X + off, mask=_loaded(start, vector, lane, end, W, LEAD), other=0.0).to(tl.float32)
+            z, _ = _transform(x, scale, softcap, SOFTCAP)
             zo = z
-            if (start + BLOCK > V) | ((y >= start) & (y < start + BLOCK)):
-                other = (off < V) & (off != y)
+            if (start < lead) | (start + BLOCK > end) | ((y >= start) & (y < start + BLOCK)):
+                other = (off >= lead) & (off < end) & (off != y)
                 zo = tl.where(other, z, float("-inf"))
                 if MEAN:
                     diff_v += tl.sum(tl.where(other, z - zy, 0.0), axis=1)
@@ -192,8 +210,9 @@ def _row_kernel(
             if first & (zy == m_other):  # a tie: the first of the largest counts
                 for start in range(0, y, BLOCK):
                     off = start + lane
-                    z, _ = _transform(tl.load(X + off, mask=off < y, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-                    first = first & (tl.max(tl.where(off < y, z, float("-inf"))) < zy)
+                    before = (off >= lead) & (off < y)
+                    z, _ = _transform(tl.load(X + off, mask=before, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+                    first = first & (tl.max(tl.where(before, z, float("-inf"))) < zy)
             tl.store(STATS + 6 * stats_stride, first.to(tl.float32))
     elif HAS_GENT:
         entropy = tl.load(STATS + 3 * stats_stride)
@@ -210,11 +229,12 @@ def _row_kernel(
         even = g * smoothing / V
         py = ey * inv_s
         gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - even
-        last = (V - 1) // BLOCK * BLOCK
-        for back in range(0, V, BLOCK):  # backwards: what was read last is still in the L2 cache
+        last = (end - 1) // BLOCK * BLOCK
+        for back in range(0, end, BLOCK):  # backwards: what was read last is still in the L2 cache
             start = last - back
             off = start + lane
-            z, slope = _transform(tl.load(X + off, mask=off < W, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+            x = tl.load(X + off, mask=_loaded(start, vector, lane, end, W, LEAD), other=0.0).to(tl.float32)
+            z, slope = _transform(x, scale, softcap, SOFTCAP)
             e = tl.exp(z - m)
             if HAS_GENT:
                 p = e * inv_s
@@ -224,13 +244,16 @@ def _row_kernel(
                 d = e * (push * inv_s) - even
                 if (y >= start) & (y < start + BLOCK):
                     d = tl.where(off == y, gy, d)
-            tl.store(D + off, (d * slope).to(D.dtype.element_ty), mask=off < W)
+            _store(D, d * slope, start, lane, lead, end, W, LEAD, BLOCK)
 
 
 def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width):
     n, vocab = logits.shape
-    block, num_warps = _tile(vocab, logits.element_size(), logits.device, do_stats, grad is not None)
-    out = logits if grad is None else grad
+    block, num_warps = _tile(vocab, logits.element_size(), do_stats, grad is not None)
+    out, vec = logits if grad is None else grad, 16 // logits.element_size()
+    # Rows that do not start at 16 bytes, as of 50257 columns, but alike in both tensors, which themselves do.
+    lead = width is None and logits.stride(0) % vec != 0 and (logits.stride(0) - out.stride(0)) % vec == 0
+    lead = lead and logits.data_ptr() % 16 == out.data_ptr() % 16 == 0
     scale = None if spec.scale == 1.0 and not spec.softcap else spec.scale
     _row_kernel[(n,)](
         logits, out, target, stats, stats if g_loss is None else g_loss, stats if g_entropy is None else g_entropy,
@@ -240,7 +263,7 @@ def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats,
         SOFTCAP=spec.softcap != 0.0, SMOOTH=spec.smoothing != 0.0, ENTROPY_=bool(spec.extras >> ENTROPY & 1),
         SUMSQ=bool(spec.extras >> LOG_SUM_SQ & 1), TOP1=bool(spec.extras >> IS_TOP1 & 1),
         MEAN=spec.smoothing != 0.0 or bool(spec.extras >> MEAN_LOGITS & 1),
-        BLOCK=block, VEC=min(block, 16 // logits.element_size()), num_warps=num_warps,
+        LEAD=lead, BLOCK=block, VEC=vec, num_warps=num_warps,
     )  # fmt: skip
 
 

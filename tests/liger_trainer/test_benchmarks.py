@@ -31,7 +31,7 @@ def test_ours_and_eager_agree_with_float64(dtype):
         case = make(*size, dtype=dtype)
         exact = case.reference(case)
         for provider in set(case.providers) & {"ours", "ours lean", "eager"}:
-            row = operations.measure(case, provider, case.providers[provider], exact, floor_s=1.0, brief=True)
+            row, _ = operations.measure(case, provider, case.providers[provider], exact, floor_s=1.0, brief=True)
             assert row["ms"] > 0, (case.operation, provider, row)
 
 
@@ -48,13 +48,13 @@ def test_a_wrong_result_is_not_timed_and_a_missing_peer_is_a_row():
 
     case = operations.rms_norm(8, 32, dtype=torch.bfloat16)
     exact = case.reference(case)
-    row = operations.measure(case, "peer", lambda x, w: 1.1 * case.providers["eager"](x, w), exact, 1.0)
-    assert row["note"] == "wrong, not timed" and "ms" not in row
+    row, run = operations.measure(case, "peer", lambda x, w: 1.1 * case.providers["eager"](x, w), exact, 1.0)
+    assert row["note"] == "wrong, not timed" and "ms" not in row and run is None
 
     def missing(x, w):
         import no_such_package  # noqa: F401
 
-    assert "no_such_package" in operations.measure(case, "peer", missing, exact, 1.0)["note"]
+    assert "no_such_package" in operations.measure(case, "peer", missing, exact, 1.0)[0]["note"]
     with pytest.raises(ModuleNotFoundError):  # ours must not fail in silence
         operations.measure(case, "ours", missing, exact, 1.0)
 
@@ -66,7 +66,7 @@ def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, monkeypa
     few = ["--tiny", "--only", "swiglu", "linear_logprobs", "--providers", "ours", "eager"]
     operations.main([*few, "--dtype", "bf16", "fp32", "--json", str(record)])
     rows = json.loads(record.read_text())["rows"]
-    assert len(rows) == 12 and all(row["of_floor"] > 0 for row in rows)
+    assert len(rows) == 12 and all(row["of_floor"] > 0 and len(row["visits_ms"]) == 2 for row in rows)
     assert "DPO head" in capsys.readouterr().out
     operations.main([*few, "--minutes", "0"])
     assert "not begun after 0 minutes" in capsys.readouterr().out
