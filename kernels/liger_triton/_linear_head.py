@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from ._dispatch import kernel_op, use_triton
 from ._head_checks import FLOAT_DTYPES, check_device, check_target, check_target_range
+from ._products import add_outer, back, project
 from ._row_pass import ENTROPY, LOSS, N_STATS, RowSpec, row_pass
 from ._scale import scaled
 
@@ -97,20 +98,7 @@ class _Accumulator:
         self.started = False
 
     def add(self, a, b):
-        a = a.t()
-        if a.dtype != self.sum.dtype:  # 16-bit factors, fp32 sum
-            if a.is_cuda:  # the product stays in the accumulators of the matrix units until it is added
-                if self.started:
-                    torch.addmm(self.sum, a, b, out_dtype=torch.float32, out=self.sum)
-                else:
-                    torch.mm(a, b, out_dtype=torch.float32, out=self.sum)
-                self.started = True
-                return
-            a, b = a.to(self.sum.dtype), b.to(self.sum.dtype)
-        if self.started:
-            self.sum.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=self.sum)
+        add_outer(self.sum, a, b, self.started)
         self.started = True
 
 
@@ -150,12 +138,9 @@ def _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec: He
         x_c, y_c = x[where].to(dtype), target[where]
         u_c = None if u is None else u[where].to(dtype)
         logits = buffer[: y_c.shape[0], :vocab]
-        if b is None:
-            torch.mm(x_c, w.t(), out=logits)
-        else:
-            torch.addmm(b, x_c, w.t(), out=logits)
+        project(x_c, w, logits, b)
         if u_c is not None:
-            logits.addmm_(u_c, lb.t())
+            project(u_c, lb, logits, add=True)
         stats_c = stats[:, where]  # a copy if rows were dropped
         gl_c, ge_c = (None if g is None else g[where] for g in (g_loss, g_entropy))
         row_pass(logits, logits if needs else None, y_c, stats_c, gl_c, ge_c, spec.rows, do_stats, width)
@@ -165,9 +150,9 @@ def _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec: He
             if grad is None:
                 continue
             if kept is None and grad.dtype == dtype:
-                torch.mm(logits, factor, out=grad[part])
+                back(logits, factor, out=grad[part])
             else:
-                grad[where] = torch.mm(logits, factor).to(grad.dtype)
+                grad[where] = back(logits, factor).to(grad.dtype)
         if dw is not None:
             dw.add(logits, x_c)
         if dlb is not None:

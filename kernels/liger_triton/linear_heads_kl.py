@@ -25,6 +25,7 @@ from ._head_checks import FLOAT_DTYPES, check_device, check_options, check_targe
 from ._heads import HeadsLoss, check_heads, check_per_row, spread, with_gradients
 from ._kl_pass import kl_pass, teacher_pass
 from ._linear_head import _Accumulator, _sum_dtype, chunk_size
+from ._products import back, project
 
 
 def _windows(valid, size):
@@ -96,7 +97,7 @@ def _walk(
         index = torch.cat((of_teacher, of_heads, places)).to(device, non_blocking=True)
         of_teacher, of_heads, places = index.split([len(of_teacher), len(of_heads), len(places)])
         teacher = buffer[: of_teacher.shape[0], :vocab]
-        torch.mm(teacher_hidden[of_teacher].to(dtype), teacher_factor.t(), out=teacher)
+        project(teacher_hidden[of_teacher].to(dtype), teacher_factor, teacher)
         stats, teacher_top = teacher_pass(teacher, scale, softcap)
         parts = list(zip(of_heads.split(per_head), places.split(per_head), strict=True))
         for group, factor, dw in zip(groups, factors, sums, strict=True):
@@ -107,7 +108,7 @@ def _walk(
             teacher_row = torch.cat([parts[k][1] for k in mine])
             flat = torch.cat([parts[k][0] + k * rows for k in mine])  # in (K * T)
             logits = buffer[of_teacher.shape[0] :][: flat.shape[0], :vocab]
-            torch.mm(x_c, factor.t(), out=logits)
+            project(x_c, factor, logits)
             w_c = None if row_weight is None else row_weight.view(-1)[flat]
             kl.view(-1)[flat], top = kl_pass(
                 logits, teacher, stats, teacher_row, w_c, scale, softcap, want_grad and (want_dx or dw is not None)
@@ -115,7 +116,7 @@ def _walk(
             wanted = teacher_top[teacher_row] if target is None else target.reshape(-1)[flat]
             agree.view(-1)[flat] = (top == wanted).float()
             if want_dx:
-                dx.view(-1, width)[flat] = torch.mm(logits, factor).to(dx.dtype)
+                dx.view(-1, width)[flat] = back(logits, factor).to(dx.dtype)
             if dw is not None:
                 dw.add(logits, x_c)
     return kl, agree, dx, [dw.sum for dw in sums if dw is not None]

@@ -7,7 +7,9 @@ from liger_triton._dispatch import use_triton
 from liger_triton._scale import launch_scale, scaled
 
 
-@pytest.mark.parametrize("shape, per_row", [((7, 5001), False), ((7, 5001), True), ((33,), False), ((3, 130), True)])
+@pytest.mark.parametrize(
+    "shape, per_row", [((7, 5001), False), ((7, 5001), True), ((33,), False), ((8192,), False), ((3, 130), True)]
+)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_kernel(shape, per_row, in_place, device):
     if not use_triton(torch.empty(0, device=device)):

@@ -1,0 +1,52 @@
+"""Matrix products over the vocabulary, at full speed for a vocabulary of any size.
+
+cuBLAS has fast kernels for 16-bit matrices whose contiguous dimensions are multiples of 16 bytes. Of a vocabulary that
+is not a multiple of 8 (50257, or 128256 and a token of one's own), the few words past the last multiple are multiplied
+on their own: two products in place of one, and no copy of the weight. Whole vocabularies, fp32 and CPUs: one product.
+
+Shapes  x (n, k), weight (V, k), logits and dl (n, V) of any row stride.
+"""
+
+import torch
+
+
+def _parts(vocab: int, like: torch.Tensor) -> list[slice]:
+    """The words past the last multiple of 16 bytes, if any, then the rest."""
+    odd = vocab % (16 // like.element_size()) if like.is_cuda and like.element_size() == 2 else 0
+    return [slice(vocab - odd, vocab), slice(0, vocab - odd)] if 0 < odd < vocab else [slice(0, vocab)]
+
+
+def project(x, weight, logits, bias=None, add=False) -> None:
+    """logits = x weight^T + bias, or with `add` logits += x weight^T."""
+    for part in _parts(weight.shape[0], x):
+        out, w = logits[:, part], weight[part].t()
+        if add:
+            out.addmm_(x, w)
+        elif bias is None:
+            torch.mm(x, w, out=out)
+        else:
+            torch.addmm(bias[part], x, w, out=out)
+
+
+def back(dl, weight, out=None) -> torch.Tensor:
+    """dl weight, (n, k), into `out` if it is given."""
+    first, *rest = _parts(weight.shape[0], dl)
+    out = torch.mm(dl[:, first], weight[first], out=out)
+    for part in rest:  # what is added to is small: it is the sum that is rounded
+        out.addmm_(dl[:, part], weight[part])
+    return out
+
+
+def add_outer(total, dl, x, started: bool) -> None:
+    """total (V, k) += dl^T x, or = if not `started`. `total` may be fp32 where the factors have 16 bits: then the
+    product stays in the accumulators of the matrix units until it is added (on a GPU; elsewhere they are converted)."""
+    wider = dl.dtype != total.dtype
+    if wider and not dl.is_cuda:
+        dl, x, wider = dl.to(total.dtype), x.to(total.dtype), False
+    more = {"out_dtype": total.dtype} if wider else {}
+    for part in _parts(total.shape[0], dl):
+        out, columns = total[part], dl[:, part].t()
+        if started:
+            torch.addmm(out, columns, x, out=out, **more)
+        else:
+            torch.mm(columns, x, out=out, **more)
