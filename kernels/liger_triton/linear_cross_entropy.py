@@ -81,5 +81,7 @@ def linear_cross_entropy(
         return loss.view(target.shape)
     if reduction == "sum":
         return loss.sum()
-    divisor = (y != ignore_index).sum().float() if row_weight is None else row_weight.sum()
+    if row_weight is None:
+        return loss.sum() / (y != ignore_index).sum().clamp(min=1)
+    divisor = row_weight.sum()
     return loss.sum() * torch.where(divisor == 0, 0.0, 1.0 / divisor)

@@ -359,7 +359,7 @@ def _check_args(args, kwargs: dict) -> None:
 
 def _settled(loss, parameters: list):
     """`loss` with its backward pass done: all that it kept for it is freed but the gradients of `parameters`."""
-    if not loss.requires_grad:
+    if not loss.requires_grad or torch.compiler.is_compiling():
         return loss
     return with_gradients(loss.detach(), parameters, torch.autograd.grad(loss, parameters))
 
