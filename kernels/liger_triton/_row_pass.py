@@ -251,8 +251,9 @@ def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats,
     n, vocab = logits.shape
     block, num_warps = _tile(vocab, logits.element_size(), do_stats, grad is not None)
     out, vec = logits if grad is None else grad, 16 // logits.element_size()
-    # Rows that do not start at 16 bytes, as of 50257 columns, but alike in both tensors, which themselves do.
-    lead = width is None and logits.stride(0) % vec != 0 and (logits.stride(0) - out.stride(0)) % vec == 0
+    # Rows that do not start or end at 16 bytes, as of 50257 columns, but alike in both tensors, which themselves do.
+    lead = width is None and (logits.stride(0) % vec != 0 or vocab % vec != 0)
+    lead = lead and (logits.stride(0) - out.stride(0)) % vec == 0
     lead = lead and logits.data_ptr() % 16 == out.data_ptr() % 16 == 0
     scale = None if spec.scale == 1.0 and not spec.softcap else spec.scale
     _row_kernel[(n,)](

@@ -361,6 +361,7 @@ def _settled(loss, parameters: list):
     """`loss` with its backward pass done: all that it kept for it is freed but the gradients of `parameters`."""
     if not loss.requires_grad or torch.compiler.is_compiling():
         return loss
+    parameters = [p for p in parameters if p.requires_grad]
     return with_gradients(loss.detach(), parameters, torch.autograd.grad(loss, parameters))
 
 

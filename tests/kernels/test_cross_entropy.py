@@ -213,6 +213,25 @@ def test_compile(reduction, dtype, device, row_pass, check_compiled):
     check_compiled(lambda z: cross_entropy(z * 2.0, y, reduction=reduction, label_smoothing=0.1), [leaf])
 
 
+@pytest.mark.parametrize("columns, first", [(V, 0), (V + 6, 0), (V + 13, 3), (V + 13, 0), (320, 0), (320, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_start_anywhere(columns, first, dtype, device, row_pass):
+    """In place in some columns of a wider tensor: the gradient is right, the other columns are as they were."""
+    wide = torch.randn(T, columns, device=device).to(dtype)
+    before, y = wide.clone(), inputs(device)[1]
+    y[1], y[2] = 0, V - 1
+    logits = wide[:, first : first + V]
+    z = logits.double().requires_grad_()
+    F.cross_entropy(z, y, reduction="sum").backward()
+    stats = torch.zeros(N_STATS, T, device=device)
+    run_row_pass(logits, logits, y, stats, None, None, RowSpec())
+    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
+    assert (logits - z.grad).norm() < bound * z.grad.norm()
+    torch.testing.assert_close(stats[0].double(), F.cross_entropy(z, y, reduction="none"), rtol=1e-5, atol=1e-6)
+    wide[:, first : first + V] = before[:, first : first + V]
+    assert torch.equal(wide, before)
+
+
 @pytest.mark.gpu
 def test_offsets_past_2_31():
     """Nine rows 2**28 elements apart: the last begins at element 2**31."""
