@@ -1,8 +1,9 @@
 """Matrix products over the vocabulary, at full speed for a vocabulary of any size.
 
-cuBLAS has fast kernels for 16-bit matrices whose contiguous dimensions are multiples of 16 bytes. Of a vocabulary that
-is not a multiple of 8 (50257, or 128256 and a token of one's own), the few words past the last multiple are multiplied
-on their own: two products in place of one, and no copy of the weight. Whole vocabularies, fp32 and CPUs: one product.
+cuBLAS has fast kernels for 16-bit matrices whose contiguous dimensions are multiples of 16 bytes ("Tensor Core Usage"
+in its documentation). Of a vocabulary that is not a multiple of 8 (50257, or 128256 and a token of one's own), the few
+words past the last multiple are multiplied on their own: two products in place of one, and no copy of the weight.
+Whole vocabularies, fp32 and CPUs: one product.
 
 Shapes  x (n, k), weight (V, k), logits and dl (n, V) of any row stride.
 """
