@@ -45,8 +45,8 @@ class LigerArguments:
     logging_nan_inf_filter: bool | None = field(
         default=None,
         metadata={
-            "help": "Leave NaN and infinite losses out of what is logged, for which every step waits for the GPU. "
-            "Unset: false with use_liger, else true, as in the stock trainer."
+            "help": "Leave NaN and infinite losses out of what is logged (and out of the evaluation loss), for which "
+            "every step waits for the GPU. Unset: false with use_liger, else true, as in the stock trainer."
         },
     )
 
