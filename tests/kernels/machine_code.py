@@ -1,0 +1,58 @@
+"""Compiles kernels for GPUs that need not be there and prints what their code does to memory, as one line of JSON.
+
+A script of its own: under TRITON_INTERPRET=1, with which the tests run, nothing is compiled.
+"""
+
+import json
+import re
+
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from liger_triton import _row_pass
+from liger_triton.geglu import _geglu_bwd_kernel
+from liger_triton.swiglu import _swiglu_bwd_kernel
+
+GATE = {"DY": "*bf16", "G": "*bf16", "U": "*bf16", "DG": "*bf16", "DU": "*bf16"}
+GATE_SIXTEEN = [*GATE, "dy_stride", "g_stride", "u_stride", "d_stride", "n"]
+ROW = {"X": "*bf16", "D": "*bf16", "TARGET": "*i64", "STATS": "*fp32", "GLOSS": "*fp32", "GENT": "*fp32"}
+ROW |= dict.fromkeys(("softcap", "smoothing", "z_loss"), "fp32")
+
+
+def row(block, aligned, **flags):
+    """The pass over logits, of rows that start at 16 bytes or anywhere. V is no multiple of 16 in either."""
+    flags = {"DO_STATS": True, "DO_GRAD": True, "TOP1": True} | flags
+    names = ("HAS_GLOSS", "HAS_GENT", "SOFTCAP", "SMOOTH", "ENTROPY_", "SUMSQ", "MEAN")
+    constants = dict.fromkeys(names, False) | flags | {"scale": None, "LEAD": not aligned, "BLOCK": block, "VEC": 8}
+    sixteen = [*[name for name, kind in ROW.items() if kind.startswith("*")], "stats_stride"]
+    return _row_pass._row_kernel, ROW, constants, sixteen + ["x_stride", "d_stride", "W"] * aligned, block // 256
+
+
+# Kernel, types of the pointers and floats, constants, which arguments are multiples of 16, warps.
+CASES = {
+    "swiglu": (_swiglu_bwd_kernel, GATE, {"BLOCK": 2048}, GATE_SIXTEEN, 4),
+    "geglu": (_geglu_bwd_kernel, GATE, {"BLOCK": 2048, "TANH": True}, GATE_SIXTEEN, 4),
+    "rows": row(8192, True),
+    "rows anywhere": row(4096, False),
+    "statistics": row(4096, True, DO_GRAD=False, ENTROPY_=True),
+}
+
+
+def accesses(case, capability):
+    """Accesses of global memory in the order of the code, and the bytes of shared memory."""
+    kernel, pointers, constants, sixteen, num_warps = case
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in sixteen}
+    built = compile_kernel(
+        ASTSource(kernel, signature, constants, attrs),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps},
+    )
+    found = re.findall(r"\b((?:ld|st)\.global[.\w:]*)", built.asm["ptx"])
+    return {"accesses": found, "shared": built.metadata.shared}
+
+
+if __name__ == "__main__":
+    print(json.dumps({f"{name} {sm}": accesses(case, sm) for name, case in CASES.items() for sm in (80, 90, 120)}))

@@ -1,0 +1,49 @@
+"""What is promised of the machine code, on sm_80, sm_90 and sm_120, no GPU needed: kernels compiled for them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+CAPABILITIES = (80, 90, 120)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    script = Path(__file__).with_name("machine_code.py")
+    result = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def wide(access):
+    return ".v4.b32" in access or ".v4.u32" in access
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("gate", ["swiglu", "geglu"])
+def test_a_gate_loads_before_it_stores(gate, capability, compiled):
+    """Its gradients may be written over its inputs: a thread has loaded all that it needs, and no other has a part."""
+    found = compiled[f"{gate} {capability}"]
+    kinds = [access[:2] for access in found["accesses"]]
+    assert kinds == sorted(kinds) and set(kinds) == {"ld", "st"}, found
+    assert found["shared"] == 0 and all(map(wide, found["accesses"]))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("case", ["rows", "rows anywhere", "statistics"])
+def test_logits_are_loaded_16_bytes_at_a_time(case, capability, compiled):
+    """Narrow are the target's own logit and, where it ties with the maximum, those before it; of rows that start
+    anywhere, what is stored at both ends."""
+    accesses = compiled[f"{case} {capability}"]["accesses"]
+    narrow = {kind: sum(a.startswith(kind) and "16" in a for a in accesses) for kind in ("ld", "st")}
+    assert narrow["ld"] == 1 + 8 and narrow["st"] <= (16 if case == "rows anywhere" else 0), accesses
+    sweeps = sum(wide(a) for a in accesses if a.startswith("ld"))
+    assert sweeps == (1 if case == "statistics" else 2)
+    assert any(wide(a) for a in accesses if a.startswith("st")) == (case != "statistics")
