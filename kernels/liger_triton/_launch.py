@@ -9,6 +9,7 @@ from ._dispatch import INTERPRET, triton, use_triton
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
+MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads are the most a program may have; a wavefront has 64
 TILE = 4096  # elements of a tile of narrow rows: 16 a thread with 8 warps, two 16-byte loads of bf16
 
 
@@ -45,7 +46,7 @@ def row_tile(n: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps) for rows of n elements: one wide row, or as many narrow ones as fill a tile."""
     block_n = triton.next_power_of_2(n)
     block_m = max(1, TILE // block_n)
-    return block_m, block_n, min(32, max(4, block_m * block_n // 512))
+    return block_m, block_n, min(MAX_WARPS, max(4, block_m * block_n // 512))
 
 
 @functools.cache
@@ -67,7 +68,7 @@ def backward_tile(n: int, itemsize: int, tensors: int, device: torch.device) -> 
     block_m = max(1, BACKWARD_TILE // block_n)
     tile_bytes = tensors * block_m * block_n * itemsize
     stages = max(1, min(3, _shared_memory(device) // tile_bytes))
-    return block_m, block_n, min(32, max(8, block_m * block_n // 1024)), stages
+    return block_m, block_n, min(MAX_WARPS, max(8, block_m * block_n // 1024)), stages
 
 
 def persistent_grid(tiles: int, device: torch.device) -> int:

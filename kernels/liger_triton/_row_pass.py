@@ -27,6 +27,7 @@ import torch
 
 from . import _dispatch
 from ._dispatch import jit, tl, triton
+from ._launch import MAX_WARPS
 
 LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
 N_STATS = 7
@@ -35,10 +36,10 @@ MAX_BLOCK = 8192  # elements of a row that one program takes at a time
 
 def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int, int]:
     """(BLOCK, num_warps): the fastest on an H200. A row that is read twice is partly in the L2 cache the second time,
-    a wide one only with few in flight. ROCm: 1024 threads, the most there are, are 16 wavefronts."""
+    a wide one only with few in flight."""
     block, num_warps = 4096, 16 if do_grad else 8
     if do_stats and do_grad and vocab * itemsize > 1 << 17:
-        block, num_warps = 8192, 16 if torch.version.hip else 32
+        block, num_warps = 8192, MAX_WARPS
     block = min(MAX_BLOCK, block, max(128, triton.next_power_of_2(vocab)))
     return block, max(4, min(num_warps, block // 256))
 
