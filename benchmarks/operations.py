@@ -216,7 +216,7 @@ def run_cases(cases, dtypes, options, providers=None, brief=False):
                     visit(row, case, run, floor_s)
                     release()
             rows += [row for row, _ in found]
-            del case, exact, found, run
+            case = exact = found = run = None  # their memory, before the next case takes its own
             if options.json:  # after every case: a run that is cut short keeps what it has measured
                 record = {
                     "copy_bytes_per_s": copy,

@@ -2,12 +2,17 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import matplotlib
 import pytest
 import torch
+import yaml
+
+from liger_trainer.paths import shipped
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 
@@ -172,3 +177,22 @@ def test_arms_train_on_the_same_rows(kind, arms):
     assert rows[0]["flop_per_token"] == rows[1]["flop_per_token"]
     want = math.log(2) if kind == "dpo" else math.log(1031)
     assert rows[0]["losses"][0] == pytest.approx(want, rel=0.05)
+
+
+def test_training_through_accelerate_launch(tmp_path):
+    """Two processes, of which the first reports: the row of an arm, and losses that are not those of one process."""
+    config = yaml.safe_load((shipped("configs") / "ddp.yaml").read_text())
+    (tmp_path / "ddp.yaml").write_text(yaml.safe_dump(config | {"use_cpu": True, "mixed_precision": "no"}))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    losses = []
+    for launch in ((), ("--config_file", str(tmp_path / "ddp.yaml"), "--processes", "2")):
+        record = tmp_path / f"{len(launch)}.json"
+        sizes = ["--model", "tiny", "--batch", "2", "--length", "32", "--steps", "5", "--json", str(record)]
+        subprocess.run(
+            [sys.executable, f"{BENCHMARKS}/training.py", *sizes, "--arms", "LigerTrainer", *launch],
+            env=env, check=True, timeout=240,
+        )  # fmt: skip
+        (row,) = json.loads(record.read_text())["rows"]
+        assert row["tokens_per_s"] > 0
+        losses.append(row["losses"][0])
+    assert losses[0] == pytest.approx(losses[1], rel=0.01) and losses[0] != losses[1], "twice the rows"
