@@ -228,7 +228,7 @@ def _one_number(g, counted):
     if g.shape[0] == 0:
         return g.new_zeros(())
     if g.stride(0) == 0 and not torch.compiler.is_compiling():
-        return g[0]  # one number expanded, as the sum of the rows hands it down
+        return torch.where(counted.any(), g[0], 0.0)  # one number expanded, as the sum of the rows hands it down
     low = torch.where(counted, g, torch.inf).amin()
     high = torch.where(counted, g, -torch.inf).amax()
     value = torch.where(low == high, low, torch.nan)

@@ -88,7 +88,7 @@ def _walk(
     dx = torch.zeros((heads, rows, width) if want_dx else 0, dtype=hidden[0].dtype, device=device)
     counts = [int(on_cpu[group.start : group.stop].any()) for group in groups]
     sums = [_Accumulator(w, lean, n) if want else None for w, want, n in zip(weights, want_dw, counts, strict=True)]
-    # Columns padded to 64 elements: rows start at a cache line and load in full width, whatever the vocabulary.
+    # Columns padded to 64 elements: rows start at a cache line, whatever the vocabulary.
     padded = -(-vocab // 64) * 64 if use_triton(valid) else vocab
     buffer = torch.empty(((1 + most) * size, padded), dtype=dtype, device=device)
     want_grad = want_dx or any(want_dw)

@@ -160,6 +160,16 @@ def test_all_rows_ignored(reduction, device, row_pass):
     assert weighted.item() == 0.0
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_all_rows_ignored_and_divided_by_their_number(reduction, device, row_pass):
+    """0 / 0 is NaN, and its gradient infinite; that of the inputs is 0, as from F.cross_entropy."""
+    x, w, b, y = inputs(device)
+    loss = linear_cross_entropy(x, w, torch.full_like(y, -100), b, reduction=reduction).sum()
+    (loss / torch.zeros((), device=device)).backward()
+    for t in (x, w, b):
+        assert torch.equal(t.grad, torch.zeros_like(t))
+
+
 def test_no_rows(device, row_pass):
     x, w, b, y = inputs(device, rows=0)
     for reduction in ("mean", "none"):

@@ -18,6 +18,8 @@ from transformers import TrainerCallback
 from liger_trainer import apply_liger
 
 DDP = {
+    "stage1-tied-hard": {},
+    "stage1-untied-hard": {"medusa_tied": False},
     "stage1-tied-soft": {"medusa_targets": "soft"},
     "stage2-untied-hard": {"medusa_stage": 2, "medusa_tied": False},
 }

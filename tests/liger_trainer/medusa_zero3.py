@@ -15,6 +15,8 @@ from tiny_models import ragged_rows, tiny_tokenizer
 from liger_trainer import LigerMedusaTrainer, MedusaConfig
 
 CASES = {
+    "stage1-tied-hard": {},
+    "stage1-untied-hard": {"medusa_tied": False},
     "stage1-tied-soft": {"medusa_targets": "soft"},
     "stage2-untied-hard": {"medusa_stage": 2, "medusa_tied": False},
 }
