@@ -68,8 +68,9 @@ def why_not_fusable(head: nn.Module) -> str | None:
     elif hasattr(head, "lora_A") and hasattr(head, "base_layer"):
         if not _is_plain_linear(head.base_layer):
             return f"its LoRA wraps a {type(head.base_layer).__name__}"
-        if not isinstance(head, nn.Module) or type(head).__name__ != "Linear":
-            return f"its adapter layer is a {type(head).__name__}, not a plain LoRA"
+        kind = next(c for c in type(head).__mro__ if not issubclass(c, FSDPModule)).__name__  # FSDP2 makes subclasses
+        if kind != "Linear":
+            return f"its adapter layer is a {kind}, not a plain LoRA"
         active = [name for name in head.active_adapters if name in head.lora_A]
         if not (head.disable_adapters or head.merged):
             if len(active) > 1:

@@ -1,6 +1,7 @@
 """`LigerTrainer`: `transformers.Trainer` with the model patched at init and the loss computed without logits."""
 
 import os
+from functools import partial
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -204,11 +205,14 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             return super().compute_loss(
                 self._own_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch
             )
-        if self.label_smoother is None or wants_logits or not self._is_causal_lm():
+        smoother = self.label_smoother
+        if smoother is None or not self._is_causal_lm():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        smoother, self.label_smoother = self.label_smoother, None  # the model keeps its labels and smooths them itself
+        if wants_logits:  # the stock trainer knows a causal model by the name of its class, which FSDP2 changes
+            self.label_smoother = partial(smoother, shift_labels=True)
+        else:  # the model keeps its labels and smooths them itself
+            self.label_smoother, inputs = None, {**inputs, "label_smoothing": smoother.epsilon}
         try:
-            inputs = {**inputs, "label_smoothing": smoother.epsilon}
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.label_smoother = smoother
@@ -227,8 +231,12 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             )
 
     def _is_causal_lm(self) -> bool:
-        """The test by which the stock trainer decides to shift labels for its `LabelSmoother`."""
-        return type(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        """The test by which the stock trainer decides to shift labels for its `LabelSmoother`.
+
+        But FSDP2 gives the model a class of another name, under which the stock trainer shifts no labels.
+        """
+        names = {base.__name__ for base in type(base_model_of(self.model)).__mro__}
+        return not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
     def _own_loss_model(self, model, wants_logits: bool):
         """Stand-in for `model` returning the loss of `token_loss`; `Trainer.compute_loss` scales it as any model's."""

@@ -83,8 +83,10 @@ def linear_logprobs(
         ignore_index, logit_scale / temperature, (softcap or 0.0) / temperature, float(label_smoothing), 0.0, extras
     )
     loss, entropy, stats = run_head(prepared, None, rows, uniform_grad, accumulate, chunk_rows)
-    found = {"log_probs": -loss, "entropy": entropy}
-    for name in ("log_sum_sq_probs", "mean_logits", "is_top1"):
-        found[name] = stats[_STATISTIC[name]]
+    found = {name: stats[_STATISTIC[name]].view(target.shape) for name in _STATISTIC}
     found["is_top1"] = found["is_top1"] > 0
-    return LogProbs(**{name: found[name].view(target.shape) for name in outputs})
+    # What has a gradient is no view: FSDP2 hangs its gather on what a module returns, and a write into a view drops it.
+    found["log_probs"] = -loss.view(target.shape)
+    if "entropy" in outputs:
+        found["entropy"] = entropy.view(target.shape).clone()
+    return LogProbs(**{name: found[name] for name in outputs})

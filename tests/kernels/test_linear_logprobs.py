@@ -180,6 +180,8 @@ def test_leading_dimensions(device, check_close):
         [x, w],
     )
     assert out[0].shape == (2, 11)
+    found = linear_logprobs(x, w, y, outputs=("log_probs", "entropy"))
+    assert not found.log_probs._is_view() and not found.entropy._is_view()  # a write into a view drops FSDP2's gather
 
 
 @pytest.mark.parametrize("uniform", [False, True])

@@ -131,7 +131,7 @@ def test_two_processes_print_one_summary(folder):
     done = run_elsewhere(
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "configs" / "ddp.yaml",
         "--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0",
-        "-m", "liger_trainer", "train", recipe, cwd=folder,
+        Path(__file__).with_name("launched_cli.py"), "train", recipe, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1

@@ -1,44 +1,16 @@
 """Two gloo ranks with different rows, one step: the gradients are bit-equal across ranks, and those of one process."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from recipe_fixtures import write_model, write_recipe, write_rows
+from launching import HERE, accelerate_fsdp2, torchrun
+from recipe_fixtures import command, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
 from tiny_models import collate, ragged_rows, tiny_model
 from two_ranks import MODES
-from yaml import safe_dump as dump_yaml
-from yaml import safe_load as load_yaml
-
-from liger_trainer.paths import shipped
-
-HERE = Path(__file__).parent
 
 
 def two_ranks(mode, out):
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        "0",
-        "--standalone",
-    ]
-    result = subprocess.run(
-        [*command, str(HERE / "two_ranks.py"), mode, str(out)], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    torchrun("two_ranks.py", mode, out)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -63,28 +35,30 @@ def test_ddp_of_trainers_that_sample(tmp_path):
         torch.testing.assert_close(first[name], stock, rtol=1e-4, atol=1e-6 * stock.norm().item(), msg=name)
 
 
-def test_fsdp2_through_accelerate_launch(tmp_path):
-    """The shipped config, on CPUs: the saved weights are those of one process with all the rows of a step."""
-    config = load_yaml((shipped("configs") / "fsdp2.yaml").read_text())
-    config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
-    (tmp_path / "fsdp2.yaml").write_text(dump_yaml(config))
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothing"])
+def test_fsdp2_through_accelerate_launch(options, tmp_path, capsys):
+    """The shipped config: the saved weights are those of one process with all the rows of a step, resumed or not."""
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl")
     # Without the large epsilon, gradients that are nothing but rounding make steps of full length.
-    recipe = write_recipe(tmp_path, use_cpu=True, adam_epsilon=1e-3, max_steps=3)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp2.yaml")]
-    weights = []
-    for start, batch in ((launch, 2), ([sys.executable], 4)):
-        out = tmp_path / f"batch-{batch}"
-        options = ["--per_device_train_batch_size", str(batch), "--output_dir", str(out)]
-        result = subprocess.run(
-            [*start, "-m", "liger_trainer", "train", str(recipe), *options],
-            env=env, capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stdout + result.stderr
-        weights.append(load_file(out / "model.safetensors"))
-    sharded, whole = weights
+    steps = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    recipe = write_recipe(tmp_path, use_cpu=True, adam_epsilon=1e-3, **steps, **options)
+    out = [tmp_path / name for name in ("sharded", "whole")]
+    train = ("train", recipe, "--output_dir")
+    done = accelerate_fsdp2(tmp_path, HERE / "launched_cli.py", *train, out[0])
+    assert done.stdout.count("Summary") == 1
+    code, _, err = command(capsys, *train, out[1], "--per_device_train_batch_size", 4)
+    assert code == 0, err
+    assert_trained_alike(*out)
+    (out[0] / "model.safetensors").unlink()
+    resumed = ("--resume_from_checkpoint", out[0] / "checkpoint-2")
+    done = accelerate_fsdp2(tmp_path, HERE / "launched_cli.py", *train, out[0], *resumed)
+    assert "resumed at step 2" in done.stdout
+    assert_trained_alike(*out)
+
+
+def assert_trained_alike(sharded, whole):
+    sharded, whole = (load_file(folder / "model.safetensors") for folder in (sharded, whole))
     start = tiny_model("llama").state_dict()
     assert sharded.keys() == whole.keys()
     for name, want in whole.items():

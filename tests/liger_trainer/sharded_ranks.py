@@ -1,10 +1,11 @@
-"""One rank of `test_deepspeed.py`: `torchrun --nproc_per_node 2 deepspeed_ranks.py STAGE OUT_DIR`, gloo on CPU.
+"""One of the two ranks of `test_sharded.py`, gloo on CPU: `sharded_ranks.py MODE OUT_DIR`, MODE zero2, zero3 or fsdp2.
 
-Every case trains the stock trainer and ours. Saves the weights after three steps and what was logged.
+Every case trains the stock trainer and ours. Saves the weights after three steps, and what those and an evaluation log.
 """
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,11 +13,13 @@ import torch.distributed as dist
 import transformers
 import trl
 from datasets import Dataset
-from medusa_zero3 import ZERO3
+from launching import shard_on_cpus
+from medusa_sharded import ZERO3
 from pair_parity import pair_rows
 from peft import LoraConfig, get_peft_model
 from step_parity import letters
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -33,6 +36,8 @@ STOCK = {"ORPO": (ORPOTrainer, ORPOConfig), "": (transformers.Trainer, transform
 # Name of the trainer, rows, options, and the models it gets besides.
 CASES = {
     "trainer": ("", None, {"remove_unused_columns": False}, ()),
+    "trainer-tied": ("", None, {"remove_unused_columns": False}, ()),
+    "trainer-smoothing": ("", None, {"remove_unused_columns": False, "label_smoothing_factor": 0.1}, ()),
     "trainer-lora-on-the-head": ("", None, {"remove_unused_columns": False}, ()),
     "sft": ("SFT", None, {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}}, ()),
     "sft-checkpointing": (
@@ -45,14 +50,12 @@ CASES = {
     "grpo": ("GRPO", PROMPTS, WRITES | {"num_generations": 2}, ()),
     "distillation": ("Distillation", PROMPTS, WRITES, ("teacher_model",)),
 }  # fmt: skip
-OF_STAGE = {2: ("trainer", "trainer-lora-on-the-head", "dpo"), 3: tuple(CASES)}
+ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
+DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3}
+OF_MODE = {"zero2": ("trainer", "trainer-lora-on-the-head", "dpo"), "zero3": tuple(CASES), "fsdp2": tuple(CASES)}
 
 
-def config(stage):
-    return ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": stage}}
-
-
-def trainer_of(case, ours, stage, out, folder):
+def trainer_of(case, ours, mode, out, folder):
     name, rows, options, models = CASES[case]
     if ours:
         args_name = "LigerTrainingArguments" if not name else f"Liger{name}Config"
@@ -64,14 +67,14 @@ def trainer_of(case, ours, stage, out, folder):
         output_dir=out, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
         lr_scheduler_type="constant", optim="adamw_torch", report_to="none", save_strategy="no", use_cpu=True,
         adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
-        disable_tqdm=True, logging_steps=1, bf16=False, deepspeed=config(stage),
+        disable_tqdm=True, logging_steps=1, bf16=False, deepspeed=DEEPSPEED.get(mode),
         **({"gradient_checkpointing": False} | options),
     )  # fmt: skip
 
-    def load(seed):  # in parts under stage 3, now that there are args
-        return AutoModelForCausalLM.from_pretrained(folder / str(seed), dtype="float32", attn_implementation="eager")
+    def load(which):  # in parts under ZeRO-3, now that there are args
+        return AutoModelForCausalLM.from_pretrained(folder / which, dtype="float32", attn_implementation="eager")
 
-    model, given = load(0), {name: load(7) for name in models}
+    model, given = load("tied" if "tied" in case else "policy"), {name: load("other") for name in models}
     if "lora" in case:
         torch.manual_seed(3)
         targets = ["q_proj", "lm_head"]
@@ -79,21 +82,30 @@ def trainer_of(case, ours, stage, out, folder):
     if name == "GRPO":
         given["reward_funcs"] = letters
     if not name:
-        given |= {"train_dataset": ragged_rows(24), "data_collator": collate}
+        given |= {"train_dataset": ragged_rows(24), "eval_dataset": ragged_rows(8), "data_collator": collate}
     else:
         given["train_dataset"] = Dataset.from_list(rows or ragged_rows(24))
+        given["eval_dataset"] = given["train_dataset"].select(range(8))
         given["processing_class"] = tiny_tokenizer()
-    return trainer_class(model=model, args=args, **given)
+    trainer = trainer_class(model=model, args=args, **given)
+    if case == "trainer-smoothing" and mode == "fsdp2" and not ours:
+        # It decides by the name of the model's class, which FSDP2 changes, and would then learn to copy its input.
+        trainer.label_smoother = partial(trainer.label_smoother, shift_labels=True)
+    return trainer
 
 
-def run(case, ours, stage, out, folder):
+def run(case, ours, mode, out, folder):
     transformers.set_seed(0)
-    trainer = trainer_of(case, ours, stage, f"{out}/{case}-{ours}", folder)
-    if stage == 3:
+    trainer = trainer_of(case, ours, mode, f"{out}/{case}-{ours}", folder)
+    if mode == "zero3":
         assert any(p.numel() == 0 for p in trainer.model.parameters()), "the model was loaded in parts"
     trainer.train()
+    if mode == "fsdp2":
+        assert all(isinstance(p, DTensor) for p in trainer.model_wrapped.parameters()), "the model was sharded"
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    logs = [{k: v for k, v in log.items() if k in ("loss", "grad_norm")} for log in trainer.state.log_history]
+    trainer.evaluate()
+    wanted = ("loss", "grad_norm", "eval_loss")
+    logs = [{k: v for k, v in log.items() if k in wanted} for log in trainer.state.log_history]
     return {
         "weights": weights and {k: v.float().clone() for k, v in weights.items()},
         "logs": [log for log in logs if log],
@@ -101,15 +113,20 @@ def run(case, ours, stage, out, folder):
 
 
 if __name__ == "__main__":
-    import deepspeed
-
     torch.set_num_threads(1)
-    stage, out = int(sys.argv[1]), sys.argv[2]
+    mode, out = sys.argv[1:]
     folder = Path(out, "models", os.environ["RANK"])
-    for seed in (0, 7):  # before the process group exists, which would have rank 0 alone save
-        tiny_model("llama", seed=seed).save_pretrained(folder / str(seed))
-    deepspeed.init_distributed("gloo")
-    results = {case: [run(case, ours, stage, out, folder) for ours in (False, True)] for case in OF_STAGE[stage]}
+    models = {"policy": {}, "other": {"seed": 7}, "tied": {"tie_word_embeddings": True}}
+    for which, options in models.items():  # before the process group exists, which would have rank 0 alone save
+        tiny_model("llama", **options).save_pretrained(folder / which)
+    if mode == "fsdp2":
+        shard_on_cpus()
+        dist.init_process_group("gloo")
+    else:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    results = {case: [run(case, ours, mode, out, folder) for ours in (False, True)] for case in OF_MODE[mode]}
     torch.save(results, f"{out}/{dist.get_rank()}.pt")
     dist.barrier()
     sys.stdout.flush()

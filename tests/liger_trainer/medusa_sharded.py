@@ -1,6 +1,6 @@
-"""One rank of `test_medusa_distributed.py::test_zero3`: `torchrun --nproc_per_node 2 medusa_zero3.py MODEL OUT_DIR`.
+"""One of the two ranks of `test_medusa_distributed.py::test_sharded`: `medusa_sharded.py MODE MODEL OUT_DIR`.
 
-DeepSpeed on CPU, with gloo. The test calls `train` without it for the same training in one process.
+MODE is zero3 or fsdp2; on CPU, with gloo. The test calls `train` for the same training in one process.
 """
 
 import json
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from launching import shard_on_cpus
 from tiny_models import ragged_rows, tiny_tokenizer
+from torch.distributed.tensor import DTensor
 
 from liger_trainer import LigerMedusaTrainer, MedusaConfig
 
@@ -18,6 +20,7 @@ CASES = {
     "stage1-tied-hard": {},
     "stage1-untied-hard": {"medusa_tied": False},
     "stage1-tied-soft": {"medusa_targets": "soft"},
+    "stage2-tied-hard": {"medusa_stage": 2},
     "stage2-untied-hard": {"medusa_stage": 2, "medusa_tied": False},
 }
 AUTO = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
@@ -31,38 +34,49 @@ ZERO3 = dict.fromkeys(AUTO, "auto") | {
 }  # fmt: skip
 
 
-def train(name, model, out, deepspeed=None, resume=None):
+def train(name, model, out, mode=None, resume=None):
     """Three steps of 16 rows, in two micro-batches a process; saves the heads, in stage 2 the model, and the log."""
-    world = int(os.environ.get("WORLD_SIZE", 1)) if deepspeed else 1
+    world = int(os.environ.get("WORLD_SIZE", 1)) if mode else 1
     args = MedusaConfig(
         output_dir=out, per_device_train_batch_size=8 // world, gradient_accumulation_steps=2, max_steps=3,
         learning_rate=1e-2, lr_scheduler_type="constant", optim="adamw_torch", max_grad_norm=0.0, bf16=False,
         adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
         gradient_checkpointing=False, save_strategy="steps", save_steps=2, logging_steps=1, report_to="none",
-        disable_tqdm=True, use_cpu=True, max_length=64, medusa_decay=0.7, deepspeed=deepspeed,
+        disable_tqdm=True, use_cpu=True, max_length=64, medusa_decay=0.7, eval_strategy="steps", eval_steps=2,
+        deepspeed=json.loads(json.dumps(ZERO3)) if mode == "zero3" else None,
         model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"}, **CASES[name],
     )  # fmt: skip
     rows = Dataset.from_list(ragged_rows(48))
-    trainer = LigerMedusaTrainer(model, args, train_dataset=rows, processing_class=tiny_tokenizer())
-    if deepspeed:
+    trainer = LigerMedusaTrainer(
+        model, args, train_dataset=rows, eval_dataset=rows.select(range(16)), processing_class=tiny_tokenizer()
+    )
+    if mode == "zero3":
         assert next(trainer.model.parameters()).numel() == 0, "the model was loaded in parts"
     trainer.train(resume_from_checkpoint=resume)
+    if mode == "fsdp2":
+        assert all(isinstance(p, DTensor) for p in trainer.model_wrapped.parameters()), "the model was sharded"
     trainer.save_model(out)
     if trainer.is_world_process_zero():
-        numbers = [{k: v for k, v in log.items() if "medusa" in k or k == "loss"} for log in trainer.state.log_history]
-        Path(out, "log.json").write_text(json.dumps(numbers[:-1]))
+        numbers = [
+            {k: v for k, v in log.items() if k.removeprefix("eval_").startswith(("medusa", "loss"))}
+            for log in trainer.state.log_history
+        ]
+        Path(out, "log.json").write_text(json.dumps([log for log in numbers if log]))
 
 
 if __name__ == "__main__":
-    import deepspeed
-
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
-    model, root = sys.argv[1:]
+    mode, model, root = sys.argv[1:]
+    if mode == "zero3":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    else:
+        shard_on_cpus()
     for name in CASES:
         out = f"{root}/{name}"
-        train(name, model, out, json.loads(json.dumps(ZERO3)))
-        train(name, model, f"{root}/{name}-resumed", json.loads(json.dumps(ZERO3)), resume=f"{out}/checkpoint-2")
+        train(name, model, out, mode)
+        train(name, model, f"{root}/{name}-resumed", mode, resume=f"{out}/checkpoint-2")
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)
