@@ -1,6 +1,7 @@
 """`LigerTrainer`: `transformers.Trainer` with the model patched at init and the loss computed without logits."""
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -62,6 +63,18 @@ class LigerTrainerMixin:
     @property
     def head_is_ours(self) -> bool:
         return self.liger_report is not None and has_fused_head(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the stock trainer does, but losses and log-probs stay fp32 under FSDP2 with 16-bit arithmetic.
+
+        accelerate has FSDP2 round all that a unit returns to the 16-bit type. Of a sum of 500 log-probs that leaves
+        steps of 4 nats. Hidden states are of that type anyhow.
+        """
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+        if getattr(self.args, "use_liger", True) and getattr(policy, "output_dtype", None) is not None:
+            plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
     def _wants(self, part: str) -> bool:
         return bool(

@@ -1,4 +1,4 @@
-"""One of the two ranks of `test_sharded.py`, gloo on CPU: `sharded_ranks.py MODE OUT_DIR`, MODE zero2, zero3 or fsdp2.
+"""One of the two ranks of `test_sharded.py`, gloo on CPU: `sharded_ranks.py MODE OUT_DIR`, MODE a key of `OF_MODE`.
 
 Every case trains the stock trainer and ours. Saves the weights after three steps, and what those and an evaluation log.
 """
@@ -52,7 +52,10 @@ CASES = {
 }  # fmt: skip
 ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
 DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3}
-OF_MODE = {"zero2": ("trainer", "trainer-lora-on-the-head", "dpo"), "zero3": tuple(CASES), "fsdp2": tuple(CASES)}
+OF_MODE = {
+    "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
+    **dict.fromkeys(("zero3", "fsdp2", "fsdp2-bf16"), tuple(CASES)),  # bf16: ours, beside stock in fp32
+}
 
 
 def trainer_of(case, ours, mode, out, folder):
@@ -67,7 +70,7 @@ def trainer_of(case, ours, mode, out, folder):
         output_dir=out, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
         lr_scheduler_type="constant", optim="adamw_torch", report_to="none", save_strategy="no", use_cpu=True,
         adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
-        disable_tqdm=True, logging_steps=1, bf16=False, deepspeed=DEEPSPEED.get(mode),
+        disable_tqdm=True, logging_steps=1, bf16=ours and mode.endswith("bf16"), deepspeed=DEEPSPEED.get(mode),
         **({"gradient_checkpointing": False} | options),
     )  # fmt: skip
 
@@ -88,7 +91,7 @@ def trainer_of(case, ours, mode, out, folder):
         given["eval_dataset"] = given["train_dataset"].select(range(8))
         given["processing_class"] = tiny_tokenizer()
     trainer = trainer_class(model=model, args=args, **given)
-    if case == "trainer-smoothing" and mode == "fsdp2" and not ours:
+    if case == "trainer-smoothing" and mode.startswith("fsdp2") and not ours:
         # It decides by the name of the model's class, which FSDP2 changes, and would then learn to copy its input.
         trainer.label_smoother = partial(trainer.label_smoother, shift_labels=True)
     return trainer
@@ -100,7 +103,7 @@ def run(case, ours, mode, out, folder):
     if mode == "zero3":
         assert any(p.numel() == 0 for p in trainer.model.parameters()), "the model was loaded in parts"
     trainer.train()
-    if mode == "fsdp2":
+    if mode.startswith("fsdp2"):
         assert all(isinstance(p, DTensor) for p in trainer.model_wrapped.parameters()), "the model was sharded"
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     trainer.evaluate()
@@ -119,7 +122,7 @@ if __name__ == "__main__":
     models = {"policy": {}, "other": {"seed": 7}, "tied": {"tie_word_embeddings": True}}
     for which, options in models.items():  # before the process group exists, which would have rank 0 alone save
         tiny_model("llama", **options).save_pretrained(folder / which)
-    if mode == "fsdp2":
+    if mode.startswith("fsdp2"):
         shard_on_cpus()
         dist.init_process_group("gloo")
     else:

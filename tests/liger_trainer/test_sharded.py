@@ -8,9 +8,9 @@ from launching import HERE, accelerate_fsdp2, torchrun
 from sharded_ranks import OF_MODE
 
 
-@pytest.mark.parametrize("mode", OF_MODE)
-def test_weights(mode, tmp_path):
-    if mode == "fsdp2":
+def trained(mode, tmp_path):
+    """{case: (stock, ours)} of rank 0."""
+    if mode.startswith("fsdp2"):
         done = accelerate_fsdp2(tmp_path, HERE / "sharded_ranks.py", mode, tmp_path)
     elif importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
@@ -19,10 +19,27 @@ def test_weights(mode, tmp_path):
     assert "fused_linear_cross_entropy 1/1" in done.stderr and "not fused" not in done.stderr
     first = torch.load(tmp_path / "0.pt")
     assert tuple(first) == OF_MODE[mode]
-    for case, (stock, ours) in first.items():
+    return first
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "zero2", "zero3"])
+def test_weights(mode, tmp_path):
+    for case, (stock, ours) in trained(mode, tmp_path).items():
         assert len(ours["logs"]) == 4 and len(stock["weights"]) >= 21
         for got, want in zip(ours["logs"], stock["logs"], strict=True):
             assert got == pytest.approx(want, rel=1e-4), case
         for name, want in stock["weights"].items():
             error = (ours["weights"][name] - want).norm() / want.norm()
             assert error < 1e-5, f"{case}: {name} {error:.1e}"
+
+
+def test_bf16_under_fsdp2(tmp_path):
+    """The first step is that of the stock trainers in fp32 but for the products: no loss or log-prob was rounded.
+
+    The stock trainers round them (0.2 % of a loss here), and of KTO's metrics then only some: the ranks disagree on how
+    much to send, and it crashes.
+    """
+    for case, (stock, ours) in trained("fsdp2-bf16", tmp_path).items():
+        (got, *_), (want, *_) = ours["logs"], stock["logs"]
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-3), case
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-3), case
