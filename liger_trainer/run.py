@@ -150,12 +150,15 @@ def _heads_evaluation(trainer, eval_rows):
 
 def _needs_reference(recipe: Recipe) -> bool:
     """Whether the trainer would load a second copy of the model by its path, to compare the trained one with."""
+    from accelerate.utils import parse_flag_from_env
+
     import liger_trainer
 
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
-    return takes_one and not precomputed and not recipe.model.use_peft
+    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # then even precomputing takes a copy
+    return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
 
 
 def _teacher(training) -> str:

@@ -51,10 +51,10 @@ CASES = {
     "distillation": ("Distillation", PROMPTS, WRITES, ("teacher_model",)),
 }  # fmt: skip
 ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
-DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3}
+DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3, "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}}}
 OF_MODE = {
     "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
-    **dict.fromkeys(("zero3", "fsdp2", "fsdp2-bf16"), tuple(CASES)),  # bf16: ours, beside stock in fp32
+    **dict.fromkeys(("zero3", "fsdp2", "zero3-bf16", "fsdp2-bf16"), tuple(CASES)),  # bf16: ours, beside stock in fp32
 }
 
 
@@ -100,7 +100,7 @@ def trainer_of(case, ours, mode, out, folder):
 def run(case, ours, mode, out, folder):
     transformers.set_seed(0)
     trainer = trainer_of(case, ours, mode, f"{out}/{case}-{ours}", folder)
-    if mode == "zero3":
+    if mode.startswith("zero3"):
         assert any(p.numel() == 0 for p in trainer.model.parameters()), "the model was loaded in parts"
     trainer.train()
     if mode.startswith("fsdp2"):

@@ -9,6 +9,7 @@ from recipe_fixtures import command, write_recipe
 
 from liger_trainer.paths import shipped
 from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError, describe, parse_recipe, recipe_names
+from liger_trainer.run import _needs_reference
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(recipe_names())
@@ -52,6 +53,15 @@ def test_accelerate_config_parses(name):
 
 def test_all_configs_are_tested():
     assert {path.stem for path in shipped("configs").glob("*.yaml")} == set(CONFIGS)
+
+
+def test_reference_of_a_gguf_model(monkeypatch):
+    """The stock trainers cannot load a second copy themselves; sharded by FSDP they want one even to precompute."""
+    recipe = parse_recipe("quickstart_dpo", [])
+    assert recipe.training.precompute_ref_log_probs and not _needs_reference(recipe)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert _needs_reference(recipe)
+    assert not _needs_reference(parse_recipe("quickstart", []))
 
 
 def test_command_line_beats_file_beats_default(tmp_path):

@@ -33,13 +33,14 @@ def test_weights(mode, tmp_path):
             assert error < 1e-5, f"{case}: {name} {error:.1e}"
 
 
-def test_bf16_under_fsdp2(tmp_path):
+@pytest.mark.parametrize("mode", ["fsdp2-bf16", "zero3-bf16"])
+def test_bf16(mode, tmp_path):
     """The first step is that of the stock trainers in fp32 but for the products: no loss or log-prob was rounded.
 
-    The stock trainers round them (0.2 % of a loss here), and of KTO's metrics then only some: the ranks disagree on how
-    much to send, and it crashes.
+    Under FSDP2 the stock trainers round them (0.2 % of a loss here), and of KTO's metrics then only some: the ranks
+    disagree on how much to send, and it crashes.
     """
-    for case, (stock, ours) in trained("fsdp2-bf16", tmp_path).items():
+    for case, (stock, ours) in trained(mode, tmp_path).items():
         (got, *_), (want, *_) = ours["logs"], stock["logs"]
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-3), case
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-3), case
