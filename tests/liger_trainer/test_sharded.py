@@ -37,8 +37,8 @@ def test_weights(mode, tmp_path):
 def test_bf16(mode, tmp_path):
     """The first step is that of the stock trainers in fp32 but for the products: no loss or log-prob was rounded.
 
-    Under FSDP2 the stock trainers round them (0.2 % of a loss here), and of KTO's metrics then only some: the ranks
-    disagree on how much to send, and it crashes.
+    Under FSDP2 the stock trainers round them (0.2 % of a loss here), and of KTO's metrics only those of labels that a
+    rank has: the ranks disagree on how much to send, and it crashes.
     """
     for case, (stock, ours) in trained(mode, tmp_path).items():
         (got, *_), (want, *_) = ours["logs"], stock["logs"]
