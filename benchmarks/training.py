@@ -19,6 +19,7 @@ are then those of one process.
 """
 
 import argparse
+import gc
 import os
 
 import torch
@@ -76,6 +77,9 @@ def one_arm(options):
         waits=not options.no_waits, processes=options.processes,
     )  # fmt: skip
     emit(train(options.arm, run, [profiler()] if options.profile else []))
+    if torch.distributed.is_initialized():  # its threads can abort the process if they outlive the interpreter
+        torch.distributed.destroy_process_group()
+        gc.collect()
 
 
 COLUMNS = {
