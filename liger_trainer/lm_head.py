@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
@@ -119,7 +119,7 @@ def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
         owners += [head.lora_A[adapter], head.lora_B[adapter]]
     run = functools.partial(compute, hidden)
     for owner in reversed(owners):
-        bind(owner)
+        bind(owner.module if isinstance(owner, FullyShardedDataParallel) else owner)  # FSDP1 calls it, gathered
         run = functools.partial(_inside, owner, hidden, run)
     return run()
 

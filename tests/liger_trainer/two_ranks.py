@@ -134,6 +134,33 @@ def fsdp2(out):
     return grads | {"log_probs": scores.log_probs, "vocab_mean": scores.vocab_mean}
 
 
+def fsdp1(out):
+    """FSDP1 in the units that PEFT gives it, a LoRA on the LM head: gradients (as sharded) of stock and patched."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.other import fsdp_auto_wrap_policy
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo")
+    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "LlamaDecoderLayer"
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    grads = {}
+    for patched in (False, True):
+        torch.manual_seed(3)
+        model = get_peft_model(tiny_model("llama"), lora).train()
+        if patched:
+            apply_liger(model)
+        policy = fsdp_auto_wrap_policy(model)
+        sharded = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+        batch = collate(ragged_rows(16)[dist.get_rank() :: 2])
+        outputs = sharded(**batch, num_items_in_batch=torch.tensor(40.0))
+        assert (outputs.logits is None) == patched
+        outputs.loss.backward()
+        grads |= {(patched, name): p.grad for name, p in sharded.named_parameters() if p.grad is not None}
+    return grads
+
+
 MODES = {
     "trainer": lambda out: train(LigerTrainer, LigerTrainingArguments, out, remove_unused_columns=False),
     "trainer-accumulation": lambda out: train(
@@ -144,6 +171,7 @@ MODES = {
     "pairs": pairs,
     "sampled": sampled,
     "fsdp2": fsdp2,
+    "fsdp1": fsdp1,
 }
 
 if __name__ == "__main__":
