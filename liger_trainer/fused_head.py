@@ -158,7 +158,7 @@ def head_reason(model) -> str | None:
     head = output_head(model)
     if head is None:
         return f"{type(base_model_of(model)).__name__} has no LM head (get_output_embeddings() is None)"
-    reason = why_not_fusable(innermost(head))
+    reason = why_not_fusable(head)
     return None if reason is None else f"the LM head of {type(base_model_of(model)).__name__} cannot be fused: {reason}"
 
 
@@ -210,17 +210,23 @@ def _own_forward(model, args, kwargs):
 
 def _captured(model, args, kwargs):
     """The model's own forward with the head returning `DeferredLogits`, where the head of this moment can be fused."""
-    head = innermost(output_head(model))
-    reason = why_not_fusable(head)  # adapters come and go after patching: asked again at every call
+    outer = output_head(model)
+    head = innermost(outer)
+    reason = why_not_fusable(outer)  # adapters come and go after patching: asked again at every call
     if reason is not None:
         _say_unfused(type(model).__name__, reason)
         return _own_forward(model, args, kwargs)
     bind(head)
-    head._liger_stand_in = DeferredLogits
+    # What PEFT wraps around a head that it saves may be the unit that is sharded: parameters are read in calls of that.
+    head._liger_stand_in = DeferredLogits if outer is head else functools.partial(_deferred, outer)
     try:
         return _own_forward(model, args, kwargs)
     finally:
         head._liger_stand_in = None
+
+
+def _deferred(outer, hidden, _, vocab_size):
+    return DeferredLogits(hidden, outer, vocab_size)
 
 
 @functools.cache

@@ -29,6 +29,7 @@ class HeadParameters:
     """
 
     def __init__(self, head: nn.Module, hidden: torch.Tensor):
+        head = innermost(head)
         base, adapter = _base_and_adapter(head)
         self.weight, self.bias = base.weight, base.bias
         self.lora = self.lora_input = None
@@ -63,6 +64,7 @@ def innermost(head: nn.Module) -> nn.Module:
 
 def why_not_fusable(head: nn.Module) -> str | None:
     """None where the fused kernels compute what `head` computes, else the reason why they do not."""
+    outer, head = head, innermost(head)
     if _is_plain_linear(head):
         weight = head.weight
     elif hasattr(head, "lora_A") and hasattr(head, "base_layer"):
@@ -82,14 +84,15 @@ def why_not_fusable(head: nn.Module) -> str | None:
         weight = head.base_layer.weight
     else:
         return f"it is a {type(head).__name__}, not a linear layer"
-    if isinstance(weight, DTensor) and not _gathered_by_its_call(head, weight):
+    units = (outer, head, getattr(head, "base_layer", None))
+    if isinstance(weight, DTensor) and not _gathered_by_a_call(units, weight):
         return "its weight is a DTensor outside of its gather (tensor parallelism)"
     return None
 
 
-def _gathered_by_its_call(head: nn.Module, weight: DTensor) -> bool:
-    """Whether the head is in a unit of FSDP2, which gathers the weight for the call, and nothing else cuts it."""
-    is_unit = isinstance(head, FSDPModule) or isinstance(getattr(head, "base_layer", None), FSDPModule)
+def _gathered_by_a_call(units: tuple, weight: DTensor) -> bool:
+    """Whether one of `units` is one of FSDP2, which gathers the weight for its call, and nothing else cuts it."""
+    is_unit = any(isinstance(unit, FSDPModule) for unit in units)
     return is_unit and sum(not placement.is_replicate() for placement in weight.placements) == 1
 
 
@@ -113,11 +116,15 @@ def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
     the head before the norm's own backward pass. Nor does a unit that is gathered already need the call: to a unit of
     several modules it would look like the start of another forward pass.
     """
-    base, adapter = _base_and_adapter(head)
-    owners = [head] if base is head else [head, base]
+    inner = innermost(head)
+    base, adapter = _base_and_adapter(inner)
+    owners = list(dict.fromkeys((head, inner, base)))
     if adapter is not None:
-        owners += [head.lora_A[adapter], head.lora_B[adapter]]
-    run = functools.partial(compute, hidden)
+        owners += [inner.lora_A[adapter], inner.lora_B[adapter]]
+    return _within(owners, hidden, functools.partial(compute, hidden))
+
+
+def _within(owners: list[nn.Module], hidden: torch.Tensor, run: Callable):
     for owner in reversed(owners):
         bind(owner.module if isinstance(owner, FullyShardedDataParallel) else owner)  # FSDP1 calls it, gathered
         run = functools.partial(_inside, owner, hidden, run)
@@ -132,7 +139,8 @@ def _inside(owner: nn.Module, hidden: torch.Tensor, run: Callable):
 
 def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """The head's own forward inside a call of the module, whether or not a capture is on."""
-    return _inside(head, hidden, lambda: _own_forward(head, (hidden,), {}))
+    inner = innermost(head)
+    return _within(list(dict.fromkeys((head, inner))), hidden, lambda: _own_forward(inner, (hidden,), {}))
 
 
 def _own_forward(module: nn.Module, args: tuple, kwargs: dict):
@@ -155,7 +163,7 @@ _captured_forward.__name__ = "forward"  # a bound method is pickled by name: the
 def bind(module: nn.Module) -> None:
     """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures.
 
-    A capture is on while `module._liger_stand_in` is a class: its instances are returned in place of logits.
+    A capture is on while `module._liger_stand_in` is set: what it makes of the call is returned in place of logits.
     """
     if torch.compiler.is_compiling():
         return  # done when the head was installed, and nothing that a compiled graph may do

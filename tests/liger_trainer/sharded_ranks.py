@@ -39,6 +39,7 @@ CASES = {
     "trainer-tied": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-smoothing": ("", None, {"remove_unused_columns": False, "label_smoothing_factor": 0.1}, ()),
     "trainer-lora-on-the-head": ("", None, {"remove_unused_columns": False}, ()),
+    "trainer-lora-beside-the-head": ("", None, {"remove_unused_columns": False}, ()),
     "sft": ("SFT", None, {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}}, ()),
     "sft-checkpointing": (
         "SFT", None,
@@ -80,8 +81,10 @@ def trainer_of(case, ours, mode, out, folder):
     model, given = load("tied" if "tied" in case else "policy"), {name: load("other") for name in models}
     if "lora" in case:
         torch.manual_seed(3)
-        targets = ["q_proj", "lm_head"]
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        where = {"target_modules": ["q_proj", "lm_head"]}
+        if "beside" in case:  # a copy of the head is trained in full
+            where = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+        model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **where))
     if name == "GRPO":
         given["reward_funcs"] = letters
     if not name:
