@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 from datasets import Dataset
 from launching import shard_on_cpus
+from peft import LoraConfig
 from tiny_models import ragged_rows, tiny_tokenizer
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +24,7 @@ CASES = {
     "stage1-tied-soft": {"medusa_targets": "soft"},
     "stage2-tied-hard": {"medusa_stage": 2},
     "stage2-untied-hard": {"medusa_stage": 2, "medusa_tied": False},
+    "stage2-lora": {"medusa_stage": 2},  # and the LM head in full
 }
 AUTO = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 BUCKETS = ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size")
@@ -47,9 +50,12 @@ def train(name, model, out, mode=None, resume=None):
         model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"}, **CASES[name],
     )  # fmt: skip
     rows = Dataset.from_list(ragged_rows(48))
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]) if "lora" in name else None
+    transformers.set_seed(0)  # of the adapter
     trainer = LigerMedusaTrainer(
-        model, args, train_dataset=rows, eval_dataset=rows.select(range(16)), processing_class=tiny_tokenizer()
-    )
+        model, args, train_dataset=rows, eval_dataset=rows.select(range(16)), processing_class=tiny_tokenizer(),
+        peft_config=lora,
+    )  # fmt: skip
     if mode == "zero3":
         assert next(trainer.model.parameters()).numel() == 0, "the model was loaded in parts"
     trainer.train(resume_from_checkpoint=resume)
