@@ -67,13 +67,14 @@ class LigerTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """As the stock trainer does, but losses and log-probs stay fp32 under FSDP2 with 16-bit arithmetic.
 
-        accelerate has FSDP2 round all that a unit returns to the 16-bit type. Of a sum of 500 log-probs that leaves
-        steps of 4 nats. Hidden states are of that type anyhow.
+        accelerate has FSDP2 round all that a unit returns to the 16-bit type, in bf16 a sum of log-probs between 512
+        and 1,024 nats to steps of 4. Hidden states are of that type anyhow.
         """
         super().create_accelerator_and_postprocess()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         policy = getattr(plugin, "mixed_precision_policy", None)
-        if getattr(self.args, "use_liger", True) and getattr(policy, "output_dtype", None) is not None:
+        rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
+        if rounds and getattr(self.args, "use_liger", True):
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
     def _wants(self, part: str) -> bool:
