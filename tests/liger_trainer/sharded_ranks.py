@@ -55,7 +55,9 @@ ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
 DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3, "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}}}
 OF_MODE = {
     "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
-    **dict.fromkeys(("zero3", "fsdp2", "zero3-bf16", "fsdp2-bf16"), tuple(CASES)),  # bf16: ours, beside stock in fp32
+    **dict.fromkeys(("zero3", "fsdp2", "fsdp2-bf16"), tuple(CASES)),  # bf16: ours, beside stock in fp32
+    # DeepSpeed cannot cut trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
+    "zero3-bf16": tuple(case for case in CASES if case != "trainer-lora-beside-the-head"),
 }
 
 
