@@ -19,8 +19,8 @@ are then those of one process.
 """
 
 import argparse
-import gc
 import os
+import time
 
 import torch
 from _measure import DEVICE, ceilings, environment, table, write
@@ -77,9 +77,8 @@ def one_arm(options):
         waits=not options.no_waits, processes=options.processes,
     )  # fmt: skip
     emit(train(options.arm, run, [profiler()] if options.profile else []))
-    if torch.distributed.is_initialized():  # its threads can abort the process if they outlive the interpreter
-        torch.distributed.destroy_process_group()
-        gc.collect()
+    if options.processes > 1:
+        time.sleep(0.5)  # as at the end of liger_trainer/run.py
 
 
 COLUMNS = {

@@ -1,7 +1,6 @@
 """The command `liger-trainer`: train a recipe, list the recipes, say what would be patched in a model; Medusa heads."""
 
 import argparse
-import gc
 import os
 import sys
 
@@ -65,9 +64,6 @@ def _train(args) -> int:
     from liger_trainer.run import run
 
     summary = run(recipe)
-    # The trainer sits in reference cycles and holds the process group, whose threads (gloo's) can abort the process if
-    # they still run when the interpreter ends: a launcher would then report a finished training as failed.
-    gc.collect()
     if summary is not None:
         print(f"\n{summary}")
     return 0

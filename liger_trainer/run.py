@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import time
 
 from liger_trainer.data import load_rows
 from liger_trainer.model_source import ModelSource, find_model
@@ -82,6 +83,11 @@ def run(recipe: Recipe) -> Summary | None:
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
     summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
+    if training.world_size > 1:
+        # A thread of gloo's needs the interpreter's lock to free the tensors of its last collective. If it comes to
+        # that only while the interpreter ends, it aborts the process, and the launcher reports a failed training; while
+        # the group is destroyed, each waits for the other for ever. Sleeping gives it the lock.
+        time.sleep(0.5)
     trainer.accelerator.end_training()
     return summary
 
