@@ -63,8 +63,7 @@ def _train(args) -> int:
         return 0
     from liger_trainer.run import run
 
-    summary = run(recipe)
-    if summary is not None:
+    if (summary := run(recipe)) is not None:
         print(f"\n{summary}")
     return 0
 

@@ -62,6 +62,11 @@ def innermost(head: nn.Module) -> nn.Module:
     return head
 
 
+def own_class(module: nn.Module) -> type:
+    """The class of `module` before FSDP2 made one of its own out of it, with another name."""
+    return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
+
+
 def why_not_fusable(head: nn.Module) -> str | None:
     """None where the fused kernels compute what `head` computes, else the reason why they do not."""
     outer, head = head, innermost(head)
@@ -70,7 +75,7 @@ def why_not_fusable(head: nn.Module) -> str | None:
     elif hasattr(head, "lora_A") and hasattr(head, "base_layer"):
         if not _is_plain_linear(head.base_layer):
             return f"its LoRA wraps a {type(head.base_layer).__name__}"
-        kind = next(c for c in type(head).__mro__ if not issubclass(c, FSDPModule)).__name__  # FSDP2 makes subclasses
+        kind = own_class(head).__name__
         if kind != "Linear":
             return f"its adapter layer is a {kind}, not a plain LoRA"
         active = [name for name in head.active_adapters if name in head.lora_A]

@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from liger_trainer._logging import logger
 from liger_trainer.fused_head import FusedLMOutput, base_model_of, has_fused_head, head_reason, output_head
+from liger_trainer.lm_head import own_class
 from liger_trainer.patching import LigerReport, apply_liger
 
 
@@ -245,12 +246,8 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             )
 
     def _is_causal_lm(self) -> bool:
-        """The test by which the stock trainer decides to shift labels for its `LabelSmoother`.
-
-        But FSDP2 gives the model a class of another name, under which the stock trainer shifts no labels.
-        """
-        names = {base.__name__ for base in type(base_model_of(self.model)).__mro__}
-        return not names.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        """The test by which the stock trainer shifts labels for its `LabelSmoother`, made right under FSDP2."""
+        return own_class(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _own_loss_model(self, model, wants_logits: bool):
         """Stand-in for `model` returning the loss of `token_loss`; `Trainer.compute_loss` scales it as any model's."""

@@ -88,6 +88,7 @@ def test_fsdp1_with_lora_on_the_head(tmp_path):
     """Its wrappers call the module inside them: there the fused head has to be bound, not on the wrappers."""
     for grads in two_ranks("fsdp1", tmp_path):
         names = {name for patched, name in grads if patched}
+        assert names == {name for patched, name in grads if not patched}
         assert sum("lm_head" in name for name in names) == 2 and len(names) >= 4
         for name in names:
             want = grads[False, name]
