@@ -15,12 +15,18 @@ When the gradient is computed. The mode is chosen from what is known of the upst
                  for it.
     "rows"       any upstream, but W, bias and B are frozen: dx and du of each row come out of the forward pass, the
                  backward pass multiplies each row. Two products.
-    "recompute"  any upstream, entropy included: the backward pass computes the logits again. Four products.
+    "recompute"  any upstream, entropy included: the backward pass computes the logits again, but for those of the last
+                 chunk, which are kept. Four products, three where one chunk is all.
 
-Rounding. Neither 1 / T nor the upstream gradient is a factor of dl, so that fp16 does not lose p_v / T to underflow.
-dW, dbias and dB are accumulated over the chunks in fp32 and rounded once, after the multiplication by the upstream
-gradient; `accumulate="lean"` accumulates dW and dB in their own dtype and saves the fp32 buffers. dx and du are rounded
-after their product, and once more by an upstream gradient that is not a power of two.
+One chunk. Where the logits of all rows fit one chunk, they are kept in the mode "uniform" too and the gradients are
+computed in the backward pass: three products, and nothing to accumulate. They fit where they take no more memory than
+the fp32 sum of dW that they make superfluous: up to 2 H rows of 16 bits.
+
+Rounding. dW, dbias and dB are accumulated over the chunks in fp32 and rounded once, after the multiplication by the
+upstream gradient; `accumulate="lean"` accumulates dW and dB in their own dtype and saves the fp32 buffers. dx and du
+are rounded after their product, and in the mode "uniform" once more by an upstream gradient that is not a power of two.
+In one chunk, and in the mode "recompute", the upstream gradient is a factor of dl and rounded with it, as in PyTorch's
+own backward pass of the logits; with fp16 in the mode "uniform" it never is, so as not to lose p_v / T to underflow.
 
 Memory beyond inputs and gradients: C * V elements of the compute dtype (plain PyTorch: 4 * C * V of fp32), the fp32
 copy of dW until the backward pass rounds it, and the converted weight under autocast.
@@ -31,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import kernel_op, use_triton
+from ._dispatch import _device_guard, kernel_op, use_triton
 from ._head_checks import FLOAT_DTYPES, check_device, check_target, check_target_range
 from ._products import add_outer, back, project
 from ._row_pass import ENTROPY, LOSS, N_STATS, RowSpec, row_pass
@@ -40,7 +46,7 @@ from ._scale import scaled
 # Bits of `needs`: which gradients are wanted.
 DX, DW, DBIAS, DU, DB = (1 << k for k in range(5))
 
-# Past 4096 rows the products do not get faster. 640 MiB hold 2048 rows of the vocabularies of 150 thousand.
+# Past 4096 rows the products hardly get faster. 640 MiB hold 2048 rows of the vocabularies of 150 thousand.
 _GPU_CHUNK_BYTES, _GPU_CHUNK_ROWS = 640 << 20, 4096
 _CPU_CHUNK_BYTES = 64 << 20  # of fp32 logits
 
@@ -60,19 +66,24 @@ class HeadSpec(NamedTuple):
         return (*self.rows, self.needs, self.lean, self.chunk_rows, self.compute_dtype)
 
 
-def chunk_size(rows: int, vocab: int, dtype: torch.dtype, device_type: str, later_bytes: int = 0) -> int:
-    """Rows per chunk: bounded memory, chunks of about equal size, on GPUs a multiple of the products' tile of 128 rows.
+def chunk_size(rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int = 0, whole: bool = False):
+    """Rows per chunk, `int`: bounded memory, on GPUs all rows or a power of two.
 
-    `later_bytes`: what the backward pass will allocate anyway after the logits are gone, so that as much costs nothing.
+    A power of two, since of dx, (rows, H), the tiles of 128 x 128 elements then fill the multiprocessors in whole
+    rounds more often: with H = 1024 and 132 of them 2048 rows are one round and 2176 are two.
+
+    `allowed`: bytes that a chunk may have where they are more than `_GPU_CHUNK_BYTES`; `whole`: so may one of all rows.
     """
     if device_type == "cpu":
-        most, tile = max(1, _CPU_CHUNK_BYTES // (4 * vocab)), 1
-    else:
-        allowed = max(_GPU_CHUNK_BYTES, later_bytes)
-        most, tile = min(_GPU_CHUNK_ROWS, max(128, allowed // (dtype.itemsize * vocab) // 128 * 128)), 128
-    chunks = max(1, -(-rows // most))
-    even = -(-rows // chunks)
-    return max(1, -(-even // tile) * tile)
+        most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
+        return max(1, -(-rows // max(1, -(-rows // most))))
+    allowed, row_bytes = max(_GPU_CHUNK_BYTES, allowed), vocab * dtype.itemsize
+    if rows * row_bytes <= (allowed if whole else _GPU_CHUNK_BYTES):
+        return max(1, rows)
+    fitting = allowed // row_bytes
+    if fitting < 1024:
+        return max(128, fitting // 128 * 128)
+    return min(_GPU_CHUNK_ROWS, 1 << fitting.bit_length() - 1)
 
 
 def _kept_rows(target, ignore_index, vocab):
@@ -102,45 +113,80 @@ class _Accumulator:
         self.started = True
 
 
-def _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec: HeadSpec):
-    """Statistics (7, T), computed unless `stats` is given, and the gradients in `spec.needs` (None where not
-    wanted)."""
+class _Head(NamedTuple):
+    """The tensors of a call; shapes in the module docstring, target (T,)."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    u: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    target: torch.Tensor
+
+
+class _Chunks(NamedTuple):
+    """`kept`: indices of the rows that count, None for all; `rows`: their number; `size`: how many are walked at a
+    time."""
+
+    kept: torch.Tensor | None
+    rows: int
+    size: int
+
+    @property
+    def number(self) -> int:
+        return -(-self.rows // self.size)
+
+
+def _chunks_of(head: _Head, spec: HeadSpec, whole: bool) -> _Chunks:
+    """`whole`: one chunk would need no sum over chunks."""
+    weight, vocab = head.weight, head.weight.shape[0]
+    kept = _kept_rows(head.target, spec.rows.ignore_index, vocab)
+    rows = head.x.shape[0] if kept is None else kept.shape[0]
+    size = spec.chunk_rows
+    if not size:
+        summed = spec.needs & DW and _sum_dtype(weight, spec.lean) != weight.dtype
+        of_sum = 4 * weight.numel() if summed else 0
+        whole = whole and weight.dtype != torch.float16  # whose gradient is summed in fp32 all the same
+        size = chunk_size(rows, vocab, spec.compute_dtype, head.x.device.type, of_sum, whole)
+    return _Chunks(kept, rows, min(size, max(rows, 1)))
+
+
+def _walk(head: _Head, chunks: _Chunks, needs, lean, spec: HeadSpec, g_loss, g_entropy, stats=None, buffer=None):
+    """Statistics (7, T), computed unless they are given, the gradients in `needs` (None where not wanted), and the
+    buffer of the logits. With given statistics the walk begins at the last chunk, whose logits `buffer` may hold."""
+    x, weight, bias, u, lora_b, target = head
     total, vocab, dtype = x.shape[0], weight.shape[0], spec.compute_dtype
-    kept = _kept_rows(target, spec.rows.ignore_index, vocab)
-    rows = total if kept is None else kept.shape[0]
-    rounded = (
-        weight.numel() * weight.element_size()
-        if spec.needs & DW and _sum_dtype(weight, spec.lean) != weight.dtype
-        else 0
-    )
-    size = min(spec.chunk_rows or chunk_size(rows, vocab, dtype, x.device.type, rounded), max(rows, 1))
-    chunks = -(-rows // size)
+    kept, rows, size = chunks
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
     lb = None if lora_b is None else lora_b.to(dtype)
-    needs, do_stats = spec.needs, stats is None
+    do_stats, held = stats is None, buffer is not None
     if do_stats:
         stats = torch.zeros((N_STATS, total), dtype=torch.float32, device=x.device)
     # Dropped rows keep the zeros; without dropping every row is written.
     new = torch.empty_like if kept is None else torch.zeros_like
     dx = new(x, memory_format=torch.contiguous_format) if needs & DX else None
     du = new(u, memory_format=torch.contiguous_format) if needs & DU else None
-    dw = _Accumulator(weight, spec.lean, chunks) if needs & DW else None
-    dlb = _Accumulator(lora_b, spec.lean, chunks) if needs & DB else None
+    dw = _Accumulator(weight, lean, chunks.number) if needs & DW else None
+    dlb = _Accumulator(lora_b, lean, chunks.number) if needs & DB else None
     dbias = torch.zeros(vocab, dtype=torch.float32, device=x.device) if needs & DBIAS else None
     # Columns padded to 64 elements: rows start at a cache line and load in full width, whatever the vocabulary.
     width = -(-vocab // 64) * 64 if use_triton(x) else vocab
-    buffer = torch.empty((size, width), dtype=dtype, device=x.device)
+    if not held:
+        buffer = torch.empty((size, width), dtype=dtype, device=x.device)
 
-    for start in range(0, rows, size):
+    starts = range(0, rows, size)
+    for start in starts if do_stats else reversed(starts):
         part = slice(start, min(start + size, rows))
         where = part if kept is None else kept[part]
         x_c, y_c = x[where].to(dtype), target[where]
         u_c = None if u is None else u[where].to(dtype)
         logits = buffer[: y_c.shape[0], :vocab]
-        project(x_c, w, logits, b)
-        if u_c is not None:
-            project(u_c, lb, logits, add=True)
+        if not held:
+            project(x_c, w, logits, b)
+            if u_c is not None:
+                project(u_c, lb, logits, add=True)
+        held = False
         stats_c = stats[:, where]  # a copy if rows were dropped
         gl_c, ge_c = (None if g is None else g[where] for g in (g_loss, g_entropy))
         row_pass(logits, logits if needs else None, y_c, stats_c, gl_c, ge_c, spec.rows, do_stats, width)
@@ -159,7 +205,7 @@ def _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec: He
             dlb.add(logits, u_c)
         if dbias is not None:
             dbias += logits.sum(0, dtype=torch.float32)
-    return stats, (dx, None if dw is None else dw.sum, dbias, du, None if dlb is None else dlb.sum)
+    return stats, (dx, None if dw is None else dw.sum, dbias, du, None if dlb is None else dlb.sum), buffer
 
 
 def _unflat(flat):
@@ -179,8 +225,9 @@ def _forward_op(
     compute_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     spec = _unflat((ignore_index, scale, softcap, smoothing, z_loss, extras, needs, lean, chunk_rows, compute_dtype))
+    head = _Head(x, weight, bias, u, lora_b, target)
     with torch.autocast(x.device.type, enabled=False):
-        stats, grads = _walk(x, weight, bias, u, lora_b, target, None, row_weight, None, spec)
+        stats, grads, _ = _walk(head, _chunks_of(head, spec, whole=False), needs, lean, spec, row_weight, None)
     return stats, *_filled(x, grads)
 
 
@@ -192,8 +239,9 @@ def _backward_op(
     extras: int, needs: int, lean: bool, chunk_rows: int, compute_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     spec = _unflat((ignore_index, scale, softcap, smoothing, z_loss, extras, needs, lean, chunk_rows, compute_dtype))
+    head = _Head(x, weight, bias, u, lora_b, target)
     with torch.autocast(x.device.type, enabled=False):
-        _, grads = _walk(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, spec)
+        _, grads, _ = _walk(head, _chunks_of(head, spec, whole=False), needs, lean, spec, g_loss, g_entropy, stats)
     return _filled(x, grads)
 
 
@@ -235,24 +283,57 @@ def _one_number(g, counted):
     return torch.where(counted.any(), value, 0.0)
 
 
+class _Later(NamedTuple):
+    """What the forward pass leaves to a backward pass that computes the gradients: the logits of the last chunk."""
+
+    chunks: _Chunks
+    buffer: torch.Tensor
+
+
+def _statistics(head: _Head, row_weight, mode, spec: HeadSpec, one_call):
+    """(statistics, gradients or None, `_Later` or None)."""
+    with _device_guard(head.x), torch.autocast(head.x.device.type, enabled=False):
+        # A held chunk of logits is paid for by the sum that one chunk does without, in calls that are not one of many.
+        whole = mode == "recompute" or bool(one_call and spec.needs & DW and spec.compute_dtype != torch.float16)
+        chunks = _chunks_of(head, spec, whole)
+        if mode == "recompute" or (whole and chunks.number <= 1):
+            stats, _, buffer = _walk(head, chunks, 0, False, spec, None, None)
+            return stats, None, _Later(chunks, buffer)
+        stats, grads, _ = _walk(head, chunks, spec.needs, spec.lean, spec, row_weight, None)
+        return stats, list(grads), None
+
+
+def _gradients(head: _Head, later: _Later | None, stats, g_loss, g_entropy, spec: HeadSpec):
+    """Gradients in `spec.needs`, from the logits in `later` and, for the other chunks, from their logits once more."""
+    with _device_guard(head.x), torch.autocast(head.x.device.type, enabled=False):
+        chunks, buffer = later or (_chunks_of(head, spec, True), None)
+        lean = spec.lean or chunks.number <= 1  # nothing to sum up, and the upstream gradient is in dl already
+        return _walk(head, chunks, spec.needs, lean, spec, g_loss, g_entropy, stats, buffer)[1]
+
+
 class _LinearHead(torch.autograd.Function):
     """(loss * row_weight, entropy, stats), each of T rows; the modes are those of the module docstring."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec):
+    def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, one_call):
         ctx.set_materialize_grads(False)
-        ctx.mode, ctx.spec, ctx.held = mode, spec, None
-        early = mode != "recompute"
-        now = spec if early else spec._replace(needs=0)
-        stats, *grads = _forward_op(x, weight, bias, u, lora_b, target, row_weight, *now.flat())
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, u, lora_b)]
-        if not early:
-            ctx.save_for_backward(x, weight, bias, u, lora_b, target, row_weight, stats)
+        head = _Head(x, weight, bias, u, lora_b, target)
+        ctx.mode, ctx.spec, ctx.dtypes = mode, spec, [None if t is None else t.dtype for t in head[:5]]
+        ctx.grads = ctx.later = None
+        if torch.compiler.is_compiling():
+            ctx.early = mode != "recompute"
+            now = spec if ctx.early else spec._replace(needs=0)
+            stats, *grads = _forward_op(x, weight, bias, u, lora_b, target, row_weight, *now.flat())
+        else:
+            stats, grads, ctx.later = _statistics(head, row_weight, mode, spec, one_call)
+            ctx.early = grads is not None
+        if not ctx.early:
+            ctx.save_for_backward(*head, row_weight, stats)
         elif torch.compiler.is_compiling():
             ctx.save_for_backward(target, *grads)
         else:  # not saved: the backward gives them away, and only their sole owner can
             ctx.save_for_backward(target)
-            ctx.held = grads
+            ctx.grads = grads
         loss = stats[LOSS].clone() if row_weight is None else stats[LOSS] * row_weight
         entropy = stats[ENTROPY].clone()
         ctx.mark_non_differentiable(stats)
@@ -261,53 +342,58 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_loss, g_entropy, _):
-        spec = ctx.spec
+        spec, traced = ctx.spec, torch.compiler.is_compiling()
+        wanted = [spec.needs >> k & 1 for k in range(5)]
         if not spec.rows.extras >> ENTROPY & 1:
             g_entropy = None  # not asked for; traced, a gradient of zeros arrives all the same
-        if ctx.mode == "recompute":
-            x, weight, bias, u, lora_b, target, row_weight, stats = ctx.saved_tensors
-            g = torch.zeros_like(stats[LOSS]) if g_loss is None else g_loss.float()
-            g = (g if row_weight is None else g * row_weight).contiguous()
-            g_entropy = None if g_entropy is None else g_entropy.float().contiguous()
-            grads = _backward_op(x, weight, bias, u, lora_b, target, stats, g, g_entropy, *spec.flat())
-            wanted = [spec.needs >> k & 1 for k in range(5)]
-            grads = [g.to(d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
-            return *grads, None, None, None, None
-        if g_entropy is not None and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "The entropy received a gradient, but uniform_grad=True computed only the gradient of log_probs. Call "
-                "linear_logprobs with uniform_grad=False, or detach the entropy."
-            )
-        if g_loss is None:
-            return (None,) * 9
-        if torch.compiler.is_compiling():
-            target, *grads = ctx.saved_tensors
-        else:
-            (target,) = ctx.saved_tensors
-            grads, ctx.held = ctx.held, None
-            if grads is None:
+        if ctx.mode != "recompute":
+            if g_entropy is not None and not traced:
+                raise RuntimeError(
+                    "The entropy received a gradient, but uniform_grad=True computed only the gradient of log_probs. "
+                    "Call linear_logprobs with uniform_grad=False, or detach the entropy."
+                )
+            if g_loss is None:
+                return (None,) * 10
+            if not traced and ctx.grads is None and ctx.later is None:
                 raise RuntimeError(
                     "Second backward through a fused linear head: its gradients were computed with the loss and handed "
                     "over in the first backward. Add the losses up and call backward once, or call the head again."
                 )
+        if not ctx.early:
+            *tensors, row_weight, stats = ctx.saved_tensors
+            head, later, ctx.later = _Head(*tensors), ctx.later, None
+            g = torch.zeros_like(stats[LOSS]) if g_loss is None else g_loss.float()
+            if ctx.mode == "uniform":
+                g = _one_number(g, head.target != spec.rows.ignore_index).expand(g.shape)
+            g = (g if row_weight is None else g * row_weight).contiguous()
+            g_entropy = None if g_entropy is None else g_entropy.float().contiguous()
+            if traced:
+                grads = _backward_op(*head, stats, g, g_entropy, *spec.flat())
+            else:
+                grads = _gradients(head, later, stats, g, g_entropy, spec)
+            out = [g.to(d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
+            return *out, *(None,) * 5
+        target, *grads = ctx.saved_tensors
+        if not traced:
+            grads, ctx.grads = ctx.grads, None
         g, counted = g_loss.float(), target != spec.rows.ignore_index
         factor = _one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
         if g_entropy is not None:  # traced: the value decides, as for a broken promise
             factor = torch.where((g_entropy == 0).all(), factor, torch.nan)
-        if torch.compiler.is_compiling():
-            wanted = [spec.needs >> k & 1 for k in range(5)]
+        if traced:
             out = [scaled(g, factor, d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
-            return *out, None, None, None, None
+            return *out, *(None,) * 5
         out = []
         for k in range(5):
-            out.append(scaled(grads[k], factor, ctx.dtypes[k]) if spec.needs >> k & 1 else None)
+            out.append(scaled(grads[k], factor, ctx.dtypes[k]) if wanted[k] else None)
             grads[k] = None  # an fp32 sum is freed before the next is rounded
-        return *out, None, None, None, None
+        return *out, *(None,) * 5
 
 
-def run_head(prepared, row_weight, rows: RowSpec, known_upstream, accumulate, chunk_rows):
+def run_head(prepared, row_weight, rows: RowSpec, known_upstream, accumulate, chunk_rows, one_call=True):
     """(loss, entropy, stats), of T rows each; picks the mode. `prepared` is what `prepare` returned, `known_upstream`
-    says that the upstream gradient of the loss is one number for all rows."""
+    says that the upstream gradient of the loss is one number for all rows, `one_call` that not many such calls wait for
+    one backward pass, each with a chunk of logits."""
     x, weight, bias, u, lora_b, target, dtype = prepared
     grads_on = torch.is_grad_enabled()
     needs = sum(
@@ -323,7 +409,7 @@ def run_head(prepared, row_weight, rows: RowSpec, known_upstream, accumulate, ch
         mode = "rows"
     else:
         mode = "recompute"
-    return _LinearHead.apply(x, weight, bias, u, lora_b, target, row_weight, mode, spec)
+    return _LinearHead.apply(x, weight, bias, u, lora_b, target, row_weight, mode, spec, one_call)
 
 
 def prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows):

@@ -11,17 +11,17 @@ from ._linear_head import prepare, run_head
 from ._row_pass import IS_TOP1, LOSS, N_STATS, RowSpec
 
 
-def _head(x, weight, target, share, rows, accumulate, chunk_rows):
-    """(loss (), stats) of the rows of x against one weight."""
+def _head(x, weight, target, share, rows, accumulate, chunk_rows, one_call=False):
+    """(loss (), stats) of the rows of x against one weight. `one_call`: no other head waits for a backward pass."""
     prepared = prepare(x, weight, target, None, None, None, accumulate, chunk_rows)
-    loss, _, stats = run_head(prepared, share, rows, True, accumulate, chunk_rows)
+    loss, _, stats = run_head(prepared, share, rows, True, accumulate, chunk_rows, one_call)
     return loss.sum(), stats
 
 
 def _head_and_gradients(x, weight, *options):
-    """`_head` with its backward pass done, so that the fp32 sum of the weight's gradient is rounded and freed."""
+    """`_head` with its backward pass done, so that its logits, or the fp32 sum of the weight's gradient, are freed."""
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in (x, weight)]
-    loss, stats = _head(*leaves, *options)
+    loss, stats = _head(*leaves, *options, one_call=True)
     grads = torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
     return with_gradients(loss.detach(), [t for t in (x, weight) if t.requires_grad], grads), stats
 
@@ -86,7 +86,7 @@ def linear_heads_cross_entropy(
     if tied:
         x = hidden if isinstance(hidden, torch.Tensor) else torch.stack(tuple(hidden))
         flat = None if share is None else share.view(-1)
-        loss, stats = _head(x, weight, target, flat, spec, accumulate, chunk_rows)
+        loss, stats = _head(x, weight, target, flat, spec, accumulate, chunk_rows, one_call=True)
         stats = stats.view(N_STATS, heads, rows)
     else:
         losses, per_head = [], []

@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -188,6 +190,18 @@ def test_products_and_memory(device, row_pass, allocations):
     with torch.no_grad(), allocations() as seen:
         linear_heads_cross_entropy(x, w[0], y.clamp(min=0), chunk_rows=6)
     assert seen.products == 15
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "lean"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_untied_heads_hold_no_logits(dtype, accumulate, device):
+    """Though each fits one chunk, a head does not keep its logits for a backward pass that waits for all of them."""
+    (x, *w), y = inputs(device, tied=False, dtype=dtype)
+    gc.collect()
+    loss = linear_heads_cross_entropy(x, w, y, accumulate=accumulate).loss
+    held = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.shape[-1:] in [(V,), (-(-V // 64) * 64,)]]
+    assert not [t for t in held if t.numel() >= 9 * V]  # nine rows count
+    loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

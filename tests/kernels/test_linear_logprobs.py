@@ -143,21 +143,24 @@ def test_lora(field, frozen, device, row_pass, check_close):
 
 
 def test_products(device, allocations):
-    """Four products a chunk; three with the promise; two if the weight is frozen; one without gradients."""
+    """Four products a chunk, three for the last or with the promise, two if the weight is frozen, one without
+    gradients."""
     x, w, _, y = inputs(device)
 
-    def count(*args, **options):
+    def count(*args, chunk_rows=T, **options):
         with allocations() as seen:
-            out = linear_logprobs(*args, chunk_rows=T, **options)
+            out = linear_logprobs(*args, chunk_rows=chunk_rows, **options)
             if out.log_probs.requires_grad:
                 out.log_probs.sum().backward()
         return seen.products
 
     y = y.clamp(min=0)
-    assert count(x, w, y) == 4
+    assert count(x, w, y) == 3
+    assert count(x, w, y, chunk_rows=CHUNK) == 4 * 5 - 1
     assert count(x, w, y, uniform_grad=True) == 3
+    assert count(x, w, y, uniform_grad=True, chunk_rows=CHUNK) == 3 * 5
     assert count(x, w.detach(), y) == 2
-    assert count(x, w.detach(), y, outputs=("log_probs", "entropy")) == 3
+    assert count(x, w.detach(), y, outputs=("log_probs", "entropy"), chunk_rows=CHUNK) == 3 * 5 - 1
     assert count(x.detach(), w.detach(), y) == 1
 
 
