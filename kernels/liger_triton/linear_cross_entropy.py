@@ -52,8 +52,9 @@ def linear_cross_entropy(
         lora_input (`torch.Tensor`, *optional*): Input of the LoRA, where dropout made it differ from `hidden`.
         accumulate (`str`, *optional*, defaults to `"fp32"`): Where the weight's gradient is summed over the chunks.
             `"lean"`: in its own dtype, which for bf16 halves its memory and rounds once per chunk instead of once.
-        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 640 MiB (CPU: 64), 4096 at
-            most.
+        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: all that take no more memory than the fp32
+            sum of the weight's gradient, which one chunk does without; else at most 4096, no larger than that sum or,
+            where there is none, 640 MiB. On a CPU: 64 MiB.
 
     Returns:
         `torch.Tensor`, fp32: () or, for `"none"`, the shape of `target`. Nothing to average over (all rows ignored, or
@@ -75,13 +76,12 @@ def linear_cross_entropy(
             )
         check_device("token_weights", token_weights, "hidden", hidden)
         row_weight = torch.where(y != ignore_index, token_weights.reshape(-1), 0.0)
+    divisor = None  # launched before the head, which waits for the device
+    if reduction == "mean":
+        divisor = (y != ignore_index).sum().clamp(min=1) if row_weight is None else row_weight.sum()
+        divisor = torch.where(divisor == 0, torch.inf, divisor)
     rows = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), float(label_smoothing), float(z_loss))
     loss, _, _ = run_head(prepared, row_weight, rows, reduction != "none", accumulate, chunk_rows)
     if reduction == "none":
         return loss.view(target.shape)
-    if reduction == "sum":
-        return loss.sum()
-    if row_weight is None:
-        return loss.sum() / (y != ignore_index).sum().clamp(min=1)
-    divisor = row_weight.sum()
-    return loss.sum() * torch.where(divisor == 0, 0.0, 1.0 / divisor)
+    return loss.sum() if divisor is None else loss.sum() / divisor

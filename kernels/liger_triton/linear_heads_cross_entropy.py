@@ -67,8 +67,7 @@ def linear_heads_cross_entropy(
         logit_scale (`float`, *optional*, defaults to 1.0): Multiplies the logits.
         accumulate (`str`, *optional*, defaults to `"fp32"`): Where the weight's gradient is summed over the chunks.
             `"lean"`: in its own dtype, which for bf16 halves that memory and rounds once per chunk.
-        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 640 MiB (CPU: 64), 4096 at
-            most.
+        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as in `linear_cross_entropy`.
 
     Returns:
         `HeadsLoss`. All rows ignored: 0 with zero gradients.

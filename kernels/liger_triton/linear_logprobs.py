@@ -44,10 +44,10 @@ def linear_logprobs(
     """log_softmax(z)[target] of z = softcap * tanh(logit_scale * l / softcap) / temperature, with the logits l of
     `linear_cross_entropy`, and further per-token quantities of p = softmax(z). The logits of all rows never exist.
 
-    With any upstream gradient the backward pass computes the logits again (four products in all), or, where the weight
-    is frozen and no entropy is asked for, only scales what the forward pass computed (two products).
-    `uniform_grad=True` spares the fourth product, and like it allows one backward pass only; a second one raises a
-    RuntimeError.
+    With any upstream gradient the backward pass computes the logits again (four products in all), but for the last
+    chunk, or the only one, whose logits are kept until then (three products). Where the weight is frozen and no entropy
+    is asked for, it only scales what the forward pass computed (two products). `uniform_grad=True` spares the fourth
+    product of every chunk, and like a frozen weight allows one backward pass only; a second one raises a RuntimeError.
 
     Args:
         hidden, weight, target, bias, softcap, logit_scale, ignore_index, lora, lora_input, accumulate, chunk_rows:

@@ -19,9 +19,9 @@ def linear_loss(
 ):
     """`loss_fn(log_probs)` with log_probs = log_softmax(hidden @ weight.T + bias)[target], and exact gradients.
 
-    The logits of a few rows at a time are all that exists. With any `loss_fn` the backward pass computes them again:
-    four matrix products of the head's size, or two where `weight` is frozen. Where `loss_fn` weighs all tokens alike
-    (a sum, a mean), `uniform_grad=True` makes it three.
+    The logits of a few rows at a time are all that exists. With any `loss_fn` the backward pass computes them again,
+    where they are more than one chunk: four matrix products of the head's size, or two where `weight` is frozen. Where
+    `loss_fn` weighs all tokens alike (a sum, a mean), `uniform_grad=True` makes it three.
 
     Args:
         hidden (`torch.Tensor`): Input of the head (..., H); bf16, fp16 or fp32.
