@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from ._dispatch import _device_guard, jit, tl, triton, use_triton
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -37,12 +39,30 @@ def check_device(name, tensor, other_name, other) -> None:
         )
 
 
+@jit
+def _count_kernel(TARGET, OUT, n, vocab, ignore_index, BLOCK: tl.constexpr):
+    """Adds to OUT (2,) how many of n targets are not `ignore_index`, and how many of those are outside [0, vocab)."""
+    off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(TARGET + off, mask=off < n, other=ignore_index)
+    kept = y != ignore_index
+    tl.atomic_add(OUT, tl.sum(kept.to(tl.int32)))
+    tl.atomic_add(OUT + 1, tl.sum((kept & ((y < 0) | (y >= vocab))).to(tl.int32)))
+
+
 def check_target_range(target: torch.Tensor, ignore_index: int, vocab: int) -> int:
     """How many targets are not ignored. IndexError if one of them is outside [0, vocab). Waits for the device once."""
-    kept = target != ignore_index
-    bad = kept & ((target < 0) | (target >= vocab))
-    n_kept, n_bad = torch.stack((kept.sum(), bad.sum())).tolist()
+    if use_triton(target) and target.is_contiguous() and 0 < target.numel() < 2**31:
+        counts = torch.zeros(2, dtype=torch.int32, device=target.device)
+        with _device_guard(target):
+            _count_kernel[(triton.cdiv(target.numel(), 1024),)](
+                target, counts, target.numel(), vocab, ignore_index, BLOCK=1024
+            )
+    else:
+        kept = target != ignore_index
+        counts = torch.stack((kept.sum(), (kept & ((target < 0) | (target >= vocab))).sum()))
+    n_kept, n_bad = counts.tolist()
     if n_bad:
+        bad = (target != ignore_index) & ((target < 0) | (target >= vocab))
         row = int(bad.flatten().nonzero()[0])
         raise IndexError(
             f"target[{row}] is {int(target.flatten()[row])} (counted in the flattened target; {n_bad} such); expected "

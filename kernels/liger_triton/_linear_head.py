@@ -312,7 +312,7 @@ def _gradients(head: _Head, later: _Later | None, stats, g_loss, g_entropy, spec
 
 
 class _LinearHead(torch.autograd.Function):
-    """(loss * row_weight, entropy, stats), each of T rows; the modes are those of the module docstring."""
+    """(loss * row_weight, entropy or None, stats), each of T rows; the modes are those of the module docstring."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, one_call):
@@ -335,7 +335,8 @@ class _LinearHead(torch.autograd.Function):
             ctx.save_for_backward(target)
             ctx.grads = grads
         loss = stats[LOSS].clone() if row_weight is None else stats[LOSS] * row_weight
-        entropy = stats[ENTROPY].clone()
+        asked = spec.rows.extras >> ENTROPY & 1 or torch.compiler.is_compiling()
+        entropy = stats[ENTROPY].clone() if asked else None
         ctx.mark_non_differentiable(stats)
         return loss, entropy, stats
 
@@ -363,7 +364,7 @@ class _LinearHead(torch.autograd.Function):
             *tensors, row_weight, stats = ctx.saved_tensors
             head, later, ctx.later = _Head(*tensors), ctx.later, None
             g = torch.zeros_like(stats[LOSS]) if g_loss is None else g_loss.float()
-            if ctx.mode == "uniform":
+            if ctx.mode == "uniform" and g.stride(0) != 0:  # else it is one number expanded
                 g = _one_number(g, head.target != spec.rows.ignore_index).expand(g.shape)
             g = (g if row_weight is None else g * row_weight).contiguous()
             g_entropy = None if g_entropy is None else g_entropy.float().contiguous()

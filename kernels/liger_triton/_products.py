@@ -31,23 +31,29 @@ def project(x, weight, logits, bias=None, add=False) -> None:
 
 def back(dl, weight, out=None) -> torch.Tensor:
     """dl weight, (n, k), into `out` if it is given."""
-    first, *rest = _parts(weight.shape[0], dl)
-    out = torch.mm(dl[:, first], weight[first], out=out)
-    for part in rest:  # what is added to is small: it is the sum that is rounded
-        out.addmm_(dl[:, part], weight[part])
-    return out
+    parts = _parts(weight.shape[0], dl)
+    if len(parts) == 1:
+        return torch.mm(dl, weight, out=out)
+    total = torch.empty((dl.shape[0], weight.shape[1]), dtype=torch.float32, device=dl.device)
+    for k, part in enumerate(parts):
+        _add(total, dl[:, part], weight[part], started=k > 0)
+    return total.to(dl.dtype) if out is None else out.copy_(total)
 
 
 def add_outer(total, dl, x, started: bool) -> None:
-    """total (V, k) += dl^T x, or = if not `started`. `total` may be fp32 where the factors have 16 bits: then the
-    product stays in the accumulators of the matrix units until it is added (on a GPU; elsewhere they are converted)."""
-    wider = dl.dtype != total.dtype
-    if wider and not dl.is_cuda:
-        dl, x, wider = dl.to(total.dtype), x.to(total.dtype), False
-    more = {"out_dtype": total.dtype} if wider else {}
+    """total (V, k) += dl^T x, or = if not `started`. `total` may be fp32 where the factors have 16 bits."""
     for part in _parts(total.shape[0], dl):
-        out, columns = total[part], dl[:, part].t()
-        if started:
-            torch.addmm(out, columns, x, out=out, **more)
-        else:
-            torch.mm(columns, x, out=out, **more)
+        _add(total[part], dl[:, part].t(), x, started)
+
+
+def _add(total, a, b, started: bool) -> None:
+    """total += a b, or = if not `started`. With a `total` of fp32 the product of 16-bit factors stays in the
+    accumulators of the matrix units until it is added (on a GPU; elsewhere the factors are converted)."""
+    wider = a.dtype != total.dtype
+    if wider and not a.is_cuda:
+        a, b, wider = a.to(total.dtype), b.to(total.dtype), False
+    more = {"out_dtype": total.dtype} if wider else {}
+    if started:
+        torch.addmm(total, a, b, out=total, **more)
+    else:
+        torch.mm(a, b, out=total, **more)

@@ -83,17 +83,17 @@ def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
 
 
 @jit
-def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """`value` to a block of D; under LEAD not over the rows beside it."""
+def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
+    """`value` to a block of D; under LEAD not over the rows beside it. CACHE: an eviction policy."""
     off = start + lane
     value = value.to(D.dtype.element_ty)
     if LEAD:
         if (start < lead) | (start + BLOCK > end):
-            tl.store(D + off, value, mask=(off >= lead) & (off < end))
+            tl.store(D + off, value, mask=(off >= lead) & (off < end), eviction_policy=CACHE)
         else:
-            tl.store(D + off, value)
+            tl.store(D + off, value, eviction_policy=CACHE)
     else:
-        tl.store(D + off, value, mask=off < W)
+        tl.store(D + off, value, mask=off < W, eviction_policy=CACHE)
 
 
 @jit
@@ -133,7 +133,7 @@ def _row_kernel(
                 tl.store(STATS + k * stats_stride, 0.0)
         if DO_GRAD:
             for start in range(0, end, BLOCK):
-                _store(D, tl.zeros((BLOCK // VEC, VEC), tl.float32), start, lane, lead, end, W, LEAD, BLOCK)
+                _store(D, tl.zeros((BLOCK // VEC, VEC), tl.float32), start, lane, lead, end, W, LEAD, BLOCK, "")
         return
 
     y_ok = (y >= 0) & (y < V)
@@ -230,11 +230,14 @@ def _row_kernel(
         even = g * smoothing / V
         py = ey * inv_s
         gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - even
+        # What is read a second time is done with: its place in the L2 cache is for rows still to be read again.
+        CACHE: tl.constexpr = "evict_first" if DO_STATS else ""
         last = (end - 1) // BLOCK * BLOCK
         for back in range(0, end, BLOCK):  # backwards: what was read last is still in the L2 cache
             start = last - back
             off = start + lane
-            x = tl.load(X + off, mask=_loaded(start, vector, lane, end, W, LEAD), other=0.0).to(tl.float32)
+            mask = _loaded(start, vector, lane, end, W, LEAD)
+            x = tl.load(X + off, mask=mask, other=0.0, eviction_policy=CACHE).to(tl.float32)
             z, slope = _transform(x, scale, softcap, SOFTCAP)
             e = tl.exp(z - m)
             if HAS_GENT:
@@ -245,7 +248,7 @@ def _row_kernel(
                 d = e * (push * inv_s) - even
                 if (y >= start) & (y < start + BLOCK):
                     d = tl.where(off == y, gy, d)
-            _store(D, d * slope, start, lane, lead, end, W, LEAD, BLOCK)
+            _store(D, d * slope, start, lane, lead, end, W, LEAD, BLOCK, CACHE)
 
 
 def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width):

@@ -46,10 +46,10 @@ def scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torc
 def launch_scale(grad: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     """The kernel behind `scaled`, into `out`, which may be `grad`."""
     g, o = (t.view(1, -1) if t.ndim < 2 else t for t in (grad, out))
-    if factor.ndim == 0 and grad.is_contiguous() and out.is_contiguous() and grad.numel() % 4096 == 0:
-        g, o = (t.view(-1, 4096) for t in (g, o))  # rows that start at 16 bytes, whatever their length was
+    if factor.ndim == 0 and grad.is_contiguous() and out.is_contiguous() and grad.numel() % 2048 == 0:
+        g, o = (t.view(-1, 2048) for t in (g, o))  # rows that start at 16 bytes, whatever their length was
     with _device_guard(grad):
         _scale_kernel[(g.shape[0],)](
             g, o, factor, g.stride(0), o.stride(0), factor.stride(0) if factor.ndim else 0, g.shape[1],
-            IN_PLACE=out is grad, BLOCK=min(4096, triton.next_power_of_2(g.shape[1])), num_warps=8,
+            IN_PLACE=out is grad, BLOCK=min(2048, triton.next_power_of_2(g.shape[1])), num_warps=8,
         )  # fmt: skip

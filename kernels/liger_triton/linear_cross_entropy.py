@@ -77,8 +77,10 @@ def linear_cross_entropy(
         check_device("token_weights", token_weights, "hidden", hidden)
         row_weight = torch.where(y != ignore_index, token_weights.reshape(-1), 0.0)
     divisor = None  # launched before the head, which waits for the device
-    if reduction == "mean":
-        divisor = (y != ignore_index).sum().clamp(min=1) if row_weight is None else row_weight.sum()
+    if reduction == "mean" and row_weight is None:
+        divisor = (y != ignore_index).sum().clamp(min=1)
+    elif reduction == "mean":
+        divisor = row_weight.sum()
         divisor = torch.where(divisor == 0, torch.inf, divisor)
     rows = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), float(label_smoothing), float(z_loss))
     loss, _, _ = run_head(prepared, row_weight, rows, reduction != "none", accumulate, chunk_rows)

@@ -286,7 +286,8 @@ def test_one_chunk_makes_no_sum(device, allocations):
         logits = weakref.ref(held.pop())
         loss.backward()
     assert logits() is None
-    assert seen.products == 3 and sum(n >= V * H for n in seen.sizes) == 1
+    assert seen.products == (3 if device == "cpu" else 6)  # a GPU multiplies the last of 211 words apart
+    assert sum(n >= V * H for n in seen.sizes) == 1
 
 
 def test_fp16_keeps_small_probabilities(device):
