@@ -88,11 +88,11 @@ def eager_head(x, w, y):
 
 
 def linear_cross_entropy(rows, hidden, vocab, frozen=False, *, dtype):
+    few = 1 << (-(-rows // -(-vocab // hidden)) - 1).bit_length()  # the chunks of Liger, so that the memory is its own
     providers = {
         "ours": lt.linear_cross_entropy,
         "ours lean": lambda x, w, y: lt.linear_cross_entropy(x, w, y, accumulate="lean"),
-        # The memory of Liger, whose chunks are of 256 rows at the first of the sizes.
-        "ours small": lambda x, w, y: lt.linear_cross_entropy(x, w, y, accumulate="lean", chunk_rows=256),
+        "ours small": lambda x, w, y: lt.linear_cross_entropy(x, w, y, accumulate="lean", chunk_rows=few),
         "eager": eager_head,
         "compile": compiled(eager_head),
         "liger": liger("liger_fused_linear_cross_entropy"),

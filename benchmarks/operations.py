@@ -8,10 +8,10 @@
 The floor of a row is the larger of bytes / copy bandwidth (each input read once, each output written once) and FLOP /
 matmul rate, both measured first in the same run. Norms, gates and rope are timed as CUDA graphs: the GPU's time, not
 the host's; "host us" is what launching one forward and backward costs the host. The clock of a GPU that is hot or short
-of power falls, so the providers of a case take turns twice, the second time in reverse order: forward + backward is the
-mean of both, which the record holds too ("visits_ms"). A result whose error against float64 is
-more than five times what the operation's limit allows is not timed. A peer that is not installed, or fails, is a row
-that says so. The record is written after every case; no case is begun after --minutes.
+of power falls, so all providers of a case are first checked against float64, which heats, and then take turns twice,
+the second time in reverse order: forward + backward is the mean of both, which the record holds too ("visits_ms"). A
+result whose error is more than five times what the operation's limit allows is not timed. A peer that is not installed,
+or fails, is a row that says so. The record is written after every case; no case is begun after --minutes.
 """
 
 import argparse
@@ -141,9 +141,9 @@ def logits_do_not_fit(case, provider):
     return f"its logits need {need / 2**30:.0f} GiB" if need > free else None
 
 
-def measure(case, provider, fn, exact, floor_s, brief=False):
-    """One row, and what to time for it again (None if it failed). `brief`: without the forward pass alone and the
-    host's time."""
+def measure(case, provider, fn, exact, brief=False):
+    """One row without its time, and what to time for it (None if it failed). `brief`: without the forward pass alone
+    and the host's time."""
     row = {"operation": case.operation, "size": case.size, "dtype": str(case.dtype).removeprefix("torch.")}
     row["provider"] = provider
     reason = logits_do_not_fit(case, provider)
@@ -160,7 +160,6 @@ def measure(case, provider, fn, exact, floor_s, brief=False):
         if case.leaves and not brief:
             with torch.no_grad():
                 row["forward_ms"] = milliseconds(lambda: fn(*case.inputs), graph=case.graph)
-        visit(row, case, run, floor_s)
         if not brief:
             row["host_us"] = host_us(run, calls=20 if case.graph else 5)
         row["gib"] = peak_gib(run)
@@ -174,7 +173,7 @@ def measure(case, provider, fn, exact, floor_s, brief=False):
 
 
 def visit(row, case, run, floor_s):
-    """Time forward and backward once more."""
+    """Time forward and backward, once more."""
     row.setdefault("visits_ms", []).append(milliseconds(run, graph=case.graph))
     row["ms"] = statistics.mean(row["visits_ms"])
     row["of_floor"] = floor_s * 1e3 / row["ms"]
@@ -209,14 +208,15 @@ def run_cases(cases, dtypes, options, providers=None, brief=False):
             found = []
             for provider, fn in case.providers.items():
                 if provider in (providers or case.providers):
-                    found.append(measure(case, provider, fn, exact, floor_s, brief))
+                    found.append(measure(case, provider, fn, exact, brief))
                     release()
-            for row, run in reversed(found):
+            exact = None
+            for row, run in [*found, *reversed(found)]:
                 if run is not None:
                     visit(row, case, run, floor_s)
                     release()
             rows += [row for row, _ in found]
-            case = exact = found = run = None  # their memory, before the next case takes its own
+            case = found = run = None  # their memory, before the next case takes its own
             if options.json:  # after every case: a run that is cut short keeps what it has measured
                 record = {
                     "copy_bytes_per_s": copy,
