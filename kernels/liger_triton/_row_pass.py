@@ -230,8 +230,9 @@ def _row_kernel(
         even = g * smoothing / V
         py = ey * inv_s
         gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - even
-        # What is read a second time is done with: its place in the L2 cache is for rows still to be read again.
-        CACHE: tl.constexpr = "evict_first" if DO_STATS else ""
+        # What is read a second time is done with: its place in the L2 cache is for rows still to be read again. Not
+        # tried where a cache line belongs to two rows.
+        CACHE: tl.constexpr = "evict_first" if DO_STATS and not LEAD else ""
         last = (end - 1) // BLOCK * BLOCK
         for back in range(0, end, BLOCK):  # backwards: what was read last is still in the L2 cache
             start = last - back

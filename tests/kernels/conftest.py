@@ -62,7 +62,7 @@ def _check_close(fn, oracle, inputs):
         leaves = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         out = f(*leaves)
         out = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
-        upstream = upstream or [torch.randn_like(t, memory_format=torch.contiguous_format) for t in out]
+        upstream = upstream or [torch.randn(t.shape).to(t.device, t.dtype) for t in out]  # the same on every device
         torch.autograd.backward(out, [g.to(t.dtype) for g, t in zip(upstream, out, strict=True)])
         return out, [t.grad for t in leaves if t is not None and t.requires_grad], upstream
 

@@ -36,7 +36,8 @@ def test_ours_and_eager_agree_with_float64(dtype):
         case = make(*size, dtype=dtype)
         exact = case.reference(case)
         for provider in set(case.providers) & {"ours", "ours lean", "eager"}:
-            row, _ = operations.measure(case, provider, case.providers[provider], exact, floor_s=1.0, brief=True)
+            row, run = operations.measure(case, provider, case.providers[provider], exact, brief=True)
+            operations.visit(row, case, run, floor_s=1.0)
             assert row["ms"] > 0, (case.operation, provider, row)
 
 
@@ -53,15 +54,15 @@ def test_a_wrong_result_is_not_timed_and_a_missing_peer_is_a_row():
 
     case = operations.rms_norm(8, 32, dtype=torch.bfloat16)
     exact = case.reference(case)
-    row, run = operations.measure(case, "peer", lambda x, w: 1.1 * case.providers["eager"](x, w), exact, 1.0)
+    row, run = operations.measure(case, "peer", lambda x, w: 1.1 * case.providers["eager"](x, w), exact)
     assert row["note"] == "wrong, not timed" and "ms" not in row and run is None
 
     def missing(x, w):
         import no_such_package  # noqa: F401
 
-    assert "no_such_package" in operations.measure(case, "peer", missing, exact, 1.0)[0]["note"]
+    assert "no_such_package" in operations.measure(case, "peer", missing, exact)[0]["note"]
     with pytest.raises(ModuleNotFoundError):  # ours must not fail in silence
-        operations.measure(case, "ours", missing, exact, 1.0)
+        operations.measure(case, "ours", missing, exact)
 
 
 def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, monkeypatch, capsys):
