@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from ._dispatch import _device_guard, jit, tl, triton, use_triton
+from ._dispatch import _device_guard, jit, tl, use_triton
+from ._launch import cdiv
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
@@ -54,7 +55,7 @@ def check_target_range(target: torch.Tensor, ignore_index: int, vocab: int) -> i
     if use_triton(target) and target.is_contiguous() and 0 < target.numel() < 2**31:
         counts = torch.zeros(2, dtype=torch.int32, device=target.device)
         with _device_guard(target):
-            _count_kernel[(triton.cdiv(target.numel(), 1024),)](
+            _count_kernel[(cdiv(target.numel(), 1024),)](
                 target, counts, target.numel(), vocab, ignore_index, BLOCK=1024
             )
     else:

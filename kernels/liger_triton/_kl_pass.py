@@ -24,7 +24,8 @@ Bytes   b per element: a row of the teacher mVb for its statistics, once; for ea
 
 import torch
 
-from ._dispatch import jit, tl, triton, use_triton
+from ._dispatch import jit, tl, use_triton
+from ._launch import next_power_of_2
 from ._row_pass import _transform
 
 MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thread with 16 warps
@@ -117,7 +118,7 @@ def _kl_kernel(
 
 def _launch(vocab):
     """(BLOCK, num_warps)."""
-    block = min(MAX_BLOCK, triton.next_power_of_2(vocab))
+    block = min(MAX_BLOCK, next_power_of_2(vocab))
     return {"BLOCK": block, "num_warps": max(4, block // 256)}
 
 

@@ -4,13 +4,22 @@ import functools
 
 import torch
 
-from ._dispatch import INTERPRET, triton, use_triton
+from ._dispatch import INTERPRET, use_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
 MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads are the most a program may have; a wavefront has 64
 TILE = 4096  # elements of a tile of narrow rows: 16 a thread with 8 warps, two 16-byte loads of bf16
+
+
+def cdiv(a: int, b: int) -> int:
+    """ceil(a / b). Not `triton.cdiv`: that one and its siblings are functions of the compiler, at 8 us a call."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def runs_triton(*tensors: torch.Tensor | None) -> bool:
@@ -44,7 +53,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 def row_tile(n: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps) for rows of n elements: one wide row, or as many narrow ones as fill a tile."""
-    block_n = triton.next_power_of_2(n)
+    block_n = next_power_of_2(n)
     block_m = max(1, TILE // block_n)
     return block_m, block_n, min(MAX_WARPS, max(4, block_m * block_n // 512))
 
@@ -64,7 +73,7 @@ def backward_tile(n: int, itemsize: int, tensors: int, device: torch.device) -> 
     where smaller tiles or more programs stayed below. Fewer stages where the shared memory of the device does not hold
     three tiles of every tensor.
     """
-    block_n = triton.next_power_of_2(n)
+    block_n = next_power_of_2(n)
     block_m = max(1, BACKWARD_TILE // block_n)
     tile_bytes = tensors * block_m * block_n * itemsize
     stages = max(1, min(3, _shared_memory(device) // tile_bytes))
@@ -103,8 +112,8 @@ def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tu
     else:
         rows = [as_rows(t) if t.ndim else t.view(1, 1) for t in tensors]
     m, n = rows[0].shape
-    block = min(2048, triton.next_power_of_2(n))  # 16 elements a thread with 4 warps: two 16-byte loads of bf16
-    tiles_per_row = triton.cdiv(n, block)
+    block = min(2048, next_power_of_2(n))  # 16 elements a thread with 4 warps: two 16-byte loads of bf16
+    tiles_per_row = cdiv(n, block)
     return rows, n, tiles_per_row, (m * tiles_per_row,), block
 
 

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 
 from . import _dispatch
-from ._dispatch import jit, tl, triton
-from ._launch import MAX_WARPS
+from ._dispatch import jit, tl
+from ._launch import MAX_WARPS, next_power_of_2
 
 LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
 N_STATS = 7
@@ -40,7 +40,7 @@ def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int
     block, num_warps = 4096, 16 if do_grad else 8
     if do_stats and do_grad and vocab * itemsize > 1 << 17:
         block, num_warps = 8192, MAX_WARPS
-    block = min(MAX_BLOCK, block, max(128, triton.next_power_of_2(vocab)))
+    block = min(MAX_BLOCK, block, max(128, next_power_of_2(vocab)))
     return block, max(4, min(num_warps, block // 256))
 
 

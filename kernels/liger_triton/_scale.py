@@ -8,7 +8,8 @@ Bytes   reads grad, writes the result, in the memory of grad where the dtypes ag
 
 import torch
 
-from ._dispatch import _device_guard, jit, tl, triton, use_triton
+from ._dispatch import _device_guard, jit, tl, use_triton
+from ._launch import next_power_of_2
 
 
 @jit
@@ -51,5 +52,5 @@ def launch_scale(grad: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) ->
     with _device_guard(grad):
         _scale_kernel[(g.shape[0],)](
             g, o, factor, g.stride(0), o.stride(0), factor.stride(0) if factor.ndim else 0, g.shape[1],
-            IN_PLACE=out is grad, BLOCK=min(2048, triton.next_power_of_2(g.shape[1])), num_warps=8,
+            IN_PLACE=out is grad, BLOCK=min(2048, next_power_of_2(g.shape[1])), num_warps=8,
         )  # fmt: skip

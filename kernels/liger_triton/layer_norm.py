@@ -14,8 +14,8 @@ Bytes   b per element, n = M * N. Forward reads x, writes y: 2nb. Backward reads
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl, triton
-from ._launch import MAX_COLUMNS, as_rows, backward_tile, check_norm, persistent_grid, row_tile, runs_triton
+from ._dispatch import jit, kernel_op, tl
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, persistent_grid, row_tile, runs_triton
 
 
 @jit
@@ -85,7 +85,7 @@ def _forward(
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     block_m, block_n, num_warps = row_tile(n)
     w, b = (rows if p is None else p.contiguous() for p in (weight, bias))
-    _layer_norm_fwd_kernel[(triton.cdiv(m, block_m),)](
+    _layer_norm_fwd_kernel[(cdiv(m, block_m),)](
         rows, w, b, y, mean, rstd, rows.stride(0), m, n, eps,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def _backward(
     rows, dy_rows = as_rows(x), as_rows(dy)
     m, n = rows.shape
     block_m, block_n, num_warps, stages = backward_tile(n, x.element_size(), 2, x.device)
-    tiles = triton.cdiv(m, block_m)
+    tiles = cdiv(m, block_m)
     programs = persistent_grid(tiles, x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)

@@ -15,8 +15,8 @@ Bytes   b per element, n = M * N. Forward reads x, writes y: 2nb. Backward reads
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl, triton
-from ._launch import MAX_COLUMNS, as_rows, backward_tile, check_norm, persistent_grid, row_tile, runs_triton
+from ._dispatch import jit, kernel_op, tl
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, persistent_grid, row_tile, runs_triton
 
 CASTS = ("llama", "gemma", "none")
 
@@ -96,7 +96,7 @@ def _forward(
     y = torch.empty(x.shape, dtype=norm_dtype(x, weight, cast), device=x.device)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     block_m, block_n, num_warps = row_tile(n)
-    _rms_norm_fwd_kernel[(triton.cdiv(m, block_m),)](
+    _rms_norm_fwd_kernel[(cdiv(m, block_m),)](
         rows, rows if weight is None else weight.contiguous(), y, rstd, rows.stride(0), m, n, eps, offset,
         HAS_WEIGHT=weight is not None, CAST=cast, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def rms_norm_backward(
     dsum_rows = dy_rows if dsum is None else as_rows(dsum)
     m, n = rows.shape
     block_m, block_n, num_warps, stages = backward_tile(n, x.element_size(), 2 if dsum is None else 3, x.device)
-    tiles = triton.cdiv(m, block_m)
+    tiles = cdiv(m, block_m)
     programs = persistent_grid(tiles, x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)

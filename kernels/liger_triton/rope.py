@@ -15,8 +15,8 @@ Bytes   b per element, n of q and k together. Forward and backward each read and
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl, triton
-from ._launch import TILE, runs_triton
+from ._dispatch import jit, kernel_op, tl
+from ._launch import TILE, cdiv, next_power_of_2, runs_triton
 
 CASTS = ("promote", "input")
 COS_LAYOUTS = ("half", "interleaved", "single")
@@ -130,21 +130,21 @@ def _rotate(
     q, k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     cos, sin = (_angles(t, q.ndim, cos_layout, unsqueeze_dim) for t in (cos, sin))
     d, half = q.shape[-1], cos.shape[-1]
-    block_half = triton.next_power_of_2(half)
+    block_half = next_power_of_2(half)
     block_r = max(1, TILE // (2 * block_half))
     cos_strides, sin_strides = _stride_zero(cos), _stride_zero(sin)
 
     sizes_and_strides, tiles = [], []
     for x, y in ((q, qy), (q, qy) if k is None else (k, ky)):
         rows = x.numel() // d
-        tiles.append(triton.cdiv(rows, block_r))
+        tiles.append(cdiv(rows, block_r))
         sizes_and_strides += [rows, *_lead(x.shape, order, 1)[1:]]
         sizes_and_strides += [*_lead(x.stride(), order, 0), *_lead(y.stride(), order, 0)]
     _rope_kernel[(tiles[0] if k is None else sum(tiles),)](
         q, qy, q if k is None else k, qy if k is None else ky, cos, sin, tiles[0], *sizes_and_strides,
         *_lead(cos_strides, order, 0), cos_strides[-1], *_lead(sin_strides, order, 0), sin_strides[-1], sign,
         D=d, HALF=half, FIRST=d - 2 * half if rotate_last else 0, IN_PAIRS=interleaved, OUT_PAIRS=out_interleaved,
-        BLOCK_R=block_r, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(max(1, d - 2 * half)),
+        BLOCK_R=block_r, BLOCK_HALF=block_half, BLOCK_REST=next_power_of_2(max(1, d - 2 * half)),
     )  # fmt: skip
     return qy, ky
 
