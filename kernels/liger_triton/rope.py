@@ -12,6 +12,9 @@ Bytes   b per element, n of q and k together. Forward and backward each read and
         backward: cos, sin.
 """
 
+import functools
+import math
+
 import torch
 
 from . import reference
@@ -86,26 +89,22 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-def _angles(t: torch.Tensor, ndim: int, cos_layout: str, unsqueeze_dim: int) -> torch.Tensor:
-    """cos or sin, one number per pair, as a view that broadcasts against a tensor of `ndim` dimensions."""
-    if cos_layout == "half":
-        t = t[..., : t.shape[-1] // 2]
-    elif cos_layout == "interleaved":
-        t = t[..., 0::2]
-    t = t.unsqueeze(unsqueeze_dim)
-    return t[(None,) * (ndim - t.ndim)]
+def _memory_order(strides: tuple[int, ...]) -> list[int]:
+    """The leading dimensions of a tensor, from the one with the longest stride to the one with the shortest."""
+    return sorted(range(len(strides) - 1), key=lambda d: -strides[d])
 
 
-def _memory_order(x: torch.Tensor) -> list[int]:
-    """The leading dimensions of x, from the one with the longest stride to the one with the shortest."""
-    return sorted(range(x.ndim - 1), key=lambda d: -x.stride(d))
+def _dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a dense tensor of that shape: leading dimensions in the memory order of `strides`, heads contiguous."""
+    dense, step = [1] * len(shape), shape[-1]
+    for d in reversed(_memory_order(strides)):
+        dense[d] = step
+        step *= shape[d]
+    return tuple(dense)
 
 
 def _empty_in_order(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A dense tensor of the shape of x: leading dimensions in the memory order of x, heads contiguous."""
-    order = _memory_order(x)
-    y = torch.empty([*(x.shape[d] for d in order), x.shape[-1]], dtype=dtype, device=x.device)
-    return y.permute([*(order.index(d) for d in range(len(order))), len(order)])
+    return torch.empty_strided(x.shape, _dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
 
 
 def _lead(values: tuple[int, ...], order: list[int], fill: int) -> list[int]:
@@ -113,8 +112,37 @@ def _lead(values: tuple[int, ...], order: list[int], fill: int) -> list[int]:
     return [fill] * (3 - len(order)) + [values[d] for d in order]
 
 
-def _stride_zero(t: torch.Tensor) -> list[int]:
-    return [0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+def _angle_strides(shape, strides, ndim: int, cos_layout: str, unsqueeze_dim: int) -> list[int]:
+    """Strides by which one number per pair of cos or sin, unsqueezed, broadcasts against `ndim` dimensions."""
+    found = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+    found[-1] = strides[-1] * (2 if cos_layout == "interleaved" else 1)
+    found.insert(unsqueeze_dim % (len(shape) + 1), 0)
+    return [0] * (ndim - len(found)) + found
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    q_shape, q_memory, q_strides, k_shape, k_memory, k_strides, cos_shape, cos_strides, sin_strides, cos_layout,
+    unsqueeze_dim,
+):  # fmt: skip
+    """(strides of the two results, programs, integer arguments of the kernel, numbers of its tile). `memory` are the
+    strides that the results follow, `strides` those that are read. Kept: for the host this is most of a call."""
+    order, d = _memory_order(q_memory), q_shape[-1]  # rows that are neighbours in memory share cache lines and angles
+    half = cos_shape[-1] if cos_layout == "single" else (cos_shape[-1] + 1) // 2
+    block_half = next_power_of_2(half)
+    block_r = max(1, TILE // (2 * block_half))
+    out, sizes_and_strides, tiles = [], [], []
+    for shape, memory, strides in ((q_shape, q_memory, q_strides), (k_shape, k_memory, k_strides)):
+        rows = math.prod(shape[:-1])
+        out.append(_dense_strides(shape, memory))
+        tiles.append(cdiv(rows, block_r))
+        sizes_and_strides += [rows, *_lead(shape, order, 1)[1:], *_lead(strides, order, 0), *_lead(out[-1], order, 0)]
+    angles = []
+    for strides in (cos_strides, sin_strides):
+        found = _angle_strides(cos_shape, strides, len(q_shape), cos_layout, unsqueeze_dim)
+        angles += [*_lead(found, order, 0), found[-1]]
+    blocks = (block_r, block_half, next_power_of_2(max(1, d - 2 * half)))
+    return out, tiles, (tiles[0], *sizes_and_strides, *angles), half, blocks
 
 
 @kernel_op("rope")
@@ -124,27 +152,20 @@ def _rotate(
     unsqueeze_dim: int, sign: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(q, k) turned, the second empty where k is None; sign -1.0 turns back."""
-    order = _memory_order(q)  # rows that are neighbours in memory share cache lines and angles
-    qy = _empty_in_order(q, q_dtype)
-    ky = q.new_empty(0) if k is None else _empty_in_order(k, k_dtype)
-    q, k = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k))
-    cos, sin = (_angles(t, q.ndim, cos_layout, unsqueeze_dim) for t in (cos, sin))
-    d, half = q.shape[-1], cos.shape[-1]
-    block_half = next_power_of_2(half)
-    block_r = max(1, TILE // (2 * block_half))
-    cos_strides, sin_strides = _stride_zero(cos), _stride_zero(sin)
-
-    sizes_and_strides, tiles = [], []
-    for x, y in ((q, qy), (q, qy) if k is None else (k, ky)):
-        rows = x.numel() // d
-        tiles.append(cdiv(rows, block_r))
-        sizes_and_strides += [rows, *_lead(x.shape, order, 1)[1:]]
-        sizes_and_strides += [*_lead(x.stride(), order, 0), *_lead(y.stride(), order, 0)]
+    other = q if k is None else k
+    q_memory, k_memory = q.stride(), other.stride()
+    q, other = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, other))
+    (q_out, k_out), tiles, integers, half, (block_r, block_half, block_rest) = _plan(
+        q.shape, q_memory, q.stride(), other.shape, k_memory, other.stride(), cos.shape, cos.stride(), sin.stride(),
+        cos_layout, unsqueeze_dim,
+    )  # fmt: skip
+    qy = torch.empty_strided(q.shape, q_out, dtype=q_dtype, device=q.device)
+    ky = q.new_empty(0) if k is None else torch.empty_strided(k.shape, k_out, dtype=k_dtype, device=k.device)
+    d = q.shape[-1]
     _rope_kernel[(tiles[0] if k is None else sum(tiles),)](
-        q, qy, q if k is None else k, qy if k is None else ky, cos, sin, tiles[0], *sizes_and_strides,
-        *_lead(cos_strides, order, 0), cos_strides[-1], *_lead(sin_strides, order, 0), sin_strides[-1], sign,
+        q, qy, other, qy if k is None else ky, cos, sin, *integers, sign,
         D=d, HALF=half, FIRST=d - 2 * half if rotate_last else 0, IN_PAIRS=interleaved, OUT_PAIRS=out_interleaved,
-        BLOCK_R=block_r, BLOCK_HALF=block_half, BLOCK_REST=next_power_of_2(max(1, d - 2 * half)),
+        BLOCK_R=block_r, BLOCK_HALF=block_half, BLOCK_REST=block_rest,
     )  # fmt: skip
     return qy, ky
 
@@ -173,26 +194,31 @@ class _Rope(torch.autograd.Function):
         return dq, dk if ctx.has_k else None, *(None,) * 9
 
 
+def _shapes(q, k, cos, sin) -> str:
+    k_shape = None if k is None else tuple(k.shape)
+    return f"q is {tuple(q.shape)}, k {k_shape}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+
+
 def _check(q, k, cos, sin, cos_layout, cast, unsqueeze_dim):
     """ValueError on what `rope` does not take."""
     if cast not in CASTS:
         raise ValueError(f"cast is {cast!r}; expected one of {', '.join(map(repr, CASTS))}.")
     if cos_layout not in COS_LAYOUTS:
         raise ValueError(f"cos_layout is {cos_layout!r}; expected one of {', '.join(map(repr, COS_LAYOUTS))}.")
-    k_shape = None if k is None else tuple(k.shape)
-    shapes = f"q is {tuple(q.shape)}, k {k_shape}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
     if not 2 <= q.ndim <= 4 or (k is not None and (k.ndim != q.ndim or k.shape[-1] != q.shape[-1])):
-        raise ValueError(f"{shapes}; expected q and k of 2 to 4 dimensions, as many in both, and of one head size.")
+        raise ValueError(
+            f"{_shapes(q, k, cos, sin)}; expected q and k of 2 to 4 dimensions, as many in both, and of one head size."
+        )
     if cos.shape != sin.shape:
-        raise ValueError(f"{shapes}; expected cos and sin of one shape.")
+        raise ValueError(f"{_shapes(q, k, cos, sin)}; expected cos and sin of one shape.")
     for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if t is not None and (t.device != q.device or not t.is_floating_point()):
             raise ValueError(f"{name} is {t.dtype} on {t.device}, q on {q.device}; expected floats on one device.")
     rot = cos.shape[-1] * (2 if cos_layout == "single" else 1)
     if rot % 2 or not 0 < rot <= q.shape[-1]:
         raise ValueError(
-            f"{shapes}: with cos_layout={cos_layout!r}, {rot} numbers of a head are rotary; expected an even number "
-            f"from 2 to {q.shape[-1]}. cos of one angle per pair needs cos_layout='single'."
+            f"{_shapes(q, k, cos, sin)}: with cos_layout={cos_layout!r}, {rot} numbers of a head are rotary; expected "
+            f"an even number from 2 to {q.shape[-1]}. cos of one angle per pair needs cos_layout='single'."
         )
     if not -cos.ndim - 1 <= unsqueeze_dim <= cos.ndim:
         raise ValueError(
@@ -205,8 +231,8 @@ def _check(q, k, cos, sin, cos_layout, cast, unsqueeze_dim):
         against = t.shape[:-1][t.ndim - 1 - len(lead) :]
         if len(lead) > t.ndim - 1 or any(c not in (1, n) for c, n in zip(lead, against, strict=True)):
             raise ValueError(
-                f"{shapes}: cos.unsqueeze({unsqueeze_dim}) has leading dimensions {tuple(lead)}, which do not "
-                f"broadcast to the {tuple(t.shape[:-1])} of {name}. unsqueeze_dim is where the heads are: 1 in "
+                f"{_shapes(q, k, cos, sin)}: cos.unsqueeze({unsqueeze_dim}) has leading dimensions {tuple(lead)}, "
+                f"which do not broadcast to the {tuple(t.shape[:-1])} of {name}. unsqueeze_dim is where the heads are: 1 in "
                 "(B, H, S, D), 2 in (B, S, H, D)."
             )
 
