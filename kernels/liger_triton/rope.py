@@ -232,8 +232,8 @@ def _check(q, k, cos, sin, cos_layout, cast, unsqueeze_dim):
         if len(lead) > t.ndim - 1 or any(c not in (1, n) for c, n in zip(lead, against, strict=True)):
             raise ValueError(
                 f"{_shapes(q, k, cos, sin)}: cos.unsqueeze({unsqueeze_dim}) has leading dimensions {tuple(lead)}, "
-                f"which do not broadcast to the {tuple(t.shape[:-1])} of {name}. unsqueeze_dim is where the heads are: 1 in "
-                "(B, H, S, D), 2 in (B, S, H, D)."
+                f"which do not broadcast to the {tuple(t.shape[:-1])} of {name}. unsqueeze_dim is where the heads are: "
+                "1 in (B, H, S, D), 2 in (B, S, H, D)."
             )
 
 
