@@ -372,6 +372,7 @@ class _LinearHead(torch.autograd.Function):
                 grads = _backward_op(*head, stats, g, g_entropy, *spec.flat())
             else:
                 grads = _gradients(head, later, stats, g, g_entropy, spec)
+            del later  # its logits, before an fp32 sum is rounded
             out = [g.to(d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
             return *out, *(None,) * 5
         target, *grads = ctx.saved_tensors

@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_triton import linear_cross_entropy, reference
 from liger_triton._linear_head import chunk_size
@@ -279,7 +280,7 @@ def test_one_chunk_makes_no_sum(device, allocations):
     with allocations() as seen:
         gc.collect()
         loss = linear_cross_entropy(x, w, y)
-        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
         held = [t for t in tensors if t.shape[:1] == (16,) and t.numel() >= 16 * V]
         del tensors
         assert len(held) == 1
@@ -288,6 +289,36 @@ def test_one_chunk_makes_no_sum(device, allocations):
     assert logits() is None
     assert seen.products == (3 if device == "cpu" else 6)  # a GPU multiplies the last of 211 words apart
     assert sum(n >= V * H for n in seen.sizes) == 1
+
+
+class _AliveAtRounding(TorchDispatchMode):
+    """Whether a tensor is still there when an fp32 sum of the weight's size is rounded."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor, self.found = weakref.ref(tensor), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (
+            func.overloadpacket is torch.ops.aten._to_copy
+            and args[0].shape == (V, H)
+            and args[0].dtype == torch.float32
+        ):
+            self.found.append(self.tensor() is not None)
+        return func(*args, **(kwargs or {}))
+
+
+def test_kept_logits_are_gone_before_the_sum_is_rounded(device):
+    """Else they would add to the peak."""
+    x, w, _, y = inputs(device, torch.bfloat16, ignored=False)
+    gc.collect()
+    loss = linear_cross_entropy(x, w, y, reduction="none", chunk_rows=17).sum()
+    (logits,) = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape in [(17, V), (17, 256)]]
+    seen = _AliveAtRounding(logits)
+    del logits
+    with seen:
+        loss.backward()
+    assert seen.found == [False]
 
 
 def test_fp16_keeps_small_probabilities(device):
