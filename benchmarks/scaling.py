@@ -133,18 +133,25 @@ def over(options):
 
 
 def one_arm(options):
-    for axis in options.axes:
+    end = options.until
+    for k, axis in enumerate(options.axes):
+        options.until = shared(end, len(options.axes) - k)
         if axis == "longest":
             emit(longest_row(options))
             continue
         for value in (TINY_POINTS if options.tiny else POINTS)[axis]:
             if over(options):
-                return
+                break
             row = point(axis, value, options)
             release()
             emit(row)
             if "note" in row:
                 break  # what is larger does not fit either
+
+
+def shared(end, heirs):
+    """When the first of `heirs` is to stop, so that a slow one does not take the time until `end` from the others."""
+    return time.time() + (end - time.time()) / heirs
 
 
 def print_tables(rows, options, arms):
@@ -196,8 +203,7 @@ def main():
         return one_arm(options)
     began, rows = time.time(), []
     for k, arm in enumerate(arms):
-        # What is left is shared among the arms to come, so that a slow one does not take it from the others.
-        until = time.time() + (began + 60 * options.minutes - time.time()) / (len(arms) - k)
+        until = shared(began + 60 * options.minutes, len(arms) - k)
         # Segments that grow: else a run fails by fragmentation sooner than by what it needs.
         env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         for row in rows_from(arm, until - time.time() + 120, env=env, more=["--until", str(until)]):
