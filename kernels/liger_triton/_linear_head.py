@@ -113,21 +113,21 @@ class _Accumulator:
         self.started = True
 
 
-class _Head(NamedTuple):
-    """The tensors of a call; shapes in the module docstring, target (T,)."""
+class Head(NamedTuple):
+    """One head flattened to rows: x (T, H), weight (V, H), bias (V,), u (T, r), lora_b (V, r)."""
 
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     u: torch.Tensor | None
     lora_b: torch.Tensor | None
-    target: torch.Tensor
 
 
 class _Chunks(NamedTuple):
-    """`kept`: indices of the rows that count, None for all; `rows`: their number; `size`: how many are walked at a
-    time."""
+    """`target` (T,); `kept`: indices of the rows that count, None for all; `rows`: their number; `size`: how many are
+    walked at a time."""
 
+    target: torch.Tensor
     kept: torch.Tensor | None
     rows: int
     size: int
@@ -137,10 +137,10 @@ class _Chunks(NamedTuple):
         return -(-self.rows // self.size)
 
 
-def _chunks_of(head: _Head, spec: HeadSpec, whole: bool) -> _Chunks:
+def _chunks_of(head: Head, target, spec: HeadSpec, whole: bool) -> _Chunks:
     """`whole`: one chunk would need no sum over chunks."""
     weight, vocab = head.weight, head.weight.shape[0]
-    kept = _kept_rows(head.target, spec.rows.ignore_index, vocab)
+    kept = _kept_rows(target, spec.rows.ignore_index, vocab)
     rows = head.x.shape[0] if kept is None else kept.shape[0]
     size = spec.chunk_rows
     if not size:
@@ -148,15 +148,15 @@ def _chunks_of(head: _Head, spec: HeadSpec, whole: bool) -> _Chunks:
         of_sum = 4 * weight.numel() if summed else 0
         whole = whole and weight.dtype != torch.float16  # whose gradient is summed in fp32 all the same
         size = chunk_size(rows, vocab, spec.compute_dtype, head.x.device.type, of_sum, whole)
-    return _Chunks(kept, rows, min(size, max(rows, 1)))
+    return _Chunks(target, kept, rows, min(size, max(rows, 1)))
 
 
-def _walk(head: _Head, chunks: _Chunks, needs, lean, spec: HeadSpec, g_loss, g_entropy, stats=None, buffer=None):
+def _walk(head: Head, chunks: _Chunks, needs, lean, spec: HeadSpec, g_loss, g_entropy, stats=None, buffer=None):
     """Statistics (7, T), computed unless they are given, the gradients in `needs` (None where not wanted), and the
     buffer of the logits. With given statistics the walk begins at the last chunk, whose logits `buffer` may hold."""
-    x, weight, bias, u, lora_b, target = head
+    x, weight, bias, u, lora_b = head
     total, vocab, dtype = x.shape[0], weight.shape[0], spec.compute_dtype
-    kept, rows, size = chunks
+    target, kept, rows, size = chunks
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
     lb = None if lora_b is None else lora_b.to(dtype)
@@ -225,9 +225,9 @@ def _forward_op(
     compute_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     spec = _unflat((ignore_index, scale, softcap, smoothing, z_loss, extras, needs, lean, chunk_rows, compute_dtype))
-    head = _Head(x, weight, bias, u, lora_b, target)
+    head = Head(x, weight, bias, u, lora_b)
     with torch.autocast(x.device.type, enabled=False):
-        stats, grads, _ = _walk(head, _chunks_of(head, spec, whole=False), needs, lean, spec, row_weight, None)
+        stats, grads, _ = _walk(head, _chunks_of(head, target, spec, whole=False), needs, lean, spec, row_weight, None)
     return stats, *_filled(x, grads)
 
 
@@ -239,9 +239,11 @@ def _backward_op(
     extras: int, needs: int, lean: bool, chunk_rows: int, compute_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     spec = _unflat((ignore_index, scale, softcap, smoothing, z_loss, extras, needs, lean, chunk_rows, compute_dtype))
-    head = _Head(x, weight, bias, u, lora_b, target)
+    head = Head(x, weight, bias, u, lora_b)
     with torch.autocast(x.device.type, enabled=False):
-        _, grads, _ = _walk(head, _chunks_of(head, spec, whole=False), needs, lean, spec, g_loss, g_entropy, stats)
+        _, grads, _ = _walk(
+            head, _chunks_of(head, target, spec, whole=False), needs, lean, spec, g_loss, g_entropy, stats
+        )
     return _filled(x, grads)
 
 
@@ -290,12 +292,12 @@ class _Later(NamedTuple):
     buffer: torch.Tensor
 
 
-def _statistics(head: _Head, row_weight, mode, spec: HeadSpec, one_call):
+def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, one_call):
     """(statistics, gradients or None, `_Later` or None)."""
     with _device_guard(head.x), torch.autocast(head.x.device.type, enabled=False):
         # A held chunk of logits is paid for by the sum that one chunk does without, in calls that are not one of many.
         whole = mode == "recompute" or bool(one_call and spec.needs & DW and spec.compute_dtype != torch.float16)
-        chunks = _chunks_of(head, spec, whole)
+        chunks = _chunks_of(head, target, spec, whole)
         if mode == "recompute" or (whole and chunks.number <= 1):
             stats, _, buffer = _walk(head, chunks, 0, False, spec, None, None)
             return stats, None, _Later(chunks, buffer)
@@ -303,10 +305,10 @@ def _statistics(head: _Head, row_weight, mode, spec: HeadSpec, one_call):
         return stats, list(grads), None
 
 
-def _gradients(head: _Head, later: _Later | None, stats, g_loss, g_entropy, spec: HeadSpec):
+def _gradients(head: Head, target, later: _Later | None, stats, g_loss, g_entropy, spec: HeadSpec):
     """Gradients in `spec.needs`, from the logits in `later` and, for the other chunks, from their logits once more."""
     with _device_guard(head.x), torch.autocast(head.x.device.type, enabled=False):
-        chunks, buffer = later or (_chunks_of(head, spec, True), None)
+        chunks, buffer = later or (_chunks_of(head, target, spec, True), None)
         lean = spec.lean or chunks.number <= 1  # nothing to sum up, and the upstream gradient is in dl already
         return _walk(head, chunks, spec.needs, lean, spec, g_loss, g_entropy, stats, buffer)[1]
 
@@ -317,18 +319,18 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, one_call):
         ctx.set_materialize_grads(False)
-        head = _Head(x, weight, bias, u, lora_b, target)
-        ctx.mode, ctx.spec, ctx.dtypes = mode, spec, [None if t is None else t.dtype for t in head[:5]]
+        head = Head(x, weight, bias, u, lora_b)
+        ctx.mode, ctx.spec, ctx.dtypes = mode, spec, [None if t is None else t.dtype for t in head]
         ctx.grads = ctx.later = None
         if torch.compiler.is_compiling():
             ctx.early = mode != "recompute"
             now = spec if ctx.early else spec._replace(needs=0)
             stats, *grads = _forward_op(x, weight, bias, u, lora_b, target, row_weight, *now.flat())
         else:
-            stats, grads, ctx.later = _statistics(head, row_weight, mode, spec, one_call)
+            stats, grads, ctx.later = _statistics(head, target, row_weight, mode, spec, one_call)
             ctx.early = grads is not None
         if not ctx.early:
-            ctx.save_for_backward(*head, row_weight, stats)
+            ctx.save_for_backward(*head, target, row_weight, stats)
         elif torch.compiler.is_compiling():
             ctx.save_for_backward(target, *grads)
         else:  # not saved: the backward gives them away, and only their sole owner can
@@ -361,17 +363,17 @@ class _LinearHead(torch.autograd.Function):
                     "over in the first backward. Add the losses up and call backward once, or call the head again."
                 )
         if not ctx.early:
-            *tensors, row_weight, stats = ctx.saved_tensors
-            head, later, ctx.later = _Head(*tensors), ctx.later, None
+            *tensors, target, row_weight, stats = ctx.saved_tensors
+            head, later, ctx.later = Head(*tensors), ctx.later, None
             g = torch.zeros_like(stats[LOSS]) if g_loss is None else g_loss.float()
             if ctx.mode == "uniform" and g.stride(0) != 0:  # else it is one number expanded
-                g = _one_number(g, head.target != spec.rows.ignore_index).expand(g.shape)
+                g = _one_number(g, target != spec.rows.ignore_index).expand(g.shape)
             g = (g if row_weight is None else g * row_weight).contiguous()
             g_entropy = None if g_entropy is None else g_entropy.float().contiguous()
             if traced:
-                grads = _backward_op(*head, stats, g, g_entropy, *spec.flat())
+                grads = _backward_op(*head, target, stats, g, g_entropy, *spec.flat())
             else:
-                grads = _gradients(head, later, stats, g, g_entropy, spec)
+                grads = _gradients(head, target, later, stats, g, g_entropy, spec)
             del later  # its logits, before an fp32 sum is rounded
             out = [g.to(d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
             return *out, *(None,) * 5

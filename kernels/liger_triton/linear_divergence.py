@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ._linear_head import DB, DBIAS, DU, DW, DX, _Accumulator, _one_number, chunk_size, prepare
+from ._linear_head import DB, DBIAS, DU, DW, DX, Head, _Accumulator, _one_number, chunk_size, prepare
 from ._scale import scaled
 
 
@@ -35,16 +35,6 @@ class Divergence(NamedTuple):
     entropy: torch.Tensor
 
 
-class _Head(NamedTuple):
-    """One head flattened to rows: `x (T, H)`, `weight (V, H)`, `bias (V,)`, `u (T, r)`, `lora_b (V, r)`."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    u: torch.Tensor | None
-    lora_b: torch.Tensor | None
-
-
 class _Transform(NamedTuple):
     """z from l: `scale` and `softcap` with the temperature already in both."""
 
@@ -52,12 +42,12 @@ class _Transform(NamedTuple):
     softcap: float | None
     dtype: torch.dtype  # of the factors of the product
 
-    def tensors(self, head: _Head) -> _Head:
+    def tensors(self, head: Head) -> Head:
         """The parameters as factors, converted once for all chunks: fp32 logits need fp32 factors but for CUDA's mm."""
         wide = self.dtype if head.x.is_cuda else torch.float32
-        return _Head(head.x, *(None if t is None else t.to(wide) for t in head[1:]))
+        return Head(head.x, *(None if t is None else t.to(wide) for t in head[1:]))
 
-    def z(self, head: _Head, where):
+    def z(self, head: Head, where):
         """z of the rows `where` in fp32, and the tanh of the softcap (None without)."""
         z = _product(head.x[where], head.weight)
         if head.bias is not None:
@@ -126,7 +116,7 @@ class _Spec(NamedTuple):
     chunk_rows: int | None
 
 
-def _walk(student: _Head, teacher: _Head, kept, spec: _Spec, needs: int, g=None):
+def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
     """Divergence (T,), entropy (T,), and the gradients in `needs` of sum(g * divergence), g (T,) or None for ones."""
     x, weight, bias, u, lora_b = student
     total, vocab, dtype = x.shape[0], weight.shape[0], spec.student.dtype
@@ -177,7 +167,7 @@ class _LinearDivergence(torch.autograd.Function):
     def forward(ctx, x, weight, bias, u, lora_b, teacher, kept, mode, spec):
         ctx.set_materialize_grads(False)
         ctx.mode, ctx.spec, ctx.kept, ctx.held = mode, spec, kept, None
-        student = _Head(x, weight, bias, u, lora_b)
+        student = Head(x, weight, bias, u, lora_b)
         ctx.dtypes = [None if t is None else t.dtype for t in student]
         needs = 0 if mode == "recompute" else spec.needs
         with torch.autocast(x.device.type, enabled=False):
@@ -200,7 +190,7 @@ class _LinearDivergence(torch.autograd.Function):
         if ctx.mode == "recompute":
             tensors = ctx.saved_tensors
             with torch.autocast(g.device.type, enabled=False):
-                _, _, grads = _walk(_Head(*tensors[:5]), _Head(*tensors[5:]), kept, spec, spec.needs, g)
+                _, _, grads = _walk(Head(*tensors[:5]), Head(*tensors[5:]), kept, spec, spec.needs, g)
             out = [t.to(d) if want else None for t, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
             return *out, None, None, None, None
         grads, ctx.held = ctx.held, None
@@ -298,7 +288,7 @@ def linear_divergence(
             )
     except ValueError as error:
         raise ValueError(f"Of the teacher's head: {error}") from None
-    teacher = _Head(*(None if t is None else t.detach() for t in teacher))
+    teacher = Head(*(None if t is None else t.detach() for t in teacher))
     grads_on = torch.is_grad_enabled()
     needs = sum(1 << k for k, t in enumerate(student) if grads_on and t is not None and t.requires_grad)
     spec = _Spec(
