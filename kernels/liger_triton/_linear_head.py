@@ -66,8 +66,10 @@ class HeadSpec(NamedTuple):
         return (*self.rows, self.needs, self.lean, self.chunk_rows, self.compute_dtype)
 
 
-def chunk_size(rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int = 0, whole: bool = False):
-    """Rows per chunk, `int`: bounded memory, on GPUs all rows or a power of two.
+def chunk_size(
+    rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int = 0, whole: bool = False
+) -> int:
+    """Rows per chunk: bounded memory, on GPUs all rows or a power of two (below 1024 a multiple of 128).
 
     A power of two, since of dx, (rows, H), the tiles of 128 x 128 elements then fill the multiprocessors in whole
     rounds more often: with H = 1024 and 132 of them 2048 rows are one round and 2176 are two.

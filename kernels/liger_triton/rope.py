@@ -220,9 +220,10 @@ def _check(q, k, cos, sin, cos_layout, cast, unsqueeze_dim):
             f"{_shapes(q, k, cos, sin)}: with cos_layout={cos_layout!r}, {rot} numbers of a head are rotary; expected "
             f"an even number from 2 to {q.shape[-1]}. cos of one angle per pair needs cos_layout='single'."
         )
-    if not -cos.ndim - 1 <= unsqueeze_dim <= cos.ndim:
+    if not -cos.ndim - 1 <= unsqueeze_dim < cos.ndim or unsqueeze_dim == -1:
         raise ValueError(
-            f"unsqueeze_dim is {unsqueeze_dim}, cos {tuple(cos.shape)}; expected {-cos.ndim - 1} to {cos.ndim}."
+            f"unsqueeze_dim is {unsqueeze_dim}, cos {tuple(cos.shape)}; expected the place of the heads, in front of "
+            f"the angles: 0 to {cos.ndim - 1}, or {-cos.ndim - 1} to -2."
         )
     lead = cos.unsqueeze(unsqueeze_dim).shape[:-1]
     for name, t in (("q", q), ("k", k)):
