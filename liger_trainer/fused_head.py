@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import ModelOutput
 
+from liger_trainer import causal_mask
 from liger_trainer.deferred import DeferredLogits
 from liger_trainer.lm_head import bind, innermost, unbind, why_not_fusable
 from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
@@ -110,6 +111,7 @@ def install_fused_head(model, options: HeadOptions | None = None) -> str | None:
         model.forward = types.MethodType(_fused_forward_of(type(model)), model)
     if reason is None:
         bind(innermost(output_head(model)))
+        causal_mask.install()
     return reason
 
 
@@ -220,7 +222,7 @@ def _captured(model, args, kwargs):
     # What PEFT wraps around a head that it saves may be the unit that is sharded: parameters are read in calls of that.
     head._liger_stand_in = DeferredLogits if outer is head else functools.partial(_deferred, outer)
     try:
-        return _own_forward(model, args, kwargs)
+        return causal_mask.run_plain(functools.partial(_own_forward, model), model.config, args, kwargs)
     finally:
         head._liger_stand_in = None
 

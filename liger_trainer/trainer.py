@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from liger_trainer import causal_mask
 from liger_trainer._logging import logger
 from liger_trainer.fused_head import FusedLMOutput, base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.lm_head import own_class
@@ -140,6 +141,12 @@ class LigerTrainerMixin:
             self._predicted = None
         return loss, predictions, predictions.pop("labels")
 
+    def _unmasking(self, model):
+        """`model`, or where it is compiled for training a stand-in that calls it without masks of ones."""
+        if self.args.torch_compile and self.model.training:
+            return causal_mask.without_mask_of_ones(model)
+        return model
+
     def _collecting(self, model):
         """`model`, or while token predictions are gathered a stand-in that asks for them in the calls with labels."""
         if self._predicted is None:
@@ -214,7 +221,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        model = self._collecting(model)
+        model = self._unmasking(self._collecting(model))
         wants_logits = return_outputs and not inputs.get("skip_logits", False)
         if self.has_own_loss:
             return super().compute_loss(

@@ -102,9 +102,11 @@ def build(norm: Norm):
         def forward(self, x):
             w = None if weight is None else getattr(self, weight)
             e = eps if literal else getattr(self, eps)
-            x_kept, w_kept = x.detach(), None if w is None else w.detach()
-            y = rms_norm(x, w, e, offset=offset, cast=cast)
-            return rebuildable(y, lambda: rms_norm(x_kept, w_kept, e, offset=offset, cast=cast))
+
+            def norm(x, w):
+                return rms_norm(x, w, e, offset=offset, cast=cast)
+
+            return rebuildable(norm(x, w), norm, x, w)
 
     else:
 
@@ -114,8 +116,7 @@ def build(norm: Norm):
             w = None if weight is None else getattr(self, weight)
             b = None if bias is None else getattr(self, bias)
             e = eps if literal else getattr(self, eps)
-            kept = (x.detach(), *(None if t is None else t.detach() for t in (w, b)))
-            return rebuildable(layer_norm(x, w, b, e), lambda: layer_norm(*kept, e))
+            return rebuildable(layer_norm(x, w, b, e), lambda x, w, b: layer_norm(x, w, b, e), x, w, b)
 
     return probe.mark(forward, "forward")
 

@@ -9,7 +9,8 @@ And the gradients of gate and up are written over them, where nobody else reads 
 intermediate width at the peak of a layer's backward pass instead of five.
 
 Outside torch.compile, which does as much by itself, and outside the saved-tensor hooks of others (checkpointing,
-offloading), which have their own way with what is kept.
+offloading), which have their own way with what is kept. And only tensors of some size: a step of few rows waits for the
+host, which all this takes time, and its memory is weights.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import torch
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 _RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0")
-WORTH_IT = 1 << 20  # bytes; below, the hooks cost more time than the memory is worth
+WORTH_IT = 8 << 20  # bytes of a norm's output; of a product, which is about three times as wide, three times as many
 
 
 class _Rebuilt:
@@ -49,15 +50,15 @@ class _Rebuilt:
         return value.view(shape)
 
 
-def rebuildable(tensor: torch.Tensor, make, at_least: int | None = None) -> torch.Tensor:
-    """`tensor`, with the note that `make()` gives it again: modules called inside `rebuilding` need not keep it.
+def rebuildable(tensor: torch.Tensor, make, *parents, at_least: int | None = None) -> torch.Tensor:
+    """`tensor`, with the note that `make(*parents)` gives it again: modules inside `rebuilding` need not keep it.
 
-    `make` must compute the same bits from tensors that are kept anyway, detached. `at_least`: bytes below which nothing
-    is noted, `WORTH_IT` if not given.
+    `make` must compute the same bits from `parents`, tensors (or `None`) that are kept anyway, which it gets detached.
+    `at_least`: bytes below which nothing is noted, `WORTH_IT` if not given.
     """
-    at_least = WORTH_IT if at_least is None else at_least
-    if _applies(tensor) and tensor.numel() * tensor.element_size() >= at_least:
-        tensor._liger_rebuilt = _Rebuilt(tensor, make)
+    if _applies(tensor) and tensor.nbytes >= (WORTH_IT if at_least is None else at_least):
+        kept = [None if t is None else t.detach() for t in parents]
+        tensor._liger_rebuilt = _Rebuilt(tensor, lambda: make(*kept))
     return tensor
 
 
@@ -118,10 +119,9 @@ def call_rebuilding(module, gate, a: torch.Tensor, b: torch.Tensor, reuse: bool 
     x = gate(a, b, reuse_inputs=reuse)
     if not _applies(x):
         return module(x)
-    a, b = a.detach(), b.detach()
     versions = a._version, b._version
 
-    def product():
+    def product(a, b):
         if (a._version, b._version) != versions:
             raise RuntimeError(
                 "The input of a down projection cannot be made again: gate and up have been modified by an inplace "
@@ -129,8 +129,7 @@ def call_rebuilding(module, gate, a: torch.Tensor, b: torch.Tensor, reuse: bool 
             )
         return gate(a, b)
 
-    rebuildable(x, product, at_least=0)
-    with rebuilding(x):
+    with rebuilding(rebuildable(x, product, a, b, at_least=3 * WORTH_IT)):
         return module(x)
 
 

@@ -1,10 +1,20 @@
-"""`torch.compile(fullgraph=True)` of a patched model: one graph, the same loss and gradients."""
+"""`torch.compile(fullgraph=True)` of a patched model: one graph, the same loss and gradients, and no needless mask."""
 
 import pytest
 import torch
-from tiny_models import collate, ragged_rows, tiny_model
+from datasets import Dataset
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from transformers import DataCollatorForSeq2Seq
 
-from liger_trainer import apply_liger
+from liger_trainer import (
+    LigerSFTConfig,
+    LigerSFTTrainer,
+    LigerTrainer,
+    LigerTrainingArguments,
+    apply_liger,
+    causal_mask,
+    remove_liger,
+)
 
 CALLS = {"labels": {}, "smoothing": {"label_smoothing": 0.1}, "trl": {"fused_lm_head": True, "uniform_grad": True}}
 
@@ -26,3 +36,109 @@ def test_traces_without_a_break(model_type, call):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for got, ref in zip(loss_and_gradients(compiled, batch, **CALLS[call]), want, strict=True):
         torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-6)
+
+
+def sdpa_model(model_type, **config):
+    model = tiny_model(model_type, **config).train()
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def masked_layers(model, **call):
+    """Loss of a compiled call, and for each attention in its graph whether it gets a mask."""
+    masked = []  # with a cache, transformers does not look for packed rows
+
+    def backend(graph, _):
+        for node in graph.graph.nodes:
+            if getattr(node.target, "__name__", "") == "scaled_dot_product_attention":
+                assert node.kwargs["is_causal"] == (node.kwargs["attn_mask"] is None)
+                masked.append(node.kwargs["attn_mask"] is not None)
+        return graph.forward
+
+    torch._dynamo.reset()
+    loss = torch.compile(model, fullgraph=True, backend=backend)(**call, use_cache=False).loss
+    return loss, masked
+
+
+PLAIN = torch.arange(2, 34).view(2, 16)
+PACKED = torch.cat([torch.arange(7), torch.arange(9)]).expand(2, 16)
+SEEN = torch.ones(2, 16).index_fill(1, torch.tensor([14, 15]), 0).long()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "given", "masked"),
+    [
+        ("llama", {}, {}, False),
+        ("qwen3", {}, {}, False),
+        ("llama", {}, {"position_ids": PACKED}, True),
+        ("llama", {}, {"attention_mask": SEEN}, True),
+        ("gemma3_text", {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}, {}, False),
+        ("gemma3_text", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, {}, False),
+        ("gemma3_text", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2}, {}, True),
+        ("gemma3_text", {"use_bidirectional_attention": True}, {}, True),
+    ],
+    ids=["llama", "qwen3", "packed", "padded", "wide-window", "no-window", "window", "bidirectional"],
+)
+def test_only_what_needs_a_mask_has_one(model_type, config, given, masked):
+    model = sdpa_model(model_type, **config)
+    apply_liger(model)
+    batch = {"input_ids": PLAIN, "labels": PLAIN, **given}
+    want = model(**batch, use_cache=False).loss
+    loss, found = masked_layers(model, **batch)
+    assert found == [masked] * len(model.get_decoder().layers)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+
+
+def test_other_models_keep_their_masks():
+    """Also while one is patched, and a patched one in calls without labels, or when the patches are removed."""
+    patched, other = sdpa_model("llama"), sdpa_model("llama")
+    apply_liger(patched)
+    assert masked_layers(patched, input_ids=PLAIN, labels=PLAIN)[1] == [False, False]
+    assert masked_layers(other, input_ids=PLAIN, labels=PLAIN)[1] == [True, True]
+    assert not causal_mask._nothing_is_padding
+    remove_liger(patched)
+    assert masked_layers(patched, input_ids=PLAIN, labels=PLAIN)[1] == [True, True]
+
+
+def test_the_flag_falls_with_an_error():
+    model = sdpa_model("llama")
+    apply_liger(model)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("broken layer")
+
+    model.model.layers[1].forward = fail
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="broken layer"):
+        torch.compile(model, backend="eager")(input_ids=PLAIN, labels=PLAIN)
+    assert not causal_mask._nothing_is_padding
+
+
+@pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
+def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
+    """Rows of one length, then ragged ones: the first are attended without a mask, and the losses are those of a run
+    that is not compiled."""
+    even, ragged = [{"input_ids": list(range(k, k + 12))} for k in range(2, 10)], ragged_rows(8)
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in (*even, *ragged)]
+    asked, own = [], causal_mask._causal
+    monkeypatch.setattr(causal_mask, "_causal", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
+
+    def losses(compiled):
+        torch._dynamo.reset()
+        sft = trainer_class is LigerSFTTrainer
+        args = (LigerSFTConfig if sft else LigerTrainingArguments)(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, logging_steps=1, use_cpu=True,
+            report_to="none", save_strategy="no", torch_compile=compiled, train_sampling_strategy="sequential",
+            **({"torch_compile_backend": "eager"} if compiled else {}),
+            **({"gradient_checkpointing": False} if sft else {}),
+        )  # fmt: skip
+        tokenizer = tiny_tokenizer()
+        inputs = {"processing_class": tokenizer} if sft else {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
+        trainer = trainer_class(sdpa_model("llama"), args, train_dataset=Dataset.from_list(rows), **inputs)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    want = losses(compiled=False)
+    assert not asked
+    assert losses(compiled=True) == pytest.approx(want, rel=1e-4)
+    assert asked and all(asked)  # asked of rows of one length only

@@ -15,6 +15,11 @@ from liger_trainer.patching.rebuild import call_rebuilding
 from liger_triton import geglu, swiglu
 
 
+@pytest.fixture(autouse=True)
+def however_small(monkeypatch):
+    monkeypatch.setattr(rebuild, "WORTH_IT", 0)
+
+
 class Watched:
     """A gate that counts its calls and watches its first result."""
 
@@ -140,19 +145,24 @@ def test_norm_outputs_made_again_give_the_same_bits(model_type, monkeypatch):
     model, batch = tiny_model(model_type.removesuffix("-lora")).train(), collate(ragged_rows(4))
     model = with_lora(model) if model_type.endswith("-lora") else model
     apply_liger(model)
-    want = gradients(model, batch)
     made = []
-    monkeypatch.setattr(rebuild, "WORTH_IT", 0)
     monkeypatch.setattr(
-        rebuild._Rebuilt, "get", lambda self, shape, get=rebuild._Rebuilt.get: made.append(shape) or get(self, shape)
+        rebuild._Rebuilt,
+        "get",
+        lambda self, shape, get=rebuild._Rebuilt.get: made.append(shape[-1]) or get(self, shape),
     )
+    norm = 4 * batch["input_ids"].numel() * model.config.hidden_size  # bytes
+    monkeypatch.setattr(rebuild, "WORTH_IT", norm + 1)
+    want = gradients(model, batch)
+    assert not made  # of too small a size to be worth it
+    monkeypatch.setattr(rebuild, "WORTH_IT", norm)
     got = gradients(model, batch)
-    assert any(shape[-1] == model.config.hidden_size for shape in made)  # it did happen
+    assert model.config.hidden_size in made
+    assert (model.config.intermediate_size in made) == (model.config.intermediate_size >= 3 * model.config.hidden_size)
     assert len(got) == len(want) and all(map(torch.equal, got, want))
 
 
 def test_a_norm_output_is_not_kept_and_made_again_once_for_all_projections(monkeypatch):
-    monkeypatch.setattr(rebuild, "WORTH_IT", 0)
     outputs = []
 
     def watched(*args, rms_norm=norms.rms_norm, **kwargs):
@@ -170,8 +180,7 @@ def test_a_norm_output_is_not_kept_and_made_again_once_for_all_projections(monke
     assert len(outputs) == 5 + 4
 
 
-def test_a_norm_weight_changed_before_the_backward_raises(monkeypatch):
-    monkeypatch.setattr(rebuild, "WORTH_IT", 0)
+def test_a_norm_weight_changed_before_the_backward_raises():
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
     apply_liger(model)
     loss = model(**batch).loss

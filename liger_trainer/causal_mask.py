@@ -1,0 +1,70 @@
+"""No mask in memory where attention is plainly causal, under torch.compile too.
+
+Uncompiled, transformers looks at the values of `attention_mask` and `position_ids`, and where nothing is masked and
+nothing packed, SDPA is told `is_causal=True`, which skips half of the work. What is traced cannot look: each layer then
+reads a (B, 1, S, S) mask, and computes both halves. But a call of a patched model without the two is known to be plain.
+It is given a mask of ones, so that transformers takes nothing for packed, and its `sdpa_mask` is told that they are.
+Whatever else makes a mask necessary (a sliding window, tokens of an image that see each other) transformers decides.
+"""
+
+import functools
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+_nothing_is_padding = False  # while the forward of a plain call is traced
+
+
+def install() -> None:
+    """Have transformers ask here for masks of SDPA. Outside traced calls of patched models nothing changes."""
+    own = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    if getattr(own, "_liger_asks", False):
+        return
+
+    @functools.wraps(own)
+    def sdpa_mask(*args, **kwargs):
+        if _nothing_is_padding and not args and _causal(**kwargs):
+            return None
+        return own(*args, **kwargs)
+
+    sdpa_mask._liger_asks = True
+    ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", sdpa_mask)
+
+
+def _causal(*, q_length, kv_length, q_offset=0, kv_offset=0, local_size=None, allow_is_causal_skip=True, **_) -> bool:
+    whole = q_length == kv_length and (q_offset, kv_offset) == (0, 0)
+    return allow_is_causal_skip and whole and (local_size is None or kv_length < local_size)
+
+
+def run_plain(forward, config, args, kwargs):
+    """`forward(args, kwargs)`; while it is traced, without masks if nothing among its arguments asks for one."""
+    global _nothing_is_padding
+    ids = kwargs.get("input_ids")
+    if not torch.compiler.is_compiling() or args or ids is None or not _asks_for_no_mask(config, kwargs):
+        return forward(args, kwargs)
+    _nothing_is_padding = True
+    try:
+        return forward(args, kwargs | {"attention_mask": torch.ones_like(ids)})
+    finally:
+        _nothing_is_padding = False
+
+
+def _asks_for_no_mask(config, kwargs) -> bool:
+    given = ("attention_mask", "position_ids", "past_key_values")
+    sdpa = config.get_text_config()._attn_implementation == "sdpa"
+    return sdpa and not config.is_encoder_decoder and all(kwargs.get(name) is None for name in given)
+
+
+def without_mask_of_ones(model):
+    """A stand-in for a compiled `model` that calls it without an `attention_mask` (B, S) that masks nothing.
+
+    It looks at the values, which what is traced cannot; the stock trainer's model, where it is not compiled, looks too.
+    """
+
+    def forward(**call):
+        mask = call.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and bool(mask.all()):
+            del call["attention_mask"]
+        return model(**call)
+
+    return forward
