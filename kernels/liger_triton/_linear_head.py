@@ -172,8 +172,10 @@ def _walk(head: Head, chunks: _Chunks, needs, lean, spec: HeadSpec, g_loss, g_en
     dw = _Accumulator(weight, lean, chunks.number) if needs & DW else None
     dlb = _Accumulator(lora_b, lean, chunks.number) if needs & DB else None
     dbias = torch.zeros(vocab, dtype=torch.float32, device=x.device) if needs & DBIAS else None
-    # Columns padded to 64 elements: rows start at a cache line and load in full width, whatever the vocabulary.
-    width = -(-vocab // 64) * 64 if use_triton(x) else vocab
+    # Columns padded to 64 elements: rows start at a cache line and load in full width, whatever the vocabulary. With a
+    # bias to 16, mostly none: into rows that lie apart, cuBLAS rounds the product before it adds the bias.
+    align = 1 if not use_triton(x) else 64 if bias is None else 16
+    width = -(-vocab // align) * align
     if not held:
         buffer = torch.empty((size, width), dtype=dtype, device=x.device)
 
