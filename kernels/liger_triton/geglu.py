@@ -131,4 +131,6 @@ def geglu(
         raise ValueError(f"approximate is {approximate!r}; expected one of {', '.join(map(repr, APPROXIMATIONS))}.")
     if not runs_triton(gate, up):
         return reference.geglu(gate, up, approximate=approximate)
+    if not torch.is_grad_enabled():
+        return _forward(gate, up, approximate == "tanh")
     return _GeGLU.apply(gate, up, approximate == "tanh", reuse_inputs)

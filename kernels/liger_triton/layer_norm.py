@@ -168,4 +168,6 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     check_norm(x, weight=weight, bias=bias)
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, weight, bias):
         return reference.layer_norm(x, weight, bias, eps)
+    if not torch.is_grad_enabled():
+        return _forward(x, weight, bias, float(eps))[0]
     return _LayerNorm.apply(x, weight, bias, float(eps))

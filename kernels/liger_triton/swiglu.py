@@ -107,4 +107,6 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, reuse_inputs: bool = False) 
     check_gate(gate, up)
     if not runs_triton(gate, up):
         return reference.swiglu(gate, up)
+    if not torch.is_grad_enabled():
+        return _forward(gate, up)
     return _SwiGLU.apply(gate, up, reuse_inputs)
