@@ -9,8 +9,8 @@ And the gradients of gate and up are written over them, where nobody else reads 
 intermediate width at the peak of a layer's backward pass instead of five.
 
 Outside torch.compile, which does as much by itself, and outside the saved-tensor hooks of others (checkpointing,
-offloading), which have their own way with what is kept. And only tensors of some size: a step of few rows waits for the
-host, which all this takes time, and its memory is weights.
+offloading), which have their own way with what is kept. And only large tensors: each one made again costs the host some
+0.1 ms, for which a step of few rows waits, and the memory of such a step is weights.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import torch
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 _RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0")
-WORTH_IT = 8 << 20  # bytes of a norm's output; of a product, which is about three times as wide, three times as many
+LARGE = 16 << 20  # bytes; what has no more is kept
 
 
 class _Rebuilt:
@@ -50,13 +50,13 @@ class _Rebuilt:
         return value.view(shape)
 
 
-def rebuildable(tensor: torch.Tensor, make, *parents, at_least: int | None = None) -> torch.Tensor:
+def rebuildable(tensor: torch.Tensor, make, *parents: torch.Tensor | None) -> torch.Tensor:
     """`tensor`, with the note that `make(*parents)` gives it again: modules inside `rebuilding` need not keep it.
 
-    `make` must compute the same bits from `parents`, tensors (or `None`) that are kept anyway, which it gets detached.
-    `at_least`: bytes below which nothing is noted, `WORTH_IT` if not given.
+    `make` must compute the same bits from `parents`, which are kept anyway, and which it gets detached. Of a tensor
+    that is not `LARGE` nothing is noted.
     """
-    if _applies(tensor) and tensor.nbytes >= (WORTH_IT if at_least is None else at_least):
+    if _applies(tensor) and tensor.nbytes > LARGE:
         kept = [None if t is None else t.detach() for t in parents]
         tensor._liger_rebuilt = _Rebuilt(tensor, lambda: make(*kept))
     return tensor
@@ -129,7 +129,7 @@ def call_rebuilding(module, gate, a: torch.Tensor, b: torch.Tensor, reuse: bool 
             )
         return gate(a, b)
 
-    with rebuilding(rebuildable(x, product, a, b, at_least=3 * WORTH_IT)):
+    with rebuilding(rebuildable(x, product, a, b)):
         return module(x)
 
 

@@ -17,7 +17,7 @@ from liger_triton import geglu, swiglu
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(rebuild, "WORTH_IT", 0)
+    monkeypatch.setattr(rebuild, "LARGE", 0)
 
 
 class Watched:
@@ -152,13 +152,12 @@ def test_norm_outputs_made_again_give_the_same_bits(model_type, monkeypatch):
         lambda self, shape, get=rebuild._Rebuilt.get: made.append(shape[-1]) or get(self, shape),
     )
     norm = 4 * batch["input_ids"].numel() * model.config.hidden_size  # bytes
-    monkeypatch.setattr(rebuild, "WORTH_IT", norm + 1)
+    monkeypatch.setattr(rebuild, "LARGE", norm)
     want = gradients(model, batch)
-    assert not made  # of too small a size to be worth it
-    monkeypatch.setattr(rebuild, "WORTH_IT", norm)
+    assert model.config.hidden_size not in made
+    monkeypatch.setattr(rebuild, "LARGE", norm - 1)
     got = gradients(model, batch)
     assert model.config.hidden_size in made
-    assert (model.config.intermediate_size in made) == (model.config.intermediate_size >= 3 * model.config.hidden_size)
     assert len(got) == len(want) and all(map(torch.equal, got, want))
 
 
