@@ -49,6 +49,10 @@ def add_outer(total, dl, x, started: bool) -> None:
 def _add(total, a, b, started: bool) -> None:
     """total += a b, or = if not `started`. With a `total` of fp32 the product of 16-bit factors stays in the
     accumulators of the matrix units until it is added (on a GPU; elsewhere the factors are converted)."""
+    if a.shape[1] == 1:  # of one row cuBLAS makes 0.8 ms where writing 128256 x 4096 numbers takes 0.25
+        a, b = a.to(total.dtype), b.to(total.dtype)
+        torch.addcmul(total, a, b, out=total) if started else torch.mul(a, b, out=total)
+        return
     wider = a.dtype != total.dtype
     if wider and not a.is_cuda:
         a, b, wider = a.to(total.dtype), b.to(total.dtype), False
