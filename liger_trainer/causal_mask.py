@@ -23,7 +23,7 @@ def install() -> None:
 
     @functools.wraps(own)
     def sdpa_mask(*args, **kwargs):
-        if _nothing_is_padding and not args and _causal(**kwargs):
+        if _nothing_is_padding and torch.compiler.is_compiling() and not args and _causal(**kwargs):
             return None
         return own(*args, **kwargs)
 

@@ -37,7 +37,8 @@ def apply_liger(model: nn.Module, config: dict | None = None, strict: bool = Fal
 
     Norms, gated MLPs, expert gates and rotary functions are nominated by structure. Each original and its replacement
     are run on small random inputs on the CPU, values and gradients; only where they agree is the replacement bound to
-    the instance. Other instances, classes and modules of Python stay as they are. A second call starts afresh.
+    the instance. Other instances, classes and modules of Python stay as they are; with a fused head, transformers asks
+    `liger_trainer.causal_mask` for its masks, and gets the same. A second call starts afresh.
 
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
