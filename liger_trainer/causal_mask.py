@@ -23,7 +23,7 @@ def install() -> None:
 
     @functools.wraps(own)
     def sdpa_mask(*args, **kwargs):
-        if _nothing_is_padding and torch.compiler.is_compiling() and not args and _causal(**kwargs):
+        if _nothing_is_padding and torch.compiler.is_compiling() and not args and _needless(**kwargs):
             return None
         return own(*args, **kwargs)
 
@@ -31,16 +31,21 @@ def install() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", sdpa_mask)
 
 
-def _causal(*, q_length, kv_length, q_offset=0, kv_offset=0, local_size=None, allow_is_causal_skip=True, **_) -> bool:
+def _needless(
+    *, q_length, kv_length, q_offset=0, kv_offset=0, local_size=None, allow_is_causal_skip=True,
+    allow_is_bidirectional_skip=False, **_,
+) -> bool:  # fmt: skip
+    """Of the arguments of `sdpa_mask`, whether it could return None if it knew that nothing is padding."""
+    skip = allow_is_causal_skip or allow_is_bidirectional_skip
     whole = q_length == kv_length and (q_offset, kv_offset) == (0, 0)
-    return allow_is_causal_skip and whole and (local_size is None or kv_length < local_size)
+    return skip and whole and (local_size is None or kv_length < local_size)
 
 
-def run_plain(forward, config, args, kwargs):
-    """`forward(args, kwargs)`; while it is traced, without masks if nothing among its arguments asks for one."""
+def run_plain(forward, model, args, kwargs):
+    """`forward(args, kwargs)`, a forward of `model`; while it is traced, without masks if nothing asks for one."""
     global _nothing_is_padding
     ids = kwargs.get("input_ids")
-    if not torch.compiler.is_compiling() or args or ids is None or not _asks_for_no_mask(config, kwargs):
+    if not torch.compiler.is_compiling() or args or ids is None or not _is_plain(model, kwargs):
         return forward(args, kwargs)
     _nothing_is_padding = True
     try:
@@ -49,10 +54,15 @@ def run_plain(forward, config, args, kwargs):
         _nothing_is_padding = False
 
 
-def _asks_for_no_mask(config, kwargs) -> bool:
+def _is_plain(model, kwargs) -> bool:
+    """Whether this decodes text, attends through SDPA in all layers, and is called with nothing that says what to mask.
+
+    Others (state-space layers, towers) may do more with a mask of ones than without one.
+    """
+    config = model.config
+    text = config.get_text_config() is config and not config.is_encoder_decoder and not model._is_stateful
     given = ("attention_mask", "position_ids", "past_key_values")
-    sdpa = config.get_text_config()._attn_implementation == "sdpa"
-    return sdpa and not config.is_encoder_decoder and all(kwargs.get(name) is None for name in given)
+    return text and config._attn_implementation == "sdpa" and all(kwargs.get(name) is None for name in given)
 
 
 def without_mask_of_ones(model):

@@ -222,7 +222,7 @@ def _captured(model, args, kwargs):
     # What PEFT wraps around a head that it saves may be the unit that is sharded: parameters are read in calls of that.
     head._liger_stand_in = DeferredLogits if outer is head else functools.partial(_deferred, outer)
     try:
-        return causal_mask.run_plain(functools.partial(_own_forward, model), model.config, args, kwargs)
+        return causal_mask.run_plain(functools.partial(_own_forward, model), model, args, kwargs)
     finally:
         head._liger_stand_in = None
 
