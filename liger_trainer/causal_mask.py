@@ -10,6 +10,7 @@ Whatever else makes a mask necessary (a sliding window, tokens of an image that 
 import functools
 
 import torch
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 _nothing_is_padding = False  # while the forward of a plain call is traced
@@ -54,27 +55,29 @@ def run_plain(forward, model, args, kwargs):
         _nothing_is_padding = False
 
 
-def _is_plain(model, kwargs) -> bool:
-    """Whether this decodes text, attends through SDPA in all layers, and is called with nothing that says what to mask.
+def _is_plain(model, call) -> bool:
+    """Whether `model` decodes text, attends through SDPA in all layers, and nothing in `call` says what to mask.
 
     Others (state-space layers, towers) may do more with a mask of ones than without one.
     """
+    if not isinstance(model, PreTrainedModel):
+        return False
     config = model.config
     text = config.get_text_config() is config and not config.is_encoder_decoder and not model._is_stateful
     given = ("attention_mask", "position_ids", "past_key_values")
-    return text and config._attn_implementation == "sdpa" and all(kwargs.get(name) is None for name in given)
+    return text and config._attn_implementation == "sdpa" and all(call.get(name) is None for name in given)
 
 
-def without_mask_of_ones(model):
-    """A stand-in for a compiled `model` that calls it without an `attention_mask` (B, S) that masks nothing.
+def without_mask_of_ones(compiled, model):
+    """A stand-in for `compiled`, which is `model`, that drops an `attention_mask` (B, S) which masks nothing.
 
     It looks at the values, which what is traced cannot; the stock trainer's model, where it is not compiled, looks too.
     """
 
     def forward(**call):
-        mask = call.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and bool(mask.all()):
-            del call["attention_mask"]
-        return model(**call)
+        mask = call.pop("attention_mask", None)
+        if mask is not None and not (mask.ndim == 2 and _is_plain(model, call) and bool(mask.all())):
+            call["attention_mask"] = mask
+        return compiled(**call)
 
     return forward

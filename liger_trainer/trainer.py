@@ -144,7 +144,7 @@ class LigerTrainerMixin:
     def _unmasking(self, model):
         """`model`, or where it is compiled for training a stand-in that calls it without masks of ones."""
         if self.args.torch_compile and self.model.training:
-            return causal_mask.without_mask_of_ones(model)
+            return causal_mask.without_mask_of_ones(model, base_model_of(self.model))
         return model
 
     def _collecting(self, model):

@@ -114,6 +114,28 @@ def test_the_flag_falls_with_an_error():
     assert not causal_mask._nothing_is_padding
 
 
+ONES = torch.ones(2, 16, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("call", "dropped"),
+    [
+        ({"attention_mask": ONES}, True),
+        ({"attention_mask": SEEN}, False),
+        ({"attention_mask": ONES[:, None, None].bool()}, False),
+        # With a mask, transformers takes no rows for packed, whatever the positions; without it, it would.
+        ({"attention_mask": ONES, "position_ids": PACKED}, False),
+        ({}, True),
+    ],
+    ids=["ones", "padded", "4d", "positions", "none"],
+)
+def test_masks_of_ones(call, dropped):
+    seen = []
+    causal_mask.without_mask_of_ones(lambda **given: seen.append(given), sdpa_model("llama"))(**call, input_ids=PLAIN)
+    assert ("attention_mask" in seen[0]) is not dropped
+    assert seen[0].keys() | {"attention_mask"} == {*call, "input_ids", "attention_mask"}
+
+
 @pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
 def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
     """Rows of one length, then ragged ones: the first are attended without a mask, and the losses are those of a run

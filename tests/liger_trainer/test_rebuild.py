@@ -145,12 +145,8 @@ def test_norm_outputs_made_again_give_the_same_bits(model_type, monkeypatch):
     model, batch = tiny_model(model_type.removesuffix("-lora")).train(), collate(ragged_rows(4))
     model = with_lora(model) if model_type.endswith("-lora") else model
     apply_liger(model)
-    made = []
-    monkeypatch.setattr(
-        rebuild._Rebuilt,
-        "get",
-        lambda self, shape, get=rebuild._Rebuilt.get: made.append(shape[-1]) or get(self, shape),
-    )
+    made, get = [], rebuild._Rebuilt.get
+    monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(shape[-1]) or get(self, shape))
     norm = 4 * batch["input_ids"].numel() * model.config.hidden_size  # bytes
     monkeypatch.setattr(rebuild, "LARGE", norm)
     want = gradients(model, batch)
