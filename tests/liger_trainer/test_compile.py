@@ -136,31 +136,40 @@ def test_masks_of_ones(call, dropped):
     assert seen[0].keys() | {"attention_mask"} == {*call, "input_ids", "attention_mask"}
 
 
+def losses(trainer_class, tmp_path, rows, compiled, **options):
+    torch._dynamo.reset()
+    sft = trainer_class is LigerSFTTrainer
+    args = (LigerSFTConfig if sft else LigerTrainingArguments)(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, logging_steps=1, use_cpu=True,
+        report_to="none", save_strategy="no", torch_compile=compiled, train_sampling_strategy="sequential",
+        gradient_checkpointing=False, **({"torch_compile_backend": "eager"} if compiled else {}), **options,
+    )  # fmt: skip
+    tokenizer = tiny_tokenizer()
+    inputs = {"processing_class": tokenizer} if sft else {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
+    trainer = trainer_class(sdpa_model("llama"), args, train_dataset=Dataset.from_list(rows), **inputs)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+EVEN = [{"input_ids": list(range(k, k + 12)), "labels": list(range(k, k + 12))} for k in range(2, 10)]
+
+
 @pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
 def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
     """Rows of one length, then ragged ones: the first are attended without a mask, and the losses are those of a run
     that is not compiled."""
-    even, ragged = [{"input_ids": list(range(k, k + 12))} for k in range(2, 10)], ragged_rows(8)
-    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in (*even, *ragged)]
+    rows = EVEN + [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in ragged_rows(8)]
     asked, own = [], causal_mask._needless
     monkeypatch.setattr(causal_mask, "_needless", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
-
-    def losses(compiled):
-        torch._dynamo.reset()
-        sft = trainer_class is LigerSFTTrainer
-        args = (LigerSFTConfig if sft else LigerTrainingArguments)(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, logging_steps=1, use_cpu=True,
-            report_to="none", save_strategy="no", torch_compile=compiled, train_sampling_strategy="sequential",
-            **({"torch_compile_backend": "eager"} if compiled else {}),
-            **({"gradient_checkpointing": False} if sft else {}),
-        )  # fmt: skip
-        tokenizer = tiny_tokenizer()
-        inputs = {"processing_class": tokenizer} if sft else {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
-        trainer = trainer_class(sdpa_model("llama"), args, train_dataset=Dataset.from_list(rows), **inputs)
-        trainer.train()
-        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-    want = losses(compiled=False)
+    want = losses(trainer_class, tmp_path, rows, compiled=False)
     assert not asked
-    assert losses(compiled=True) == pytest.approx(want, rel=1e-4)
+    assert losses(trainer_class, tmp_path, rows, compiled=True) == pytest.approx(want, rel=1e-4)
     assert asked and all(asked)  # asked of rows of one length only
+
+
+@pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
+def test_without_liger_masks_stay(trainer_class, tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(causal_mask, "without_mask_of_ones", lambda *args: called.append(args))
+    assert len(losses(trainer_class, tmp_path, EVEN, compiled=True, use_liger=False)) == 2
+    assert not called
