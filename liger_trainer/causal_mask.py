@@ -8,6 +8,7 @@ Whatever else makes a mask necessary (a sliding window, tokens of an image that 
 """
 
 import functools
+import weakref
 
 import torch
 from transformers import PreTrainedModel
@@ -16,12 +17,39 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 _nothing_is_padding = False  # while the forward of a plain call is traced
 
 
-def install() -> None:
-    """Have transformers ask here for masks of SDPA. Outside traced calls of patched models nothing changes."""
-    own = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    if getattr(own, "_liger_asks", False):
-        return
+_models = weakref.WeakSet()  # those patched now
+_replaced = None  # transformers' own function, while ours stands in its place
 
+
+def install(model) -> None:
+    """Have transformers ask here for masks of SDPA while `model` is patched.
+
+    Outside traced calls of patched models nothing changes.
+    """
+    global _replaced
+    if model not in _models:
+        weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set below has let go of the model
+        _models.add(model)
+    if _replaced is None:
+        _replaced = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+        ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _asking(_replaced))
+
+
+def uninstall(model) -> None:
+    """Undo `install`: after the last patched model, transformers' registry is as before."""
+    _models.discard(model)
+    _restore_after_last()
+
+
+def _restore_after_last() -> None:
+    global _replaced
+    current = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    if not _models and getattr(current, "_liger_asks", False):  # else somebody has put another function around ours
+        ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _replaced)
+        _replaced = None
+
+
+def _asking(own):
     @functools.wraps(own)
     def sdpa_mask(*args, **kwargs):
         if _nothing_is_padding and torch.compiler.is_compiling() and not args and _needless(**kwargs):
@@ -29,7 +57,7 @@ def install() -> None:
         return own(*args, **kwargs)
 
     sdpa_mask._liger_asks = True
-    ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", sdpa_mask)
+    return sdpa_mask
 
 
 def _needless(

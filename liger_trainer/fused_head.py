@@ -16,7 +16,6 @@ Calls with labels take `token_predictions=True`, for metrics: the output then ha
 """
 
 import functools
-import types
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +23,14 @@ import torch.nn.functional as F
 from transformers.utils import ModelOutput
 
 from liger_trainer import causal_mask
+from liger_trainer._logging import logger
 from liger_trainer.deferred import DeferredLogits
-from liger_trainer.lm_head import bind, innermost, unbind, why_not_fusable
+from liger_trainer.lm_head import bind_all, bind_head, innermost, unbind_head, why_not_fusable
+from liger_trainer.patching.binding import bind, binding_of, call_previous, is_bound, unbind
+from liger_trainer.patching.report import Place
 from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
 
+_KEY = "_liger_head"  # of what `install_fused_head` binds
 TOKEN_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 EXTRA_OUTPUTS = ("hidden_states", "vocab_mean")
 
@@ -82,45 +85,45 @@ class HeadOptions:
     outputs: tuple[str, ...] = ("log_probs",)
 
 
-def install_fused_head(model, options: HeadOptions | None = None) -> str | None:
-    """Bind the fused forward to `model`; again with other `options`, only those change.
+def install_fused_head(model, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
+    """Bind the fused forward to `model`. Where it is bound already, only `options` and `place` change.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model with an LM head.
-        options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`.
+        options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`. Unset: those of `HeadOptions`,
+            whatever was installed before.
+        place (`Place`, *optional*): Where a report is told that the head stopped being fused.
 
     Returns:
         `str` or `None`: None where the head is fused, else why real logits are built. With a head that cannot be fused
         (a DoRA on it, say) the same calls are answered from real logits; a model without any head is left alone.
     """
-    model = base_model_of(model)
-    reason = head_reason(model)
+    model, options = base_model_of(model), options or HeadOptions()
     if output_head(model) is None:
-        return reason
-    unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS} if options else ()
+        return head_reason(model)
+    unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}
     if unknown:
         raise ValueError(f"outputs has {sorted(unknown)}; known are {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
-    installed = has_fused_head(model)
-    if options is not None or not installed:
-        model._liger_head_options = options or HeadOptions()
-    inside = model.__dict__.pop("_liger_forward_inside", False)
-    if not installed and not inside:
-        previous = model.__dict__.get("forward")
-        if previous is not None:
-            model._liger_previous_forward = previous
-        model.forward = types.MethodType(_fused_forward_of(type(model)), model)
+    binding = binding_of(model, _KEY) or bind(model, _KEY, _fused_forward_of(type(model)))
+    binding.options, binding.place = options, place
+    reason = head_reason(model)
     if reason is None:
-        bind(innermost(output_head(model)))
-        causal_mask.install()
+        bind_all(output_head(model))
+        causal_mask.install(model)
     return reason
 
 
 def has_fused_head(model) -> bool:
     """Whether `install_fused_head` has been called on `model`.
 
-    Asked of the options, not of `model.forward`: accelerate wraps that one for mixed precision when training starts.
+    Asked of what was remembered, not of `model.forward`: accelerate wraps that one when training starts.
     """
-    return "_liger_head_options" in base_model_of(model).__dict__
+    return _options_of(base_model_of(model)) is not None
+
+
+def _options_of(model) -> HeadOptions | None:
+    binding = binding_of(model, _KEY)
+    return None if binding is None else binding.options
 
 
 def remove_fused_head(model) -> None:
@@ -130,22 +133,18 @@ def remove_fused_head(model) -> None:
     """
     model = base_model_of(model)
     for module in model.modules():
-        unbind(module)
-    if not has_fused_head(model):
-        return
-    del model._liger_head_options
-    if not getattr(getattr(model.__dict__.get("forward"), "__func__", None), "_liger_fused_head", False):
-        model._liger_forward_inside = True  # a later install must not bind a second one around it
-        return
-    previous = model.__dict__.pop("_liger_previous_forward", None)
-    if previous is None:
-        del model.forward
+        unbind_head(module)
+    causal_mask.uninstall(model)
+    binding = binding_of(model, _KEY)
+    if binding is None or is_bound(model, binding):
+        unbind(model, _KEY)
     else:
-        model.forward = previous
+        binding.options = None  # remembered: a later install must not bind a second forward around the wrapper
 
 
 def base_model_of(model):
-    """The transformers model inside a PEFT wrapper, or the model itself."""
+    """The transformers model inside `torch.compile` and a PEFT wrapper, or the model itself."""
+    model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -160,7 +159,8 @@ def head_reason(model) -> str | None:
     head = output_head(model)
     if head is None:
         return f"{type(base_model_of(model)).__name__} has no LM head (get_output_embeddings() is None)"
-    reason = why_not_fusable(head)
+    options = _options_of(base_model_of(model))
+    reason = why_not_fusable(head, options is not None and options.cast_lm_head_to_fp32)
     return None if reason is None else f"the LM head of {type(base_model_of(model)).__name__} cannot be fused: {reason}"
 
 
@@ -179,8 +179,8 @@ def _fused_forward_of(model_class):
         scored_by=None,
         **kwargs,
     ):
-        if "_liger_head_options" not in self.__dict__:  # removed, but still inside somebody's wrapper
-            return _own_forward(self, args, kwargs)
+        if _options_of(self) is None:  # removed, but still inside somebody's wrapper
+            return call_previous(self, _KEY, args, kwargs)
         if scored_by is not None:
             return scored_by(lambda: _captured(self, args, kwargs))
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
@@ -190,7 +190,7 @@ def _fused_forward_of(model_class):
             return _smoothed(self, args, kwargs, label_smoothing, token_predictions)
         skip_logits = self.training if skip_logits is None else skip_logits
         if (labels is None and shift_labels is None) or not skip_logits:
-            return _own_forward(self, args, kwargs)
+            return call_previous(self, _KEY, args, kwargs)
         outputs = _captured(self, args, kwargs)
         if isinstance(outputs, ModelOutput):
             predictions = _predictions(*_shifted(outputs.logits, labels, shift_labels)) if token_predictions else None
@@ -200,42 +200,45 @@ def _fused_forward_of(model_class):
             return outputs
         return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
 
-    forward._liger_fused_head = True
     forward.__name__ = "forward"
     return forward
-
-
-def _own_forward(model, args, kwargs):
-    previous = model.__dict__.get("_liger_previous_forward")
-    return type(model).forward(model, *args, **kwargs) if previous is None else previous(*args, **kwargs)
 
 
 def _captured(model, args, kwargs):
     """The model's own forward with the head returning `DeferredLogits`, where the head of this moment can be fused."""
     outer = output_head(model)
     head = innermost(outer)
-    reason = why_not_fusable(outer)  # adapters come and go after patching: asked again at every call
+    # Adapters and hooks come and go after patching: asked again at every call.
+    reason = why_not_fusable(outer, binding_of(model, _KEY).options.cast_lm_head_to_fp32)
     if reason is not None:
-        _say_unfused(type(model).__name__, reason)
-        return _own_forward(model, args, kwargs)
-    bind(head)
+        _say_unfused(model, reason)
+        return call_previous(model, _KEY, args, kwargs)
+    capture = bind_head(head)
     # What PEFT wraps around a head that it saves may be the unit that is sharded: parameters are read in calls of that.
-    head._liger_stand_in = DeferredLogits if outer is head else functools.partial(_deferred, outer)
+    capture.stand_in = DeferredLogits if outer is head else functools.partial(_deferred, outer)
     try:
-        return causal_mask.run_plain(functools.partial(_own_forward, model), model, args, kwargs)
+        return causal_mask.run_plain(functools.partial(_call_own, model), model, args, kwargs)
     finally:
-        head._liger_stand_in = None
+        capture.stand_in = None
+
+
+def _call_own(model, args, kwargs):
+    return call_previous(model, _KEY, args, kwargs)
 
 
 def _deferred(outer, hidden, _, vocab_size):
     return DeferredLogits(hidden, outer, vocab_size)
 
 
-@functools.cache
-def _say_unfused(name: str, reason: str) -> None:
-    from liger_trainer._logging import logger
-
-    logger.warning(f"The LM head of {name} is not fused: {reason}. Full logits are built; the numbers are right.")
+def _say_unfused(model, reason: str) -> None:
+    if torch.compiler.is_compiling():
+        return
+    place = binding_of(model, _KEY).place
+    if place is not None:
+        place.kept(reason)
+    logger.warning_once(
+        f"The LM head of {type(model).__name__} is not fused: {reason}. Full logits are built; the numbers are right."
+    )
 
 
 def _logits_and_targets(model, args, kwargs):
@@ -266,7 +269,7 @@ def _predictions(logits, target) -> dict[str, torch.Tensor]:
 
 
 def _token_outputs(model, args, kwargs, label_smoothing, token_predictions) -> FusedLMOutput:
-    options = model._liger_head_options
+    options = _options_of(model)
     wanted = kwargs.pop("token_outputs", options.outputs)
     uniform_grad = kwargs.pop("uniform_grad", False)
     num_items = kwargs.pop("num_items_in_batch", None)

@@ -6,13 +6,17 @@ in a normal forward.
 """
 
 import functools
-import types
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+
+from liger_trainer.patching.binding import Binding, bind, binding_of, call_previous, unbind
+from liger_trainer.patching.hooks import has_hooks, hook_on
+
+_KEY = "_liger_capture"  # of what `bind_head` binds
 
 
 class HeadCall:
@@ -67,8 +71,12 @@ def own_class(module: nn.Module) -> type:
     return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
 
 
-def why_not_fusable(head: nn.Module) -> str | None:
-    """None where the fused kernels compute what `head` computes, else the reason why they do not."""
+def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
+    """None where the fused kernels compute what `head` computes, else the reason why they do not.
+
+    `cast_to_fp32`: the fused kernels project in fp32, as the forward does that TRL's `cast_lm_head_to_fp32` gives the
+    head.
+    """
     outer, head = head, innermost(head)
     if _is_plain_linear(head):
         weight = head.weight
@@ -87,8 +95,14 @@ def why_not_fusable(head: nn.Module) -> str | None:
             if any(head.lora_bias.get(name) for name in active):
                 return "its LoRA has a bias (lora_bias=True)"
         weight = head.base_layer.weight
+    elif hasattr(head, "base_layer"):
+        return f"its adapter layer is a {own_class(head).__module__}.{own_class(head).__name__}, not a plain LoRA"
     else:
         return f"it is a {type(head).__name__}, not a linear layer"
+    for module in parts_of(outer):
+        attached = hook_on(module, binding_of(module, _KEY), allowed="trl." if cast_to_fp32 else None)
+        if attached is not None:
+            return f"{attached} on it would not see logits"
     units = (outer, head, getattr(head, "base_layer", None))
     if isinstance(weight, DTensor) and not _gathered_by_a_call(units, weight):
         return "its weight is a DTensor outside of its gather (tensor parallelism)"
@@ -113,80 +127,88 @@ def _base_and_adapter(head: nn.Module) -> tuple[nn.Linear, str | None]:
     return head.base_layer, None if off else active[0]
 
 
-def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
-    """`compute(hidden)`, run inside the calls of all modules that own parameters of `head`.
+def parts_of(head: nn.Module) -> list[nn.Module]:
+    """The modules that a call of `head` enters, the outermost first: wrapper, projection, and what a LoRA adds."""
+    inner = innermost(head)
+    if not hasattr(inner, "base_layer"):
+        return list(dict.fromkeys((head, inner)))
+    parts = [head, inner, inner.base_layer]
+    for name in getattr(inner, "active_adapters", ()):
+        for group in ("lora_A", "lora_B", "lora_dropout"):
+            if name in getattr(inner, group, ()):
+                parts.append(getattr(inner, group)[name])
+    return list(dict.fromkeys(parts))
 
-    Their hooks have seen `hidden` in the call that was captured; here they see it detached. FSDP2 takes the gradient of
-    an argument for the end of the unit's backward pass: of this call's, it would free a norm that is in one unit with
-    the head before the norm's own backward pass. Nor does a unit that is gathered already need the call: to a unit of
-    several modules it would look like the start of another forward pass.
-    """
+
+def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
+    """`compute(hidden)`, run inside the calls of all modules that own parameters of `head`."""
     inner = innermost(head)
     base, adapter = _base_and_adapter(inner)
     owners = list(dict.fromkeys((head, inner, base)))
     if adapter is not None:
         owners += [inner.lora_A[adapter], inner.lora_B[adapter]]
-    return _within(owners, hidden, functools.partial(compute, hidden))
-
-
-def _within(owners: list[nn.Module], hidden: torch.Tensor, run: Callable):
-    for owner in reversed(owners):
-        bind(owner.module if isinstance(owner, FullyShardedDataParallel) else owner)  # FSDP1 calls it, gathered
-        run = functools.partial(_inside, owner, hidden, run)
-    return run()
-
-
-def _inside(owner: nn.Module, hidden: torch.Tensor, run: Callable):
-    if isinstance(owner, FSDPModule) and not any(isinstance(p, DTensor) for p in owner.parameters()):
-        return run()
-    return owner(hidden.detach(), HeadCall(lambda _: run()))
+    return _call_inside(owners, hidden, functools.partial(compute, hidden))
 
 
 def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """The head's own forward inside a call of the module, whether or not a capture is on."""
     inner = innermost(head)
-    return _within(list(dict.fromkeys((head, inner))), hidden, lambda: _own_forward(inner, (hidden,), {}))
+    run = functools.partial(call_previous, inner, _KEY, (hidden,), {})
+    return _call_inside(list(dict.fromkeys((head, inner))), hidden, run)
 
 
-def _own_forward(module: nn.Module, args: tuple, kwargs: dict):
-    previous = module.__dict__.get("_liger_previous_forward")
-    return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+def _call_inside(owners: list[nn.Module], hidden: torch.Tensor, run: Callable):
+    """`run()` inside calls of those `owners` whose parameters are gathered when they are called.
+
+    These are units of FSDP, and under ZeRO-3 all modules. Their hooks have seen `hidden` in the call that was captured;
+    here they see it detached. FSDP2 takes the gradient of an argument for the end of the unit's backward pass: of this
+    call's, it would free a norm that is in one unit with the head before the norm's own backward pass. Nor does a unit
+    that is gathered already need the call: to a unit of several modules it would look like the start of another
+    forward pass.
+    """
+    for owner in reversed(owners):
+        sharded_by_fsdp1 = isinstance(owner, FullyShardedDataParallel)
+        gathered = isinstance(owner, FSDPModule) and not any(isinstance(p, DTensor) for p in owner.parameters())
+        if (has_hooks(owner) or sharded_by_fsdp1) and not gathered:
+            bind_head(owner.module if sharded_by_fsdp1 else owner)
+            run = functools.partial(owner, hidden.detach(), HeadCall(_ignoring_argument(run)))
+    return run()
+
+
+def _ignoring_argument(run: Callable):
+    return lambda _: run()
 
 
 def _captured_forward(self, *args, **kwargs):
     if len(args) == 2 and isinstance(args[1], HeadCall):
         return args[1].compute(args[0])
-    stand_in = self.__dict__.get("_liger_stand_in")
-    if stand_in is not None and len(args) == 1 and not kwargs:
-        return stand_in(args[0], self, self.out_features)
-    return _own_forward(self, args, kwargs)
+    binding = binding_of(self, _KEY)
+    if binding.stand_in is not None and len(args) == 1 and not kwargs:
+        return binding.stand_in(args[0], self, self.out_features)
+    return call_previous(self, _KEY, args, kwargs)
 
 
-_captured_forward.__name__ = "forward"  # a bound method is pickled by name: the copy then has its class's own forward
+_captured_forward.__name__ = "forward"
 
 
-def bind(module: nn.Module) -> None:
+def bind_head(module: nn.Module) -> Binding:
     """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures.
 
-    A capture is on while `module._liger_stand_in` is set: what it makes of the call is returned in place of logits.
+    A capture is on while `stand_in` of the binding is set: what it makes of the call is returned in place of logits.
     """
-    if torch.compiler.is_compiling():
-        return  # done when the head was installed, and nothing that a compiled graph may do
-    current = module.__dict__.get("forward")
-    if getattr(current, "__func__", None) is _captured_forward:
-        return
-    if current is not None:
-        module._liger_previous_forward = current
-    module.forward = types.MethodType(_captured_forward, module)
+    binding = binding_of(module, _KEY)
+    if binding is not None or torch.compiler.is_compiling():  # no compiled graph may bind; see `bind_all`
+        return binding
+    return bind(module, _KEY, _captured_forward, stand_in=None)
 
 
-def unbind(module: nn.Module) -> None:
-    """Undo `bind`: the module's `__dict__` is as before."""
-    if getattr(module.__dict__.get("forward"), "__func__", None) is not _captured_forward:
-        return
-    previous = module.__dict__.pop("_liger_previous_forward", None)
-    module.__dict__.pop("_liger_stand_in", None)
-    if previous is None:
-        del module.forward
-    else:
-        module.forward = previous
+def bind_all(head: nn.Module) -> None:
+    """Bind every part of `head` that a fused call may enter, so that a compiled call finds them bound."""
+    for module in parts_of(head):
+        if not isinstance(module, FullyShardedDataParallel):
+            bind_head(module)
+
+
+def unbind_head(module: nn.Module) -> None:
+    """Undo `bind_head`: the module's `__dict__` is as before."""
+    unbind(module, _KEY)

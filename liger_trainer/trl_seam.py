@@ -99,8 +99,8 @@ class LigerTRLMixin(LigerTrainerMixin):
         return {"add_fused_lm_head": add_and_patch}
 
     def _add_fused_lm_head(self, model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
+        self._patch(model)  # with the options of no trainer
         install_fused_head(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
-        self._patch(model)
 
     def _patch(self, model) -> None:
         """Kernels into the policy, whose report is the trainer's, or into a model that is only scored with."""

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from liger_trainer.fused_head import base_model_of, head_reason, output_head
-from liger_trainer.lm_head import HeadCall, bind, innermost
+from liger_trainer.lm_head import HeadCall, bind_head, innermost
 
 HEADS_NAME = "medusa_head"  # the attribute of the model
 HEADS_FOLDER = "medusa_heads"  # in the output directory and in every checkpoint of the trainer
@@ -123,7 +123,7 @@ class MedusaHead(nn.ModuleList):
             return hidden
         if self.lm_head is None:
             return then(hidden, None)
-        bind(self.lm_head)
+        bind_head(self.lm_head)
         return self.lm_head(hidden, HeadCall(lambda x: then(x, self.lm_head.weight)))
 
 

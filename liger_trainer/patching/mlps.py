@@ -16,7 +16,8 @@ from liger_triton import geglu, swiglu
 from liger_triton._launch import joined
 
 from . import probe
-from .rebuild import call_rebuilding, nobody_else_reads, rebuilding
+from .hooks import seen_by_others, step_aside
+from .rebuild import ABOVE, call_rebuilding, nobody_else_reads, rebuilding
 
 GATES = {
     ("swiglu", ""): swiglu,
@@ -31,7 +32,8 @@ TOKENS = (2, 3)
 class MLP:
     """One gated MLP. `inner`: the projections before the gate, in the order of their calls, one if they are fused.
 
-    `gate_first`: the gate is the first of the two, or the first half of the fused one.
+    `gate_first`: the gate is the first of the two, or the first half of the fused one. `left_out`: name and class of
+    the other children, such as the activation, which our forward does not call.
     """
 
     operation: str
@@ -39,6 +41,7 @@ class MLP:
     inner: tuple[str, ...]
     down: str
     gate_first: bool
+    left_out: tuple[tuple[str, type], ...]
 
     def __str__(self):
         act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
@@ -54,6 +57,7 @@ class ExpertGate:
 
     operation: str
     approximate: str
+    left_out: tuple[tuple[str, type], ...]
 
     def __str__(self):
         act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
@@ -133,10 +137,15 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
         return None, f"it calls its projections in the order {', '.join(order)}; expected each once, {down} last"
     for operation, approximate in GATES:
         for gate_first in (True, False):
-            mlp = MLP(operation, approximate, tuple(order[:-1]), down, gate_first)
+            left_out = _children_but(module, order)
+            mlp = MLP(operation, approximate, tuple(order[:-1]), down, gate_first, left_out)
             if _agrees(module, mlp):
                 return mlp, None
     return None, "it is not down(act(gate) * up) with silu or gelu: a clamp, a scale, dropout or another activation"
+
+
+def _children_but(module, names) -> tuple[tuple[str, type], ...]:
+    return tuple((n, type(c)) for n, c in module._modules.items() if n not in names and c is not None)
 
 
 def _values(module, inner, scale):
@@ -202,32 +211,31 @@ def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def build(mlp: MLP):
-    """The `forward` of a gated MLP."""
+def build(mlp: MLP, rebuild_above: int = ABOVE):
+    """The `forward` of a gated MLP; its gated product is not kept for the backward pass above so many bytes."""
     gate = GATES[mlp.operation, mlp.approximate]
     first, second, down, gate_first = mlp.inner[0], mlp.inner[-1], mlp.down, mlp.gate_first
 
-    if len(mlp.inner) == 1:
+    def projected(self, x):
+        """What the projections before the gate return, in the order of their calls, and whether to write over it."""
+        projections = [getattr(self, name) for name in mlp.inner]
+        with rebuilding(x):
+            outputs = [projection(x) for projection in projections]
+        reuse = all(map(nobody_else_reads, projections, outputs))
+        return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
 
-        def forward(self, x):
-            with rebuilding(x):
-                both = getattr(self, first)(x)
-            reuse = nobody_else_reads(getattr(self, first), both)
-            a, b = halves(both)
-            return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)), reuse)
+    def forward(self, x):
+        if (reason := seen_by_others(self, mlp.left_out)) is not None:
+            step_aside(self, reason)
+            return type(self).forward(self, x)
+        a, b, reuse = projected(self, x)
+        if a.dtype != b.dtype:  # an adapter on one of the two may return fp32: their product would too
+            dtype = torch.promote_types(a.dtype, b.dtype)
+            a, b = a.to(dtype), b.to(dtype)
+        a, b = (a, b) if gate_first else (b, a)
+        return call_rebuilding(getattr(self, down), gate, a, b, reuse, above=rebuild_above)
 
-    else:
-
-        def forward(self, x):
-            with rebuilding(x):
-                a, b = getattr(self, first)(x), getattr(self, second)(x)
-            if a.dtype != b.dtype:  # an adapter on one of the two may return fp32: their product would too
-                dtype = torch.promote_types(a.dtype, b.dtype)
-                a, b = a.to(dtype), b.to(dtype)
-            reuse = nobody_else_reads(getattr(self, first), a) and nobody_else_reads(getattr(self, second), b)
-            return call_rebuilding(getattr(self, down), gate, *((a, b) if gate_first else (b, a)), reuse)
-
-    return probe.mark(forward, "forward")
+    return probe.named(forward, "forward")
 
 
 def has_expert_gate(module: nn.Module) -> bool:
@@ -250,7 +258,7 @@ def prove_experts(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
         )
     width = probe.full_shape(weight)[2 if getattr(module, "is_transposed", False) else 1]
     copy = probe.clone(module, probe.generator(), parameters=False)
-    candidates = [ExpertGate(*key) for key in GATES]
+    candidates = [ExpertGate(*key, _children_but(module, ())) for key in GATES]
     for training in (True, False):
         probe.set_training(copy, training)
         for scale in SCALES:
@@ -275,11 +283,14 @@ def _gate_and_grad(function, module, x, dy):
 
 
 @functools.cache
-def build_experts(expert_gate: ExpertGate):
-    """The `_apply_gate` of a block of experts."""
+def build_experts(expert_gate: ExpertGate, rebuild_above: int = ABOVE):
+    """The `_apply_gate` of a block of experts. What the experts make of its result is not ours to rebuild."""
     gate = GATES[expert_gate.operation, expert_gate.approximate]
 
     def _apply_gate(self, gate_up):
+        if (reason := seen_by_others(self, expert_gate.left_out)) is not None:
+            step_aside(self, reason)
+            return type(self)._apply_gate(self, gate_up)
         return gate(*halves(gate_up))
 
-    return probe.mark(_apply_gate, "_apply_gate")
+    return probe.named(_apply_gate, "_apply_gate")

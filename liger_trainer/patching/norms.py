@@ -13,7 +13,8 @@ from torch import nn
 from liger_triton import layer_norm, rms_norm
 
 from . import probe
-from .rebuild import rebuildable
+from .hooks import has_hooks
+from .rebuild import ABOVE, rebuildable
 
 # (operation, offset, cast) in the order of how many model families have them
 VARIANTS = (
@@ -39,6 +40,7 @@ class Norm:
     bias: str | None
     eps: str | float
     wide_autocast: bool  # autocast runs `F.layer_norm` in fp32 on accelerators, and returns fp32
+    left_out = ()  # children that our forward does not call: a norm has none
 
     def __str__(self):
         parts = [f"cast={self.cast}"] if self.cast else []
@@ -91,34 +93,29 @@ def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
 
 
 @functools.cache
-def build(norm: Norm):
-    """The `forward` of a norm."""
+def build(norm: Norm, rebuild_above: int = ABOVE):
+    """The `forward` of a norm, whose output is not kept for the backward pass above so many bytes."""
     weight, bias, eps = norm.weight, norm.bias, norm.eps
-    offset, cast, wide_autocast = norm.offset, norm.cast, norm.wide_autocast
     literal = isinstance(eps, float)
 
-    if norm.operation == "rms_norm":
+    def formula(self):
+        """x, weight, bias -> y, with the eps that the module has now."""
+        e = eps if literal else getattr(self, eps)
+        if norm.operation == "rms_norm":
+            return lambda x, w, b: rms_norm(x, w, e, offset=norm.offset, cast=norm.cast)
+        return lambda x, w, b: layer_norm(x, w, b, e)
 
-        def forward(self, x):
-            w = None if weight is None else getattr(self, weight)
-            e = eps if literal else getattr(self, eps)
+    def forward(self, x):
+        if norm.wide_autocast and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+            x = x.float()
+        make = formula(self)
+        parameters = [None if name is None else getattr(self, name) for name in (weight, bias)]
+        y = make(x, *parameters)
+        if has_hooks(self):  # one of them may change y, through `y.data` even unseen by autograd
+            return y
+        return rebuildable(y, make, x, *parameters, above=rebuild_above)
 
-            def norm(x, w):
-                return rms_norm(x, w, e, offset=offset, cast=cast)
-
-            return rebuildable(norm(x, w), norm, x, w)
-
-    else:
-
-        def forward(self, x):
-            if wide_autocast and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
-                x = x.float()
-            w = None if weight is None else getattr(self, weight)
-            b = None if bias is None else getattr(self, bias)
-            e = eps if literal else getattr(self, eps)
-            return rebuildable(layer_norm(x, w, b, e), lambda x, w, b: layer_norm(x, w, b, e), x, w, b)
-
-    return probe.mark(forward, "forward")
+    return probe.named(forward, "forward")
 
 
 class _Cases:

@@ -7,7 +7,6 @@ by the tests of `liger_triton`.
 
 import contextlib
 import inspect
-import types
 from collections import OrderedDict
 
 import torch
@@ -165,24 +164,7 @@ def slot_of(module: nn.Module) -> tuple[str | None, str | None]:
     return None, f"its forward was replaced on the instance by {getattr(present, '__qualname__', present)!s}"
 
 
-def bind(module: nn.Module, slot: str, function) -> None:
-    """Make `function` the method `slot` of this one instance. A `MethodType` follows a `deepcopy` to the copy."""
-    module.__dict__[slot] = types.MethodType(function, module)
-
-
-def mark(function, name: str):
-    """Marks one of our methods for `unbind`. `name` is that of the class's method: pickle stores no more than that."""
+def named(function, name: str):
+    """`function` with the name of the class's method that it replaces: pickle stores no more than that."""
     function.__name__ = name
-    function.liger_patch = True
     return function
-
-
-def unbind(module: nn.Module) -> None:
-    """Undo `bind` on this module."""
-    for slot in ("forward", "_old_forward", "_apply_gate"):
-        bound = module.__dict__.get(slot)
-        if getattr(getattr(bound, "__func__", None), "liger_patch", False):
-            if slot == "_old_forward":
-                module.__dict__[slot] = types.MethodType(type(module).forward, module)
-            else:
-                del module.__dict__[slot]

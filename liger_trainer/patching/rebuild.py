@@ -21,28 +21,34 @@ import torch
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 _RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0")
-LARGE = 16 << 20  # bytes; what has no more is kept
+ABOVE = 16 << 20  # bytes; what has no more is kept, unless a caller says otherwise
 
 
 class _Rebuilt:
     """A tensor that can be made again: stands for it among the tensors that autograd keeps."""
 
-    def __init__(self, tensor, make):
-        self.tensor, self.make = weakref.ref(tensor), make
+    def __init__(self, tensor, make, parents):
+        self.tensor, self.version = weakref.ref(tensor), tensor._version
+        self.make = make
+        self.parents = [None if t is None else t.detach() for t in parents]  # a detached tensor shares the version
+        self.parent_versions = [None if t is None else t._version for t in self.parents]
         self.numel = tensor.numel()
         self.kept = self.used = 0
         self.value = None
 
     def is_of(self, tensor) -> bool:
-        """Whether `tensor` is this one, or a view of all of it."""
-        whole = tensor.numel() == self.numel and tensor.is_contiguous()
-        return whole and (tensor is self.tensor() or tensor._base is self.tensor())
+        """Whether `tensor` is this one, or a view of all of it, and still has the values that `make` gives."""
+        same = tensor is self.tensor() or (tensor._base is not None and tensor._base is self.tensor())
+        return same and tensor.numel() == self.numel and tensor.is_contiguous() and tensor._version == self.version
 
     def get(self, shape):
         """Made for the first of those that keep it, and dropped after the last."""
         if self.value is None:
+            for parent, version in zip(self.parents, self.parent_versions, strict=True):
+                if parent is not None and parent._version != version:
+                    raise _modified(parent, version)
             with torch.no_grad():
-                self.value = self.make()
+                self.value = self.make(*self.parents)
         value = self.value
         self.used += 1
         if self.used == self.kept:
@@ -50,15 +56,21 @@ class _Rebuilt:
         return value.view(shape)
 
 
-def rebuildable(tensor: torch.Tensor, make, *parents: torch.Tensor | None) -> torch.Tensor:
+def _modified(tensor, version) -> RuntimeError:
+    return RuntimeError(
+        f"A tensor {tuple(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it "
+        f"is at version {tensor._version}, expected {version}."
+    )
+
+
+def rebuildable(tensor: torch.Tensor, make, *parents: torch.Tensor | None, above: int = ABOVE) -> torch.Tensor:
     """`tensor`, with the note that `make(*parents)` gives it again: modules inside `rebuilding` need not keep it.
 
-    `make` must compute the same bits from `parents`, which are kept anyway, and which it gets detached. Of a tensor
-    that is not `LARGE` nothing is noted.
+    `make` must compute the same bits from `parents`, which are kept anyway, and which it gets detached. Nothing is
+    noted of a tensor that has no more than `above` bytes.
     """
-    if _applies(tensor) and tensor.nbytes > LARGE:
-        kept = [None if t is None else t.detach() for t in parents]
-        tensor._liger_rebuilt = _Rebuilt(tensor, lambda: make(*kept))
+    if _applies(tensor) and tensor.nbytes > above:
+        tensor._liger_rebuilt = _Rebuilt(tensor, make, parents)
     return tensor
 
 
@@ -69,7 +81,8 @@ def _applies(tensor) -> bool:
 def rebuilding(tensor):
     """Context in which autograd keeps the note of `rebuildable` in place of `tensor` itself, or of a view of all of it.
 
-    Other tensors are kept, and as without this, changing one in place before the backward pass is an error.
+    A tensor that has been changed in place since the note was made is kept as it is, like all others. Changing a kept
+    tensor in place before the backward pass is an error, as without this context.
     """
     rebuilt = None if torch.compiler.is_compiling() else getattr(tensor, "_liger_rebuilt", None)
     if rebuilt is None or not _applies(tensor):
@@ -79,17 +92,17 @@ def rebuilding(tensor):
         if rebuilt.is_of(kept):
             rebuilt.kept += 1
             return kept.shape
-        return kept, kept._version
+        # Detached, because an operation that keeps its own result would own itself through Python, where neither
+        # autograd nor the garbage collector finds the cycle: a forward pass without a backward pass would leak. Leaves
+        # are no such results, and ZeRO-3 exchanges the data of its parameters, which a detached one would not follow.
+        return kept if kept.is_leaf else kept.detach(), kept._version
 
     def unpack(packed):
         if isinstance(packed, torch.Size):
             return rebuilt.get(packed)
         kept, version = packed
         if kept._version != version:
-            raise RuntimeError(
-                f"A tensor {tuple(kept.shape)} that the backward pass needs has been modified by an inplace "
-                f"operation: it is at version {kept._version}, expected {version}."
-            )
+            raise _modified(kept, version)
         return kept
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -111,25 +124,16 @@ def forward_rebuilding(forward):
     return call
 
 
-def call_rebuilding(module, gate, a: torch.Tensor, b: torch.Tensor, reuse: bool = False) -> torch.Tensor:
+def call_rebuilding(
+    module, gate, a: torch.Tensor, b: torch.Tensor, reuse: bool = False, above: int = ABOVE
+) -> torch.Tensor:
     """`module(gate(a, b))`, keeping a and b for the backward pass but not the product, whatever `module` is.
 
-    `reuse`: the gradients of a and b may be written over them, see `nobody_else_reads`.
+    `reuse`: the gradients of a and b may be written over them, see `nobody_else_reads`. A product of no more than
+    `above` bytes is kept.
     """
     x = gate(a, b, reuse_inputs=reuse)
-    if not _applies(x):
-        return module(x)
-    versions = a._version, b._version
-
-    def product(a, b):
-        if (a._version, b._version) != versions:
-            raise RuntimeError(
-                "The input of a down projection cannot be made again: gate and up have been modified by an inplace "
-                "operation since the forward pass."
-            )
-        return gate(a, b)
-
-    with rebuilding(rebuildable(x, product, a, b)):
+    with rebuilding(rebuildable(x, gate, a, b, above=above)):
         return module(x)
 
 

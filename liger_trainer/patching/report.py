@@ -20,6 +20,24 @@ class OperationReport:
         return len(self.swapped) + len(self.skipped)
 
 
+class Place:
+    """A module's place in a report, for what happens to it after patching.
+
+    A copy of the module, by `deepcopy` or pickle, is not the module that the report is about: it has none.
+    """
+
+    def __init__(self, part: OperationReport, name: str):
+        self.part, self.name = part, name
+
+    def kept(self, reason: str) -> None:
+        """The module runs its own code in spite of being swapped, as a call has found."""
+        if self.part.swapped.pop(self.name, None) is not None:
+            self.part.skipped[self.name] = reason
+
+    def __reduce__(self):
+        return type(None), ()
+
+
 class LigerReport:
     """What was patched in one model.
 

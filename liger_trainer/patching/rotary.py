@@ -13,7 +13,10 @@ from torch import nn
 from liger_triton import rope
 
 from . import probe
+from .binding import KEY, bind, binding_of
+from .hooks import hook_on, step_aside
 from .rebuild import forward_rebuilding
+from .report import Place
 from .rotary_proof import Proof, Signature, layouts_of, makes_angles, prove, size_of
 
 
@@ -29,10 +32,10 @@ def swap(model: nn.Module, part) -> None:
 
     `part` is the `OperationReport` to fill.
     """
-    proofs, layouts = {}, {}
+    proofs, layouts, makers = {}, {}, {}
     for name, module in model.named_modules():
         if makes_angles(module):
-            layouts[name] = layouts_of(module)
+            layouts[name], makers[name] = layouts_of(module), module
     for name, module in model.named_modules():
         own = type(module).forward
         names = rotary_names(inspect.unwrap(own))
@@ -44,7 +47,10 @@ def swap(model: nn.Module, part) -> None:
         if reason is not None:
             part.skipped[name] = reason
             continue
-        seen = _nearest(name, layouts)
+        near = _nearest(name, layouts)
+        seen = frozenset().union(*(layouts[other] for other in near))
+        watched = [makers[other] for other in near]
+        functions = [own.__globals__[rotary_name] for rotary_name in names]
         replaced, texts, reasons = [], [], []
         for rotary_name in names:
             function = own.__globals__[rotary_name]
@@ -55,6 +61,8 @@ def swap(model: nn.Module, part) -> None:
             if reason is None and not plans:
                 reason = f"{rotary_name} reads each angle of cos twice, and nothing was seen to make cos that way"
             if reason is None:
+                reason = _seen_by_others([function], watched)
+            if reason is None:
                 replaced.append((rotary_name, replacement(function, Signature.of(function), plans)))
                 texts += [str(p.geometry) for p, _ in plans]
             else:
@@ -62,21 +70,52 @@ def swap(model: nn.Module, part) -> None:
         if reasons:
             part.skipped[name] = "; ".join(reasons)
         else:
-            probe.bind(module, slot, forward_rebuilding(forward_with(own, tuple(replaced))))
+            forward = _unless_seen_by_others(forward_rebuilding(forward_with(own, tuple(replaced))))
+            bind(module, KEY, forward, slot, place=Place(part, name), functions=functions, makers=watched)
             part.swapped[name] = f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
 
 
-def _nearest(name: str, layouts: dict[str, frozenset]) -> frozenset:
-    """What the rotary embedding of a module makes: those that sit in its nearest ancestor to hold any.
+def _nearest(name: str, layouts: dict[str, frozenset]) -> list[str]:
+    """The rotary embeddings whose angles a module is given: those that sit in its nearest ancestor to hold any.
 
     Not those of a sibling: a vision tower that makes its own cos is not told by the rotary embedding of the text model.
     """
     parts = name.split(".") if name else []
     for depth in range(len(parts), -1, -1):
-        near = [made for other, made in layouts.items() if other.split(".")[:-1] == parts[:depth]]
+        near = [other for other in layouts if other.split(".")[:-1] == parts[:depth]]
         if near:
-            return frozenset().union(*near)
-    return frozenset()
+            return near
+    return []
+
+
+def _seen_by_others(functions, makers) -> str | None:
+    """Why the angles may not be what was proven, or a call of a rotary function would be missed, or None.
+
+    A hook on what makes cos and sin may change them, and ours reads half of their numbers. With the library `kernels` a
+    rotary function is a module, which has hooks too.
+    """
+    for module in makers:
+        if (attached := hook_on(module)) is not None:
+            return f"{attached} on {type(module).__name__} may change the angles"
+    for function in functions:
+        if isinstance(function, nn.Module) and (attached := hook_on(function)) is not None:
+            return f"{attached} on {type(function).__name__} would not be called"
+    return None
+
+
+@functools.cache
+def _unless_seen_by_others(forward):
+    """The method `forward`, or the class's own while there are hooks that `forward` would pass by."""
+
+    @functools.wraps(forward)
+    def call(self, *args, **kwargs):
+        binding = binding_of(self)
+        if (reason := _seen_by_others(binding.functions, binding.makers)) is not None:
+            step_aside(self, reason)
+            return type(self).forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return call
 
 
 def _plans(proven: tuple[Proof, ...], seen: frozenset) -> tuple[tuple[Proof, frozenset | None], ...]:
@@ -166,7 +205,7 @@ def forward_with(own, replaced: tuple[tuple[str, object], ...]):
         function = types.FunctionType(own.__code__, view, own.__name__, own.__defaults__, own.__closure__)
         function.__kwdefaults__, function.__annotations__ = own.__kwdefaults__, own.__annotations__
         function.__doc__, function.__module__, function.__qualname__ = own.__doc__, own.__module__, own.__qualname__
-        _forwards[key] = (probe.mark(function, own.__name__), [scope[name] for name in names])  # keeps the ids taken
+        _forwards[key] = (probe.named(function, own.__name__), [scope[name] for name in names])  # keeps the ids taken
     return _forwards[key][0]
 
 

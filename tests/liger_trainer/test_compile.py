@@ -3,6 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import DataCollatorForSeq2Seq
 
@@ -36,6 +37,50 @@ def test_traces_without_a_break(model_type, call):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for got, ref in zip(loss_and_gradients(compiled, batch, **CALLS[call]), want, strict=True):
         torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "lm_head"], "modules_to_save"])
+def test_an_adapter_on_the_lm_head(modules):
+    """A compiled graph binds nothing, so every part of the head must have been bound before."""
+    own = modules == "modules_to_save"
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"] if own else modules, modules_to_save=["lm_head"] if own else None,
+        init_lora_weights=False, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, batch = get_peft_model(tiny_model("llama"), config).train(), collate(ragged_rows(4))
+    apply_liger(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step(forward):
+        model.zero_grad()
+        loss = forward(**batch).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in parameters)]
+
+    torch._dynamo.reset()
+    got = step(torch.compile(model, backend="aot_eager"))  # before any call that was not compiled
+    for compiled, eager in zip(got, step(model), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp.act_fn", "model.rotary_emb"])
+def test_hooks_that_a_fused_call_would_miss(name):
+    """As when it is not compiled, the model's own code runs there."""
+    batch, results = collate(ragged_rows(4)), []
+    for compiled in (False, True):
+        model = tiny_model("llama").train()
+        model.get_submodule(name).register_forward_hook(halved)
+        if compiled:
+            apply_liger(model)
+            torch._dynamo.reset()
+        results.append(loss_and_gradients(torch.compile(model, backend="aot_eager") if compiled else model, batch))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def halved(module, args, output):
+    return tuple(0.5 * x for x in output) if isinstance(output, tuple) else 0.5 * output
 
 
 def sdpa_model(model_type, **config):

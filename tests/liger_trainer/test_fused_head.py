@@ -1,6 +1,7 @@
 """The fused LM head: what is recorded, what falls back, what is never allocated, and what survives."""
 
 import copy
+import gc
 import inspect
 import io
 import logging
@@ -12,9 +13,11 @@ import torch.nn.functional as F
 from tiny_models import VOCAB, collate, ragged_rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_trainer import causal_mask
 from liger_trainer._logging import logger
 from liger_trainer.deferred import DeferredLogits
-from liger_trainer.fused_head import HeadOptions, install_fused_head, remove_fused_head
+from liger_trainer.fused_head import HeadOptions, has_fused_head, install_fused_head, remove_fused_head
+from liger_trainer.patching import apply_liger, remove_liger
 
 
 class LargestTensor(TorchDispatchMode):
@@ -43,11 +46,11 @@ def grads(model):
 
 
 def head_and_hidden(bias=False):
-    from liger_trainer.lm_head import bind
+    from liger_trainer.lm_head import bind_head
 
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 61, bias=bias)
-    bind(head)
+    bind_head(head)
     return head, torch.randn(2, 9, 16, requires_grad=True)
 
 
@@ -289,12 +292,64 @@ def test_deepcopy_pickle_and_removal():
     assert not torch.allclose(model(**batch).loss, twin(**batch).loss)
     restored = pickle.loads(pickle.dumps(model))
     torch.testing.assert_close(restored(**batch).loss, model(**batch).loss, rtol=1e-5, atol=0)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
     remove_fused_head(model)
     for name, module in model.named_modules():
         assert vars(module).keys() == before[name].keys(), name
     assert model(**batch).logits is not None
+
+
+def unpickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [unpickled, lambda model: pickle.loads(pickle.dumps(model))])
+def test_an_unpickled_model_is_unpatched_and_can_be_fused_again(copied):
+    """Pickle takes none of our methods along, so nothing else of ours may go with it and claim that they are there."""
+    model, batch = fused(), collate(ragged_rows(4))
+    want = model(**batch, label_smoothing=0.3).loss
+    loaded = copied(model)
+    assert not has_fused_head(loaded)
+    assert loaded(**batch).logits is not None
+    report = apply_liger(loaded)
+    assert report["fused_linear_cross_entropy"].swapped == {"lm_head": "captured at the head"}
+    assert has_fused_head(loaded) and loaded(**batch).logits is None
+    torch.testing.assert_close(loaded(**batch, label_smoothing=0.3).loss, want)
+    keys = {name: set(vars(m)) for name, m in tiny_model("llama").named_modules()}
+    remove_liger(loaded)
+    for name, module in loaded.named_modules():
+        assert set(vars(module)) == keys[name], name
+    assert loaded(**batch).logits is not None
+
+
+def test_options_of_an_earlier_trainer_do_not_stay():
+    model, batch = fused(), collate(ragged_rows(4))
+    want = model(**batch, fused_lm_head=True).log_probs
+    install_fused_head(model, HeadOptions(temperature=0.5))
+    assert not torch.allclose(model(**batch, fused_lm_head=True).log_probs, want)
+    apply_liger(model)
+    torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, want)
+
+
+def test_the_registry_of_masks_is_as_before_when_the_last_model_is_unpatched():
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    for model in list(causal_mask._models):  # of other tests
+        causal_mask.uninstall(model)
+    before = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    first, second = fused(), fused()
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not before
+    remove_fused_head(first)
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not before
+    remove_fused_head(second)
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is before
+    third = fused()
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not before
+    del third
+    gc.collect()
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is before
 
 
 def test_loss_times_a_factor_plus_another_loss():

@@ -14,15 +14,24 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from liger_trainer.patching import apply_liger, remove_liger
+from liger_trainer.patching.binding import Binding
 from liger_triton import reference
 
 KERNELS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu")
 
 
 def attributes(model):
-    """Of every module: its `__dict__`, without the tensors and children that are compared by what they compute."""
+    """Of every module: its `__dict__`, without the tensors and children that are compared by what they compute.
+
+    What stands behind a patched method, by what it is: a second patching makes a new one.
+    """
     return {
-        name: {k: v for k, v in m.__dict__.items() if k not in ("_parameters",)} for name, m in model.named_modules()
+        name: {
+            k: (v.slot, v.function, v.previous) if isinstance(v, Binding) else v
+            for k, v in m.__dict__.items()
+            if k != "_parameters"
+        }
+        for name, m in model.named_modules()
     }
 
 

@@ -1,5 +1,7 @@
 """The input of a down projection and the output of a norm are not kept for the backward pass; nothing else changes."""
 
+import contextlib
+import gc
 import weakref
 
 import pytest
@@ -11,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import apply_liger
 from liger_trainer.patching import apply, mlps, norms, rebuild
-from liger_trainer.patching.rebuild import call_rebuilding
 from liger_triton import geglu, swiglu
 
+ALL = {"rebuild_above_mib": 0}  # however small
 
-@pytest.fixture(autouse=True)
-def however_small(monkeypatch):
-    monkeypatch.setattr(rebuild, "LARGE", 0)
+
+def call_rebuilding(*args):
+    return rebuild.call_rebuilding(*args, above=0)
 
 
 class Watched:
@@ -117,7 +119,7 @@ def test_a_patched_model_keeps_no_product(monkeypatch):
     kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply._KINDS]
     monkeypatch.setattr(apply, "_KINDS", tuple(kinds))
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
-    apply_liger(model)
+    apply_liger(model, ALL)
     gate.calls, gate.product = 0, None
     loss = model(**batch).loss
     assert gate.calls == 2 and gate.product() is None  # two layers
@@ -144,14 +146,13 @@ def with_lora(model):
 def test_norm_outputs_made_again_give_the_same_bits(model_type, monkeypatch):
     model, batch = tiny_model(model_type.removesuffix("-lora")).train(), collate(ragged_rows(4))
     model = with_lora(model) if model_type.endswith("-lora") else model
-    apply_liger(model)
     made, get = [], rebuild._Rebuilt.get
     monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(shape[-1]) or get(self, shape))
-    norm = 4 * batch["input_ids"].numel() * model.config.hidden_size  # bytes
-    monkeypatch.setattr(rebuild, "LARGE", norm)
+    norm = 4 * batch["input_ids"].numel() * model.config.hidden_size / 2**20  # MiB
+    apply_liger(model, {"rebuild_above_mib": norm})
     want = gradients(model, batch)
     assert model.config.hidden_size not in made
-    monkeypatch.setattr(rebuild, "LARGE", norm - 1)
+    apply_liger(model, {"rebuild_above_mib": 0.99 * norm})
     got = gradients(model, batch)
     assert model.config.hidden_size in made
     assert len(got) == len(want) and all(map(torch.equal, got, want))
@@ -167,7 +168,7 @@ def test_a_norm_output_is_not_kept_and_made_again_once_for_all_projections(monke
 
     monkeypatch.setattr(norms, "rms_norm", watched)
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
-    apply_liger(model)
+    apply_liger(model, ALL)
     outputs.clear()
     loss = model(**batch).loss
     assert len(outputs) == 5 and not any(ref() is not None for ref in outputs[:4])  # two norms in each of two layers
@@ -177,9 +178,82 @@ def test_a_norm_output_is_not_kept_and_made_again_once_for_all_projections(monke
 
 def test_a_norm_weight_changed_before_the_backward_raises():
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
-    apply_liger(model)
+    apply_liger(model, ALL)
     loss = model(**batch).loss
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Skipped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("how", ["no backward", "exception", "exception in forward"])
+def test_a_forward_without_a_backward_leaves_nothing(how):
+    """A skipped step, an interrupted one, a retry after running out of memory: all is freed at once, as in stock."""
+    model, batch, watched = tiny_model("llama").train(), collate(ragged_rows(4)), []
+    assert apply_liger(model, ALL).skipped == {}
+
+    def watch(module, args, output):
+        watched.append(weakref.ref(output))  # the norm of the next layer keeps it
+
+    def stop(module, args):
+        if how == "exception in forward":
+            raise Skipped
+
+    model.model.layers[0].register_forward_hook(watch)
+    model.model.norm.register_forward_pre_hook(stop)
+    gc.collect()
+    gc.disable()  # what only a collection frees has leaked
+    try:
+        with contextlib.suppress(Skipped):
+            loss = model(**batch).loss
+            assert watched[0]() is not None  # the control
+            del loss
+            if how == "exception":
+                raise Skipped
+        assert len(watched) == 1 and watched[0]() is None
+    finally:
+        gc.enable()
+
+
+def double(x):
+    x.mul_(2)
+
+
+@pytest.mark.parametrize("above", [0, 16])
+@pytest.mark.parametrize("how", ["in-place", "data", "pre-hook-of-a-projection", "product"])
+def test_a_tensor_changed_in_place_is_not_made_again_as_it_was(how, above):
+    """A hook changes the output of a norm, or what a projection is given: the gradients are stock's."""
+    batch, results = collate(ragged_rows(4)), []
+    for patched in (False, True):
+        model = tiny_model("llama").train()
+        if patched:
+            apply_liger(model, {"rebuild_above_mib": above})
+        layer = model.model.layers[0]
+        if how == "in-place":
+            layer.input_layernorm.register_forward_hook(lambda module, args, y: double(y))
+        elif how == "data":
+            layer.input_layernorm.register_forward_hook(lambda module, args, y: double(y.data))
+        elif how == "pre-hook-of-a-projection":
+            layer.self_attn.q_proj.register_forward_pre_hook(lambda module, args: double(args[0]))
+        else:
+            layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: double(args[0]))
+        results.append(gradients(model, batch))
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_parents_changed_in_place_raise():
+    """Whatever a tensor would be made from: changed since, it is an error, as in stock."""
+    x = torch.randn(3, 8, requires_grad=True)
+    parent = x * 1
+    weight = nn.Parameter(torch.randn(8, 8))
+    y = rebuild.rebuildable(parent.exp(), torch.exp, parent, above=0)
+    with rebuild.rebuilding(y):
+        out = y @ weight
+    parent.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -1,0 +1,211 @@
+"""Hooks of others on modules that a patched model does not call, or calls in its own way: they see what stock shows.
+
+Every case compares loss and gradients with the unpatched model under the same hooks, whether the hooks were there when
+the model was patched or came afterwards, and asks the report.
+"""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import collate, ragged_rows, tiny_model
+from torch import nn
+
+from liger_trainer import apply_liger
+from liger_trainer.fused_head import install_fused_head
+
+HEAD = "fused_linear_cross_entropy"
+
+
+def halve(module, args, output):
+    return output * 0.5
+
+
+def shift_input(module, args):
+    return (args[0] + 0.1, *args[1:])
+
+
+def halve_gradient(module, grad_input, grad_output):
+    return tuple(None if g is None else g * 0.5 for g in grad_input)
+
+
+def replace_forward(module):
+    own = module.forward
+    module.forward = lambda x: own(x) * 0.5
+
+
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(halve),
+    "forward-pre": lambda module: module.register_forward_pre_hook(shift_input),
+    "backward": lambda module: module.register_full_backward_hook(halve_gradient),
+    "replaced-forward": replace_forward,
+}
+
+
+def step(model, **options):
+    """Loss, and the gradients of all parameters that have one."""
+    model.zero_grad()
+    batch = collate(ragged_rows(4))
+    loss = model(**batch, **options).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def patched_beside_stock(make, hook, when, **options):
+    """(report, results of the patched model, results of stock) with `hook(model)` before or after patching."""
+    stock, model = make(), make()
+    hook(stock)
+    if when == "before":
+        hook(model)
+    report = apply_liger(model)
+    if when == "after":
+        assert report[HEAD].skipped == {}
+        step(model)
+        hook(model)
+    return report, step(model, **options), step(stock)
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=2e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def llama():
+    return tiny_model("llama").train()
+
+
+def llama_with_lora_on_the_head():
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    torch.manual_seed(1)
+    return get_peft_model(tiny_model("llama"), config).train()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_on_the_lm_head(kind, when):
+    report, got, want = patched_beside_stock(llama, lambda model: HOOKS[kind](model.lm_head), when)
+    assert_same(got, want)
+    assert report[HEAD].swapped == {} and "would not see logits" in report[HEAD].skipped["lm_head"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("part", ["", ".base_layer", ".lora_A.default", ".lora_B.default", ".lora_dropout.default"])
+def test_on_a_part_of_a_lora_on_the_lm_head(part, when):
+    def hook(model):
+        HOOKS["forward"](model.get_submodule(f"base_model.model.lm_head{part}"))
+
+    report, got, want = patched_beside_stock(llama_with_lora_on_the_head, hook, when)
+    assert_same(got, want)
+    assert len(report[HEAD].skipped) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_counts_is_called_once_and_sees_logits(when):
+    seen = []
+
+    def hook(model):
+        model.lm_head.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+
+    _, got, want = patched_beside_stock(llama, hook, when)
+    assert_same(got, want)
+    assert len(seen) == 2 and seen[0] == seen[1] and seen[0][-1] == 131  # ours and stock's
+
+
+def test_under_the_contract_of_trl():
+    """The per-token log-probabilities are those of the logits that the hook leaves."""
+    model, batch = llama(), collate(ragged_rows(4))
+    install_fused_head(model)
+    model.lm_head.register_forward_hook(halve)
+    got = model(**batch, fused_lm_head=True).log_probs
+    labels = batch.pop("labels")
+    log_p = model(**batch).logits[:, :-1].log_softmax(-1)
+    mask = labels[:, 1:] != -100
+    want = log_p.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * mask
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_head_is_fused_again_when_the_hook_has_gone():
+    model = llama()
+    apply_liger(model)
+    handle = model.lm_head.register_forward_hook(halve)
+    assert step(model)["loss"] != step(llama())["loss"]
+    handle.remove()
+    assert model(**collate(ragged_rows(4))).logits is None
+    assert_same(step(model), step(llama()))
+
+
+def test_a_hook_on_all_modules():
+    """`register_module_forward_hook`: every module that stock calls is called, and none twice."""
+    counts = []
+
+    def count(module, args, output):
+        counts[-1][type(module).__name__] = counts[-1].get(type(module).__name__, 0) + 1
+
+    patched = llama()
+    apply_liger(patched)
+    handle = nn.modules.module.register_module_forward_hook(count)
+    try:
+        for model in (llama(), patched):
+            counts.append({})
+            result = step(model)
+    finally:
+        handle.remove()
+    assert counts[0] == counts[1] and counts[0]["SiLUActivation"] == 2
+    assert_same(result, step(llama()))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_on_the_activation_of_an_mlp(kind, when):
+    report, got, want = patched_beside_stock(llama, lambda m: HOOKS[kind](m.model.layers[1].mlp.act_fn), when)
+    assert_same(got, want)
+    assert "act_fn" in report["swiglu"].skipped["model.layers.1.mlp"]
+    assert list(report["swiglu"].swapped) == ["model.layers.0.mlp"]
+
+
+def test_an_activation_that_has_been_exchanged():
+    def exchange(model):
+        model.model.layers[1].mlp.act_fn = nn.ReLU()
+
+    report, got, want = patched_beside_stock(llama, exchange, "after")
+    assert_same(got, want)
+    assert "act_fn is a ReLU now" in report["swiglu"].skipped["model.layers.1.mlp"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_on_the_activation_of_experts(when):
+    def hook(model):
+        HOOKS["forward"](model.model.layers[0].mlp.experts.act_fn)
+
+    report, got, want = patched_beside_stock(lambda: tiny_model("qwen3_moe").train(), hook, when)
+    assert_same(got, want)
+    assert "act_fn" in report["swiglu"].skipped["model.layers.0.mlp.experts"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_on_what_makes_the_angles(when):
+    """Ours reads one number of cos for each pair; after this hook the two of a pair differ."""
+
+    def turn(module, args, output):
+        cos, sin = output
+        return cos * torch.linspace(0.5, 1.0, cos.shape[-1]), sin
+
+    report, got, want = patched_beside_stock(llama, lambda m: m.model.rotary_emb.register_forward_hook(turn), when)
+    assert_same(got, want)
+    assert len(report["rope"].skipped) == 2 and report["rope"].swapped == {}
+
+
+def test_a_copy_steps_aside_by_itself():
+    """The copy of a patched model has hooks of its own, and the report stays that of the original."""
+    import copy
+
+    model = llama()
+    report = apply_liger(model)
+    twin, stock = copy.deepcopy(model), llama()
+    for m in (twin, stock):
+        m.model.layers[0].mlp.act_fn.register_forward_hook(halve)
+    assert_same(step(twin), step(stock))
+    assert report.skipped == {}
+    assert_same(step(model), step(llama()))
