@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny_models import PARITY_SET, collate, ragged_rows, tiny_model, tiny_tokenizer
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
@@ -72,3 +72,106 @@ def test_compiled_step(model_type):
     torch.testing.assert_close(loss, want, rtol=1e-4, atol=0)
     for p, ref in zip(model.parameters(), grads, strict=True):
         torch.testing.assert_close(p.grad, ref, rtol=1e-3, atol=1e-4 * ref.abs().max().item())
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """Two layers of the width of Llama 3 8B, and rows whose activations are above the limit of rebuilding."""
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).train()
+        ids = torch.randint(0, 32000, (2, 2560))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def wide_pair(wide, request):
+    """(stock, patched, batch), of one dtype and the same weights."""
+    stock = copy.deepcopy(wide[0]).to(request.param)
+    patched = copy.deepcopy(stock)
+    assert apply_liger(patched).skipped == {}
+    return stock, patched, wide[1]
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_close(got, want):
+    """Relative error of each tensor: in fp32 of other orders of summation, in bf16 of other roundings."""
+    limit = 1e-4 if want["lm_head.weight"].dtype == torch.float32 else 5e-2
+    for name, reference in want.items():
+        error = (got[name].double() - reference.double()).norm() / reference.double().norm()
+        assert error <= limit, f"{name}: {error:.1e}"
+
+
+def test_skipped_steps_leave_nothing(wide_pair):
+    _, model, batch = wide_pair
+    gradients(model, batch)
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        loss = model(**batch).loss
+        del loss
+        assert torch.cuda.memory_allocated() == before
+
+
+def changed_in_place(model):
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda module, args, y: y.mul_(2))
+
+
+def changed_before_the_down_projection(model):
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
+
+
+def halved_logits(model):
+    model.lm_head.register_forward_hook(lambda module, args, y: y * 0.5)
+
+
+def halved_activation(model):
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, y: y * 0.5)
+
+
+def kept_gate(model):
+    model.kept = []
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda module, args, y: model.kept.append(y))
+
+
+def nothing(model):
+    pass
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [nothing, changed_in_place, changed_before_the_down_projection, halved_logits, halved_activation, kept_gate],
+)
+def test_hooks_at_real_size(wide_pair, hook):
+    stock, patched, batch = wide_pair
+    for model in (stock, patched):
+        hook(model)
+    assert_close(gradients(patched, batch), gradients(stock, batch))
+    if hook is kept_gate:
+        error = (patched.kept[0].double() - stock.kept[0].double()).norm() / stock.kept[0].double().norm()
+        assert error < 2e-2  # not written over by its gradient
+
+
+def test_two_backward_passes(wide_pair):
+    """The second adds the same gradients again."""
+    stock, patched, batch = wide_pair
+    results = []
+    for model in (stock, patched):
+        model.zero_grad()
+        outputs = model.model(input_ids=batch["input_ids"]).last_hidden_state.float().pow(2).mean()
+        outputs.backward(retain_graph=True)
+        outputs.backward()
+        results.append({n: p.grad for n, p in model.model.named_parameters()})
+    limit = 1e-4 if stock.dtype == torch.float32 else 5e-2
+    for name, want in results[0].items():
+        error = (results[1][name].double() - want.double()).norm() / want.double().norm()
+        assert error <= limit, f"{name}: {error:.1e}"
