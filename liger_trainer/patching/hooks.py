@@ -40,14 +40,14 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: str | None 
     Returns:
         `str` or `None`: Such as `"a forward hook (count_calls)"`. Hooks that shard weights are left out.
     """
+    if not has_hooks(module) and "forward" not in module.__dict__:  # nearly always: asked in every call
+        return None
     known = _OURS_TO_TRIGGER if allowed is None else (*_OURS_TO_TRIGGER, allowed)
     bound = ours is not None and is_bound(module, ours)
     forward = ours.previous if bound else module.__dict__.get("forward")
     function = _function(forward)
     if forward is not None and function is not type(module).forward and not _is_from(function, known):
         return f"a forward of its own ({_name(function)})"
-    if not has_hooks(module):
-        return None
     for kind, everywhere in zip(_KINDS, _GLOBAL, strict=True):
         for hook in (*getattr(module, kind).values(), *everywhere.values()):
             if not _is_from(_function(hook), known):
