@@ -1,16 +1,19 @@
-"""What every benchmark shares: the machine's two ceilings, times, peak memory, errors, and the record written."""
+"""What every benchmark shares: the machine's two ceilings, times, peak memory, errors, and the record of a run."""
 
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "peft", "accelerate")
 
 
@@ -79,28 +82,81 @@ def ceilings(dtype=torch.bfloat16):
     return copy, rate
 
 
-def environment():
-    def version(name):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+def output_of(*command):
+    """What a command prints, stripped; `None` where it fails, is not installed or prints nothing."""
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
-    root = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+
+def processor():
+    """The processor's name: the host sets the pace of steps of few rows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def package_version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment():
+    """Where and on what code a run takes place. `dirty`: a tracked file differs from the commit; `None` without git."""
+    commit = output_of("git", "rev-parse", "--short", "HEAD")
+    driver = DEVICE == "cuda" and output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or "cpu",
-        "versions": {name: version(name) for name in PACKAGES},
-        "commit": commit.stdout.strip() or None,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None,
+        "driver": driver.splitlines()[0] if driver else None,
+        "host": {"cpu": processor(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {name: package_version(name) for name in PACKAGES},
         "python": platform.python_version(),
+        "commit": commit,
+        "dirty": commit and output_of("git", "status", "--porcelain", "--untracked-files=no") is not None,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
-def write(path, record):
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1))
+class Record:
+    """The file that a run leaves behind: how it was started, where, and what it found.
+
+    Args:
+        bench (`str`): The script's name.
+        case (`str`): What it measured, a name for a folder.
+        path (`str`, *optional*): File to write. Without it a run on a GPU writes
+            `results/<bench>/<case>/<date>-<commit>.json`, and a run on a CPU, whose figures say nothing, no file.
+        trial (`bool`, *optional*): The sizes only try the script: no file without a `path` either.
+        argv (`list[str]`, *optional*): Arguments of the script; those of the process if not given.
+    """
+
+    def __init__(self, bench, case, path=None, trial=False, argv=None):
+        self.about = {"argv": [f"benchmarks/{bench}.py", *(sys.argv[1:] if argv is None else argv)]} | environment()
+        self.path = Path(path) if path else None
+        if path is None and DEVICE == "cuda" and not trial:
+            self.path = self.free_path(RESULTS / bench / case)
+
+    def free_path(self, folder):
+        stem = self.about["date"].removesuffix(" UTC").replace(" ", "T").replace(":", "")
+        stem += f"-{self.about['commit'] or 'no_git'}"
+        count = 1
+        while (path := folder / (f"{stem}-{count}.json" if count > 1 else f"{stem}.json")).exists():
+            count += 1
+        return path
+
+    def write(self, found):
+        """Write what has been found so far: a run that is cut short keeps it."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.about | found, indent=1))
+
+    def say_where(self):
+        if self.path is not None and self.path.exists():
+            print(f"the record is in {self.path}; what of it is published, benchmarks/published.yaml says")
 
 
 def table(rows, columns):

@@ -1,6 +1,6 @@
 """Training Medusa heads with the logits never built, beside heads of the same maths with all logits: tokens/s, memory.
 
-    python benchmarks/medusa.py --data rows.npz --json benchmarks/results/medusa_llama_3_8b.json --minutes 8
+    python benchmarks/medusa.py --data rows.npz --json medusa.json --minutes 8
     python benchmarks/medusa.py --heads 5 --stages 1 --lengths 2048 --projection tied
     python benchmarks/medusa.py --tiny
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, environment, table, write
+from _measure import DEVICE, Record, table
 from _steps import Run, build, clock_of, collate, emit, is_out_of_memory, release, rows_from, rows_of, tokenizer_of
 
 OURS, UNFUSED, PATCHED = "LigerMedusaTrainer", "unfused", "unfused + patched"
@@ -216,7 +216,11 @@ def main(argv=None):
     parser.add_argument("--no-checkpointing", action="store_true", help="stage 2 without gradient checkpointing")
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
     parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")
-    parser.add_argument("--json", help="the record; cases in it are not run again")
+    parser.add_argument(
+        "--json",
+        help="file of the record; cases in it are not run again. Without it a run on a GPU names a file in "
+        "benchmarks/results",
+    )
     parser.add_argument("--minutes", type=float, default=60, help="stop after so long, in the middle of a case too")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--todo", help=argparse.SUPPRESS)
@@ -227,6 +231,7 @@ def main(argv=None):
         return run_arm(options)
     if options.steps <= SKIP:
         parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
+    record = Record("medusa", options.model.lower(), options.json, options.tiny, argv)
     end = time.monotonic() + options.minutes * 60
     rows = json.loads(Path(options.json).read_text())["rows"] if options.json and Path(options.json).exists() else []
     for stage in options.stages:
@@ -243,14 +248,14 @@ def main(argv=None):
                     continue
                 rows.append(row)
                 flag(rows)
-                if options.json:
-                    kept = {name: value for name, value in vars(options).items() if name not in ("arm", "todo")}
-                    write(options.json, environment() | {"options": kept, "rows": rows})
+                kept = {name: value for name, value in vars(options).items() if name not in ("arm", "todo")}
+                record.write({"options": kept, "rows": rows})
     flag(rows)
     show(rows)
+    record.say_where()
     missing = len(options.arms) * len(cases_of(options)) - len(rows)
     if missing > 0:
-        print(f"{missing} cases not run; start it again with the same --json")
+        print(f"{missing} cases not run; start it again with --json {record.path or 'FILE'}")
 
 
 if __name__ == "__main__":

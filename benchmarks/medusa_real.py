@@ -1,6 +1,6 @@
 """Medusa heads on a real model: how much more a forward pass yields on prompts that were not trained on.
 
-    python benchmarks/medusa_real.py --data alpaca_en_demo.json --json benchmarks/results/smollm2_medusa_real.json
+    python benchmarks/medusa_real.py --data alpaca_en_demo.json [--json FILE]
 
 The model answers nine tenths of the prompts greedily; heads are trained on those answers; the rest of the prompts
 measures them, with the same seed before training and after. fp32, so that the text decoded with heads has to be the
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from _measure import DEVICE, environment, table, write
+from _measure import DEVICE, Record, table
 
 from liger_trainer import LigerMedusaTrainer, MedusaConfig
 from liger_trainer.medusa.distill_data import distill, local_answerer
@@ -70,9 +70,10 @@ def main(argv=None):
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--decode-rows", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     options = parser.parse_args(argv)
 
+    record = Record("medusa_real", Path(options.model).name, options.json, argv=argv)
     start, seconds = time.perf_counter(), {}
 
     def lap(name):
@@ -120,9 +121,9 @@ def main(argv=None):
     table(compared, {"what": ("", ""), "before": ("before", ".3f"), "after": ("after", ".3f")})
     print(f"{after.chain - 1:.0%} more tokens a forward pass with the chain, {after.tree - 1:.0%} with the tree")
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
-    if options.json:
-        record = {"options": vars(options), "seconds": seconds, "answers": vars(answered), "losses": losses}
-        write(options.json, environment() | record | {"before": before.to_dict(), "after": after.to_dict()})
+    found = {"options": vars(options), "seconds": seconds, "answers": vars(answered), "losses": losses}
+    record.write(found | {"before": before.to_dict(), "after": after.to_dict()})
+    record.say_where()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every operation beside its peers: time, fraction of the physical floor, peak memory and error against float64.
 
-    python benchmarks/operations.py [--only rope linear_cross_entropy] [--json benchmarks/results/operations.json]
+    python benchmarks/operations.py [--only rope linear_cross_entropy] [--json FILE]
     python benchmarks/operations.py --sweep        the fused head from 2048 to 65536 tokens, against its fastest peer
     python benchmarks/operations.py --odd          sizes that are no powers of two, 1 and 131072 tokens, three dtypes
     python benchmarks/operations.py --first_step   what the first call costs, with and without Triton's disk cache
@@ -30,15 +30,14 @@ from _cases_head import cross_entropy, dpo_head, linear_cross_entropy, logprobs_
 from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, swiglu
 from _measure import (
     DEVICE,
+    Record,
     ceilings,
-    environment,
     milliseconds,
     peak_gib,
     relative_error,
     seconds,
     synchronize,
     table,
-    write,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -185,8 +184,8 @@ def release():
         torch.cuda.empty_cache()
 
 
-def run_cases(cases, dtypes, options, providers=None, brief=False):
-    """Measure `cases` (case, *size) in every dtype; rows, and the record written so far in `options.json`."""
+def run_cases(cases, dtypes, options, record, providers=None, brief=False):
+    """Measure `cases` (case, *size) in every dtype; rows, which `record` holds too, after every case."""
     began, rows, left, ceiling = time.monotonic(), [], [], {}
     for make, *size in cases:
         for name in dtypes:
@@ -217,13 +216,8 @@ def run_cases(cases, dtypes, options, providers=None, brief=False):
                     release()
             rows += [row for row, _ in found]
             case = found = run = None  # their memory, before the next case takes its own
-            if options.json:  # after every case: a run that is cut short keeps what it has measured
-                record = {
-                    "copy_bytes_per_s": copy,
-                    "matmul_flop_per_s": {str(d).removeprefix("torch."): r for d, (_, r) in ceiling.items()},
-                    "rows": rows,
-                }
-                write(options.json, environment() | record)
+            rates = {str(d).removeprefix("torch."): r for d, (_, r) in ceiling.items()}
+            record.write({"copy_bytes_per_s": copy, "matmul_flop_per_s": rates, "rows": rows})
     if left:
         print(f"not begun after {options.minutes:g} minutes: {', '.join(left)}")
     return rows
@@ -278,7 +272,7 @@ def first_calls(name, sizes):
     print("RESULT " + json.dumps(extra))
 
 
-def first_step(names, options):
+def first_step(names, options, record):
     """A fresh process per operation, with an empty TRITON_CACHE_DIR and then with the one it has filled."""
     rows = []
     for name in names:
@@ -297,8 +291,7 @@ def first_step(names, options):
                     raise RuntimeError(f"{name} failed: {done.stderr[-3000:]}")
                 row[state], row[f"{state}_other"] = json.loads(found[0].removeprefix("RESULT "))
         rows.append(row)
-        if options.json:
-            write(options.json, environment() | {"rows": rows})
+        record.write({"rows": rows})
     titles = {
         "empty": "first call s, empty cache", "empty_other": "other size s", "filled": "first call s, filled cache",
         "filled_other": "other size s",
@@ -312,6 +305,14 @@ def _first_sizes(options):
     return {name: [sizes[0], sizes[-1]] for name, sizes in TINY.items()} if options.tiny else FIRST_STEP
 
 
+def case_of(options):
+    """The folder of the record."""
+    for mode in ("sweep", "odd", "first_step"):
+        if getattr(options, mode):
+            return mode
+    return "all" if options.only == list(CASES) else "-".join(options.only)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="operations, default all")
@@ -323,23 +324,26 @@ def main(argv=None):
     modes.add_argument("--first_step", action="store_true", help="seconds that a first call takes beyond a later one")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script on a CPU")
     parser.add_argument("--minutes", type=float, default=9, help="begin no case after so many (default 9)")
-    parser.add_argument("--json", help="file for the record")
+    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
         return first_calls(options.child, _first_sizes(options)[options.child])
+    record = Record("operations", case_of(options), options.json, options.tiny, argv)
     if options.first_step:
-        return first_step(options.only, options)
-    if options.sweep or options.odd:
+        first_step(options.only, options, record)
+    elif options.sweep or options.odd:
         cases = (TINY_SWEEP if options.tiny else SWEEP) if options.sweep else (TINY_ODD if options.tiny else ODD)
         cases = [case for case in cases if case[0].__name__ in options.only]
         dtypes = options.dtype or (["bf16"] if options.sweep else list(DTYPES))
-        return print_against_fastest_peer(
-            run_cases(cases, dtypes, options, options.providers or FEW_PROVIDERS, brief=True)
+        print_against_fastest_peer(
+            run_cases(cases, dtypes, options, record, options.providers or FEW_PROVIDERS, brief=True)
         )
-    cases = [case for name in options.only for case in (TINY if options.tiny else CASES)[name]]
-    rows = run_cases(cases, options.dtype or ["bf16"], options, options.providers)
-    table(rows, {k: v for k, v in COLUMNS.items() if k != "dtype" or len(options.dtype or ()) > 1})
+    else:
+        cases = [case for name in options.only for case in (TINY if options.tiny else CASES)[name]]
+        rows = run_cases(cases, options.dtype or ["bf16"], options, record, options.providers)
+        table(rows, {k: v for k, v in COLUMNS.items() if k != "dtype" or len(options.dtype or ()) > 1})
+    record.say_where()
 
 
 if __name__ == "__main__":

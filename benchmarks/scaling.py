@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 
 import torch
-from _measure import DEVICE, environment, table, write
+from _measure import DEVICE, Record, table
 from _steps import ARMS, MODELS, Run, check_arms, emit, flag_losses, is_out_of_memory, release, rows_from, train
 
 DEFAULT_ARMS = {"sft": ("LigerTrainer", "Trainer", "Trainer + Liger", "SFTTrainer"), "dpo": ARMS["dpo"]}
@@ -191,7 +191,7 @@ def main():
     parser.add_argument("--data", help="as for training.py")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script on a CPU with --model tiny")
     parser.add_argument("--minutes", type=float, default=9, help="begin no row after so many (default 9)")
-    parser.add_argument("--json", help="file for the record")
+    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -201,6 +201,8 @@ def main():
         parser.error(f"--limit is {options.limit}; expected a multiple of --unit, {options.unit}")
     if options.arm:
         return one_arm(options)
+    case = "-".join([options.trainer, options.model.lower(), *options.axes])
+    record = Record("scaling", case, options.json, options.tiny)
     began, rows = time.time(), []
     for k, arm in enumerate(arms):
         until = shared(began + 60 * options.minutes, len(arms) - k)
@@ -208,10 +210,10 @@ def main():
         env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         for row in rows_from(arm, until - time.time() + 120, env=env, more=["--until", str(until)]):
             rows.append(row)
-            if options.json:
-                write(options.json, environment() | {"options": vars(options), "rows": rows})
+            record.write({"options": vars(options), "rows": rows})
     print(f"{options.trainer.upper()} {options.model}")
     print_tables(rows, options, arms)
+    record.say_where()
 
 
 if __name__ == "__main__":

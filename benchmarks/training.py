@@ -23,7 +23,7 @@ import os
 import time
 
 import torch
-from _measure import DEVICE, ceilings, environment, table, write
+from _measure import DEVICE, Record, ceilings, table
 from _steps import ARMS, MODELS, Run, check_arms, emit, flag_losses, rows_from, train
 
 SKIP = Run.skip
@@ -81,6 +81,16 @@ def one_arm(options):
         time.sleep(0.5)  # as at the end of liger_trainer/run.py
 
 
+def case_of(options):
+    """The folder of the record."""
+    parts = [options.trainer, options.model.lower(), f"{options.batch}x{options.length}"]
+    parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
+    parts += ["no_waits"] * options.no_waits
+    if options.config_file:
+        parts += [os.path.splitext(os.path.basename(options.config_file))[0], f"x{options.processes}"]
+    return "-".join(parts)
+
+
 COLUMNS = {
     "arm": ("trainer", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "mfu": ("MFU %", ".1f"),
     "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
@@ -102,7 +112,7 @@ def main():
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
     parser.add_argument("--config_file", help="of accelerate, to launch with")
     parser.add_argument("--processes", type=int, default=1, help="with --config_file")
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -122,6 +132,7 @@ def main():
         launcher += ("--num_processes", str(options.processes), "--main_process_port", "0")
     elif options.processes > 1:
         parser.error(f"--processes is {options.processes}; it needs the --config_file of accelerate")
+    record = Record("training", case_of(options), options.json, options.model == "tiny")
     rate = ceilings()[1]
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
@@ -132,8 +143,7 @@ def main():
                 row["mfu"] = 100 * row["tokens_per_s"] * row["flop_per_token"] / rate
             rows.append(row)
         flag_losses(rows)
-        if options.json:
-            write(options.json, environment() | {"options": vars(options), "matmul_flop_per_s": rate, "rows": rows})
+        record.write({"options": vars(options), "matmul_flop_per_s": rate, "rows": rows})
     unit = "pairs of 2 x" if options.trainer == "dpo" else "x"
     shape = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
     shape += f", LoRA r={options.lora}" if options.lora else ""
@@ -144,6 +154,7 @@ def main():
     for row in rows:
         if row.get("patched"):
             print(row["arm"], row["patched"])
+    record.say_where()
 
 
 if __name__ == "__main__":
