@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from liger_trainer.paths import find_beside
 from liger_trainer.recipe import RecipeArguments, RecipeError
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -172,9 +173,8 @@ def _source(args: RecipeArguments, folder: Path) -> str:
         raise RecipeError(
             "dataset_name is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset."
         )
-    for path in (Path(name).expanduser(), folder / name):
-        if path.exists():
-            return str(path)
+    if (path := find_beside(name, folder)) is not None:
+        return str(path)
     if Path(name).suffix in _FILE_BUILDERS or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise RecipeError(
             f"dataset_name is {name!r}, and there is no such file, neither from the working directory nor in {folder}."

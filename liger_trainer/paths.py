@@ -1,4 +1,4 @@
-"""Where the shipped recipes and accelerate configs lie: at the root of a checkout, inside the package in a wheel."""
+"""Where files lie: shipped recipes and accelerate configs, and what a recipe names by a relative path."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped(folder: str) -> Path:
-    """The folder `"recipes"` or `"configs"` that belongs to this installation.
+    """The folder `"recipes"` or `"configs"` of this installation: at the root of a checkout, in the package in a wheel.
 
     Raises:
         FileNotFoundError: Neither the package nor its parent has the folder: the installation is broken.
@@ -18,3 +18,8 @@ def shipped(folder: str) -> Path:
         f"The folder {folder}/ is missing from {PACKAGE} and {PACKAGE.parent}: the installation of liger-trainer is "
         "incomplete. Install it again with `pip install --force-reinstall --no-deps liger-trainer`."
     )
+
+
+def find_beside(name: str, folder: Path) -> Path | None:
+    """The file or folder that `name` means, from the working directory or else from `folder`; None: neither has it."""
+    return next((path for path in (Path(name).expanduser(), folder / name) if path.exists()), None)

@@ -4,23 +4,16 @@ Parsed with TRL's parser. What that lets through is refused here before it runs:
 the wrong heading, and values of the wrong YAML type.
 """
 
+import argparse
 import dataclasses
 import difflib
-import enum
-import re
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from liger_trainer.paths import shipped
-
-
-class RecipeError(ValueError):
-    """Something in a recipe, or in what it names, that the user can mend; the message names key, value and mend."""
+from liger_trainer.paths import find_beside, shipped
+from liger_trainer.recipe_values import RecipeError, checked, dump_yaml, load_yaml
 
 
 @dataclass
@@ -123,7 +116,11 @@ class Recipe:
     chosen: dict[str, Any]
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.chosen, sort_keys=False, allow_unicode=True)
+        """The recipe as it runs, wherever this is saved: data found beside the recipe gets its full path."""
+        values = dict(self.chosen)
+        if isinstance(name := values.get("dataset_name"), str) and (path := find_beside(name, self.path.parent)):
+            values["dataset_name"] = str(path.absolute())
+        return dump_yaml(values)
 
 
 def recipe_names() -> dict[str, Path]:
@@ -161,31 +158,42 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
 
     Raises:
         RecipeError: Unknown, repeated or misplaced key, value of the wrong type, or values that exclude each other.
-        SystemExit: 2, for an override that the parser cannot convert; 0 after `--help`.
+        SystemExit: 0, after `--help`.
     """
     path = find_recipe(name)
-    values = _load_yaml(path)
+    values = load_yaml(path)
     entry = _trainer_entry(path, values, overrides)
     parser, owners = _parser(entry)
     _refuse_unknown_keys(path, values, owners)
-    values = {key: _checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
-
-    defaults = {action.dest: action.default for action in parser._actions}
-    parser.set_defaults_with_config(**values)
-    namespace, rest = parser.parse_known_args(list(overrides))
-    if rest:
-        raise RecipeError(_unknown_option(rest[0], owners))
-    chosen = {
-        key: value
-        for key, value in vars(namespace).items()
-        if key in owners and (key in values or value != defaults[key])
-    }
+    values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
+    parser.set_defaults_with_config(**values)  # what --help shows
+    chosen = values | _given(parser, owners, overrides)
     try:
-        args, training, model = parser.parse_args_into_dataclasses(list(overrides), look_for_args_file=False)
+        args, training, model = parser.parse_dict(chosen)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{path}: {error}{_bf16_hint(error)}") from error
     _check_needs(path, entry, args, training)
-    return Recipe(path, entry, args, training, model, {key: _plain(value) for key, value in chosen.items()})
+    return Recipe(path, entry, args, training, model, chosen)
+
+
+_NOT_GIVEN = object()
+
+
+def _given(parser, owners, overrides: list[str]) -> dict[str, Any]:
+    """What the command line sets, also where that is the default.
+
+    Every key starts with a mark that is nobody's value, because afterwards a value cannot be told from a default (and
+    a key with a `--no_` twin has two defaults).
+    """
+
+    def refuse(message):
+        raise RecipeError(f"{message}. `liger-trainer train RECIPE --help` says what each option takes.")
+
+    parser.error = refuse  # argparse would print the usage and exit
+    namespace, rest = parser.parse_known_args(list(overrides), argparse.Namespace(**dict.fromkeys(owners, _NOT_GIVEN)))
+    if rest:
+        raise RecipeError(_unknown_option(rest[0], owners))
+    return {key: value for key, value in vars(namespace).items() if key in owners and value is not _NOT_GIVEN}
 
 
 def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, training) -> None:
@@ -230,39 +238,6 @@ def _parser(entry: TrainerEntry):
         owner = _Owner(cls.__name__, typing.get_type_hints(cls))
         owners |= {f.name: owner for f in dataclasses.fields(cls) if f.init}
     return parser, owners
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error, and `2e-5` a number as in YAML 1.2 (in 1.1 it is a string)."""
-
-    def construct_mapping(self, node, deep=False):
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} is there twice; keep one.")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _load_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
-    except RecipeError as error:
-        raise RecipeError(f"{path}, {error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise RecipeError(
-            f"{path} holds {type(values).__name__}; expected a mapping of keys to values, one `key: value` a line."
-        )
-    return values
 
 
 def _trainer_entry(path: Path, values: dict, overrides: list[str]) -> TrainerEntry:
@@ -314,77 +289,6 @@ def _refuse_unknown_keys(path: Path, values: dict, owners) -> None:
                 f"{path}: {key!r} stands under model_init_kwargs but belongs to {owners[key].name}. Move it "
                 "to the left margin."
             )
-
-
-_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
-_YAML_NAMES = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    dict: "a mapping",
-    list: "a list",
-}
-
-
-def _options(hint) -> tuple:
-    """The members of a union; any other hint by itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _fits(value, hint) -> bool:
-    origin = typing.get_origin(hint) or hint
-    if origin is Literal:
-        return value in typing.get_args(hint) and type(value) in {type(option) for option in typing.get_args(hint)}
-    if origin is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if origin is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if origin is list:
-        members = typing.get_args(hint)
-        return isinstance(value, list) and (
-            not members or all(any(_fits(v, o) for o in _options(members[0])) for v in value)
-        )
-    if origin is Any:
-        return True
-    if isinstance(origin, type) and issubclass(origin, enum.Enum):
-        return value in {member.value for member in origin}
-    return isinstance(value, origin)
-
-
-def _expected(hint) -> str:
-    origin = typing.get_origin(hint) or hint
-    if origin is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    if origin is list:
-        members = typing.get_args(hint)
-        return f"a list of {_expected(members[0]).removeprefix('a ')}s" if members else "a list"
-    if isinstance(origin, type) and issubclass(origin, enum.Enum):
-        return "one of " + ", ".join(repr(member.value) for member in origin)
-    return _TYPE_NAMES.get(origin, getattr(origin, "__name__", str(origin)))
-
-
-def _checked(path: Path, key: str, value, hint):
-    """`value` as the parser wants it. RecipeError where its YAML type is none that `hint` allows."""
-    options = _options(hint)
-    enums = [o for o in options if isinstance(o, type) and issubclass(o, enum.Enum)]
-    if value is False and any("no" in {member.value for member in o} for o in enums):
-        return "no"  # `save_strategy: no` is the boolean false in YAML
-    if key == "resume_from_checkpoint" and isinstance(value, bool):
-        return str(value).lower()
-    # Where an enum stands beside str, its members are all there is: any other string fails later, far from the recipe.
-    allowed = [o for o in options if o is not str] if enums else options
-    if any(_fits(value, o) for o in allowed):
-        return value
-    expected = " or ".join(_expected(o) for o in allowed if o is not type(None))
-    got = "empty" if value is None else f"{value!r}, {_YAML_NAMES.get(type(value), 'a ' + type(value).__name__)}"
-    raise RecipeError(f"{path}: {key} is {got}; expected {expected}.")
-
-
-def _plain(value):
-    if isinstance(value, enum.Enum):
-        return value.value
-    return value
 
 
 def _bf16_hint(error: Exception) -> str:
