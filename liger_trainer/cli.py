@@ -1,22 +1,36 @@
 """The command `liger-trainer`: train a recipe, list the recipes, say what would be patched in a model; Medusa heads."""
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
+import threading
 
+from liger_trainer.launch import is_main_process, join_processes_without_gpu
 from liger_trainer.medusa.commands import add_medusa_commands
 from liger_trainer.recipe import RecipeError, describe, parse_recipe, recipe_names
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 for a mistake that the user can mend (told on stderr)."""
+    """Run the command and return its exit code.
+
+    0, or 2 for a mistake that the user can mend, 1 for a run that could not be saved, 130 and 143 for one that was
+    stopped by SIGINT (Ctrl-C) and SIGTERM; each but 0 with a line on stderr.
+    """
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
     except RecipeError as error:
-        if _main_process():
-            print(f"liger-trainer: error: {error}", file=sys.stderr)
-        return 2
+        return _say(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        return _say("interrupted.", 130)
+
+
+def _say(line: str, code: int) -> int:
+    if is_main_process():
+        print(f"liger-trainer: {line}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,17 +69,47 @@ def _train(args) -> int:
     # Without a GPU: OpenMP threads that spin at every barrier make a step several times slower as soon as another
     # process wants a core, and sleeping instead costs little on idle ones. Read when torch loads, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    join_processes_without_gpu()
     dry = [word for word in args.options if word in ("--dry_run", "--dry-run")]
     recipe = parse_recipe(args.recipe, [word for word in args.options if word not in dry])
     if dry:
-        if _main_process():
+        if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
         return 0
+    from liger_trainer.checkpoints import RunError, what_is_left
     from liger_trainer.run import run
 
-    if (summary := run(recipe)) is not None:
+    try:
+        with _sigterm_interrupts():
+            summary = run(recipe)
+    except RunError as error:
+        return _say(f"error: {error}", 1)
+    except KeyboardInterrupt as stop:
+        terminated = isinstance(stop, _Terminated)
+        how = "terminated" if terminated else "interrupted"
+        return _say(f"{how}. {what_is_left(recipe)}", 143 if terminated else 130)
+    if summary is not None:
         print(f"\n{summary}")
     return 0
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which job schedulers send; like Ctrl-C, no error that anything between here and there should handle."""
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts():
+    def stop(number, frame):
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 def _recipes(args) -> int:
@@ -88,7 +132,3 @@ def _doctor(args) -> int:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
     print(apply_liger(model))
     return 0
-
-
-def _main_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"

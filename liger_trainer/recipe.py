@@ -61,6 +61,15 @@ class RecipeArguments:
         },
     )
 
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "When training begins, delete the checkpoints and the model of an earlier run from `output_dir`. "
+            "Without it, an `output_dir` with such a run in it is an error, unless `resume_from_checkpoint` goes on "
+            "with that run."
+        },
+    )
+
     def __post_init__(self):
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise RecipeError(
@@ -106,7 +115,7 @@ TRAINERS = {
 
 @dataclass
 class Recipe:
-    """A parsed recipe. `chosen` holds what the file and the command line set, as `--dry_run` prints it."""
+    """A parsed recipe. `chosen` holds what the file and the command line set, `words` the command line itself."""
 
     path: Path
     entry: TrainerEntry
@@ -114,6 +123,7 @@ class Recipe:
     training: Any
     model: Any
     chosen: dict[str, Any]
+    words: tuple[str, ...] = ()
 
     def to_yaml(self) -> str:
         """The recipe as it runs, wherever this is saved: data found beside the recipe gets its full path."""
@@ -173,7 +183,7 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{path}: {error}{_bf16_hint(error)}") from error
     _check_needs(path, entry, args, training)
-    return Recipe(path, entry, args, training, model, chosen)
+    return Recipe(path, entry, args, training, model, chosen, (str(name), *overrides))
 
 
 _NOT_GIVEN = object()

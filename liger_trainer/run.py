@@ -4,7 +4,15 @@ import inspect
 import os
 import time
 
+from liger_trainer.checkpoints import (
+    check_output_dir,
+    check_same_model,
+    find_checkpoint,
+    remove_earlier_run,
+    train_and_save,
+)
 from liger_trainer.data import load_rows
+from liger_trainer.launch import check_processes
 from liger_trainer.model_source import ModelSource, find_model
 from liger_trainer.recipe import Recipe, RecipeError
 from liger_trainer.rewards import check_columns, find_reward
@@ -19,6 +27,7 @@ def run(recipe: Recipe) -> Summary | None:
 
     Raises:
         RecipeError: Whatever the recipe names is missing or does not fit together. Nothing has been trained then.
+        RunError: The disk takes no more; the message says what of the run is saved.
     """
     import trl
     from transformers import AutoConfig
@@ -26,6 +35,10 @@ def run(recipe: Recipe) -> Summary | None:
     import liger_trainer
 
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
+    check_processes(training)
+    _check_evaluation(recipe)
+    check_output_dir(recipe)
+    checkpoint = find_checkpoint(training)
     source = find_model(
         recipe.model.model_name_or_path,
         init.pop("gguf_file", None),
@@ -33,8 +46,8 @@ def run(recipe: Recipe) -> Summary | None:
         trust_remote_code=init.pop("trust_remote_code", getattr(training, "trust_remote_code", False)),
     )
     config = source.load(AutoConfig)
-    checkpoint = find_checkpoint(training)
-    _check_evaluation(recipe)
+    if checkpoint is not None:
+        check_same_model(checkpoint, config, recipe)
     columns = tuple(
         tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
         for needed in recipe.entry.columns
@@ -77,9 +90,11 @@ def run(recipe: Recipe) -> Summary | None:
 
     evaluation = _heads_evaluation(trainer, eval_rows)
 
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(training.output_dir)
-    trainer.save_state()
+    if recipe.args.overwrite_output_dir:
+        if trainer.is_world_process_zero():
+            remove_earlier_run(training.output_dir)
+        trainer.accelerator.wait_for_everyone()
+    train_and_save(trainer, checkpoint, recipe)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
     summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
@@ -90,30 +105,6 @@ def run(recipe: Recipe) -> Summary | None:
         time.sleep(0.5)
     trainer.accelerator.end_training()
     return summary
-
-
-def find_checkpoint(training) -> str | None:
-    """The folder that `resume_from_checkpoint` means: `true` is the last one in `output_dir`. RecipeError if none."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    wanted = training.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() == "false":
-        return None
-    if str(wanted).lower() == "true":
-        last = get_last_checkpoint(training.output_dir) if os.path.isdir(training.output_dir) else None
-        if last is None:
-            raise RecipeError(
-                f"resume_from_checkpoint is true, but output_dir {training.output_dir!r} has no checkpoint. Train "
-                "without it first, or give the path of a checkpoint."
-            )
-        return last
-    path = os.path.expanduser(str(wanted))
-    if not os.path.isfile(os.path.join(path, "trainer_state.json")):
-        raise RecipeError(
-            f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint (no trainer_state.json in "
-            "it). Give a path such as OUTPUT_DIR/checkpoint-100, or true for the last one."
-        )
-    return path
 
 
 def _check_evaluation(recipe: Recipe) -> None:

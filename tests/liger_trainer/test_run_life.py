@@ -1,0 +1,208 @@
+"""The life of a run: two processes without a GPU, a folder that is taken, cut-off checkpoints, a full disk, a stop."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from recipe_fixtures import command, write_model, write_recipe, write_rows
+from test_cli import folder, run_elsewhere  # noqa: F401 - folder is a fixture
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def steps_of(output_dir):
+    return sorted(int(path.name.partition("-")[2]) for path in Path(output_dir).glob("checkpoint-*"))
+
+
+def test_torchrun_without_a_gpu_is_one_training(folder):  # noqa: F811
+    recipe = write_recipe(folder, max_steps=None, num_train_epochs=1)
+    done = run_elsewhere(
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+        "-m", "liger_trainer", "train", recipe, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Summary") == 1, done.stdout
+    assert re.search(r"^  steps +3$", done.stdout, re.M), "12 rows, 2 at a time, in 2 processes"
+
+
+def test_processes_that_would_train_apart_are_refused(folder, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("WORLD_SIZE", "2")  # and no LOCAL_RANK: no launcher that accelerate knows
+    code, _, err = command(capsys, "train", write_recipe(folder))
+    assert code == 2 and "WORLD_SIZE is 2" in err and "torchrun" in err
+    assert not (folder / "out").exists()
+
+
+def test_an_output_dir_that_is_taken_is_refused(folder, capsys):  # noqa: F811
+    path = write_recipe(folder, **SAVING)
+    assert command(capsys, "train", path)[0] == 0
+    before = (folder / "out" / "model.safetensors").stat().st_mtime_ns
+    code, _, err = command(capsys, "train", path, "--max_steps", "2")
+    assert code == 2
+    for way_out in ("output_dir", "checkpoint-4", "resume_from_checkpoint: true", "overwrite_output_dir: true"):
+        assert way_out in err
+    assert (folder / "out" / "model.safetensors").stat().st_mtime_ns == before
+    shutil.rmtree(folder / "out" / "checkpoint-2")
+    shutil.rmtree(folder / "out" / "checkpoint-4")
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and "model.safetensors" in err, "a finished model counts too"
+
+
+def test_overwriting_leaves_nothing_of_the_old_run(folder, capsys):  # noqa: F811
+    path = write_recipe(folder, **SAVING)
+    assert command(capsys, "train", path)[0] == 0
+    (folder / "out" / "notes.txt").write_text("mine")
+    lora = ("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--max_steps", "2")
+    code, _, err = command(capsys, "train", path, "--overwrite_output_dir", "true", *lora)
+    assert code == 0, err
+    assert steps_of(folder / "out") == [2], "checkpoint-4 was the old run's"
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert "adapter_model.safetensors" in names and "notes.txt" in names
+    assert not {"model.safetensors", "config.json"} & names, "the old model would lie beside the new adapter"
+    code, _, err = command(
+        capsys, "train", path, "--overwrite_output_dir", "true", "--resume_from_checkpoint", "true", *lora
+    )
+    assert code == 2 and "overwrite_output_dir" in err and "resume_from_checkpoint" in err
+
+
+def test_overwriting_never_deletes_the_model_it_starts_from(folder, capsys):  # noqa: F811
+    path = write_recipe(folder, output_dir=str(folder / "model"))
+    code, _, err = command(capsys, "train", path, "--overwrite_output_dir", "true")
+    assert code == 2 and "model_name_or_path" in err and "output_dir" in err
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def truncate(path):
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 10)
+
+
+DAMAGES = {
+    "no state": lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
+    "half a state": lambda checkpoint: truncate(checkpoint / "trainer_state.json"),
+    "half the weights": lambda checkpoint: truncate(checkpoint / "model.safetensors"),
+    "no weights": lambda checkpoint: (checkpoint / "model.safetensors").unlink(),
+    "half an optimizer": lambda checkpoint: truncate(checkpoint / "optimizer.pt"),
+    "no optimizer": lambda checkpoint: (checkpoint / "optimizer.pt").unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """A run of four steps with two checkpoints, to be copied and damaged."""
+    root = tmp_path_factory.mktemp("saved")
+    write_model(root / "model")
+    write_rows(root / "rows.jsonl")
+    from liger_trainer.cli import main
+
+    assert main(["train", str(write_recipe(root, **SAVING))]) == 0
+    return root / "out"
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_resume_takes_the_newest_whole_checkpoint(damage, saved_run, folder, capsys):  # noqa: F811
+    shutil.copytree(saved_run, folder / "out")
+    damage(folder / "out" / "checkpoint-4")
+    path = write_recipe(folder, **SAVING)
+    code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
+    assert code == 0, err
+    assert re.search(r"steps +2, resumed at step 2$", out, re.M)
+    assert re.search(r"checkpoint-4 .*checkpoint-2", err), "said in a line"
+    shutil.rmtree(folder / "out")
+    shutil.copytree(saved_run, folder / "out")
+    damage(folder / "out" / "checkpoint-4")
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", folder / "out" / "checkpoint-4")
+    assert code == 2 and "checkpoint-4" in err, "what was asked for by name is not replaced by another"
+    damage(folder / "out" / "checkpoint-2")
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
+    assert code == 2 and "checkpoint-2" in err and "checkpoint-4" in err
+
+
+def test_resume_from_another_model(saved_run, folder, capsys):  # noqa: F811
+    from tiny_models import tiny_model
+
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder / "model")
+    path = write_recipe(folder, **SAVING)
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-2")
+    assert code == 2 and "num_hidden_layers" in err and str(saved_run / "checkpoint-2") in err
+    tiny_model("gemma2").save_pretrained(folder / "model")
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-2")
+    assert code == 2 and "model_type" in err
+    write_model(folder / "model")
+    lora = ("--use_peft", "true", "--lora_target_modules", "q_proj")
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-2", *lora)
+    assert code == 2 and "use_peft" in err
+
+
+@pytest.mark.parametrize("saving", [{}, SAVING], ids=["no checkpoints", "checkpoints"])
+def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, monkeypatch):  # noqa: F811
+    from transformers import Trainer
+
+    plain = Trainer._save
+
+    def save(self, output_dir=None, state_dict=None):
+        if Path(output_dir or self.args.output_dir) == folder / "out":
+            (folder / "out").mkdir(exist_ok=True)
+            (folder / "out" / "model.safetensors").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return plain(self, output_dir, state_dict)
+
+    monkeypatch.setattr(Trainer, "_save", save)
+    code, out, err = command(capsys, "train", write_recipe(folder, **saving))
+    assert code == 1
+    assert "No space left on device" in err and str(folder / "out" / "checkpoint-4") in err
+    assert err.strip().splitlines()[-1].startswith("liger-trainer: error: ") and "--resume_from_checkpoint true" in err
+    assert not (folder / "out" / "model.safetensors").exists(), "half a model would look like one"
+    monkeypatch.undo()
+    code, out, err = command(capsys, "train", write_recipe(folder, **saving), "--resume_from_checkpoint", "true")
+    assert code == 0, err
+    assert re.search(r"steps +0, resumed at step 4$", out, re.M)
+    assert (folder / "out" / "model.safetensors").is_file()
+
+
+def test_a_disk_that_takes_no_checkpoint(saved_run, folder):  # noqa: F811
+    """A limit on the size of files stands for the full disk: safetensors and torch raise errors of their own for it."""
+    sizes = [(saved_run / "checkpoint-2" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")]
+    for limit in (sizes[0] // 2, sum(sizes) // 2):
+        recipe = write_recipe(folder, **SAVING, overwrite_output_dir=True)
+        done = subprocess.run(
+            ["bash", "-c", f"ulimit -f {limit // 1024}; exec {sys.executable} -m liger_trainer train {recipe}"],
+            cwd=folder, capture_output=True, text=True, timeout=300,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("liger-trainer: error: A checkpoint cannot be written")
+        assert "No checkpoint was saved" in last
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+def test_a_stopped_run_says_how_to_go_on(number, code, folder):  # noqa: F811
+    recipe = write_recipe(folder, max_steps=100000, lr_scheduler_type="constant", **SAVING)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "liger_trainer", "train", str(recipe)],
+        cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.time() + 120
+    while not (folder / "out" / "checkpoint-6").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    last = err.strip().splitlines()[-1]
+    saved = re.search(r"checkpoint-(\d+)", last)
+    assert saved and int(saved[1]) >= 4 and "Traceback" not in err
+    assert (folder / "out" / saved[0] / "trainer_state.json").is_file()
+    resume = last[last.index("liger-trainer train") :].rstrip(".").split()
+    assert resume[2:] == [str(recipe), "--resume_from_checkpoint", "true"]
+    state = json.loads((folder / "out" / saved[0] / "trainer_state.json").read_text())
+    more = ["--max_steps", str(state["global_step"] + 1)]
+    done = run_elsewhere(sys.executable, "-m", "liger_trainer", *resume[1:], *more, cwd=folder)
+    assert done.returncode == 0 and f"resumed at step {state['global_step']}" in done.stdout, done.stderr
