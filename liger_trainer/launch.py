@@ -1,6 +1,7 @@
 """What a launcher such as torchrun or `accelerate launch` says through the environment, beside what the recipe says."""
 
 import os
+import sys
 
 from liger_trainer.recipe_values import RecipeError
 
@@ -33,4 +34,25 @@ def check_processes(training) -> None:
             f"WORLD_SIZE is {launched}, but accelerate does not make one run of these processes: each would train "
             "by itself, into the same output_dir. Launch them with torchrun or accelerate launch, add --use_cpu true "
             "where there is no GPU for each, or unset WORLD_SIZE for a run in one process."
+        )
+
+
+def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
+    """Let the recipe decide the precision, and say so where accelerate's config has another. Call before parsing.
+
+    `accelerate launch` hands its `mixed_precision` on in a variable, which the trainer and its DeepSpeed and FSDP
+    plugins take wherever `bf16` and `fp16` are both false: a recipe that asks for fp32 would train in 16 bits.
+    """
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    wanted = "fp16" if fp16 else "no" if bf16 is False else "bf16"  # bf16 is the default of TRL's configs
+    if configured in ("no", wanted):
+        return
+    if wanted == "no":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    if is_main_process():
+        keys = f"bf16: {bf16}, fp16: {fp16}".replace("None", "unset").lower()
+        print(
+            f"liger-trainer: the recipe ({keys}) decides the precision, {wanted}; accelerate's config has "
+            f"mixed_precision: {configured}.",
+            file=sys.stderr,
         )

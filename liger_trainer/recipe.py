@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from liger_trainer.launch import settle_precision
 from liger_trainer.paths import find_beside, shipped
+from liger_trainer.recipe_checks import settle
 from liger_trainer.recipe_values import RecipeError, checked, dump_yaml, load_yaml
 
 
@@ -177,10 +179,12 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
     _refuse_unknown_keys(path, values, owners)
     values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
     parser.set_defaults_with_config(**values)  # what --help shows
-    chosen = values | _given(parser, owners, overrides)
+    defaults = {key: owner.defaults[key] for key, owner in owners.items()}
+    chosen = settle(path, values, _given(parser, owners, overrides), defaults)
+    settle_precision(chosen.get("bf16"), chosen.get("fp16"))
     try:
         args, training, model = parser.parse_dict(chosen)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         raise RecipeError(f"{path}: {error}{_bf16_hint(error)}") from error
     _check_needs(path, entry, args, training)
     return Recipe(path, entry, args, training, model, chosen, (str(name), *overrides))
@@ -228,6 +232,7 @@ def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, trainin
 class _Owner:
     name: str
     hints: dict[str, Any]
+    defaults: dict[str, Any]
 
 
 def _parser(entry: TrainerEntry):
@@ -245,8 +250,10 @@ def _parser(entry: TrainerEntry):
     )
     owners = {}
     for cls in dataclass_types:
-        owner = _Owner(cls.__name__, typing.get_type_hints(cls))
-        owners |= {f.name: owner for f in dataclasses.fields(cls) if f.init}
+        fields = [f for f in dataclasses.fields(cls) if f.init]
+        defaults = {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
+        owner = _Owner(cls.__name__, typing.get_type_hints(cls), defaults)
+        owners |= {f.name: owner for f in fields}
     return parser, owners
 
 

@@ -15,6 +15,7 @@ from liger_trainer.data import load_rows
 from liger_trainer.launch import check_processes
 from liger_trainer.model_source import ModelSource, find_model
 from liger_trainer.recipe import Recipe, RecipeError
+from liger_trainer.recipe_checks import check_rows
 from liger_trainer.rewards import check_columns, find_reward
 from liger_trainer.summary import RunRecorder, Summary
 
@@ -54,6 +55,7 @@ def run(recipe: Recipe) -> Summary | None:
     )
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
+    check_rows(recipe, train_rows.column_names)
 
     init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
     recorder = RunRecorder()
@@ -80,7 +82,7 @@ def run(recipe: Recipe) -> Summary | None:
         given["teacher_model"] = _teacher(training)
     try:
         trainer = getattr(liger_trainer, recipe.entry.trainer)(args=training, **given)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise RecipeError(f"{recipe.path}: {error}") from error
     if hasattr(trainer.train_dataset, "__len__") and len(trainer.train_dataset) == 0:
         raise RecipeError(

@@ -19,6 +19,13 @@ class RunRecorder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self.first_step = time.perf_counter(), state.global_step
+        by_steps = args.logging_strategy == "steps" and not args.logging_first_step
+        if by_steps and state.logging_steps > state.max_steps and state.is_world_process_zero:
+            print(
+                f"liger-trainer: logging_steps is {state.logging_steps}, and the run has {state.max_steps} steps: no "
+                "loss is logged. Set a smaller logging_steps.",
+                file=sys.stderr,
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and "loss" in logs:

@@ -36,6 +36,7 @@ NOT_TRUE_ALONE = {
     "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_liger_kernel", "load_best_model_at_end",
     "eval_on_start", "greater_is_better", "assistant_only_loss", "auto_find_batch_size", "use_vllm",
     "use_transformers_continuous_batching", "use_transformers_paged", "use_adaptive_entropy", "vllm_enable_sleep_mode",
+    "vllm_importance_sampling_correction",
 }  # fmt: skip
 
 
@@ -71,7 +72,8 @@ def test_every_boolean_key_survives_and_nothing_else_is_printed(name, tmp_path, 
 VALUES = {
     "lora_target_modules": ["q_proj", "v_proj"],
     "learning_rate": 2e-5,
-    "weight_decay": 1e20,
+    "max_grad_norm": 1e20,
+    "adam_epsilon": 1e-20,
     "max_length": None,
     "liger_config": {"rope": False, "swiglu": True},
     "model_init_kwargs": {"device_map": None, "rope_scaling": {"factor": 2.0}},

@@ -178,7 +178,8 @@ def test_bf16_without_gpu_says_what_to_do(tmp_path):
 
 def test_dry_run_prints_a_recipe_that_parses_to_the_same(tmp_path, capsys):
     """No model of that name exists: a dry run loads none."""
-    path = write_recipe(tmp_path, model_name_or_path="nobody/nothing", liger_config={"rope": False})
+    keys = {"model_name_or_path": "nobody/nothing", "liger_config": {"rope": False}, "use_peft": True}
+    path = write_recipe(tmp_path, **keys)
     code, out, err = command(
         capsys, "train", path, "--dry_run", "--max_steps", "9", "--lora_target_modules", "q_proj", "v_proj"
     )
@@ -188,7 +189,7 @@ def test_dry_run_prints_a_recipe_that_parses_to_the_same(tmp_path, capsys):
     assert printed["lora_target_modules"] == ["q_proj", "v_proj"]
     assert "seed" not in printed
     again = parse_recipe(str(recipe_text(tmp_path, out)))
-    first = parse_recipe(str(write_recipe(tmp_path, model_name_or_path="nobody/nothing", liger_config={"rope": False})))
+    first = parse_recipe(str(write_recipe(tmp_path, **keys)))
     assert again.training.max_steps == 9 and again.model.lora_target_modules == ["q_proj", "v_proj"]
     again.training.max_steps = first.training.max_steps
     assert again.training.to_dict() == first.training.to_dict()

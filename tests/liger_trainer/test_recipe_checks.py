@@ -1,0 +1,190 @@
+"""What a recipe asks for and would not get: each is told in one line, with exit code 2, before anything is loaded."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+import yaml
+from recipe_fixtures import command, write_recipe, write_rows
+from test_cli import folder, losses  # noqa: F401 - folder is a fixture
+
+from liger_trainer.recipe import RecipeError, parse_recipe, recipe_names
+
+WITHOUT_EFFECT = {
+    "lora_r": ({"lora_r": 8}, "use_peft: true"),
+    "lora_r as by default": ({"lora_r": 16}, "use_peft: true"),
+    "lora_target_modules": ({"lora_target_modules": ["q_proj"]}, "use_peft: true"),
+    "use_dora": ({"use_dora": True}, "use_peft: true"),
+    "load_in_4bit": ({"load_in_4bit": True}, "use_peft: true"),
+    "bnb_4bit_quant_type": ({"bnb_4bit_quant_type": "fp4", "use_peft": True}, "load_in_4bit: true"),
+    "save_steps": ({"save_steps": 2, "save_strategy": "epoch"}, "save_strategy: steps"),
+    "save_total_limit": ({"save_total_limit": 2}, "save_strategy: steps or epoch"),
+    "eval_steps": ({"eval_steps": 2}, "eval_strategy: steps"),
+    "load_best_model_at_end": ({"load_best_model_at_end": True}, "eval_strategy: steps or epoch"),
+    "metric_for_best_model": (
+        {"metric_for_best_model": "eval_loss", "eval_strategy": "epoch", "eval_fraction": 0.5},
+        "load_best_model_at_end: true",
+    ),
+    "packing_strategy": ({"packing_strategy": "wrapped"}, "packing: true"),
+    "gradient_checkpointing_kwargs": (
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        "gradient_checkpointing: true",
+    ),
+    "hub_model_id": ({"hub_model_id": "me/model"}, "push_to_hub: true"),
+    "fsdp_config": ({"fsdp_config": {"version": 2}}, "fsdp"),
+    "vllm_mode": (
+        {"vllm_mode": "colocate", "trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": None},
+        "use_vllm: true",
+    ),
+    "ref_model_sync_steps": ({"ref_model_sync_steps": 8, "trainer": "dpo"}, "sync_ref_model: true"),
+    "save_strategy": ({"save_strategy": "best"}, "eval_strategy: steps"),
+    "num_train_epochs": ({"num_train_epochs": 2}, "max_steps is 4"),
+}
+
+
+@pytest.mark.parametrize("keys, needs", WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT)
+def test_an_option_without_effect_is_refused(keys, needs, request, tmp_path, capsys):
+    key = request.node.callspec.id.partition(" ")[0]
+    code, _, err = command(capsys, "train", write_recipe(tmp_path, **keys), "--dry_run")
+    assert code == 2, "it would train as if the key were not there"
+    assert f"{key} is {keys[key]!r}" in err and needs in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_lora_keys_on_the_command_line(tmp_path, capsys):
+    code, _, err = command(capsys, "train", write_recipe(tmp_path), "--lora_r", "8", "--dry_run")
+    assert code == 2 and "lora_r is 8, which has no effect without use_peft: true" in err
+
+
+def test_the_command_line_turns_off_what_the_file_has(tmp_path, capsys):
+    """`--use_peft false` on a LoRA recipe is meant; what the command line adds without effect is not."""
+    path = write_recipe(
+        tmp_path, use_peft=True, lora_r=8, save_strategy="steps", save_steps=2, max_steps=None, num_train_epochs=2
+    )
+    off = ("--use_peft", "false", "--save_strategy", "no", "--max_steps", "5")
+    code, out, err = command(capsys, "train", path, *off, "--dry_run")
+    assert code == 0, err
+    printed = yaml.safe_load(out)
+    assert printed["use_peft"] is False and printed["max_steps"] == 5
+    assert not {"lora_r", "save_steps", "num_train_epochs"} & set(printed), "so that the printed recipe runs"
+    code, _, err = command(capsys, "train", path, *off, "--lora_r", "4", "--dry_run")
+    assert code == 2 and "lora_r is 4" in err
+    path = write_recipe(tmp_path, max_steps=28)
+    code, _, err = command(capsys, "train", path, "--num_train_epochs", "1", "--dry_run")
+    assert code == 2 and "num_train_epochs is 1.0 and max_steps is 28" in err
+    code, out, err = command(capsys, "train", path, "--num_train_epochs", "1", "--max_steps", "-1", "--dry_run")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_run_with_fewer_steps(name):
+    assert parse_recipe(name, ["--bf16", "false", "--max_steps", "3"]).training.max_steps == 3
+
+
+OUT_OF_RANGE = {
+    "per_device_train_batch_size": 0,
+    "per_device_eval_batch_size": -1,
+    "gradient_accumulation_steps": 0,
+    "learning_rate": -1.0,
+    "max_steps": 0,
+    "num_train_epochs": 0.0,
+    "save_total_limit": 0,
+    "logging_steps": 0,
+    "weight_decay": -0.1,
+    "max_grad_norm": -1.0,
+    "adam_beta2": 1.0,
+    "lora_r": 0,
+    "lora_dropout": 1.5,
+    "max_length": 0,
+    "warmup_steps": -3,
+    "seed": -1,
+}
+
+
+@pytest.mark.parametrize("key", OUT_OF_RANGE)
+def test_a_value_out_of_range(key, tmp_path, capsys):
+    keys = {"lora_r": {"use_peft": True}, "num_train_epochs": {"max_steps": None}}.get(key, {})
+    if key == "save_total_limit":
+        keys = {"save_strategy": "epoch"}
+    code, _, err = command(capsys, "train", write_recipe(tmp_path, **keys, **{key: OUT_OF_RANGE[key]}), "--dry_run")
+    assert code == 2 and f"{key} is {OUT_OF_RANGE[key]}; expected" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_value_that_is_no_number(tmp_path):
+    with pytest.raises(RecipeError, match="learning_rate is nan; expected a number from 0 up"):
+        parse_recipe(str(write_recipe(tmp_path, learning_rate=float("nan"))))
+
+
+PACKAGES = {
+    "flash_attn": ({"attn_implementation": "flash_attention_2"}, "flash-attn"),
+    "bitsandbytes": ({"load_in_4bit": True, "use_peft": True}, "bitsandbytes"),
+    "deepspeed": ({"deepspeed": "zero.json"}, "deepspeed"),
+    "tensorboard": ({"report_to": "tensorboard"}, "tensorboard"),
+    "wandb": ({"report_to": ["wandb"]}, "wandb"),
+    "galore_torch": ({"optim": "galore_adamw"}, "galore-torch"),
+    "liger_kernel": ({"use_liger_kernel": True, "use_liger": False}, "liger-kernel"),
+    "vllm": ({"trainer": "rloo", "use_vllm": True, "reward_funcs": ["boxed_answer"], "max_length": None}, "vllm"),
+}
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_a_missing_package(module, tmp_path, capsys, monkeypatch):
+    keys, package = PACKAGES[module]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a))
+    reports = "transformers.integrations.integration_utils.get_available_reporting_integrations"
+    monkeypatch.setattr(reports, lambda: [])
+    monkeypatch.setattr("transformers.utils.is_kernels_available", lambda: False)
+    code, _, err = command(capsys, "train", write_recipe(tmp_path, **keys), "--dry_run")
+    assert code == 2 and f"pip install {package}" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_reports_that_nobody_knows(tmp_path, capsys):
+    code, _, err = command(capsys, "train", write_recipe(tmp_path, report_to="tensorbord"), "--dry_run")
+    assert code == 2 and "report_to is 'tensorbord'; expected one of none, all, azure_ml" in err
+
+
+def test_an_output_dir_that_cannot_be_written(folder, capsys):  # noqa: F811
+    (folder / "file").write_text("")
+    for output_dir in (folder / "file", folder / "file" / "below", "/proc/nothing/here"):
+        code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(output_dir)))
+        assert code == 2 and f"output_dir is {str(output_dir)!r}, which cannot be written" in err
+
+
+def test_completion_only_loss_without_completions(folder, capsys):  # noqa: F811
+    """TRL ignores it there: every token of the messages would count."""
+    rows = [{"messages": [{"role": r, "content": "w3 w4"} for r in ("user", "assistant")]}] * 8
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_recipe(folder, prompt_template="none", completion_only_loss=True)
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and "completion_only_loss is true" in err and "assistant_only_loss: true" in err
+    path = write_recipe(folder, prompt_template="none", dataset_text_field="text")
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and "dataset_text_field is 'text'" in err and "messages" in err
+    write_rows(folder / "rows.jsonl")
+    code, _, err = command(capsys, "train", write_recipe(folder, completion_only_loss=True))
+    assert code == 0, err
+
+
+def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):  # noqa: F811
+    assert command(capsys, "train", write_recipe(folder))[0] == 0
+    fp32 = losses(folder / "out")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` hands on its mixed_precision
+    code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(folder / "launched")))
+    assert code == 0, err
+    assert losses(folder / "launched") == fp32
+    assert "bf16: false" in err and "mixed_precision: bf16" in err
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    _, _, err = command(capsys, "train", write_recipe(folder, bf16=True, use_cpu=True), "--dry_run")
+    assert "mixed_precision" not in err
+
+
+def test_a_run_too_short_to_log_a_loss(folder, capsys):  # noqa: F811
+    code, out, err = command(capsys, "train", write_recipe(folder, logging_steps=10))
+    assert code == 0 and "logging_steps is 10, and the run has 4 steps" in err
+    assert re.search(r"^  loss +not logged$", out, re.M)
+    code, _, err = command(capsys, "train", write_recipe(folder, logging_steps=4, overwrite_output_dir=True))
+    assert code == 0 and "logging_steps" not in err
