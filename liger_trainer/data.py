@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from liger_trainer.paths import find_beside
 from liger_trainer.recipe import RecipeArguments, RecipeError
+from liger_trainer.row_checks import check_rows, short
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -32,7 +33,7 @@ def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
     for key in ("instruction", "output"):
         if not isinstance(row[key], str) or (key == "instruction" and not row[key].strip()):
             raise RecipeError(
-                f"Row {index} of the dataset has {key} {row[key]!r}; expected text. Mend or remove the row."
+                f"Row {index} of the dataset has {key} {short(row[key])}; expected text. Mend or remove the row."
             )
     template = _ALPACA_WITH_INPUT if row.get("input") else _ALPACA_WITHOUT_INPUT
     # Not str.format on the row's text: braces in it are text, and format leaves inserted values alone.
@@ -59,7 +60,7 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
     """
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise RecipeError(f"Row {index} of the dataset has conversations {turns!r}; expected a list of turns.")
+        raise RecipeError(f"Row {index} of the dataset has conversations {short(turns)}; expected a list of turns.")
     messages = [sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
@@ -86,9 +87,13 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
 def sharegpt_message(turn, where: str, index: int) -> dict[str, str]:
     """A ShareGPT turn `{"from", "value"}` as `{"role", "content"}`; `where` and `index` are for the RecipeError."""
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES or not isinstance(turn.get("value"), str):
+        other_form = isinstance(turn, dict) and turn.get("role") is not None
+        mend = "For role and content, name the column messages, and unset prompt_template." if other_form else (
+            "Mend or remove the row."
+        )  # fmt: skip
         raise RecipeError(
-            f"Row {index} of the dataset has {where} {turn!r}; expected from, one of {', '.join(_ROLES)}, and value, a "
-            "text. Mend or remove the row."
+            f"Row {index} of the dataset has {where} {short(turn)}; expected from, one of {', '.join(_ROLES)}, and "
+            f"value, a text. {mend}"
         )
     if not turn["value"].strip():
         raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Mend or remove the row.")
@@ -107,8 +112,8 @@ def last_turn_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
     )
     if not well_formed or len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise RecipeError(
-            f"Row {index} of the dataset has messages {messages!r}; expected two or more turns of role and content, "
-            "the last one of the assistant. Mend or remove the row."
+            f"Row {index} of the dataset has messages {short(messages)}; expected two or more turns of role and "
+            "content, the last one of the assistant. Mend or remove the row."
         )
     return {"prompt": messages[:-1], "completion": messages[-1:]}
 
@@ -148,14 +153,21 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
         `tuple[Dataset, Dataset | None]`.
 
     Raises:
-        RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is not text.
+        RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is malformed.
     """
-    source = _source(args, folder)
-    train = _prepare(_load(args, source, args.dataset_train_split), args, columns)
-    if args.max_rows is not None:
-        train = train.select(range(min(args.max_rows, len(train))))
+
+    def rows_of(key: str, split: str, max_rows: int | None = None):
+        names = getattr(args, key)
+        names = names if names and isinstance(names, list) else [names or None]
+        parts = [_rows_of(args, key, name, folder, split, columns, max_rows) for name in names]
+        rows = _joined(key, names, parts)
+        return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
+
+    train = rows_of("dataset_name", args.dataset_train_split, args.max_rows)
+    if args.eval_dataset_name is not None:
+        return train, rows_of("eval_dataset_name", "train")
     if args.dataset_eval_split is not None:
-        return train, _prepare(_load(args, source, args.dataset_eval_split), args, columns)
+        return train, rows_of("dataset_name", args.dataset_eval_split)
     if args.eval_fraction is None:
         return train, None
     held_out = max(1, round(args.eval_fraction * len(train)))
@@ -167,63 +179,108 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     return parts["train"], parts["test"]
 
 
-def _source(args: RecipeArguments, folder: Path) -> str:
-    name = args.dataset_name
+def _rows_of(args: RecipeArguments, key: str, name: str | None, folder: Path, split: str, columns, max_rows):
+    """The rows of one name in `key`, with the template applied, and checked."""
+    rows = _load(args, key, name, _source(key, name, folder), split)
+    if max_rows is not None:
+        rows = rows.select(range(min(max_rows, len(rows))))
+    try:
+        return _prepare(rows, args.prompt_template, columns)
+    except RecipeError as error:
+        of_split = "" if split == "train" else f", split {split!r}"
+        raise RecipeError(f"{key} {name!r}{of_split}: {error}") from error
+
+
+def _joined(key: str, names: list[str], parts: list):
+    """The rows of several files as one dataset."""
+    from datasets import concatenate_datasets
+
+    if len(parts) == 1:
+        return parts[0]
+    for name, part in zip(names, parts, strict=True):
+        if set(part.column_names) != set(parts[0].column_names):
+            raise RecipeError(
+                f"{key} {names[0]!r} has the columns {', '.join(sorted(parts[0].column_names))}, and {name!r} has "
+                f"{', '.join(sorted(part.column_names))}, once the template is applied. Give all files the same "
+                "columns."
+            )
+        try:
+            concatenate_datasets([parts[0].select([0]), part.select([0])])
+        except (ValueError, TypeError, OSError) as error:
+            raise RecipeError(
+                f"{key} {names[0]!r} and {name!r} have columns of the same names that hold values of different kinds: "
+                f"{error}"
+            ) from error
+    return concatenate_datasets(parts)
+
+
+def _source(key: str, name: str | None, folder: Path) -> str:
     if not name:
-        raise RecipeError(
-            "dataset_name is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset."
-        )
+        raise RecipeError(f"{key} is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset.")
     if (path := find_beside(name, folder)) is not None:
         return str(path)
-    if Path(name).suffix in _FILE_BUILDERS or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+    if (
+        key == "eval_dataset_name"
+        or Path(name).suffix in _FILE_BUILDERS
+        or name.startswith((".", "~", os.sep))
+        or name.count("/") > 1
+    ):
+        hint = " For a split of a Hub dataset set dataset_eval_split." if key == "eval_dataset_name" else ""
         raise RecipeError(
-            f"dataset_name is {name!r}, and there is no such file, neither from the working directory nor in {folder}."
+            f"{key} is {name!r}, and there is no such file, neither from the working directory nor in {folder}.{hint}"
         )
     return name
 
 
-def _load(args: RecipeArguments, source: str, split: str):
+def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
+    empty = RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
     try:
         if os.path.isfile(source):
             builder = _FILE_BUILDERS.get(Path(source).suffix)
             if builder is None:
                 raise RecipeError(
-                    f"dataset_name is {source!r}; a file is read by its ending, one of {', '.join(_FILE_BUILDERS)}."
+                    f"{key} is {name!r}; a file is read by its ending, one of {', '.join(_FILE_BUILDERS)}."
                 )
+            if os.path.getsize(source) == 0:  # the readers fail on it in different ways
+                raise empty
             rows = load_dataset(builder, data_files=source, split=split)
         else:
             rows = load_dataset(source, args.dataset_config, split=split)
     except RecipeError:
         raise
     except (OSError, ValueError, DatasetGenerationError) as error:
+        if "corresponds to no data" in str(error):  # how datasets calls a split that exists, without rows
+            raise empty from error
         # datasets puts what is wrong with a file into the cause, and only "an error occurred" into the message.
         reason = error.__cause__ or error
-        raise RecipeError(f"dataset_name {source!r}, split {split!r}, cannot be loaded: {reason}") from error
+        raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
-        raise RecipeError(f"dataset_name {source!r}, split {split!r}, has no rows.")
+        raise empty
     return rows
 
 
-def _prepare(rows, args: RecipeArguments, columns: tuple[tuple[str, ...], ...]):
-    """Apply the template, and check that the trainer can use the columns."""
-    name, listed = args.prompt_template, ", ".join(rows.column_names)
+def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...]):
+    """Apply the template `name`, and check that the trainer can use the rows."""
+    listed = ", ".join(rows.column_names)
     if name != "none":
         template = _TEMPLATES[name]
+        if name == "sharegpt" and "conversations" not in rows.column_names and "messages" in rows.column_names:
+            rows = rows.rename_column("messages", "conversations")
         if missing := [column for column in template.needed if column not in rows.column_names]:
             raise RecipeError(
-                f"dataset_name {args.dataset_name!r} has the columns {listed}; prompt_template: {name} needs "
-                f"{' and '.join(template.needed)} ({', '.join(template.optional)} optional), and "
-                f"{' and '.join(missing)} is missing."
+                f"it has the columns {listed}; prompt_template: {name} needs {' and '.join(template.needed)} "
+                f"({', '.join(template.optional)} optional), and {' and '.join(missing)} is missing."
             )
         replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
         rows = rows.map(
             template.convert, with_indices=True, remove_columns=replaced, desc=f"Applying the template {name}"
         )
     have = set(rows.column_names)
-    if not any(set(needed) <= have for needed in columns):
+    needed = next((needed for needed in columns if set(needed) <= have), None)
+    if needed is None:
         needs = "; ".join(" and ".join(needed) for needed in columns)
         hints = [
             f" Its rows look like those of {other!r}: set prompt_template: {other}."
@@ -231,8 +288,21 @@ def _prepare(rows, args: RecipeArguments, columns: tuple[tuple[str, ...], ...]):
             if name == "none" and set(template.needed) <= have
         ]
         made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
-        raise RecipeError(
-            f"dataset_name {args.dataset_name!r} has the columns {listed}{made}; the trainer needs one of: {needs}."
-            f"{''.join(hints)}"
-        )
+        raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{''.join(hints)}")
+    rows = _without_other_prompt(rows, needed)
+    check_rows(rows, needed)
     return rows
+
+
+def _without_other_prompt(rows, needed: tuple[str, ...]):
+    """Remove a column prompt that is there for another purpose, and that TRL would take for its own.
+
+    Beside `messages` or `text` it wants a completion too; beside whole conversations it is a text that they repeat.
+    """
+    if "prompt" not in rows.column_names or "prompt" in needed:
+        return rows
+    if "chosen" not in needed:
+        return rows.remove_columns("prompt")
+    text = getattr(rows.features["prompt"], "dtype", None) == "string"
+    first = rows[0]["chosen"]
+    return rows.remove_columns("prompt") if text and isinstance(first, list) and len(first) > 1 else rows

@@ -25,11 +25,13 @@ class RecipeArguments:
     trainer: str = field(
         default="sft", metadata={"help": "Which trainer runs the recipe: a name of the table under Trainers."}
     )
-    dataset_name: str | None = field(
+    # None before str: so transformers' parser takes several words after the option.
+    dataset_name: list[str] | None | str = field(
         default=None,
         metadata={
-            "help": "A .json, .jsonl, .parquet or .csv file, a folder of such files, or the name of a Hub dataset. "
-            "A relative path is looked up from the working directory, then from the folder of the recipe."
+            "help": "A .json, .jsonl, .parquet or .csv file, a folder of such files, or the name of a Hub dataset; or "
+            "a list of them, whose rows are joined. A relative path is looked up from the working directory, then "
+            "from the folder of the recipe."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Name of the configuration of a Hub dataset."})
@@ -37,6 +39,13 @@ class RecipeArguments:
         default="train", metadata={"help": "Split to train on. The rows of a single file are its split 'train'."}
     )
     dataset_eval_split: str | None = field(default=None, metadata={"help": "Split to evaluate on."})
+    eval_dataset_name: list[str] | None | str = field(
+        default=None,
+        metadata={
+            "help": "A file of rows to evaluate on, or a list of files, in the form of those of `dataset_name`: the "
+            "same template is applied."
+        },
+    )
     eval_fraction: float | None = field(
         default=None,
         metadata={
@@ -77,10 +86,11 @@ class RecipeArguments:
             raise RecipeError(
                 f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1, such as 0.05."
             )
-        if self.eval_fraction is not None and self.dataset_eval_split is not None:
+        sources = ("eval_fraction", "dataset_eval_split", "eval_dataset_name")
+        given = [f"{name} ({getattr(self, name)!r})" for name in sources if getattr(self, name) is not None]
+        if len(given) > 1:
             raise RecipeError(
-                f"eval_fraction ({self.eval_fraction}) and dataset_eval_split ({self.dataset_eval_split!r}) are both "
-                "set; keep one of them."
+                f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} set; keep one of them."
             )
         if self.max_rows is not None and self.max_rows < 1:
             raise RecipeError(f"max_rows is {self.max_rows}; expected 1 or more, or no max_rows at all.")

@@ -111,7 +111,9 @@ def run(recipe: Recipe) -> Summary | None:
 
 def _check_evaluation(recipe: Recipe) -> None:
     strategy = getattr(recipe.training.eval_strategy, "value", recipe.training.eval_strategy)
-    has_rows = recipe.args.dataset_eval_split is not None or recipe.args.eval_fraction is not None
+    keys = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
+    given = [key for key in keys if getattr(recipe.args, key) is not None]
+    has_rows = bool(given)
     heads_rows = getattr(recipe.training, "medusa_eval_rows", 0)
     if heads_rows and not has_rows:
         raise RecipeError(
@@ -131,7 +133,7 @@ def _check_evaluation(recipe: Recipe) -> None:
     if strategy == "no" and has_rows and not heads_rows:
         raise RecipeError(
             f"{recipe.path}: rows are kept for evaluation, but eval_strategy is 'no', so they would never be used. Set "
-            "eval_strategy: steps or epoch, or remove dataset_eval_split and eval_fraction."
+            f"eval_strategy: steps or epoch, or remove {given[0]}."
         )
 
 

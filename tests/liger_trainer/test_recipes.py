@@ -133,7 +133,7 @@ WRONG_TYPE = {
         "save_strategy is 'sometimes', a string; expected one of 'no', 'steps', 'epoch', 'best'.",
     ),
     "empty": ("max_steps:", "max_steps is empty; expected an integer."),
-    "mapping": ("dataset_name: {a: 1}", "dataset_name is {'a': 1}, a mapping; expected a string."),
+    "mapping": ("dataset_name: {a: 1}", "dataset_name is {'a': 1}, a mapping; expected a list of strings or a string."),
 }
 
 
@@ -165,6 +165,7 @@ def test_excluding_values(tmp_path):
     for keys, message in (
         ({"eval_fraction": 1.5}, "eval_fraction is 1.5; expected a number between 0 and 1"),
         ({"eval_fraction": 0.1, "dataset_eval_split": "test"}, "are both set"),
+        ({"eval_fraction": 0.1, "eval_dataset_name": "e.jsonl"}, "eval_fraction .* and eval_dataset_name .* both set"),
         ({"max_rows": 0}, "max_rows is 0; expected 1 or more"),
     ):
         with pytest.raises(RecipeError, match=message):

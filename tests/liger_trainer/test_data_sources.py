@@ -1,0 +1,97 @@
+"""Rows from several files, and rows to evaluate on from a file of their own."""
+
+import json
+
+import pytest
+from recipe_fixtures import command, write_model, write_recipe, write_rows
+
+from liger_trainer.data import alpaca_row, load_rows
+from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError
+
+COLUMNS = TRAINERS["sft"].columns
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path.name
+
+
+def load(folder, **keys):
+    return load_rows(RecipeArguments(**keys), folder, COLUMNS, 0)
+
+
+def test_several_files_are_joined_in_order(tmp_path):
+    first, second = [{"text": f"a{i}"} for i in range(3)], [{"text": f"b{i}"} for i in range(2)]
+    names = [write(tmp_path / "a.jsonl", first), write(tmp_path / "b.jsonl", second)]
+    assert load(tmp_path, dataset_name=names)[0].to_list() == first + second
+    assert load(tmp_path, dataset_name=names, max_rows=4)[0].to_list() == first + second[:1]
+    assert load(tmp_path, dataset_name=names[:1])[0].to_list() == first
+    train, held_out = load(tmp_path, dataset_name=names, eval_fraction=0.4)
+    assert (len(train), len(held_out)) == (3, 2)
+
+
+def test_files_of_other_columns(tmp_path):
+    texts = write(tmp_path / "a.jsonl", [{"text": "a", "id": 1}])
+    pairs = write(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
+    with pytest.raises(RecipeError, match="'a.jsonl' has the columns id, text, and 'b.jsonl' has completion, prompt"):
+        load(tmp_path, dataset_name=[texts, pairs])
+    message = {"role": "user", "content": "a"}
+    lists = write(tmp_path / "c.jsonl", [{"prompt": [message], "completion": [message]}])
+    with pytest.raises(RecipeError, match="'b.jsonl' and 'c.jsonl' have columns of the same names that hold values of"):
+        load(tmp_path, dataset_name=[pairs, lists])
+
+
+def test_the_template_joins_files_of_other_columns(tmp_path):
+    """One with `input` and one without become the same columns."""
+    rows = {"instruction": "a", "output": "b"}, {"instruction": "a", "input": "c", "output": "b"}
+    names = [write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate(rows)]
+    assert load(tmp_path, dataset_name=names, prompt_template="alpaca")[0].to_list() == [
+        alpaca_row(row) for row in rows
+    ]
+
+
+def test_errors_name_the_file(tmp_path):
+    good, bad = write(tmp_path / "a.jsonl", [{"text": "a"}]), write(tmp_path / "b.jsonl", [{"text": 5}])
+    for keys, message in (
+        ({"dataset_name": [good, bad]}, "dataset_name 'b.jsonl': Row 0 of the dataset has text 5"),
+        ({"dataset_name": [good, "no.jsonl"]}, "dataset_name is 'no.jsonl', and there is no such file"),
+        ({"dataset_name": []}, "dataset_name is missing"),
+        (
+            {"dataset_name": good, "eval_dataset_name": bad},
+            "eval_dataset_name 'b.jsonl': Row 0 of the dataset has text",
+        ),
+        (
+            {"dataset_name": good, "eval_dataset_name": "some/hub"},
+            "For a split of a Hub dataset set dataset_eval_split",
+        ),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load(tmp_path, **keys)
+
+
+def test_recipe_with_several_files_and_an_evaluation_file(tmp_path, capsys):
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", 4)
+    write_rows(tmp_path / "more.jsonl", 6)
+    write_rows(tmp_path / "eval.jsonl", 3)
+    path = write_recipe(
+        tmp_path,
+        dataset_name=["rows.jsonl", "more.jsonl"],
+        eval_dataset_name="eval.jsonl",
+        eval_strategy="epoch",
+        max_steps=None,
+        num_train_epochs=1,
+    )
+    code, _, err = command(capsys, "train", path)
+    assert code == 0, err
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 5 and any("eval_loss" in entry for entry in state["log_history"])
+    code, _, err = command(
+        capsys, "train", path, "--dataset_name", "rows.jsonl", "--eval_strategy", "no", "--eval_dataset_name", "a", "b"
+    )
+    assert code == 2 and "or remove eval_dataset_name" in err
