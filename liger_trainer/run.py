@@ -17,7 +17,8 @@ from liger_trainer.model_source import ModelSource, find_model
 from liger_trainer.recipe import Recipe, RecipeError
 from liger_trainer.recipe_checks import check_rows
 from liger_trainer.rewards import check_columns, find_reward
-from liger_trainer.summary import RunRecorder, Summary
+from liger_trainer.row_counts import account_for_rows, counting
+from liger_trainer.summary import RunRecorder, Summary, count_parameters
 
 
 def run(recipe: Recipe) -> Summary | None:
@@ -81,15 +82,11 @@ def run(recipe: Recipe) -> Summary | None:
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = _teacher(training)
     try:
-        trainer = getattr(liger_trainer, recipe.entry.trainer)(args=training, **given)
+        trainer = counting(getattr(liger_trainer, recipe.entry.trainer))(args=training, **given)
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(f"{recipe.path}: {error}") from error
-    if hasattr(trainer.train_dataset, "__len__") and len(trainer.train_dataset) == 0:
-        raise RecipeError(
-            f"max_length is {training.max_length}, which cuts off the part to learn of all {len(train_rows)} rows. Set "
-            "a longer max_length."
-        )
-
+    recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
+    recorder.parameters = count_parameters(trainer.model)
     evaluation = _heads_evaluation(trainer, eval_rows)
 
     if recipe.args.overwrite_output_dir:

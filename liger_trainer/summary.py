@@ -9,10 +9,15 @@ from transformers import TrainerCallback
 
 
 class RunRecorder(TrainerCallback):
-    """Notes what the summary needs while the trainer runs: logged losses, tokens seen, and the time they took."""
+    """Notes what the summary needs while the trainer runs: logged losses, tokens seen, and the time they took.
+
+    Set before that: `rows`, what the trainer made of its rows, and `parameters`, how many are trained and of how many.
+    """
 
     def __init__(self):
+        self.rows = self.parameters = None
         self.losses: list[float] = []
+        self.eval_losses: list[float] = []
         self.first_step = self.last_step = 0
         self.tokens = self.seconds = None
         self._start = None
@@ -32,6 +37,8 @@ class RunRecorder(TrainerCallback):
             self.losses.append(float(logs["loss"]))
             if "num_tokens" in logs:  # counted by TRL over all processes
                 self.tokens, self.seconds = logs["num_tokens"], time.perf_counter() - self._start
+        if logs and "eval_loss" in logs:
+            self.eval_losses.append(float(logs["eval_loss"]))
 
     def on_train_end(self, args, state, control, **kwargs):
         self.last_step = state.global_step
@@ -48,6 +55,9 @@ class Summary:
     peak_memory: str
     patched: str
     output_dir: str
+    rows: object | None = None
+    parameters: tuple[int, int] | None = None
+    eval_losses: tuple[float, ...] = ()
     evaluation: object | None = None  # printed below the rest
 
     @classmethod
@@ -61,18 +71,24 @@ class Summary:
             peak_memory=peak_memory(),
             patched=report.one_line() if report is not None else "nothing (use_liger is false)",
             output_dir=str(trainer.args.output_dir),
+            rows=recorder.rows,
+            parameters=recorder.parameters,
+            eval_losses=tuple(recorder.eval_losses),
             evaluation=evaluation,
         )
 
     def __str__(self) -> str:
         resumed = f", resumed at step {self.resumed_at}" if self.resumed_at else ""
-        loss = f"{self.losses[0]:.3f} -> {self.losses[-1]:.3f}" if self.losses else "not logged"
+        loss = _first_to_last(self.losses) if self.losses else "not logged"
         speed = f"{self.tokens_per_second:.0f} tokens/s" if self.tokens_per_second else "not counted"
         return "\n".join(
             (
                 "Summary",
                 f"  steps    {self.steps}{resumed}",
+                *([] if self.rows is None else [f"  rows     {self.rows}"]),
+                *([] if self.parameters is None else [f"  trains   {_share(*self.parameters)}"]),
                 f"  loss     {loss}",
+                *([f"  eval     loss {_first_to_last(self.eval_losses)}"] if self.eval_losses else []),
                 f"  speed    {speed}",
                 f"  memory   {self.peak_memory}",
                 f"  patched  {self.patched}",
@@ -80,6 +96,27 @@ class Summary:
                 *([] if self.evaluation is None else ["", str(self.evaluation)]),
             )
         )
+
+
+def _first_to_last(losses) -> str:
+    return f"{losses[0]:.3f} -> {losses[-1]:.3f}"
+
+
+def _share(trained: int, total: int) -> str:
+    if trained == total:
+        return f"{total:,} parameters, all of them"
+    return f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
+
+
+def count_parameters(model) -> tuple[int, int]:
+    """How many parameters of a model are trained, and how many it has, sharded and quantised ones counted in full."""
+    counts = {True: 0, False: 0}
+    for parameter in model.parameters():
+        count = getattr(parameter, "ds_numel", parameter.numel())  # of ZeRO-3, where the rest is elsewhere
+        if type(parameter).__name__ == "Params4bit":  # bitsandbytes packs two of them into a byte
+            count *= 2 * getattr(parameter, "quant_storage", torch.uint8).itemsize
+        counts[parameter.requires_grad] += count
+    return counts[True], sum(counts.values())
 
 
 def peak_memory() -> str:

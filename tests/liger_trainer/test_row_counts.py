@@ -1,0 +1,242 @@
+"""Rows that a run used, cut and dropped, beside what TRL does with them; and data from which nothing is learned."""
+
+import json
+import re
+
+import pytest
+from recipe_fixtures import command, write_model, write_recipe
+
+CHAT = (
+    "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("counts")
+    write_model(folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(CHAT)
+    return folder
+
+
+@pytest.fixture
+def folder(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "model").symlink_to(base / "model")
+    return tmp_path
+
+
+def words(n, first=3):
+    return " ".join(f"w{first + i % 100}" for i in range(n))
+
+
+def train(capsys, folder, rows, **keys):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"prompt_template": None, "max_steps": 1, "max_length": 10} | keys
+    return command(capsys, "train", write_recipe(folder, **keys))
+
+
+def rows_line(out):
+    return re.search(r"^  rows +(.*)$", out, re.M)[1]
+
+
+PAIRS = {
+    "used": {"prompt": words(4) + " ", "completion": words(2, 20)},
+    "cut": {"prompt": words(4) + " ", "completion": words(20, 20)},
+    "dropped": {"prompt": words(20) + " ", "completion": words(2, 20)},
+}
+
+
+def as_pairs(row):
+    return {"prompt": row["prompt"], "chosen": row["completion"], "rejected": words(1, 60)}
+
+
+SETS = {
+    "sft": [PAIRS["used"]] * 3 + [PAIRS["cut"]] * 2 + [PAIRS["dropped"]] * 4,
+    "kto": [
+        row | {"label": i % 2 == 0}
+        for i, row in enumerate([PAIRS["used"]] * 3 + [PAIRS["cut"]] * 2 + [PAIRS["dropped"]] * 4)
+    ],
+    "dpo": [as_pairs(row) for row in [PAIRS["used"]] * 3 + [PAIRS["cut"]] * 2 + [PAIRS["dropped"]] * 4],
+    "orpo": [as_pairs(row) for row in [PAIRS["used"]] * 3 + [PAIRS["cut"]] * 2],
+    "cpo": [as_pairs(row) for row in [PAIRS["used"]] * 3 + [PAIRS["cut"]] * 2],
+}
+
+
+@pytest.mark.parametrize("trainer", ["sft", "medusa", "kto", "dpo"])
+def test_rows_used_cut_and_dropped(trainer, folder, capsys, caplog):
+    """The sequence of a cut row is longer than max_length; of a dropped one, the prompt is."""
+    code, out, err = train(capsys, folder, SETS.get(trainer, SETS["sft"]), trainer=trainer)
+    assert code == 0, err
+    said = "5 used of 9; 2 cut to max_length 10; 4 dropped, with nothing to learn within max_length 10"
+    assert rows_line(out) == said
+    assert f"train rows: {said}" in caplog.messages
+
+
+@pytest.mark.parametrize("trainer", ["orpo", "cpo"])
+def test_rows_cut_of_pairs_that_trl_cuts_itself(trainer, folder, capsys):
+    code, out, err = train(capsys, folder, SETS[trainer], trainer=trainer)
+    assert code == 0, err
+    assert rows_line(out) == "5 used of 5; 2 cut to max_length 10"
+
+
+@pytest.mark.parametrize("trainer", ["orpo", "cpo"])
+def test_a_prompt_that_fills_max_length_stops_pairs_without_reference(trainer, folder, capsys):
+    """TRL keeps such a row, with an empty completion, whose mean log-probability is 0 / 0."""
+    code, _, err = train(capsys, folder, SETS["dpo"], trainer=trainer)
+    assert code == 2 and "max_length is 10, and the prompt alone fills it in 4 of 9 rows" in err
+
+
+def test_exactly_max_length_is_not_cut(folder, capsys):
+    """4 tokens of prompt, 5 of the completion and the end make 10; ORPO puts the tokenizer's bos_token before them."""
+    for trainer, lengths in (("sft", (4, 5, 6)), ("orpo", (3, 4, 5))):
+        rows = [{"prompt": words(4) + " ", "completion": words(n, 20)} for n in lengths]
+        code, out, err = train(capsys, folder, rows if trainer == "sft" else map(as_pairs, rows), trainer=trainer)
+        assert code == 0, err
+        assert rows_line(out) == "3 used of 3; 1 cut to max_length 10", trainer
+
+
+@pytest.mark.parametrize("strategy, line", [
+    ("bfd", "9 used of 9; 6 cut to max_length 10; 4 have nothing to learn"),
+    ("bfd_split", "9 used of 9"),
+    ("wrapped", "9 used of 9"),
+])  # fmt: skip
+def test_packed_rows(strategy, line, folder, capsys):
+    """Packing cuts with `bfd` only, and TRL drops no row then: those without anything to learn take up room."""
+    code, out, err = train(capsys, folder, SETS["sft"], packing=True, packing_strategy=strategy)
+    assert code == 0, err
+    assert rows_line(out) == line
+
+
+def test_keep_end_keeps_the_part_to_learn(folder, capsys):
+    code, out, err = train(capsys, folder, SETS["sft"], truncation_mode="keep_end")
+    assert code == 0, err
+    assert rows_line(out) == "9 used of 9; 6 cut to max_length 10"
+
+
+def test_losses_are_those_of_the_stock_trainer(folder, capsys):
+    """Counting prepares the rows in two steps; batches and losses stay as they were."""
+    from trl import SFTConfig, SFTTrainer
+
+    from liger_trainer.recipe import parse_recipe
+
+    rows = [{"prompt": words(4, i) + " ", "completion": words(3 * i + 1, 20 + i)} for i in range(8)]
+    for extra in ({}, {"packing": True}, {"shuffle_dataset": True}):
+        code, _, err = train(
+            capsys, folder, rows, max_steps=4, use_liger=False, output_dir=str(folder / "ours"), **extra
+        )
+        assert code == 0, err
+        ours = json.loads((folder / "ours" / "trainer_state.json").read_text())["log_history"]
+        training = parse_recipe(str(folder / "recipe.yaml"), ["--output_dir", str(folder / "stock")]).training
+        given = {key: getattr(training, key) for key in (
+            "max_length", "max_steps", "per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "bf16",
+            "logging_steps", "report_to", "save_strategy", "disable_tqdm", "packing", "shuffle_dataset", "output_dir",
+        )}  # fmt: skip
+        from datasets import load_dataset
+
+        data = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train")
+        stock = SFTTrainer(str(folder / "model"), SFTConfig(**given), train_dataset=data)
+        stock.train()
+        for name in ("loss", "grad_norm", "num_tokens"):
+            expected = [entry[name] for entry in stock.state.log_history if name in entry]
+            assert [entry[name] for entry in ours if name in entry] == expected and expected, (extra, name)
+
+
+EMPTY = {
+    "empty texts": ("sft", [{"text": ""}] * 4, "none of the 4 train rows has a token to learn"),
+    "empty texts, packed": ("sft", [{"text": ""}] * 4, "none of the 4 train rows has a token to learn"),
+    "labels that never count": (
+        "sft", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4, "none of the 4 train rows has a token to learn",
+    ),
+    "beyond max_length": ("sft", [PAIRS["dropped"]] * 4, "max_length is 10, which cuts off the part to learn of all 4"),
+    "beyond max_length, packed": ("sft", [PAIRS["dropped"]] * 4, "max_length is 10, which cuts off the part to learn"),
+    "kto": ("kto", [PAIRS["dropped"] | {"label": i % 2 == 0} for i in range(4)], "max_length is 10, which cuts off"),
+    "equal pairs": (
+        "dpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "chosen and rejected are equal in all 4 rows",
+    ),
+    "pairs that differ beyond max_length": (
+        "dpo", [{"prompt": "w4 ", "chosen": words(20) + " w5", "rejected": words(20) + " w6"}] * 4,
+        "chosen and rejected are equal in all 4 rows, once they are cut to max_length 10",
+    ),
+    "equal pairs for orpo": ("orpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "equal in all 4 rows"),
+    "equal pairs for cpo": ("cpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "equal in all 4 rows"),
+    "one label": (
+        "kto", [{"prompt": "w4 ", "completion": f"w{i}", "label": True} for i in range(5, 9)],
+        "label is true in all 4 rows",
+    ),
+    "the other label": (
+        "kto", [{"prompt": "w4 ", "completion": f"w{i}", "label": False} for i in range(5, 9)],
+        "label is false in all 4 rows",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer, rows, message", EMPTY.values(), ids=EMPTY)
+def test_nothing_to_learn_is_an_error(trainer, rows, message, folder, capsys, request):
+    code, out, err = train(capsys, folder, rows, trainer=trainer, packing="packed" in request.node.name or None)
+    assert code == 2, out
+    assert message in err
+    assert not list(folder.glob("out/*")), "nothing was trained"
+
+
+def test_rows_without_anything_to_learn_are_counted(folder, capsys):
+    code, out, err = train(capsys, folder, [{"text": ""}, {"text": "w4 w5"}, {"text": ""}], max_length=None)
+    assert code == 0, err
+    assert rows_line(out) == "3 used of 3; 2 have nothing to learn"
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "orpo", "cpo"])
+def test_equal_pairs_are_counted(trainer, folder, capsys, caplog):
+    rows = [{"prompt": "w4 ", "chosen": "w5", "rejected": f"w{i}"} for i in (5, 6, 5, 7)]
+    code, out, err = train(capsys, folder, rows, trainer=trainer)
+    assert code == 0, err
+    assert rows_line(out) == "4 used of 4; 2 have equal chosen and rejected"
+    assert "train rows: 4 used of 4; 2 have equal chosen and rejected" in caplog.messages
+
+
+def test_pairs_that_kto_takes_apart_are_counted_as_it_does(folder, capsys):
+    code, out, err = train(capsys, folder, SETS["dpo"][:5], trainer="kto")
+    assert code == 0, err
+    assert rows_line(out) == "10 used of 10; 2 cut to max_length 10"
+
+
+def test_evaluation_rows_are_counted_too(folder, capsys, caplog):
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SETS["sft"]))
+    keys = {"eval_dataset_name": "eval.jsonl", "eval_strategy": "steps", "eval_steps": 1}
+    code, out, err = train(capsys, folder, SETS["sft"][:5], **keys)
+    assert code == 0, err
+    assert any(line.startswith("eval rows: 5 used of 9; 2 cut to max_length 10; 4 dropped") for line in caplog.messages)
+    assert rows_line(out) == "5 used of 5; 2 cut to max_length 10"
+    (folder / "eval.jsonl").write_text(json.dumps(PAIRS["dropped"]) + "\n")
+    code, out, err = train(capsys, folder, SETS["sft"][:5], **keys)
+    assert code == 2 and "max_length is 10, which cuts off the part to learn of all 1 eval rows" in err
+
+
+def test_parameters_and_evaluation_in_the_summary(folder, capsys):
+    from transformers import AutoModelForCausalLM
+
+    total = AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters()
+    rows = [{"text": words(5, i)} for i in range(6)]
+    keys = {"eval_fraction": 0.34, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    code, out, err = train(capsys, folder, rows, **keys)
+    assert code == 0, err
+    assert re.search(rf"^  trains   {total:,} parameters, all of them$", out, re.M), out
+    logs = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    first, last = (entry["eval_loss"] for entry in logs if "eval_loss" in entry)
+    assert re.search(rf"^  eval     loss {first:.3f} -> {last:.3f}$", out, re.M), out
+
+    lora = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
+    code, out, err = train(capsys, folder, rows, **lora)
+    assert code == 0, err
+    trained = int(re.search(r"^  trains   ([\d,]+) of", out, re.M)[1].replace(",", ""))
+    adapter = adapter_size(folder / "out")
+    assert trained == adapter
+    whole = total + adapter
+    assert re.search(rf"^  trains   {trained:,} of {whole:,} parameters \({trained / whole:.2%}\)$", out, re.M), out
+    assert not re.search(r"^  eval ", out, re.M)
+
+
+def adapter_size(folder):
+    from safetensors.torch import load_file
+
+    return sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
