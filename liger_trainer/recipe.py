@@ -68,7 +68,9 @@ class RecipeArguments:
         default=None,
         metadata={
             "help": "What 'grpo' and 'rloo' reward: a list of names out of `liger_trainer.rewards` (boxed_answer), or "
-            "of dotted paths of functions such as my_module.my_reward. Rewards add up, weighted by `reward_weights`."
+            "of dotted paths of functions such as my_module.my_reward. A dotted path imports the module, which runs "
+            "its code; it is looked up in the folder of the recipe and in the working directory too. Rewards add up, "
+            "weighted by `reward_weights`."
         },
     )
 

@@ -76,7 +76,7 @@ def run(recipe: Recipe) -> Summary | None:
         given["model"] = source.path
         given["quantization_config"] = trl.get_quantization_config(recipe.model)
     if recipe.args.reward_funcs:
-        given["reward_funcs"] = [find_reward(name) for name in recipe.args.reward_funcs]
+        given["reward_funcs"] = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs]
         for reward in given["reward_funcs"]:
             check_columns(reward, train_rows.column_names)
     if getattr(training, "teacher_model_name_or_path", None) is not None:

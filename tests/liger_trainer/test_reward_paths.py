@@ -1,0 +1,141 @@
+"""Reward functions that are found by a dotted path: from where, what counts as one, and what a broken module says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_fixtures import command, write_model, write_recipe
+
+from liger_trainer.recipe import RecipeError
+from liger_trainer.rewards import check_columns, find_reward
+
+ROOT = Path(__file__).parents[2]
+
+REWARDS = """
+import functools, os
+from os import system
+
+def brief(completions, **columns):
+    return [-float(len(text)) for text in completions]
+
+class Length:
+    def __init__(self):
+        self.__name__ = "length"
+    def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+class Nameless:
+    def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+length, nameless, half = Length(), Nameless(), functools.partial(brief, scale=0.5)
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """`write(name, text)` makes a module in a folder that is not on Python's path; it is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+
+    def write(name, text=REWARDS, folder=tmp_path):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text(text)
+        return name
+
+    yield write
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_beside_the_recipe_and_in_the_working_directory(tmp_path, module, monkeypatch):
+    recipes, work = tmp_path / "recipes", tmp_path / "work"
+    module("rewards_of_recipe", folder=recipes)
+    module("rewards_of_work", folder=work)
+    module("rewards_of_both", "def which(completions): return 'recipe'", recipes)
+    module("rewards_of_both", "def which(completions): return 'work'", work)
+    monkeypatch.chdir(work)
+    for name in ("rewards_of_recipe", "rewards_of_work"):
+        assert find_reward(f"{name}.brief", recipes).__name__ == "brief"
+    assert find_reward("rewards_of_both.which", recipes)([]) == "recipe"
+    with pytest.raises(RecipeError, match="No module named 'rewards_of_nobody'"):
+        find_reward("rewards_of_nobody.brief", recipes)
+
+
+def test_an_installed_module_is_not_hidden(tmp_path, module):
+    """A file beside the recipe may have the name of a library, which the libraries themselves still get."""
+    module("wave", "def brief(completions): return []")
+    sys.modules.pop("wave", None)
+    with pytest.raises(RecipeError, match=r"wave \(.*lib.*wave\.py\) has no attribute 'brief'"):
+        find_reward("wave.brief", tmp_path)
+
+
+def test_what_counts_as_a_function(tmp_path, module):
+    name = module("rewards_of_kinds")
+    assert find_reward(f"{name}.length", tmp_path)(["a"]) == [0.0]
+    assert find_reward(f"{name}.half", tmp_path).keywords == {"scale": 0.5}
+    for attribute, message in (
+        ("Length", "it is a class; name a function, or an object of the class"),
+        ("os", "it is a module"),
+        ("system", "it is a function built into Python"),
+        ("number", "it is a int, not a function"),
+        ("missing", "has no attribute 'missing'"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            find_reward(f"{name}.{attribute}", tmp_path)
+
+
+def test_names_of_objects(tmp_path, module):
+    """Objects have no `__name__`; the check of their columns does without."""
+    name = module(
+        "rewards_of_objects", REWARDS + "class Fussy:\n    def __call__(self, solution): ...\nfussy = Fussy()"
+    )
+    for attribute in ("nameless", "half"):
+        check_columns(find_reward(f"{name}.{attribute}", tmp_path), ["prompt"])
+    with pytest.raises(RecipeError, match="'Fussy', which reads the column 'solution'"):
+        check_columns(find_reward(f"{name}.fussy", tmp_path), ["prompt"])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("def brief(:", r"SyntaxError.*rewards_broken_0\.py, line 1"),
+        ("x = 1\ny = z", r"NameError: name 'z' is not defined \(.*rewards_broken_1\.py, line 2\)"),
+        ("import no_such_library", r"No module named 'no_such_library' \(.*rewards_broken_2\.py, line 1\)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(text, message, tmp_path, module, request):
+    name = module(f"rewards_broken_{request.node.callspec.indices['text']}", text)
+    with pytest.raises(RecipeError, match=message):
+        find_reward(f"{name}.brief", tmp_path)
+
+
+def test_the_installed_command_finds_them(tmp_path):
+    """A script's sys.path[0] is its own folder, which is elsewhere, as that of pip's scripts is."""
+    folder, scripts = tmp_path / "recipe", tmp_path / "bin"
+    folder.mkdir()
+    scripts.mkdir()
+    write_model(folder / "model")
+    (folder / "my_rewards.py").write_text(REWARDS)
+    (folder / "rows.jsonl").write_text('{"prompt": "w4 w5"}\n' * 8)
+    (scripts / "liger-trainer").write_text("import sys\nfrom liger_trainer.cli import main\nsys.exit(main())\n")
+    path = write_recipe(
+        folder, trainer="grpo", prompt_template=None, reward_funcs=["my_rewards.brief", "my_rewards.nameless"],
+        num_generations=2, max_completion_length=4, per_device_train_batch_size=4, max_steps=1, max_length=None,
+        use_cpu=True,
+    )  # fmt: skip
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, scripts / "liger-trainer", "train", path], cwd=tmp_path, env=env, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rewards/brief/mean" in done.stdout and "rewards/Nameless/mean" in done.stdout
+
+
+def test_help_says_that_naming_a_module_runs_it(capsys):
+    code, out, _ = command(capsys, "train", "quickstart", "--help")
+    assert code == 0 and "imports the module, which runs its code" in " ".join(out.split())
