@@ -52,6 +52,13 @@ class RecipeArguments:
             "help": "Share of the training rows, between 0 and 1, drawn with `seed` and held out for evaluation."
         },
     )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop once `metric_for_best_model` (unset: the evaluation's loss) has not improved in so many "
+            "evaluations. Needs `load_best_model_at_end: true`, with `eval_strategy` and `save_strategy`."
+        },
+    )
     max_rows: int | None = field(
         default=None, metadata={"help": "Train on the first so many rows only. Unset: on all."}
     )
@@ -93,6 +100,11 @@ class RecipeArguments:
         if len(given) > 1:
             raise RecipeError(
                 f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} set; keep one of them."
+            )
+        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
+            raise RecipeError(
+                f"early_stopping_patience is {self.early_stopping_patience}; expected 1 or more, or no "
+                "early_stopping_patience at all."
             )
         if self.max_rows is not None and self.max_rows < 1:
             raise RecipeError(f"max_rows is {self.max_rows}; expected 1 or more, or no max_rows at all.")
@@ -233,6 +245,13 @@ def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, trainin
         raise RecipeError(
             f"{path}: reward_funcs is {args.reward_funcs!r}, which {entry.trainer} does not compute. Remove it, or set "
             f"trainer to one of: {', '.join(with_rewards)}."
+        )
+    if args.early_stopping_patience is not None and not training.load_best_model_at_end:
+        # With load_best_model_at_end transformers itself checks that the two strategies are there and agree.
+        raise RecipeError(
+            f"{path}: early_stopping_patience is {args.early_stopping_patience}, which needs load_best_model_at_end: "
+            "true, and eval_strategy and save_strategy: steps or epoch, both the same. Add them, or remove "
+            "early_stopping_patience."
         )
     if getattr(training, "teacher_model_name_or_path", "") is None:
         raise RecipeError(

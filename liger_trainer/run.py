@@ -32,7 +32,7 @@ def run(recipe: Recipe) -> Summary | None:
         RunError: The disk takes no more; the message says what of the run is saved.
     """
     import trl
-    from transformers import AutoConfig
+    from transformers import AutoConfig, EarlyStoppingCallback
 
     import liger_trainer
 
@@ -66,6 +66,9 @@ def run(recipe: Recipe) -> Summary | None:
         "peft_config": trl.get_peft_config(recipe.model),
         "callbacks": [recorder],
     }
+    if recipe.args.early_stopping_patience is not None:
+        recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
+        given["callbacks"].append(recorder.early_stopping)
     if source.is_gguf:  # TRL's trainers cannot load one themselves
         training.model_init_kwargs = None
         given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)

@@ -11,11 +11,12 @@ from transformers import TrainerCallback
 class RunRecorder(TrainerCallback):
     """Notes what the summary needs while the trainer runs: logged losses, tokens seen, and the time they took.
 
-    Set before that: `rows`, what the trainer made of its rows, and `parameters`, how many are trained and of how many.
+    Set before that: `rows`, what the trainer made of its rows; `parameters`, how many are trained and of how many; and
+    `early_stopping`, the callback, if there is one.
     """
 
     def __init__(self):
-        self.rows = self.parameters = None
+        self.rows = self.parameters = self.early_stopping = self.stopped = None
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
         self.first_step = self.last_step = 0
@@ -41,7 +42,14 @@ class RunRecorder(TrainerCallback):
             self.eval_losses.append(float(logs["eval_loss"]))
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.last_step = state.global_step
+        self.last_step, stopper = state.global_step, self.early_stopping
+        patient = stopper is None or stopper.early_stopping_patience_counter < stopper.early_stopping_patience
+        if not patient and state.global_step < state.max_steps:
+            metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+            self.stopped = (
+                f" of {state.max_steps}, stopped early: {metric} was best at step {state.best_global_step}, with "
+                f"{state.best_metric:.3f}, and that model is saved"
+            )
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Summary:
     peak_memory: str
     patched: str
     output_dir: str
+    stopped: str | None = None
     rows: object | None = None
     parameters: tuple[int, int] | None = None
     eval_losses: tuple[float, ...] = ()
@@ -71,6 +80,7 @@ class Summary:
             peak_memory=peak_memory(),
             patched=report.one_line() if report is not None else "nothing (use_liger is false)",
             output_dir=str(trainer.args.output_dir),
+            stopped=recorder.stopped,
             rows=recorder.rows,
             parameters=recorder.parameters,
             eval_losses=tuple(recorder.eval_losses),
@@ -84,7 +94,7 @@ class Summary:
         return "\n".join(
             (
                 "Summary",
-                f"  steps    {self.steps}{resumed}",
+                f"  steps    {self.steps}{resumed}{self.stopped or ''}",
                 *([] if self.rows is None else [f"  rows     {self.rows}"]),
                 *([] if self.parameters is None else [f"  trains   {_share(*self.parameters)}"]),
                 f"  loss     {loss}",
