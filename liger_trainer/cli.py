@@ -9,6 +9,7 @@ import threading
 
 from liger_trainer.launch import is_main_process, join_processes_without_gpu
 from liger_trainer.medusa.commands import add_medusa_commands
+from liger_trainer.merge import add_merge_command
 from liger_trainer.recipe import RecipeError, describe, parse_recipe, recipe_names
 
 
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with MODEL")
     doctor.set_defaults(run=_doctor)
 
+    add_merge_command(commands)
     add_medusa_commands(commands)
     return parser
 

@@ -1,0 +1,146 @@
+"""`liger-trainer merge`: the merged model is the adapter on its base, and an ordinary model; and what it refuses."""
+
+import json
+import re
+
+import pytest
+import torch
+from recipe_fixtures import command, write_model
+from tiny_models import tiny_model
+
+TARGETS = ["q_proj", "v_proj", "down_proj", "lm_head"]
+IDS = torch.arange(3, 19).reshape(2, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base, and an adapter on it whose B is not zero."""
+    from peft import LoraConfig, get_peft_model
+    from tiny_models import tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("merge")
+    base = tiny_model("llama")
+    base.save_pretrained(folder / "base")
+    base.name_or_path = base.config._name_or_path = str(folder / "base")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder / "adapter")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder / "adapter")
+    return folder
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def test_merged_model_gives_the_logits_of_the_adapter(folder, tmp_path, capsys):
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    code, out, err = command(capsys, "merge", folder / "adapter", tmp_path / "merged")
+    assert code == 0, err
+    assert out.startswith(f"{tmp_path / 'merged'}: ")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(merged, "peft_config") and not list((tmp_path / "merged").glob("adapter*"))
+    with_adapter = logits(AutoPeftModelForCausalLM.from_pretrained(folder / "adapter"))
+    assert (with_adapter - logits(AutoModelForCausalLM.from_pretrained(folder / "base"))).abs().max() > 0.1
+    torch.testing.assert_close(logits(merged), with_adapter, rtol=1e-5, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "{{ messages }}"
+
+
+def test_dtype(folder, tmp_path, capsys):
+    """Merged in the dtype of the base, or in the one asked for; bf16 rounds once, after the sum in fp32."""
+    from safetensors.torch import load_file
+
+    for dtype in ("float32", "bfloat16"):
+        assert command(capsys, "merge", folder / "adapter", tmp_path / dtype, "--dtype", dtype)[0] == 0
+    exact, rounded = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    assert {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
+    for name, tensor in exact.items():
+        assert rounded[name].equal(tensor.bfloat16()), name
+    assert json.loads((tmp_path / "bfloat16" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_tokenizer_with_more_tokens(folder, tmp_path, capsys):
+    """Trained with embeddings resized for tokens of one's own, which the adapter holds."""
+    from peft import LoraConfig, get_peft_model
+    from tiny_models import tiny_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_model("llama")
+    base.name_or_path = base.config._name_or_path = str(folder / "base")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>", "<newer>"])
+    base.resize_token_embeddings(len(tokenizer))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=TARGETS[:2], task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    code, _, err = command(capsys, "merge", tmp_path / "adapter", tmp_path / "merged")
+    assert code == 0, err
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.vocab_size == len(tokenizer)
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_another_base(folder, tmp_path, capsys):
+    """--model says where the base is now."""
+    moved = tmp_path / "adapter"
+    moved.mkdir()
+    for file in (folder / "adapter").iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    config = json.loads((moved / "adapter_config.json").read_text()) | {"base_model_name_or_path": "/gone/base"}
+    (moved / "adapter_config.json").write_text(json.dumps(config))
+    code, _, err = command(capsys, "merge", moved, tmp_path / "merged")
+    assert code == 2 and "'/gone/base', and there is no such folder" in err and "--model" in err
+    code, _, err = command(capsys, "merge", moved, tmp_path / "merged", "--model", folder / "base")
+    assert code == 0, err
+
+
+def test_refusals(folder, tmp_path, capsys):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "precious.txt").write_text("mine")
+    prompt = tmp_path / "prompt"
+    prompt.mkdir()
+    config = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    (prompt / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(folder / "base")}))
+    other = tmp_path / "other"
+    tiny_model("llama", hidden_size=64).save_pretrained(other)
+    for argv, message in (
+        ((folder / "adapter", tmp_path / "new", "--model", other), "which cannot be merged into .*size mismatch"),
+        ((folder / "adapter", full), f"OUTPUT_DIR is '{full}', which is not empty"),
+        ((folder / "adapter", full / "precious.txt"), "which is a file"),
+        ((folder / "base", tmp_path / "new"), "ADAPTER_DIR is .*which has no adapter_config.json"),
+        ((tmp_path / "nowhere", tmp_path / "new"), "ADAPTER_DIR is .*there is no such folder"),
+        ((prompt, tmp_path / "new"), "PROMPT_TUNING, whose tokens stand before the text"),
+    ):
+        code, _, err = command(capsys, "merge", *argv)
+        assert code == 2, argv
+        assert re.search(message, err), (message, err)
+        assert not (tmp_path / "new").exists()
+    assert (full / "precious.txt").read_text() == "mine" and len(list(full.iterdir())) == 1
+
+
+def test_a_trained_recipe(tmp_path, capsys, monkeypatch):
+    """The output_dir of a recipe with use_peft."""
+    from recipe_fixtures import write_recipe, write_rows
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    recipe = write_recipe(
+        tmp_path, use_peft=True, lora_r=4, lora_target_modules=["q_proj", "v_proj"], learning_rate=0.1
+    )
+    assert command(capsys, "train", recipe)[0] == 0
+    code, _, err = command(capsys, "merge", tmp_path / "out", tmp_path / "merged")
+    assert code == 0, err
+    merged, trained = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("merged", "out"))
+    torch.testing.assert_close(logits(merged), logits(trained), rtol=1e-5, atol=1e-5)
+    assert (logits(merged) - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))).abs().max() > 1e-3
