@@ -154,9 +154,15 @@ class Recipe:
     def to_yaml(self) -> str:
         """The recipe as it runs, wherever this is saved: data found beside the recipe gets its full path."""
         values = dict(self.chosen)
-        if isinstance(name := values.get("dataset_name"), str) and (path := find_beside(name, self.path.parent)):
-            values["dataset_name"] = str(path.absolute())
+        for key in ("dataset_name", "eval_dataset_name"):
+            if (named := values.get(key)) is not None:
+                paths = [self._full_path(name) for name in ([named] if isinstance(named, str) else named)]
+                values[key] = paths[0] if isinstance(named, str) else paths
         return dump_yaml(values)
+
+    def _full_path(self, name: str) -> str:
+        path = find_beside(name, self.path.parent)
+        return name if path is None else str(path.absolute())
 
 
 def recipe_names() -> dict[str, Path]:

@@ -124,6 +124,10 @@ def test_the_printed_recipe_finds_its_data_from_anywhere(tmp_path, capsys, monke
     assert yaml.safe_load(printed(capsys, path))["dataset_name"] == str(folder / "rows.jsonl")
     monkeypatch.chdir(folder)  # found from the working directory, which the next command may not share
     assert yaml.safe_load(printed(capsys, path))["dataset_name"] == str(folder / "rows.jsonl")
+    path = write_recipe(folder, dataset_name=["rows.jsonl", "nobody/rows"], eval_dataset_name="rows.jsonl")
+    several = yaml.safe_load(printed(capsys, path))
+    assert several["dataset_name"] == [str(folder / "rows.jsonl"), "nobody/rows"]
+    assert several["eval_dataset_name"] == str(folder / "rows.jsonl")
     path = write_recipe(folder, dataset_name="nobody/rows")
     assert yaml.safe_load(printed(capsys, path))["dataset_name"] == "nobody/rows", "a name on the Hub stays one"
     out = yaml.safe_load(printed(capsys, "quickstart"))
