@@ -12,6 +12,7 @@ from liger_trainer import causal_mask
 from liger_trainer._logging import logger
 from liger_trainer.fused_head import FusedLMOutput, base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.lm_head import own_class
+from liger_trainer.logged_loss import FilteredLoss
 from liger_trainer.patching import LigerReport, apply_liger
 
 
@@ -78,6 +79,21 @@ class LigerTrainerMixin:
         rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
         if rounds and getattr(self.args, "use_liger", True):
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+    def train(self, *args, **kwargs):
+        """As the stock trainer does; with `logging_nan_inf_filter`, what is logged is filtered without a wait."""
+        if not (getattr(self.args, "use_liger", True) and self.args.logging_nan_inf_filter):
+            return super().train(*args, **kwargs)
+        step = self.training_step  # an override of it sees each loss as it is
+
+        def filtered_step(*args, **kwargs):
+            return FilteredLoss.of(step(*args, **kwargs), 1 + self.state.global_step - self._globalstep_last_logged)
+
+        self.training_step = filtered_step
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            del self.training_step
 
     def _wants(self, part: str) -> bool:
         return bool(

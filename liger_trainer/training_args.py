@@ -14,9 +14,8 @@ from liger_trainer.patching import check_config
 class LigerArguments:
     """The fields that every arguments class of this package adds to the stock one.
 
-    Two stock options have other defaults with `use_liger`, so that a step does not wait for the GPU twice:
-    `logging_nan_inf_filter` is off (a NaN loss is logged as NaN, where the stock trainer logs the mean of those before
-    it), and on a GPU `accelerator_config` has `non_blocking=True`. Set, they are as set.
+    One stock option has another default with `use_liger`, so that a step does not wait for the GPU: on a GPU,
+    `accelerator_config` has `non_blocking=True` unless it is set.
     """
 
     use_liger: bool = field(
@@ -42,17 +41,7 @@ class LigerArguments:
         },
     )
 
-    logging_nan_inf_filter: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Leave NaN and infinite losses out of what is logged (and out of the evaluation loss), for which "
-            "every step waits for the GPU. Unset: false with use_liger, else true, as in the stock trainer."
-        },
-    )
-
     def __post_init__(self):
-        if self.logging_nan_inf_filter is None:
-            self.logging_nan_inf_filter = not self.use_liger
         if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
             self.accelerator_config = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()

@@ -129,3 +129,15 @@ def test_saved_tensor_hooks_of_others_can_be_seen():
     assert top(True) is None
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert top(True) is not None
+
+
+def test_trainer_filters_losses_where_we_do():
+    """`FilteredLoss` answers these questions, and knows this sum."""
+    source = inspect.getsource(Trainer)
+    for line in (
+        "tr_loss_step = self.training_step(model, inputs, num_items_in_batch)",
+        "and (torch.isnan(tr_loss_step) or torch.isinf(tr_loss_step))",
+        "self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)",
+        "self._tr_loss += tr_loss_step",
+    ):
+        assert line in source, f"transformers' Trainer no longer has: {line}"

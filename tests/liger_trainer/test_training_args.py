@@ -13,10 +13,10 @@ def test_defaults_that_spare_waiting_for_the_gpu(args_class, tmp_path, monkeypat
         args = args_class(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
         return args.logging_nan_inf_filter, args.accelerator_config.non_blocking
 
-    assert made() == (False, False)
+    assert made() == (True, False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert made() == (False, True)
-    assert made(accelerator_config={"even_batches": False}) == (False, True)
-    assert made(accelerator_config={"non_blocking": False}, logging_nan_inf_filter=True) == (True, False)
+    assert made() == (True, True)
+    assert made(accelerator_config={"even_batches": False}) == (True, True)
+    assert made(accelerator_config={"non_blocking": False}, logging_nan_inf_filter=False) == (False, False)
     if args_class is not MedusaConfig:
         assert made(use_liger=False) == (True, False)

@@ -1,0 +1,161 @@
+"""What is logged of losses that are not finite: the stock trainers' numbers to the last digit, without their waits."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
+
+
+class Breaking:
+    """Adds `broken` to the loss of the calls `when`. The gradients stay as they are, so that only the logs differ."""
+
+    broken, when, calls = math.nan, (), 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
+        # The same numbers in all trainers: those of the kernels differ in the last digit
+        loss = loss * 0 + (self.broken if self.calls in self.when else 1 / (3 + self.calls))
+        self.calls += 1
+        return (loss, result[1]) if return_outputs else loss
+
+
+class StockTrainer(Breaking, Trainer):
+    args_class = TrainingArguments
+
+
+class OurTrainer(Breaking, LigerTrainer):
+    args_class = LigerTrainingArguments
+
+
+class StockSFTTrainer(Breaking, SFTTrainer):
+    args_class = SFTConfig
+
+
+class OurSFTTrainer(Breaking, LigerSFTTrainer):
+    args_class = LigerSFTConfig
+
+
+def build(trainer_class, folder, accumulation=1, rows=None, **options):
+    sft = issubclass(trainer_class, SFTTrainer)
+    options = {"learning_rate": 1e-3, "max_steps": 7, "save_strategy": "no", "logging_steps": 1} | options
+    options |= {"gradient_checkpointing": False, "bf16": False} if sft else {"remove_unused_columns": False}
+    args = trainer_class.args_class(
+        output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        gradient_accumulation_steps=accumulation, report_to="none", disable_tqdm=True, use_cpu=True, **options,
+    )  # fmt: skip
+    rows = rows or ragged_rows(8)
+    rows = Dataset.from_list(rows) if sft else rows
+    given = {"processing_class": tiny_tokenizer()} if sft else {"data_collator": collate}
+    return trainer_class(model=tiny_model("llama"), args=args, train_dataset=rows, eval_dataset=rows, **given)
+
+
+def logged(trainer):
+    """The losses logged, with that of the whole training last."""
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return [*losses, trainer.state.log_history[-1]["train_loss"]]
+
+
+def same(got, want):
+    """Equal to the last digit; NaN equals NaN."""
+    return len(got) == len(want) and all(x == y or (x != x and y != y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("ours, stock", [(OurTrainer, StockTrainer), (OurSFTTrainer, StockSFTTrainer)])
+@pytest.mark.parametrize("logging_steps", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_the_filter_logs_what_the_stock_one_logs(ours, stock, logging_steps, accumulation, broken, tmp_path):
+    when = (0, 3, 4, 8, 9)
+    runs = []
+    for trainer_class in (stock, ours):
+        trainer = build(trainer_class, tmp_path, accumulation, logging_steps=logging_steps)
+        trainer.broken, trainer.when = broken, when
+        runs.append(logged(trainer))
+    want, got = runs
+    assert all(map(math.isfinite, want))
+    assert same(got, want), f"{got} against {want}"
+
+
+@pytest.mark.parametrize("ours, stock", [(OurTrainer, StockTrainer), (OurSFTTrainer, StockSFTTrainer)])
+@pytest.mark.parametrize("setting", [True, False])
+def test_the_filter_as_set(ours, stock, setting, tmp_path):
+    runs = []
+    for trainer_class in (stock, ours):
+        trainer = build(trainer_class, tmp_path, logging_nan_inf_filter=setting)
+        trainer.when = (2,)
+        runs.append(logged(trainer))
+    want, got = runs
+    assert any(map(math.isnan, want)) == (not setting)
+    assert same(got, want), f"{got} against {want}"
+
+
+@pytest.mark.parametrize("ours, stock", [(OurTrainer, StockTrainer), (OurSFTTrainer, StockSFTTrainer)])
+@pytest.mark.parametrize("options", [{}, {"logging_nan_inf_filter": False}], ids=str)
+def test_evaluation_filters_as_in_stock(ours, stock, options, tmp_path):
+    runs = []
+    for trainer_class in (stock, ours):
+        trainer = build(trainer_class, tmp_path, **options)
+        trainer.when = (1,)
+        runs.append(trainer.evaluate()["eval_loss"])
+    assert math.isnan(runs[0]) == bool(options)
+    assert same(runs[1:], runs[:1]), runs
+
+
+def test_a_batch_without_labels_costs_one_logged_loss(tmp_path):
+    """The first batch has no label: stock divides zero by zero there, logs 0.0 and goes on."""
+    rows = ragged_rows(8)
+    for row in rows[:2]:
+        row["labels"] = [-100] * len(row["labels"])
+    runs = []
+    for trainer_class in (Trainer, LigerTrainer):
+        args_class = LigerTrainingArguments if trainer_class is LigerTrainer else TrainingArguments
+        in_order = type(trainer_class.__name__, (InOrder, trainer_class), {"args_class": args_class})
+        trainer = build(in_order, tmp_path, rows=rows, max_steps=3, learning_rate=0.0)
+        runs.append(logged(trainer))
+    want, got = runs
+    assert want[0] == got[0] == 0.0
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+class InOrder:
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def test_the_filter_asks_no_tensor_whether_it_is_finite(tmp_path, monkeypatch):
+    """The answer to such a question about a tensor on a GPU is waited for."""
+    asked = []
+    for name in ("isnan", "isinf"):
+        stock = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda x, stock=stock: asked.append(type(x)) or stock(x))
+    counts = {}
+    for trainer_class in (StockTrainer, OurTrainer):
+        trainer = build(trainer_class, tmp_path)
+        asked.clear()
+        trainer.train()
+        counts[trainer_class] = sum(kind is torch.Tensor for kind in asked)
+    assert counts == {StockTrainer: 14, OurTrainer: 0}
+
+
+def test_a_training_step_of_ones_own_sees_the_loss_as_it_is(tmp_path):
+    class Watching(OurTrainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            seen.append(loss)
+            return loss
+
+    seen = []
+    trainer = build(Watching, tmp_path, max_steps=3)
+    trainer.when = (1,)
+    trainer.train()
+    assert [math.isnan(loss) for loss in seen] == [False, True, False]
+    assert all(type(loss) is torch.Tensor for loss in seen)
+    assert "training_step" not in vars(trainer)
