@@ -48,12 +48,25 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
             seam |= {"BaseTunerLayer": _NoAdapterIsRefused, "PromptLearningConfig": _NoAdapterIsRefused}
         return seam
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the stock trainer does; what it has prepared for evaluation alone, the teacher, is patched first.
+
+        Afterwards our forward would lie around the autocast that accelerate wraps around the teacher's.
+        """
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
+
+        def patch_and_prepare(model, device_placement=None, evaluation_mode=False):
+            if evaluation_mode:
+                self._patch_frozen(model)
+            return prepare(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+        self.accelerator.prepare_model = patch_and_prepare
+
     def _finish_init(self) -> None:
-        if self.liger_report is not None and self.teacher_model is not None:
-            if not self.is_deepspeed_enabled:
-                self._patch_frozen(self.teacher_model)
-            if self.head_is_ours:
-                self._refuse_unlike_heads()
+        del self.accelerator.prepare_model  # the class's own again
+        if self.head_is_ours and self.teacher_model is not None:
+            self._refuse_unlike_heads()
         super()._finish_init()
 
     def _refuse_unlike_heads(self) -> None:
@@ -100,8 +113,16 @@ class _LogitsForHiddenStates(torch.nn.Module):
         self.model = model
 
     def base_model(self, **inputs):
+        device = inputs["input_ids"].device.type
+        outside = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
+
+        def score(run):
+            # TRL calls the backbone past the autocast that accelerate wraps around the model's forward.
+            with torch.autocast(device, **outside):
+                return run()
+
         # `forward`, not a call: we are inside the wrapper's, whose hooks would shard the weights again too early.
-        outputs = self.model.forward(**inputs, scored_by=lambda run: run())
+        outputs = self.model.forward(**inputs, scored_by=score)
         return _BackboneOutput(outputs.logits)
 
 

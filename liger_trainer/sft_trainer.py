@@ -13,7 +13,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     It runs one forward a step, whatever the options. Takes the arguments of `SFTTrainer`; `args` is a
     [`LigerSFTConfig`] (a plain `SFTConfig` counts as `use_liger=True`). Beyond stock: a LoRA on `lm_head` trains, and
-    `label_smoothing_factor` costs neither logits nor a second forward.
+    `label_smoothing_factor` costs neither logits nor a second forward. As in TRL, the auxiliary loss of a mixture of
+    experts is not added to a smoothed loss, only logged.
     """
 
     gives_token_predictions = True
@@ -24,6 +25,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         model = self._unmasking(model)
         own_loss, smoother = self.has_own_loss, self.label_smoother
+        smoothed = not own_loss and smoother is not None and self.args.loss_type == "nll"
         options = {}
         if own_loss:
             options["token_outputs"] = ("log_probs", "entropy", "is_top1", *self.token_outputs)
@@ -32,7 +34,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             # head may compute its gradients in the forward pass. It checks the promise and returns NaN where it is
             # broken.
             options["uniform_grad"] = True
-            if smoother is not None:
+            if smoothed:
                 options["label_smoothing"] = smoother.epsilon
 
         def scored(**call):
@@ -40,11 +42,16 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
                 return model(**call)
             outputs = model(**call, **options)
             if own_loss:
-                outputs.log_probs = -self.token_loss(outputs, inputs)
+                outputs.log_probs = -self._token_loss_of(outputs, inputs)
+            if smoothed and outputs.aux_loss is not None:
+                outputs.aux_loss = outputs.aux_loss.detach()
             return outputs
 
+        stock = self.label_smoother, self.router_aux_loss_coef
         self.label_smoother = None  # smoothing is in log_probs already; stock would build logits in a second forward
+        if smoothed:  # to which stock adds no auxiliary loss
+            self.router_aux_loss_coef = 0.0
         try:
             return super().compute_loss(scored, inputs, return_outputs, num_items_in_batch)
         finally:
-            self.label_smoother = smoother
+            self.label_smoother, self.router_aux_loss_coef = stock

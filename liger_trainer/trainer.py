@@ -1,16 +1,28 @@
 """`LigerTrainer`: `transformers.Trainer` with the model patched at init and the loss computed without logits."""
 
+import difflib
 import os
 from dataclasses import replace
 from functools import partial
 
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from liger_trainer import causal_mask
 from liger_trainer._logging import logger
-from liger_trainer.fused_head import FusedLMOutput, base_model_of, has_fused_head, head_reason, output_head
+from liger_trainer.fused_head import (
+    EXTRA_OUTPUTS,
+    TOKEN_OUTPUTS,
+    FusedLMOutput,
+    base_model_of,
+    has_fused_head,
+    head_reason,
+    output_head,
+)
 from liger_trainer.lm_head import own_class
 from liger_trainer.logged_loss import FilteredLoss
 from liger_trainer.patching import LigerReport, apply_liger
@@ -32,7 +44,8 @@ class LigerTrainerMixin:
 
     Attributes:
         token_outputs (`tuple[str, ...]`): What `token_loss` needs of `FusedLMOutput` beside `log_probs` and
-            `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`.
+            `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
+            `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_collecting`, as
             `eval_predictions="tokens"` needs.
@@ -48,6 +61,9 @@ class LigerTrainerMixin:
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
         """Loss of each label; the trainer sums it and divides by the number of labels that count.
 
+        The auxiliary loss of a mixture of experts is added to it, as it is to the stock trainer's loss, where the model
+        computes one (`output_router_logits` in its config; `router_aux_loss_coef` in the arguments of TRL's trainers).
+
         Args:
             outputs (`FusedLMOutput`): Per-token fields, each (B, S - 1), fp32, for the labels `inputs["labels"][:, 1:]`
                 ((B, S) for `inputs["shift_labels"]` where the batch has them); zero where `outputs.label_mask` is
@@ -55,13 +71,26 @@ class LigerTrainerMixin:
             inputs (`dict`): The batch as given to the model.
 
         Returns:
-            `torch.Tensor`: (B, S - 1). Must be zero where `label_mask` is False.
+            `torch.Tensor`: The shape of `outputs.label_mask`, not reduced. What it says where `label_mask` is False
+            does not count.
         """
         return -outputs.log_probs
 
     @property
     def has_own_loss(self) -> bool:
         return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
+
+    def _token_loss_of(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
+        """What `token_loss` returns, zero where there is no label. ValueError where it is not one loss per label."""
+        per_token, mask = self.token_loss(outputs, inputs), outputs.label_mask
+        shape = getattr(per_token, "shape", None)
+        if shape != mask.shape:
+            came = f"the {type(per_token).__name__} {per_token!r}" if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(
+                f"token_loss returned {came}; expected one loss per label, {tuple(mask.shape)} (do not reduce: the "
+                "trainer does)."
+            )
+        return per_token.masked_fill(~mask, 0.0)
 
     @property
     def head_is_ours(self) -> bool:
@@ -142,6 +171,29 @@ class LigerTrainerMixin:
                     f"Remove {name}, or put what it does into token_loss."
                 )
 
+    def _refuse_unknown_outputs(self) -> None:
+        names, known = self.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
+        if isinstance(names, str):
+            raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise ValueError(
+                    f"token_outputs has the unknown name {name!r}; did you mean {near!r}? Known names: "
+                    f"{', '.join(known)}."
+                )
+
+    def _why_not_next_tokens(self) -> str | None:
+        """Why the labels of the model are not the tokens that follow in its input, or None where they are."""
+        model = base_model_of(self.model)
+        name = own_class(model).__name__
+        if model.config.is_encoder_decoder:
+            return f"{name} is an encoder-decoder model"
+        masked = name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+        if masked or name.endswith(("ForMaskedLM", "ForPreTraining")):
+            return f"{name} is a masked language model"
+        return None
+
     @property
     def _wants_tokens(self) -> bool:
         return getattr(self.args, "eval_predictions", "logits") == "tokens"
@@ -184,14 +236,20 @@ class LigerTrainerMixin:
             why = f"{type(self).__name__} does not compute metrics of tokens"
         elif not self.head_is_ours:
             why = "the fused LM head that finds them is switched off (use_liger, liger_config)"
-        elif self.model.config.is_encoder_decoder:
-            why = f"{type(base_model_of(self.model)).__name__} is not a causal LM"
+        elif (other := self._why_not_next_tokens()) is not None:
+            why = f"{other}, whose labels are not the tokens that follow"
         if why is not None:
             raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
 
     def _finish_init(self) -> None:
         if self.has_own_loss:
             self._refuse_a_second_loss()
+            self._refuse_unknown_outputs()
+            if self.loss_hook == "token_loss" and (why := self._why_not_next_tokens()) is not None:
+                raise ValueError(
+                    f"{type(self).__name__} overrides token_loss, which scores each label as the token that follows, "
+                    f"but {why}, and its labels would be off by one. Override compute_loss instead."
+                )
         if self._wants_tokens:
             self._refuse_token_predictions()
         if self.liger_report is not None:
@@ -277,17 +335,24 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
 
         def forward(skip_logits=None, num_items_in_batch=None, **inputs):
             outputs = model(**inputs, fused_lm_head=True, token_outputs=("log_probs", *self.token_outputs))
-            per_token = self.token_loss(outputs, inputs)
-            if per_token.shape != outputs.label_mask.shape:
-                raise ValueError(
-                    f"token_loss returned shape {tuple(per_token.shape)}; expected one loss per label, "
-                    f"{tuple(outputs.label_mask.shape)} (do not reduce: the trainer does)."
-                )
+            per_token = self._token_loss_of(outputs, inputs)
             count = outputs.label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            result = {"loss": per_token.sum() / torch.as_tensor(count, device=per_token.device)}
+            loss = per_token.sum() / torch.as_tensor(count, device=per_token.device)
+            if outputs.aux_loss is not None:
+                loss = loss + self._aux_loss_weight() * outputs.aux_loss.to(loss.device)
+            result = {"loss": loss}
             if wants_logits:
                 labels = ("labels", "shift_labels")
                 result["logits"] = model(**{k: v for k, v in inputs.items() if k not in labels}).logits
             return result
 
         return forward
+
+    def _aux_loss_weight(self) -> float:
+        """What the model's own forward multiplies its auxiliary loss by, when it adds that to a loss."""
+        model = base_model_of(self.model)
+        for owner in (model, model.config.get_text_config()):
+            for name in ("router_aux_loss_coef", "aux_loss_coef"):
+                if (weight := getattr(owner, name, None)) is not None:
+                    return weight
+        return 0.0

@@ -9,6 +9,8 @@ from test_parity_sft import run as run_sft
 from test_parity_trainer import SPLITS, assert_same
 from test_parity_trainer import run as run_hf
 from tiny_models import collate, ragged_rows, tiny_model
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, Trainer
+from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
 
@@ -92,15 +94,6 @@ def test_no_logits_for_an_own_loss(tmp_path):
     assert largest.numel < batch["input_ids"].numel() * 4096
 
 
-def test_a_reduced_loss_is_refused(tmp_path):
-    class Reduced(LigerTrainer):
-        def token_loss(self, outputs, inputs):
-            return -outputs.log_probs.mean()
-
-    with pytest.raises(ValueError, match=r"token_loss returned shape \(\); expected one loss per label"):
-        run_hf(Reduced, tiny_model("llama"), tmp_path)
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -125,3 +118,102 @@ def test_an_own_loss_that_would_be_ignored_is_refused(options, message, tmp_path
 def test_a_second_loss_beside_an_own_one_is_refused(options, name, tmp_path):
     with pytest.raises(ValueError, match=f"overrides token_loss, and {name} is .*only one can be the loss"):
         run_sft(FocalSFTTrainer, tiny_model("llama"), tmp_path, train=False, **options)
+
+
+class WrongShape:
+    shape = "mean"
+
+    def token_loss(self, outputs, inputs):
+        loss = -outputs.log_probs
+        return {"mean": loss.mean(), "slice": loss[:, 1:], "column": loss[:, :1], "float": 1.0}[self.shape]
+
+
+@pytest.mark.parametrize("trainer_class, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
+@pytest.mark.parametrize(
+    "shape, came", [("mean", r"\(\)"), ("slice", r"\(8, 18\)"), ("column", r"\(8, 1\)"), ("float", "float 1.0")]
+)
+def test_a_loss_of_another_shape_is_refused(trainer_class, run, shape, came, tmp_path):
+    wrong = type("Wrong", (WrongShape, trainer_class), {"shape": shape})
+    with pytest.raises(ValueError, match=rf"token_loss returned .*{came}; expected one loss per label, \(8, 19\)"):
+        run(wrong, tiny_model("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("trainer_class, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
+def test_what_a_token_loss_says_of_places_without_label_does_not_count(trainer_class, run, tmp_path):
+    class Everywhere(trainer_class):
+        def token_loss(self, outputs, inputs):
+            return 7 - outputs.log_probs.masked_fill(~outputs.label_mask, torch.nan)
+
+    class WhereLabelsAre(trainer_class):
+        def token_loss(self, outputs, inputs):
+            return (7 - outputs.log_probs) * outputs.label_mask
+
+    want, _ = run(WhereLabelsAre, tiny_model("llama"), tmp_path)
+    got, _ = run(Everywhere, tiny_model("llama"), tmp_path)
+    assert torch.isfinite(want).all()
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("trainer_class, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (("entropi",), "token_outputs has the unknown name 'entropi'; did you mean 'entropy'"),
+        (("is_top1", "hidden_state"), "unknown name 'hidden_state'; did you mean 'hidden_states'"),
+        ("entropy", r"token_outputs is 'entropy'; expected a tuple of names, such as \('entropy',\)"),
+    ],
+)
+def test_unknown_token_outputs_are_refused_at_construction(trainer_class, run, names, message, tmp_path):
+    wrong = type("Wrong", (Focal, trainer_class), {"token_outputs": names})
+    with pytest.raises(ValueError, match=message):
+        run(wrong, tiny_model("llama"), tmp_path)
+
+
+class Plain:
+    """The stock loss, written as one's own: whatever the stock trainer adds to it is to be added to this one too."""
+
+    def token_loss(self, outputs, inputs):
+        return -outputs.log_probs
+
+
+EXPERTS = {"router_aux_loss_coef": 0.1, "output_router_logits": True}
+
+
+@pytest.mark.parametrize("split", SPLITS[:2], ids=str)
+@pytest.mark.parametrize(
+    "ours, stock, run", [(LigerTrainer, Trainer, run_hf), (LigerSFTTrainer, SFTTrainer, run_sft)]
+)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_the_router_s_loss_is_added_to_an_own_loss(ours, stock, run, split, model_type, tmp_path):
+    model = tiny_model(model_type, **EXPERTS)
+    want, _ = run(stock, model, tmp_path, split)
+    got, _ = run(type("Own", (Plain, ours), {}), model, tmp_path, split)
+    assert_same(got, want)
+    without, _ = run(stock, tiny_model(model_type, **{**EXPERTS, "router_aux_loss_coef": 0.0}), tmp_path, split)
+    assert ((want - without)[:, 0] > 0.05).all(), "the router's loss is too small to be missed"
+
+
+def masked_lm():
+    options = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=131, **options))
+
+
+def encoder_decoder():
+    options = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", vocab_size=131, **options, **heads))
+
+
+@pytest.mark.parametrize(
+    "trainer_class, run, make, reason",
+    [
+        (LigerTrainer, run_hf, masked_lm, "BertForMaskedLM is a masked language model"),
+        (LigerTrainer, run_hf, encoder_decoder, "BartForConditionalGeneration is an encoder-decoder model"),
+        (LigerSFTTrainer, run_sft, encoder_decoder, "BartForConditionalGeneration is an encoder-decoder model"),
+    ],
+)
+def test_models_whose_labels_are_not_the_next_tokens_are_refused(trainer_class, run, make, reason, tmp_path):
+    with pytest.raises(ValueError, match=f"overrides token_loss, .*but .*{reason}.*compute_loss"):
+        run(type("Own", (Plain, trainer_class), {}), make(), tmp_path)
+    with pytest.raises(ValueError, match=f"eval_predictions is 'tokens', but .*{reason}.*'logits'"):
+        run(trainer_class, make(), tmp_path, eval_predictions="tokens")

@@ -84,6 +84,18 @@ def test_options(model_type, split, options, tmp_path):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"loss_type": "dft"}], ids=str)
+@pytest.mark.parametrize("split", SPLITS[:2], ids=str)
+def test_the_router_s_loss_of_experts(split, options, tmp_path):
+    """TRL adds it to the loss, but not beside label smoothing; it logs it always."""
+    model = tiny_model("qwen3_moe", router_aux_loss_coef=0.1)
+    want, stock = run(SFTTrainer, model, tmp_path, split, **options)
+    got, ours = run(LigerSFTTrainer, model, tmp_path, split, **options)
+    assert_same(got, want)
+    logged = [[log["aux_loss"] for log in t.state.log_history if "aux_loss" in log] for t in (ours, stock)]
+    assert logged[0] == pytest.approx(logged[1], rel=1e-5) and len(logged[0]) == 2
+
+
 @pytest.mark.parametrize("model_type", PARITY_SET)
 def test_every_family(model_type, tmp_path):
     model = tiny_model(model_type)
