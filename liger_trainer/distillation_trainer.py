@@ -35,7 +35,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     ignored_fields = ("label_smoothing_factor",)
 
     def _seam(self) -> dict:
-        if not getattr(self.args, "use_liger", True):
+        if not self.uses_liger:
             return {}
         stock = vars(_stock_module())["prepare_deepspeed"]
 

@@ -104,7 +104,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
 
     def _finish_init(self) -> None:
         super()._finish_init()
-        if self.args.label_smoothing and not set(self.args.loss_type) & set(_SMOOTHED):
+        if self.uses_liger and self.args.label_smoothing and not set(self.args.loss_type) & set(_SMOOTHED):
             raise ValueError(
                 f"label_smoothing is {self.args.label_smoothing}, which DPOTrainer does not use with loss_type "
                 f"{self.args.loss_type}. Remove it, or take one of {', '.join(_SMOOTHED)}; 'robust' is 'sigmoid' for "

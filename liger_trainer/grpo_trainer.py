@@ -21,7 +21,7 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
     ignored_fields = ("label_smoothing_factor",)
 
     def _finish_init(self) -> None:
-        if self.args.cast_lm_head_to_fp32 and hasattr(output_head(self.model), "base_layer"):
+        if self.head_is_ours and self.args.cast_lm_head_to_fp32 and hasattr(output_head(self.model), "base_layer"):
             raise ValueError(
                 "cast_lm_head_to_fp32 is True, and an adapter is on the LM head: TRL's cast replaces the forward of "
                 "the head by one without the adapter, which completions would be sampled from. Set "

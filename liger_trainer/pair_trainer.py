@@ -110,13 +110,16 @@ class LigerPairMixin(LigerTRLMixin):
     def __init__(self, model=None, args=None, *rest, quantization_config=None, **kwargs):
         if args is None:
             raise ValueError(f"args is None; {type(self).__name__} needs its config, with an output_dir.")
-        if quantization_config is not None:
+        use_liger = getattr(args, "use_liger", True)
+        if quantization_config is not None and not use_liger:
+            kwargs["quantization_config"] = quantization_config
+        elif quantization_config is not None:
             raise ValueError(
                 f"quantization_config is {type(quantization_config).__name__}, which {self._stock_class().__name__} "
                 "does not take. Load the model with it (AutoModelForCausalLM.from_pretrained(..., "
                 "quantization_config=...)) and pass the model."
             )
-        if isinstance(model, str) and (args.use_cpu or args.world_size > 1):
+        if use_liger and isinstance(model, str) and (args.use_cpu or args.world_size > 1):
             # Stock spreads a model that it loads over all GPUs of the machine, in every process
             args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
         super().__init__(model, args, *rest, **kwargs)
@@ -130,7 +133,7 @@ class LigerPairMixin(LigerTRLMixin):
                 f"{type(self.model).__name__} is an encoder-decoder model, whose pairs the fused head cannot score. "
                 f"Set {_OFF}."
             )
-        if self.processing_class.pad_token_id is None:
+        if self.uses_liger and self.processing_class.pad_token_id is None:
             if self.processing_class.eos_token_id is None:
                 raise ValueError("processing_class has neither pad_token nor eos_token; set its pad_token.")
             # As in CPOTrainer. ORPOTrainer stops at the first batch; Llama 3 has no padding token

@@ -77,6 +77,11 @@ class LigerTrainerMixin:
         return -outputs.log_probs
 
     @property
+    def uses_liger(self) -> bool:
+        """Whether this is more than the stock trainer; arguments without `use_liger` say so."""
+        return getattr(self.args, "use_liger", True)
+
+    @property
     def has_own_loss(self) -> bool:
         return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
 
@@ -106,12 +111,12 @@ class LigerTrainerMixin:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         policy = getattr(plugin, "mixed_precision_policy", None)
         rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
-        if rounds and getattr(self.args, "use_liger", True):
+        if rounds and self.uses_liger:
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
     def train(self, *args, **kwargs):
         """As the stock trainer does; with `logging_nan_inf_filter`, what is logged is filtered without a wait."""
-        if not (getattr(self.args, "use_liger", True) and self.args.logging_nan_inf_filter):
+        if not (self.uses_liger and self.args.logging_nan_inf_filter):
             return super().train(*args, **kwargs)
         step = self.training_step  # an override of it sees each loss as it is
 
@@ -125,13 +130,11 @@ class LigerTrainerMixin:
             del self.training_step
 
     def _wants(self, part: str) -> bool:
-        return bool(
-            getattr(self.args, "use_liger", True) and (getattr(self.args, "liger_config", None) or {}).get(part, True)
-        )
+        return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
 
     def _apply_liger(self, model) -> None:
         """Patch `model` as `args` say, and refuse what would leave the user's own loss unused."""
-        if not getattr(self.args, "use_liger", True):
+        if not self.uses_liger:
             if self.has_own_loss:
                 raise ValueError(
                     f"{type(self).__name__} overrides {self.loss_hook}, which needs use_liger=True; got "

@@ -69,8 +69,10 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     def __init__(self, *args, **kwargs):
         stock_init = super().__init__
-        self._refuse_compute_loss_func(kwargs, stock_init)
-        self.args = inspect.signature(stock_init).bind(*args, **kwargs).arguments.get("args")  # `_wants` reads it
+        position = list(inspect.signature(stock_init).parameters).index("args")
+        self.args = args[position] if len(args) > position else kwargs.get("args")  # `uses_liger` and `_wants` read it
+        if self.uses_liger:
+            self._refuse_compute_loss_func(kwargs, stock_init)
         with replaced_in(sys.modules[self._stock_class().__module__], self._seam()):
             stock_init(*args, **kwargs)
         if self.liger_report is None:
@@ -84,7 +86,7 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     def _seam(self) -> dict:
         """What replaces which globals of the stock trainer's module while the stock `__init__` runs."""
-        if not getattr(self.args, "use_liger", True):
+        if not self.uses_liger:
             return {}
         if self._wants("fused_linear_cross_entropy"):
             return {"add_fused_lm_head": self._add_fused_lm_head, "BaseTunerLayer": _NoAdapterIsRefused}
@@ -111,7 +113,7 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     def _patch_frozen(self, model) -> None:
         """Kernels into a reference or teacher model, by the same `liger_config`; before anything shards or wraps it."""
-        if getattr(self.args, "use_liger", True):
+        if self.uses_liger:
             apply_liger(model, getattr(self.args, "liger_config", None))
 
     def _refuse_compute_loss_func(self, kwargs: dict, stock_init) -> None:
@@ -124,7 +126,7 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     def _finish_init(self) -> None:
         for name in self.ignored_fields:
-            if value := getattr(self.args, name):
+            if self.uses_liger and (value := getattr(self.args, name)):
                 other = ", or set label_smoothing instead" if hasattr(self.args, "label_smoothing") else ""
                 raise ValueError(
                     f"{name} is {value}, which {self._stock_class().__name__} does not use. Remove it{other}."

@@ -1,0 +1,169 @@
+"""With `use_liger=False` every trainer is the stock one, with the options too that we refuse beside `use_liger=True`."""
+
+import pytest
+import torch
+from pair_parity import pair_rows
+from step_parity import assert_same_training, build, letters, words
+from tiny_models import ragged_rows, text_rows, tiny_model, tiny_tokenizer
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+import liger_trainer
+
+STOCK = {
+    "SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig), "KTO": (KTOTrainer, KTOConfig),
+    "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig), "ORPO": (ORPOTrainer, ORPOConfig),
+    "CPO": (CPOTrainer, CPOConfig), "Distillation": (DistillationTrainer, DistillationConfig),
+}  # fmt: skip
+SMOOTHING = {"label_smoothing_factor": 0.1}  # of tokens, which only SFT smooths
+
+
+def ours(method):
+    return getattr(liger_trainer, f"Liger{method}Trainer"), getattr(liger_trainer, f"Liger{method}Config")
+
+
+def rows_of(method):
+    generator = torch.Generator().manual_seed(4)
+    if method == "SFT":
+        return text_rows(8)
+    if method in ("DPO", "ORPO", "CPO"):
+        return pair_rows()
+    rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
+    if method == "KTO":
+        return [row | {"completion": f" w{i + 3} w9", "label": i % 3 != 1} for i, row in enumerate(rows)]
+    return rows
+
+
+def one(method, classes, folder, model=None, **options):
+    given = {}
+    if method in ("GRPO", "RLOO"):
+        options = {"num_generations": 2, "max_completion_length": 6} | options
+        given = {"reward_funcs": letters}
+    if method == "Distillation":
+        options = {"max_completion_length": 6} | options
+        given = {"teacher_model": tiny_model("llama", seed=7)}
+    if method in ("DPO", "KTO"):
+        given = {"ref_model": tiny_model("llama", seed=7)}
+    if method == "RLOO":
+        options["beta"] = 0.0  # or it would load a reference
+    model = model or tiny_model("llama")
+    return build(*classes, model, folder, rows_of(method), trainer_options=given, **options)
+
+
+@pytest.mark.parametrize(
+    "method, options",
+    [
+        ("DPO", {"label_smoothing": 0.1}),
+        ("DPO", {"label_smoothing": 0.1, "loss_type": ["ipo"]}),
+        *[(method, SMOOTHING) for method in STOCK],
+    ],
+    ids=str,
+)
+def test_an_option_that_we_refuse_trains_as_stock(method, options, tmp_path):
+    stock = one(method, STOCK[method], tmp_path, **options)
+    trainer = one(method, ours(method), tmp_path, use_liger=False, **options)
+    assert trainer.liger_report is None
+    assert_same_training(trainer, stock, rtol=0.0)
+    if method != "SFT":
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is 0.1, which {method}Trainer does not use"):
+            one(method, ours(method), tmp_path, **options)
+
+
+def encoder_decoder():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 131, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+
+
+@pytest.mark.parametrize("method", ["ORPO", "CPO"])
+def test_an_encoder_decoder_trains_as_stock(method, tmp_path):
+    model, options = encoder_decoder(), {"max_completion_length": 12, "max_length": 24}
+    stock = one(method, STOCK[method], tmp_path, model, **options)
+    assert_same_training(one(method, ours(method), tmp_path, model, use_liger=False, **options), stock, rtol=0.0)
+
+
+@pytest.mark.parametrize("method", ["ORPO", "CPO"])
+def test_a_tokenizer_without_padding_is_left_as_it_is(method, tmp_path):
+    seen = {}
+    for name, classes in (("stock", STOCK[method]), ("ours", ours(method))):
+        tokenizer = tiny_tokenizer()
+        tokenizer.pad_token = None
+        trainer_class, args_class = classes
+        args = args_class(
+            output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False,
+            **({"use_liger": False} if name == "ours" else {}),
+        )  # fmt: skip
+        rows = one(method, STOCK[method], tmp_path).train_dataset.select_columns(["prompt", "chosen", "rejected"])
+        trainer = trainer_class(model=tiny_model("llama"), args=args, train_dataset=rows, processing_class=tokenizer)
+        seen[name] = tokenizer.pad_token, trainer.data_collator.pad_token_id
+    assert seen["ours"] == seen["stock"]
+
+
+@pytest.mark.parametrize("method", ["ORPO", "CPO"])
+def test_a_model_that_is_loaded_goes_where_stock_puts_it(method, tmp_path, monkeypatch):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    rows = one(method, STOCK[method], tmp_path).train_dataset.select_columns(["prompt", "chosen", "rejected"])
+    seen = {}
+    for name, (trainer_class, args_class) in {"stock": STOCK[method], "ours": ours(method)}.items():
+        options = {"use_liger": False} if name == "ours" else {}
+        args = args_class(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False, **options)
+        trainer = trainer_class(
+            model=str(tmp_path / "model"), args=args, train_dataset=rows, processing_class=tiny_tokenizer()
+        )
+        seen[name] = args.model_init_kwargs, getattr(trainer.model, "hf_device_map", None)
+    assert seen["ours"] == seen["stock"]
+
+
+def test_an_unknown_argument_is_the_stock_trainer_s_error(tmp_path):
+    messages = []
+    for trainer_class, args_class, options in (
+        (DPOTrainer, DPOConfig, {}),
+        (*ours("DPO"), {"use_liger": False}),
+    ):
+        args = args_class(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False, **options)
+        with pytest.raises(TypeError) as error:
+            trainer_class(model=tiny_model("llama"), args=args, compute_loss_func=lambda *_: 0)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_masked_language_model_and_a_classifier_train_as_stock(tmp_path):
+    from test_bad_input import classifier
+    from test_custom_loss import masked_lm
+    from test_parity_trainer import collate
+
+    def with_class(rows):
+        return {**collate(rows), "labels": torch.arange(len(rows)) % 2}
+
+    for make, collator in ((masked_lm, collate), (classifier, with_class)):
+        runs = []
+        for trainer_class, args_class, options in (
+            (Trainer, TrainingArguments, {}),
+            (liger_trainer.LigerTrainer, liger_trainer.LigerTrainingArguments, {"use_liger": False}),
+        ):
+            args = args_class(
+                output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=2, logging_steps=1,
+                save_strategy="no", disable_tqdm=True, **options,
+            )  # fmt: skip
+            torch.manual_seed(0)
+            model = make()
+            model.config.pad_token_id = 0
+            trainer = trainer_class(model=model, args=args, train_dataset=ragged_rows(8), data_collator=collator)
+            trainer.train()
+            runs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        assert runs[0] == runs[1] and len(runs[0]) == 2
