@@ -20,11 +20,11 @@ class LigerCPOTrainer(LigerPairMixin, CPOTrainer):
 
     SimPO is `loss_type="simpo", cpo_alpha=0.0`, CPO-SimPO the same with `cpo_alpha` above 0, AlphaPO
     `loss_type="alphapo"` with an `alpha`. Takes the arguments of `CPOTrainer`; `args` is a [`LigerCPOConfig`] (a plain
-    `CPOConfig` counts as `use_liger=True`). No (B, S, V) logits are built, in training or evaluation. A loss of one's
-    own overrides `cpo_loss`.
+    `CPOConfig` counts as `use_liger=True`). No (B, S, V) logits are built, in training or evaluation, but for an
+    encoder-decoder, whose layers alone are patched. A loss of one's own overrides `cpo_loss`.
 
     Raises:
-        ValueError: The model is an encoder-decoder, or an option is set that CPO ignores.
+        ValueError: An option is set that CPO ignores.
     """
 
     loss_hook = "cpo_loss"

@@ -14,7 +14,7 @@ from trl import DistillationTrainer
 
 from liger_trainer.deferred import DeferredLogits
 from liger_trainer.fused_head import base_model_of, head_reason, output_head
-from liger_trainer.trl_seam import LigerTRLMixin, _NoAdapterIsRefused, replaced_in
+from liger_trainer.trl_seam import LigerTRLMixin, _NoAdapterIsRefused, with_globals
 from liger_triton import linear_divergence
 
 
@@ -92,10 +92,13 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
         if not self.head_is_ours:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
-        # TRL drops the positions outside of the mask before the function where this says that Triton runs.
-        names = {"ChunkedDivergenceFunction": _FusedDivergence, "_use_triton": lambda device: True}
-        with replaced_in(_stock_module(), names):
-            return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
+        # TRL drops the positions outside of the mask before the function where `_use_triton` says that Triton runs.
+        divergence = with_globals(
+            _stock_module()._chunked_divergence_loss,
+            {"ChunkedDivergenceFunction": _FusedDivergence, "_use_triton": lambda device: True},
+        )
+        stock = with_globals(super()._compute_loss.__func__, {"_chunked_divergence_loss": divergence})
+        return stock(self, unwrapped_student, inputs, num_items_in_batch)
 
 
 def _stock_module():

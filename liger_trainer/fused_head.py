@@ -126,6 +126,11 @@ def _options_of(model) -> HeadOptions | None:
     return None if binding is None else binding.options
 
 
+def head_options(model) -> HeadOptions | None:
+    """The options of the fused head of `model`, or None where it has none."""
+    return base_model_of(model).__dict__.get("_liger_head_options")
+
+
 def remove_fused_head(model) -> None:
     """Undo `install_fused_head`: the `__dict__` of the model and of its head are as before.
 

@@ -20,11 +20,11 @@ class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
     """[`~trl.experimental.orpo.ORPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
     Takes the arguments of `ORPOTrainer`; `args` is a [`LigerORPOConfig`] (a plain `ORPOConfig` counts as
-    `use_liger=True`). No (B, S, V) logits are built, in training or evaluation. A loss of one's own overrides
-    `odds_ratio_loss`.
+    `use_liger=True`). No (B, S, V) logits are built, in training or evaluation, but for an encoder-decoder,
+    whose layers alone are patched. A loss of one's own overrides `odds_ratio_loss`.
 
     Raises:
-        ValueError: The model is an encoder-decoder, or an option is set that ORPO ignores.
+        ValueError: An option is set that ORPO ignores.
     """
 
     loss_hook = "odds_ratio_loss"

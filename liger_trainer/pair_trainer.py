@@ -11,6 +11,8 @@ import torch.nn.functional as F
 import trl
 from transformers.utils import ModelOutput
 
+from liger_trainer.fused_head import base_model_of
+from liger_trainer.trainer import why_peft_needs_logits
 from liger_trainer.trl_seam import LigerTRLMixin
 
 _OFF = 'liger_config={"fused_linear_cross_entropy": false}'
@@ -127,12 +129,13 @@ class LigerPairMixin(LigerTRLMixin):
     def _seam(self) -> dict:
         return {}
 
+    def _why_unfused(self, model) -> str | None:
+        if self.is_encoder_decoder:
+            name = type(base_model_of(model)).__name__
+            return f"{name} is an encoder-decoder model, whose pairs are scored from logits"
+        return why_peft_needs_logits(model)
+
     def _finish_init(self) -> None:
-        if self.is_encoder_decoder and self._wants("fused_linear_cross_entropy"):
-            raise ValueError(
-                f"{type(self.model).__name__} is an encoder-decoder model, whose pairs the fused head cannot score. "
-                f"Set {_OFF}."
-            )
         if self.uses_liger and self.processing_class.pad_token_id is None:
             if self.processing_class.eos_token_id is None:
                 raise ValueError("processing_class has neither pad_token nor eos_token; set its pad_token.")

@@ -18,6 +18,7 @@ from liger_trainer.fused_head import (
     EXTRA_OUTPUTS,
     TOKEN_OUTPUTS,
     FusedLMOutput,
+    HeadOptions,
     base_model_of,
     has_fused_head,
     head_reason,
@@ -25,6 +26,7 @@ from liger_trainer.fused_head import (
 )
 from liger_trainer.lm_head import own_class
 from liger_trainer.logged_loss import FilteredLoss
+from liger_trainer.patched_models import PatchedModels
 from liger_trainer.patching import LigerReport, apply_liger
 
 
@@ -76,6 +78,11 @@ class LigerTrainerMixin:
         """
         return -outputs.log_probs
 
+    @classmethod
+    def _stock_class(cls) -> type:
+        """The class of transformers or TRL that `cls` extends."""
+        return next(base for base in cls.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+
     @property
     def uses_liger(self) -> bool:
         """Whether this is more than the stock trainer; arguments without `use_liger` say so."""
@@ -114,8 +121,32 @@ class LigerTrainerMixin:
         if rounds and self.uses_liger:
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
+    def training_step(self, *args, **kwargs):
+        self._use_own_heads()
+        return super().training_step(*args, **kwargs)
+
+    def _use_own_heads(self) -> None:
+        """Score with this trainer's options, on models that another trainer may have been built for since.
+
+        Raises:
+            RuntimeError: The head was removed, and the trainer has a loss that needs it.
+        """
+        if self.liger_report is None:
+            return
+        for model, options in self._patched.use():
+            self._without_head(model, options)
+        if self.has_own_loss and not self.head_is_ours:
+            raise RuntimeError(
+                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but remove_liger "
+                "has taken it from the model. Call apply_liger(trainer.model), or build a new trainer."
+            )
+
+    def _without_head(self, model, options: HeadOptions) -> None:
+        """`model` has lost its fused head since it was patched: see to it that the stock trainer's code runs."""
+
     def train(self, *args, **kwargs):
         """As the stock trainer does; with `logging_nan_inf_filter`, what is logged is filtered without a wait."""
+        self._use_own_heads()  # rows may be scored while the data is loaded
         if not (self.uses_liger and self.args.logging_nan_inf_filter):
             return super().train(*args, **kwargs)
         step = self.training_step  # an override of it sees each loss as it is
@@ -157,8 +188,27 @@ class LigerTrainerMixin:
                 "replicas would all call the patched forwards of the first GPU's model. Start with accelerate launch "
                 "or torchrun, make one GPU visible with CUDA_VISIBLE_DEVICES, or set use_liger=False."
             )
-        self.liger_report = apply_liger(model, getattr(self.args, "liger_config", None))
+        if self.args.use_liger_kernel:
+            raise ValueError(
+                "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. "
+                f"Remove use_liger_kernel, or use {self._stock_class().__name__}."
+            )
+        self._patched.about_to_patch(model)
+        config, unfused = getattr(self.args, "liger_config", None), self._why_unfused(model)
+        if unfused is not None and self._wants("fused_linear_cross_entropy"):
+            config = (config or {}) | {"fused_linear_cross_entropy": False}
+            self.liger_report = apply_liger(getattr(model, "_orig_mod", model), config)
+            part = self.liger_report["fused_linear_cross_entropy"]
+            part.enabled, part.skipped = True, {"lm_head": unfused}
+        else:
+            self.liger_report = apply_liger(getattr(model, "_orig_mod", model), config)
+        if has_fused_head(model):
+            self._patched.remember(model, HeadOptions(), instead=self.model_init is not None)
         logger.info(self.liger_report.one_line())
+
+    def _why_unfused(self, model) -> str | None:
+        """Why the stock trainer's loss needs the logits of `model`, so that its head stays as it is; or None."""
+        return None
 
     def _refuse_a_second_loss(self) -> None:
         """ValueError where another option for the loss comes with a `token_loss`: one of them would be ignored."""
@@ -202,6 +252,7 @@ class LigerTrainerMixin:
         return getattr(self.args, "eval_predictions", "logits") == "tokens"
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self._use_own_heads()
         if prediction_loss_only or not self._wants_tokens:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._predicted = []
@@ -259,6 +310,14 @@ class LigerTrainerMixin:
             self.add_callback(_ReportCallback(self))
 
 
+def why_peft_needs_logits(model) -> str | None:
+    """Why a PEFT wrapper around `model` computes something from logits that have labels, or None."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.peft_type == "CPT":
+            return f"the adapter {name!r} is CPT, which computes its own loss from logits"
+    return None
+
+
 class _ReportCallback(TrainerCallback):
     """Writes `liger_report.json` into `output_dir` when training starts."""
 
@@ -285,15 +344,20 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     gives_token_predictions = True
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if self.model_init is None:  # with model_init, call_model_init patches
-            self._apply_liger(self.model)
-        self._finish_init()
+        self._patched = PatchedModels()
+        with self._patched.undone_on_error():
+            super().__init__(*args, **kwargs)
+            if self.model_init is None:  # with model_init, call_model_init patches
+                self._apply_liger(self.model)
+            self._finish_init()
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)
         self._apply_liger(model)
         return model
+
+    def _why_unfused(self, model) -> str | None:
+        return why_peft_needs_logits(model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:

@@ -6,15 +6,21 @@ wants for which model, and each model is patched before anything shards or wraps
 `tests/liger_trainer/test_contracts.py` fails when a TRL release moves what this stands on.
 """
 
+import functools
 import inspect
 import sys
+import threading
+import types
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import trl
+from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
 
 from liger_trainer.fused_head import HeadOptions, base_model_of, install_fused_head
+from liger_trainer.patched_models import STANDS_IN, PatchedModels
 from liger_trainer.patching import apply_liger
-from liger_trainer.trainer import LigerTrainerMixin
+from liger_trainer.trainer import LigerTrainerMixin, why_peft_needs_logits
 
 
 class _NoAdapterIsRefused:
@@ -24,9 +30,14 @@ class _NoAdapterIsRefused:
     """
 
 
+_building = threading.RLock()
+
+
 @contextmanager
 def replaced_in(module, names: dict):
-    """Within the block, the globals `names` of TRL's trainer module `module` have the values given.
+    """Within the block, the globals `names` of TRL's trainer module `module` have the values given, in this thread.
+
+    Another thread that enters such a block waits; what runs there meanwhile finds the stock values.
 
     Raises:
         ImportError: The module has no such global.
@@ -37,14 +48,46 @@ def replaced_in(module, names: dict):
             f"{module.__name__} of trl {trl.__version__} has no {', '.join(missing)}, on which the fused head stands. "
             'Install trl>=1.16,<2, or set liger_config={"fused_linear_cross_entropy": false}.'
         )
-    stock = {name: getattr(module, name) for name in names}
-    for name, value in names.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in stock.items():
-            setattr(module, name, value)
+    with _building:
+        stock = {name: getattr(module, name) for name in names}
+        for name, value in names.items():
+            setattr(module, name, _in_this_thread(value, stock[name]))
+        try:
+            yield
+        finally:
+            for name, value in stock.items():
+                setattr(module, name, value)
+
+
+def _in_this_thread(value, stock):
+    """What is `value` to this thread, and `stock` to all others: a function, or a class to be an instance of."""
+    owner = threading.get_ident()
+    if isinstance(stock, type):
+
+        class OfThread(type):
+            def __instancecheck__(cls, instance):
+                return isinstance(instance, value if threading.get_ident() == owner else stock)
+
+        return OfThread(stock.__name__, (), {})
+
+    @functools.wraps(stock)
+    def call(*args, **kwargs):
+        return (value if threading.get_ident() == owner else stock)(*args, **kwargs)
+
+    return call
+
+
+def with_globals(function, names: dict):
+    """A copy of `function` that finds the values of `names` in the place of those globals of its module."""
+    copy = types.FunctionType(
+        function.__code__,
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class LigerTRLMixin(LigerTrainerMixin):
@@ -73,16 +116,13 @@ class LigerTRLMixin(LigerTrainerMixin):
         self.args = args[position] if len(args) > position else kwargs.get("args")  # `uses_liger` and `_wants` read it
         if self.uses_liger:
             self._refuse_compute_loss_func(kwargs, stock_init)
-        with replaced_in(sys.modules[self._stock_class().__module__], self._seam()):
-            stock_init(*args, **kwargs)
-        if self.liger_report is None:
-            self._apply_liger(self.model)
-        self._finish_init()
-
-    @classmethod
-    def _stock_class(cls) -> type:
-        """The class of TRL that `cls` extends."""
-        return next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
+        self._patched = PatchedModels()
+        with self._patched.undone_on_error():
+            with replaced_in(sys.modules[self._stock_class().__module__], self._seam()):
+                stock_init(*args, **kwargs)
+            if self.liger_report is None:
+                self._apply_liger(self.model)
+            self._finish_init()
 
     def _seam(self) -> dict:
         """What replaces which globals of the stock trainer's module while the stock `__init__` runs."""
@@ -101,8 +141,15 @@ class LigerTRLMixin(LigerTrainerMixin):
         return {"add_fused_lm_head": add_and_patch}
 
     def _add_fused_lm_head(self, model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
-        self._patch(model)  # with the options of no trainer
-        install_fused_head(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
+        if (why := why_peft_needs_logits(self.model)) is not None:
+            raise ValueError(
+                f"{self._stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
+                "LigerTrainer, or another adapter, such as PromptTuningConfig."
+            )
+        self._patch(model)
+        options = HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs))
+        install_fused_head(model, options)
+        self._patched.remember(model, options)
 
     def _patch(self, model) -> None:
         """Kernels into the policy, whose report is the trainer's, or into a model that is only scored with."""
@@ -114,7 +161,22 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _patch_frozen(self, model) -> None:
         """Kernels into a reference or teacher model, by the same `liger_config`; before anything shards or wraps it."""
         if self.uses_liger:
+            self._patched.about_to_patch(model)
             apply_liger(model, getattr(self.args, "liger_config", None))
+
+    def _without_head(self, model, options: HeadOptions) -> None:
+        """TRL's trainers call the head that they are built with: give the model TRL's own."""
+        add_fused_lm_head = vars(sys.modules[self._stock_class().__module__]).get("add_fused_lm_head")
+        if add_fused_lm_head is None or hasattr(model.forward, STANDS_IN):
+            return
+        inner = model.forward
+        add_fused_lm_head(model, **asdict(options))
+        forward = model.forward.__func__
+        if "_original_forward" in vars(model):  # accelerate's autocast, which is around the forward inside of TRL's
+            amp = get_mixed_precision_context_manager(self.accelerator.native_amp, self.accelerator.autocast_handler)
+            forward = convert_outputs_to_fp32(amp(forward))
+        setattr(forward, STANDS_IN, inner)
+        model.forward = types.MethodType(forward, model)
 
     def _refuse_compute_loss_func(self, kwargs: dict, stock_init) -> None:
         """ValueError with the way out, where the stock trainer would only say that it knows no such argument."""

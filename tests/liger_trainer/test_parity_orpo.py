@@ -26,7 +26,6 @@ from recipe_fixtures import command, write_model, write_recipe
 from test_fused_head import LargestTensor
 from test_parity_trainer import lora
 from tiny_models import tiny_model, tiny_tokenizer
-from transformers import T5Config, T5ForConditionalGeneration
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
@@ -60,7 +59,7 @@ def test_every_option_is_covered():
     fields = {f.name for f in dataclasses.fields(ORPOConfig)} - {f.name for f in dataclasses.fields(_BaseConfig)}
     assert fields == {
         "beta", "max_length",  # below
-        "max_completion_length", "is_encoder_decoder",  # encoder-decoders are refused
+        "max_completion_length", "is_encoder_decoder",  # of encoder-decoders: test_other_people_s_models.py
         "disable_dropout", "padding_value", "generate_during_eval", "model_init_kwargs", "trust_remote_code",
         "dataset_num_proc",  # no part in the loss
     }  # fmt: skip
@@ -238,14 +237,6 @@ def test_a_token_loss_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="overrides token_loss, which ORPOTrainer never calls. Override odds_ratio"):
         build(Focal, LigerORPOConfig, tiny_model("llama"), tmp_path)
-
-
-def test_an_encoder_decoder_is_refused(tmp_path):
-    config = T5Config(
-        vocab_size=131, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder model"):
-        build(LigerORPOTrainer, LigerORPOConfig, T5ForConditionalGeneration(config), tmp_path)
 
 
 def test_labels_that_are_no_copies_of_the_input_are_an_error(tmp_path):

@@ -1,11 +1,11 @@
-"""With `use_liger=False` every trainer is the stock one, with the options too that we refuse beside `use_liger=True`."""
+"""With `use_liger=False` every trainer is the stock one, also with options refused beside `use_liger=True`."""
 
 import pytest
 import torch
 from pair_parity import pair_rows
 from step_parity import assert_same_training, build, letters, words
 from tiny_models import ragged_rows, text_rows, tiny_model, tiny_tokenizer
-from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl import (
     DistillationConfig,
     DistillationTrainer,
@@ -82,19 +82,6 @@ def test_an_option_that_we_refuse_trains_as_stock(method, options, tmp_path):
     if method != "SFT":
         with pytest.raises(ValueError, match=f"{next(iter(options))} is 0.1, which {method}Trainer does not use"):
             one(method, ours(method), tmp_path, **options)
-
-
-def encoder_decoder():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 131, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
-
-
-@pytest.mark.parametrize("method", ["ORPO", "CPO"])
-def test_an_encoder_decoder_trains_as_stock(method, tmp_path):
-    model, options = encoder_decoder(), {"max_completion_length": 12, "max_length": 24}
-    stock = one(method, STOCK[method], tmp_path, model, **options)
-    assert_same_training(one(method, ours(method), tmp_path, model, use_liger=False, **options), stock, rtol=0.0)
 
 
 @pytest.mark.parametrize("method", ["ORPO", "CPO"])
