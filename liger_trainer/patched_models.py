@@ -6,7 +6,9 @@ from liger_trainer.fused_head import HeadOptions, base_model_of, head_options, i
 from liger_trainer.patching import remove_liger
 
 STANDS_IN = "_liger_stands_in_for"  # attribute of a forward that was put around one which lost its head
-_OURS = ("forward", "_old_forward", "_apply_gate")  # what patching sets in a module, beside names with _liger
+# What is bound to a module while a trainer is built, beside names with _liger: by patching, and by accelerate, whose
+# autocast is put around the forward once and never again
+_BOUND = ("forward", "_old_forward", "_apply_gate", "_original_forward", "_is_accelerate_prepared")
 
 
 class PatchedModels:
@@ -60,7 +62,7 @@ class PatchedModels:
 
 
 def _bound_to(module) -> dict:
-    return {name: value for name, value in vars(module).items() if name in _OURS or name.startswith("_liger")}
+    return {name: value for name, value in vars(module).items() if name in _BOUND or name.startswith("_liger")}
 
 
 def _restore(model, options, bound) -> None:

@@ -1,0 +1,171 @@
+"""What is left behind by building trainers: in TRL's modules, in other threads, and in models that were refused."""
+
+import threading
+
+import pytest
+import torch
+import trl.trainer.distillation_trainer as trl_distillation
+import trl.trainer.sft_trainer as trl_sft
+from peft import LoraConfig, get_peft_model
+from step_parity import assert_same_training, build
+from test_custom_loss import Plain
+from test_use_liger_false import STOCK, one, ours, rows_of
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+
+from liger_trainer import LigerTrainer, LigerTrainingArguments, apply_liger
+from liger_trainer.fused_head import HeadOptions, has_fused_head, head_options, install_fused_head
+from liger_trainer.trl_seam import replaced_in
+
+NAMES = ("add_fused_lm_head", "BaseTunerLayer")
+
+
+def in_thread(function):
+    """The result of `function()` in a thread of its own."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join(60)
+    return results[0]
+
+
+def test_two_threads_leave_the_stock_globals():
+    """The second starts within the first, and ends after it."""
+    stock = [getattr(trl_sft, name) for name in NAMES]
+    second_is_in, first_is_out = threading.Event(), threading.Event()
+
+    def second():
+        with replaced_in(trl_sft, {"add_fused_lm_head": lambda: "second", "BaseTunerLayer": str}):
+            second_is_in.set()
+            first_is_out.wait(10)
+
+    thread = threading.Thread(target=second)
+    with replaced_in(trl_sft, {"add_fused_lm_head": lambda: "first", "BaseTunerLayer": str}):
+        thread.start()
+        second_is_in.wait(0.5)
+        assert trl_sft.add_fused_lm_head() == "first"
+    first_is_out.set()
+    thread.join(10)
+    assert [getattr(trl_sft, name) for name in NAMES] == stock
+
+
+def test_a_stock_trainer_built_meanwhile_in_another_thread_is_stock(tmp_path):
+    layer = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["lm_head"])).get_base_model().lm_head
+    seam = {"add_fused_lm_head": lambda *_, **__: pytest.fail("not this thread's"), "BaseTunerLayer": str}
+    with replaced_in(trl_sft, seam):
+        stock = in_thread(lambda: one("SFT", STOCK["SFT"], tmp_path))
+        assert not isinstance(layer, trl_sft.BaseTunerLayer) and isinstance("", trl_sft.BaseTunerLayer)
+        assert in_thread(lambda: isinstance(layer, trl_sft.BaseTunerLayer))
+    assert not has_fused_head(stock.model)
+    assert_same_training(stock, one("SFT", STOCK["SFT"], tmp_path), rtol=0.0)
+
+
+def test_two_trainers_of_two_threads(tmp_path):
+    stock = [getattr(trl_sft, name) for name in NAMES]
+    barrier, trainers = threading.Barrier(2), {}
+
+    def build(name):
+        (tmp_path / name).mkdir()
+        barrier.wait(30)
+        trainers[name] = one("SFT", ours("SFT"), tmp_path / name)
+
+    threads = [threading.Thread(target=build, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [getattr(trl_sft, name) for name in NAMES] == stock
+    assert all(trainer.head_is_ours and trainer.liger_report["rope"].swapped for trainer in trainers.values())
+    for trainer in trainers.values():
+        assert "entropy" in head_options(trainer.model).outputs
+
+
+def test_the_distillation_loss_leaves_trl_s_module_alone(tmp_path):
+    names = ("ChunkedDivergenceFunction", "_use_triton", "_chunked_divergence_loss")
+    stock = [getattr(trl_distillation, name) for name in names]
+    trainer, seen = one("Distillation", ours("Distillation"), tmp_path), []
+    trainer.model.register_forward_hook(lambda *_: seen.append([getattr(trl_distillation, name) for name in names]))
+    trainer.teacher_model.model.register_forward_hook(
+        lambda *_: seen.append([getattr(trl_distillation, name) for name in names])
+    )
+    trainer.train()
+    assert len(seen) > 1 and all(globals_seen == stock for globals_seen in seen)
+
+
+def bound(model):
+    """What the modules of `model` have of their own, but for parameters, children and hooks."""
+    others = {*torch.nn.Module().__dict__, "model_tags", "_is_accelerate_prepared"}  # of the stock trainers
+    return {
+        name: {key: value for key, value in vars(module).items() if key not in others}
+        for name, module in model.named_modules()
+    }
+
+
+def refused(method, model, folder, ref_model=None, bf16=False):
+    """Build a trainer that is refused when all its models are patched."""
+    if method == "HF":
+        args = LigerTrainingArguments(
+            output_dir=str(folder), use_cpu=True, report_to="none", label_smoothing_factor=0.1, bf16=False
+        )
+        own = type("Own", (Plain, LigerTrainer), {})
+        own(model=model, args=args, train_dataset=ragged_rows(4), data_collator=collate)
+        return
+    trainer_class, args_class = ours(method)
+    rows = one(method, STOCK[method], folder).train_dataset
+    kept = [name for name in ("prompt", "completion", "label", "chosen", "rejected") if name in rows.column_names]
+    options = {"label_smoothing_factor": 0.1}
+    given = {}
+    if method == "SFT":
+        trainer_class, kept = type("Own", (Plain, trainer_class), {}), rows.column_names
+    if method in ("GRPO", "RLOO"):
+        options |= {"num_generations": 2, "beta": 0.0}
+        given = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    if method in ("DPO", "KTO", "Distillation"):
+        given = {"teacher_model" if method == "Distillation" else "ref_model": ref_model}
+    args = args_class(
+        output_dir=str(folder), use_cpu=True, report_to="none", bf16=bf16, gradient_checkpointing=False, **options
+    )
+    trainer_class(
+        model=model, args=args, train_dataset=rows.select_columns(kept), processing_class=tiny_tokenizer(), **given
+    )
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched-before"])
+@pytest.mark.parametrize("method", ["HF", *STOCK])
+def test_a_refused_trainer_leaves_its_models_as_they_were(method, patched, tmp_path):
+    models = {"model": tiny_model("llama"), "ref_model": tiny_model("llama", seed=7)}
+    if patched:
+        for model in models.values():
+            apply_liger(model, {"rope": False})
+            install_fused_head(model, HeadOptions(0.5, False, ("log_probs", "entropy")))
+    before = {name: bound(model) for name, model in models.items()}
+    with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):
+        refused(method, folder=tmp_path, **models)
+    for name, model in models.items():
+        after = bound(model)
+        for module in before[name]:
+            assert after[module].keys() == before[name][module].keys(), f"{name}: {module}"
+            for key in ("forward", "_liger_head_options"):
+                assert after[module].get(key) == before[name][module].get(key), f"{name}: {module}.{key}"
+        assert has_fused_head(model) == patched
+        assert head_options(model) == (HeadOptions(0.5, False, ("log_probs", "entropy")) if patched else None)
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched-before"])
+@pytest.mark.parametrize("stock_next", [False, True], ids=["ours-next", "stock-next"])
+def test_after_a_refusal_under_mixed_precision(stock_next, patched, tmp_path):
+    """accelerate wraps the reference while a trainer is built, and no model twice: its autocast must go on working."""
+    model, reference = tiny_model("llama"), tiny_model("llama", seed=7)
+    if patched:
+        apply_liger(reference)
+    classes = STOCK["DPO"] if stock_next else ours("DPO")
+    options = {"bf16": True, "max_steps": 2}
+
+    def trainer(model, reference):
+        given = {"ref_model": reference}
+        return build(*classes, model, tmp_path, rows_of("DPO"), trainer_options=given, **options)
+
+    want = trainer(model, reference)
+    with pytest.raises(ValueError, match="label_smoothing_factor is 0.1"):
+        refused("DPO", model, tmp_path, reference, bf16=True)
+    assert has_fused_head(reference) == patched
+    assert_same_training(trainer(model, reference), want, rtol=0.0)
