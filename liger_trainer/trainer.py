@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -123,7 +124,8 @@ class LigerTrainerMixin:
 
     def training_step(self, *args, **kwargs):
         self._use_own_heads()
-        return super().training_step(*args, **kwargs)
+        with self._explaining_missing_logits():
+            return super().training_step(*args, **kwargs)
 
     def _use_own_heads(self) -> None:
         """Score with this trainer's options, on models that another trainer may have been built for since.
@@ -140,6 +142,30 @@ class LigerTrainerMixin:
                 f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but remove_liger "
                 "has taken it from the model. Call apply_liger(trainer.model), or build a new trainer."
             )
+
+    @property
+    def _overrides_compute_loss(self) -> bool:
+        owner = next(base for base in type(self).__mro__ if "compute_loss" in vars(base))
+        return owner.__module__.partition(".")[0] not in ("liger_trainer", "trl", "transformers")
+
+    def _ways_to_a_loss_of_logits(self) -> str:
+        hook = f"override {self.loss_hook} instead, which builds none; " if self.loss_hook else ""
+        return (
+            f"{type(self).__name__} overrides compute_loss. In training, a model that is called with labels returns "
+            f"its loss and no logits (logits=None). If that compute_loss reads logits, {hook}call model(..., "
+            'skip_logits=False); or set liger_config={"fused_linear_cross_entropy": false}.'
+        )
+
+    @contextmanager
+    def _explaining_missing_logits(self):
+        """Adds the ways out to an error of somebody's `compute_loss` that met `None` for logits."""
+        try:
+            yield
+        except (AttributeError, KeyError, TypeError) as error:
+            of_none = "NoneType" in str(error) or error.args == ("logits",)
+            if of_none and self.head_is_ours and self._overrides_compute_loss:
+                error.add_note(self._ways_to_a_loss_of_logits())
+            raise
 
     def _without_head(self, model, options: HeadOptions) -> None:
         """`model` has lost its fused head since it was patched: see to it that the stock trainer's code runs."""
@@ -254,7 +280,8 @@ class LigerTrainerMixin:
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         self._use_own_heads()
         if prediction_loss_only or not self._wants_tokens:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            with self._explaining_missing_logits():
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._predicted = []
         try:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
@@ -308,6 +335,11 @@ class LigerTrainerMixin:
             self._refuse_token_predictions()
         if self.liger_report is not None:
             self.add_callback(_ReportCallback(self))
+        if self.head_is_ours and self._overrides_compute_loss:
+            logger.info(self._ways_to_a_loss_of_logits())
+        if self.head_is_ours and self.compute_loss_func is not None:
+            also = " and TRL's metrics cost a second forward" if self._stock_class() is not Trainer else ""
+            logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to spare that.")
 
 
 def why_peft_needs_logits(model) -> str | None:
@@ -342,6 +374,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     """
 
     gives_token_predictions = True
+    _loss_only = False  # while `prediction_step` wants no logits
 
     def __init__(self, *args, **kwargs):
         self._patched = PatchedModels()
@@ -360,6 +393,8 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         return why_peft_needs_logits(model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self._loss_only and self.head_is_ours:
+            inputs = {"skip_logits": True} | inputs
         if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         model = self._unmasking(self._collecting(model))
@@ -381,9 +416,11 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             self.label_smoother = smoother
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        if self.head_is_ours and (prediction_loss_only or self._wants_tokens):
-            inputs = {**inputs, "skip_logits": True}
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._loss_only = prediction_loss_only or self._wants_tokens
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._loss_only = False
 
     def _refuse_token_predictions(self) -> None:
         super()._refuse_token_predictions()

@@ -1,0 +1,121 @@
+"""Losses of the user's own that read logits, which training does not build: what is said, when, and the ways out."""
+
+import logging
+
+import pytest
+import torch.nn.functional as F
+from test_parity_sft import run as run_sft
+from test_parity_trainer import assert_same
+from test_parity_trainer import run as run_hf
+from tiny_models import ragged_rows, tiny_model
+from transformers import Trainer
+
+from liger_trainer import LigerSFTTrainer, LigerTrainer
+
+BOTH = pytest.mark.parametrize("ours, run", [(LigerTrainer, run_hf), (LigerSFTTrainer, run_sft)])
+
+
+def focal(logits, labels, num_items_in_batch):
+    log_probs = -F.cross_entropy(logits[:, :-1].float().transpose(1, 2), labels[:, 1:], reduction="none")
+    mask = labels[:, 1:] != -100
+    return -(((1 - log_probs.exp()) ** 2) * log_probs * mask).sum() / num_items_in_batch
+
+
+class FromLogits:
+    """The usual way."""
+
+    how, call = "attribute", {}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, **self.call)
+        logits = {
+            "attribute": lambda: outputs.logits[:, :],
+            "method": lambda: outputs.logits.float(),
+            "key": lambda: outputs["logits"],
+            "function": lambda: F.log_softmax(outputs.logits, -1) and None,
+        }[self.how]()
+        count = (inputs["labels"][:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = focal(logits, inputs["labels"], count)
+        return (loss, outputs) if return_outputs else loss
+
+
+def mixed(trainer_class, **own):
+    return type("FromLogitsTrainer", (FromLogits, trainer_class), own)
+
+
+@pytest.mark.parametrize("how", ["attribute", "method", "key", "function"])
+@BOTH
+def test_the_error_names_the_ways_out(ours, run, how, tmp_path):
+    with pytest.raises((TypeError, AttributeError, KeyError)) as error:
+        run(mixed(ours, how=how), tiny_model("llama"), tmp_path)
+    note = "\n".join(error.value.__notes__)
+    for way in ("token_loss", "skip_logits=False", '"fused_linear_cross_entropy": false'):
+        assert way in note, note
+
+
+@BOTH
+def test_it_is_said_at_construction(ours, run, tmp_path, caplog):
+    with caplog.at_level("INFO", "liger_trainer"):
+        run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, train=False)
+    assert "compute_loss" not in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", "liger_trainer"), pytest.raises(AttributeError):
+        run(mixed(ours, how="method"), tiny_model("llama"), tmp_path)
+    said = [record.message for record in caplog.records if "compute_loss" in record.message]
+    assert len(said) == 1 and "FromLogitsTrainer overrides compute_loss" in said[0] and "skip_logits=False" in said[0]
+
+
+@pytest.mark.parametrize("split", [(8, 1), (4, 2)], ids=str)
+def test_both_ways_out_train_and_evaluate_as_stock(split, tmp_path):
+    evaluation = {"eval_rows": ragged_rows(8), "eval_strategy": "steps", "eval_steps": 1}
+    want, stock = run_hf(mixed(Trainer), tiny_model("llama"), tmp_path, split, **evaluation)
+    called = {"call": {"skip_logits": False}}
+    got, called = run_hf(mixed(LigerTrainer, **called), tiny_model("llama"), tmp_path, split, **evaluation)
+    off = {"liger_config": {"fused_linear_cross_entropy": False}}
+    unfused, switched = run_hf(mixed(LigerTrainer), tiny_model("llama"), tmp_path, split, **evaluation, **off)
+    assert called.head_is_ours and not switched.head_is_ours
+    assert_same(got, want)
+    assert_same(unfused, want)
+    trainers = (stock, called, switched)
+    evaluated = [[log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in trainers]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5) and len(evaluated[0]) == 2
+    assert evaluated[2] == pytest.approx(evaluated[0], rel=1e-5)
+
+
+def test_an_override_is_evaluated_on_real_logits_without_a_word(tmp_path):
+    """Evaluation of the loss alone skips the logits only where the loss is ours."""
+    results = []
+    for trainer_class in (Trainer, LigerTrainer):
+        call = {} if trainer_class is Trainer else {"skip_logits": False}
+        _, trainer = run_hf(mixed(trainer_class, call=call), tiny_model("llama"), tmp_path)
+        trainer.call = {}  # in evaluation nothing need be said
+        results.append(trainer.evaluate(ragged_rows(8))["eval_loss"])
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+@BOTH
+def test_other_errors_are_left_alone(ours, run, tmp_path):
+    class Broken(ours):
+        def compute_loss(self, *args, **kwargs):
+            raise TypeError("something else")
+
+    with pytest.raises(TypeError, match="something else") as error:
+        run(Broken, tiny_model("llama"), tmp_path)
+    assert not getattr(error.value, "__notes__", None)
+
+
+@BOTH
+def test_compute_loss_func_is_said_to_build_logits(ours, run, tmp_path, caplog):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return focal(outputs.logits, labels, num_items_in_batch)
+
+    with caplog.at_level(logging.INFO, "liger_trainer"):
+        if ours is LigerTrainer:
+            args = run(LigerTrainer, tiny_model("llama"), tmp_path)[1].args
+            assert "compute_loss_func" not in caplog.text
+            LigerTrainer(model=tiny_model("llama"), args=args, compute_loss_func=loss)
+        else:
+            run(ours, tiny_model("llama"), tmp_path, train=False, trainer_options={"compute_loss_func": loss})
+    said = [record.message for record in caplog.records if "compute_loss_func" in record.message]
+    assert len(said) == 1 and "token_loss" in said[0]
+    assert ("second forward" in said[0]) == (ours is LigerSFTTrainer)
