@@ -92,7 +92,7 @@ def install_fused_head(model, options: HeadOptions | None = None, place: Place |
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model with an LM head.
         options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`. Unset: those of `HeadOptions`,
             whatever was installed before.
-        place (`Place`, *optional*): Where a report is told that the head stopped being fused.
+        place (`Place`, *optional*): Where a report is told that the head stopped being fused. Unset: where it was.
 
     Returns:
         `str` or `None`: None where the head is fused, else why real logits are built. With a head that cannot be fused
@@ -104,8 +104,8 @@ def install_fused_head(model, options: HeadOptions | None = None, place: Place |
     unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}
     if unknown:
         raise ValueError(f"outputs has {sorted(unknown)}; known are {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
-    binding = binding_of(model, _KEY) or bind(model, _KEY, _fused_forward_of(type(model)))
-    binding.options, binding.place = options, place
+    binding = binding_of(model, _KEY) or bind(model, _KEY, _fused_forward_of(type(model)), place=None)
+    binding.options, binding.place = options, place or binding.place
     reason = head_reason(model)
     if reason is None:
         bind_all(output_head(model))
@@ -118,17 +118,13 @@ def has_fused_head(model) -> bool:
 
     Asked of what was remembered, not of `model.forward`: accelerate wraps that one when training starts.
     """
-    return _options_of(base_model_of(model)) is not None
-
-
-def _options_of(model) -> HeadOptions | None:
-    binding = binding_of(model, _KEY)
-    return None if binding is None else binding.options
+    return head_options(model) is not None
 
 
 def head_options(model) -> HeadOptions | None:
     """The options of the fused head of `model`, or None where it has none."""
-    return base_model_of(model).__dict__.get("_liger_head_options")
+    binding = binding_of(base_model_of(model), _KEY)
+    return None if binding is None else binding.options
 
 
 def remove_fused_head(model) -> None:
@@ -164,7 +160,7 @@ def head_reason(model) -> str | None:
     head = output_head(model)
     if head is None:
         return f"{type(base_model_of(model)).__name__} has no LM head (get_output_embeddings() is None)"
-    options = _options_of(base_model_of(model))
+    options = head_options(model)
     reason = why_not_fusable(head, options is not None and options.cast_lm_head_to_fp32)
     return None if reason is None else f"the LM head of {type(base_model_of(model)).__name__} cannot be fused: {reason}"
 
@@ -184,7 +180,7 @@ def _fused_forward_of(model_class):
         scored_by=None,
         **kwargs,
     ):
-        if _options_of(self) is None:  # removed, but still inside somebody's wrapper
+        if head_options(self) is None:  # removed, but still inside somebody's wrapper
             return call_previous(self, _KEY, args, kwargs)
         if scored_by is not None:
             return scored_by(lambda: _captured(self, args, kwargs))
@@ -214,7 +210,7 @@ def _captured(model, args, kwargs):
     outer = output_head(model)
     head = innermost(outer)
     # Adapters and hooks come and go after patching: asked again at every call.
-    reason = why_not_fusable(outer, binding_of(model, _KEY).options.cast_lm_head_to_fp32)
+    reason = why_not_fusable(outer, head_options(model).cast_lm_head_to_fp32)
     if reason is not None:
         _say_unfused(model, reason)
         return call_previous(model, _KEY, args, kwargs)
@@ -274,7 +270,7 @@ def _predictions(logits, target) -> dict[str, torch.Tensor]:
 
 
 def _token_outputs(model, args, kwargs, label_smoothing, token_predictions) -> FusedLMOutput:
-    options = _options_of(model)
+    options = head_options(model)
     wanted = kwargs.pop("token_outputs", options.outputs)
     uniform_grad = kwargs.pop("uniform_grad", False)
     num_items = kwargs.pop("num_items_in_batch", None)

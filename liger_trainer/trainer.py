@@ -189,8 +189,11 @@ class LigerTrainerMixin:
     def _wants(self, part: str) -> bool:
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
 
-    def _apply_liger(self, model) -> None:
-        """Patch `model` as `args` say, and refuse what would leave the user's own loss unused."""
+    def _apply_liger(self, model, options: HeadOptions | None = None) -> None:
+        """Patch `model` as `args` say, and refuse what would leave the user's own loss unused.
+
+        `options` are those of calls with `fused_lm_head=True`; unset, the defaults of `HeadOptions`.
+        """
         if not self.uses_liger:
             if self.has_own_loss:
                 raise ValueError(
@@ -220,16 +223,15 @@ class LigerTrainerMixin:
                 f"Remove use_liger_kernel, or use {self._stock_class().__name__}."
             )
         self._patched.about_to_patch(model)
-        config, unfused = getattr(self.args, "liger_config", None), self._why_unfused(model)
-        if unfused is not None and self._wants("fused_linear_cross_entropy"):
+        config, unfused = getattr(self.args, "liger_config", None), None
+        if self._wants("fused_linear_cross_entropy") and (unfused := self._why_unfused(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
-            self.liger_report = apply_liger(getattr(model, "_orig_mod", model), config)
+        self.liger_report = apply_liger(model, config, head_options=options)
+        if unfused is not None:
             part = self.liger_report["fused_linear_cross_entropy"]
             part.enabled, part.skipped = True, {"lm_head": unfused}
-        else:
-            self.liger_report = apply_liger(getattr(model, "_orig_mod", model), config)
         if has_fused_head(model):
-            self._patched.remember(model, HeadOptions(), instead=self.model_init is not None)
+            self._patched.remember(model, options or HeadOptions(), instead=self.model_init is not None)
         logger.info(self.liger_report.one_line())
 
     def _why_unfused(self, model) -> str | None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 import trl
 from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
 
-from liger_trainer.fused_head import HeadOptions, base_model_of, install_fused_head
+from liger_trainer.fused_head import HeadOptions, base_model_of, has_fused_head
 from liger_trainer.patched_models import STANDS_IN, PatchedModels
 from liger_trainer.patching import apply_liger
 from liger_trainer.trainer import LigerTrainerMixin, why_peft_needs_logits
@@ -146,23 +146,22 @@ class LigerTRLMixin(LigerTrainerMixin):
                 f"{self._stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
                 "LigerTrainer, or another adapter, such as PromptTuningConfig."
             )
-        self._patch(model)
-        options = HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs))
-        install_fused_head(model, options)
-        self._patched.remember(model, options)
+        self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
 
-    def _patch(self, model) -> None:
+    def _patch(self, model, options: HeadOptions | None = None) -> None:
         """Kernels into the policy, whose report is the trainer's, or into a model that is only scored with."""
         if base_model_of(model) is base_model_of(self.model):
-            self._apply_liger(self.model)
+            self._apply_liger(self.model, options)
         else:
-            self._patch_frozen(model)
+            self._patch_frozen(model, options)
 
-    def _patch_frozen(self, model) -> None:
+    def _patch_frozen(self, model, options: HeadOptions | None = None) -> None:
         """Kernels into a reference or teacher model, by the same `liger_config`; before anything shards or wraps it."""
         if self.uses_liger:
             self._patched.about_to_patch(model)
-            apply_liger(model, getattr(self.args, "liger_config", None))
+            apply_liger(model, getattr(self.args, "liger_config", None), head_options=options)
+            if has_fused_head(model):
+                self._patched.remember(model, options or HeadOptions())
 
     def _without_head(self, model, options: HeadOptions) -> None:
         """TRL's trainers call the head that they are built with: give the model TRL's own."""
