@@ -1,7 +1,7 @@
 """Where a call runs, and how a kernel becomes an op that `torch.compile(fullgraph=True)` traces.
 
 Import `triton` and `tl` from here: without Triton installed they are stand-ins that let the kernel files be imported,
-and `use_triton` sends every call to the plain PyTorch twin.
+and `use_triton` sends every call to the plain PyTorch twin. A call in float64 always goes there (`takes_twin`).
 """
 
 import contextlib
@@ -30,11 +30,19 @@ else:
     jit = triton.jit
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def takes_twin(*tensors: torch.Tensor | None) -> bool:
+    """True where one of them is float64: the kernels compute in fp32, so the PyTorch twin runs, on any device."""
+    return any(t is not None and t.dtype == torch.float64 for t in tensors)
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """True where the Triton kernel runs for `x`: on a GPU, or on CPU under `TRITON_INTERPRET=1`."""
-    return triton is not None and (x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu"))
+    """True where the Triton kernel runs for `x`: on a GPU, or on CPU under `TRITON_INTERPRET=1`, but for float64."""
+    if triton is None or takes_twin(x):
+        return False
+    return x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu")
 
 
 def _device_guard(x: torch.Tensor):

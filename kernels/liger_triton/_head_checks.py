@@ -4,17 +4,16 @@ import math
 
 import torch
 
-from ._dispatch import _device_guard, jit, tl, use_triton
+from ._dispatch import KERNEL_DTYPES, _device_guard, jit, takes_twin, tl, use_triton
 from ._launch import cdiv
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT_DTYPES = (*KERNEL_DTYPES, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_options(name, x, target, reduction, label_smoothing, softcap, logit_scale, z_loss) -> None:
     """ValueError unless dtypes and devices of x (called `name`) and target fit and the options are in range."""
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"{name} is {x.dtype}; expected bfloat16, float16 or float32. Convert it: {name}.float().")
+    check_float(name, x)
     check_target(name, x, target)
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction is {reduction!r}; expected "mean", "sum" or "none".')
@@ -27,10 +26,45 @@ def check_options(name, x, target, reduction, label_smoothing, softcap, logit_sc
             raise ValueError(f"{option} is {value}; expected a finite number.")
 
 
+def check_float(name, x) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{name} is {x.dtype}; expected bfloat16, float16, float32 or float64. Convert it: {name}.float()."
+        )
+
+
+def compute_dtype(hidden, *others) -> torch.dtype:
+    """The dtype of logits and products: inside autocast, which leaves float64 alone, that of autocast, else that of
+    `hidden`. ValueError unless `others`, pairs of a name and a tensor or None, fit it and are on its device."""
+    device_type = hidden.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    for name, t in (("hidden", hidden), *others):
+        if t is None:
+            continue
+        check_float(name, t)
+        if t.dtype != hidden.dtype and (not autocast or takes_twin(t, hidden)):
+            inside = "" if takes_twin(t, hidden) else f", or call under torch.autocast({device_type!r})"
+            raise ValueError(f"hidden is {hidden.dtype}, {name} {t.dtype}; expected one dtype. Convert one{inside}.")
+        check_device(name, t, "hidden", hidden)
+    return torch.get_autocast_dtype(device_type) if autocast and not takes_twin(hidden) else hidden.dtype
+
+
+def weight_dtypes(x) -> tuple[torch.dtype, ...]:
+    """What factors of the rows of x may be: fp32, and beside x in float64 that too."""
+    return (torch.float32, torch.float64) if takes_twin(x) else (torch.float32,)
+
+
 def check_target(name, x, target) -> None:
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"target is {target.dtype}; expected class ids, int64 or int32. Convert it: target.long().")
     check_device("target", target, name, x)
+
+
+def check_target_of_twin(target: torch.Tensor, ignore_index: int, vocab: int) -> None:
+    """IndexError as of `check_target_range`, where the host may wait: not while a call is traced or captured."""
+    captured = target.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not (captured or torch.compiler.is_compiling()):
+        check_target_range(target, ignore_index, vocab)
 
 
 def check_device(name, tensor, other_name, other) -> None:

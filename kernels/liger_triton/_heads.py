@@ -9,14 +9,15 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._head_checks import check_device
+from ._head_checks import check_device, weight_dtypes
 from ._scale import scaled
 
 
 class HeadsLoss(NamedTuple):
-    """`loss` (), fp32, differentiable: the sum over all rows that count of row_weight * loss. Without a gradient, each
-    (K,): `head_losses`, fp32, the sums of the rows' losses without row_weight; `head_top1`, int64, how many rows have
-    their target as the first largest logit; `head_rows`, int64, how many rows count."""
+    """`loss` (), fp32 (float64 for float64), differentiable: the sum over all rows that count of row_weight * loss.
+    Without a gradient, each (K,): `head_losses`, of the dtype of `loss`, the sums of the rows' losses without
+    row_weight; `head_top1`, int64, how many rows have their target as the first largest logit; `head_rows`, int64, how
+    many rows count."""
 
     loss: torch.Tensor
     head_losses: torch.Tensor
@@ -70,12 +71,13 @@ def check_per_row(name, t, heads, rows, first) -> None:
     check_device(name, t, "hidden", first)
 
 
-def spread(row_weight, counted):
-    """`row_weight` (K,) or (K, T) as (K, T), zero in the rows that do not count; None stays None."""
+def spread(row_weight, counted, first):
+    """`row_weight` (K,) or (K, T) as (K, T), zero in the rows that do not count; None stays None. `first`: rows of a
+    head."""
     if row_weight is None:
         return None
     heads, rows = counted.shape
-    if row_weight.shape not in ((heads,), (heads, rows)) or row_weight.dtype != torch.float32:
+    if row_weight.shape not in ((heads,), (heads, rows)) or row_weight.dtype not in weight_dtypes(first):
         raise ValueError(
             f"row_weight is {tuple(row_weight.shape)} {row_weight.dtype}; expected torch.float32, ({heads},) or "
             f"({heads}, {rows})."

@@ -4,9 +4,8 @@ import functools
 
 import torch
 
-from ._dispatch import INTERPRET, use_triton
+from ._dispatch import INTERPRET, KERNEL_DTYPES, use_triton
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
 MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads are the most a program may have; a wavefront has 64
@@ -25,7 +24,7 @@ def next_power_of_2(n: int) -> int:
 def runs_triton(*tensors: torch.Tensor | None) -> bool:
     """True where the kernel takes these tensors. Empty ones and other dtypes (float64) go to the PyTorch twin."""
     given = [t for t in tensors if t is not None]
-    return use_triton(given[0]) and given[0].numel() > 0 and all(t.dtype in DTYPES for t in given)
+    return use_triton(given[0]) and given[0].numel() > 0 and all(t.dtype in KERNEL_DTYPES for t in given)
 
 
 def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:

@@ -37,8 +37,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import _device_guard, kernel_op, use_triton
-from ._head_checks import FLOAT_DTYPES, check_device, check_target, check_target_range
+from ._dispatch import _device_guard, kernel_op, takes_twin, use_triton
+from ._head_checks import FLOAT_DTYPES, check_device, check_target, check_target_range, compute_dtype
 from ._products import add_outer, back, project
 from ._row_pass import ENTROPY, LOSS, N_STATS, RowSpec, row_pass
 from ._scale import scaled
@@ -428,21 +428,9 @@ def prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_ro
             "hidden (..., H), weight (V, H), target (...). For the next-token loss: hidden[:, :-1] and labels[:, 1:]."
         )
     vocab = weight.shape[0]
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias is {tuple(bias.shape)}; expected ({vocab},) for weight {tuple(weight.shape)}, or None.")
-    for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if t is None:
-            continue
-        if t.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name} is {t.dtype}; expected bfloat16, float16 or float32. Convert it: {name}.float().")
-        if t.dtype != dtype and not autocast:
-            raise ValueError(
-                f"hidden is {hidden.dtype}, {name} {t.dtype}; expected one dtype. Convert one of them, or call under "
-                f"torch.autocast({hidden.device.type!r})."
-            )
-        check_device(name, t, "hidden", hidden)
+    dtype = compute_dtype(hidden, ("weight", weight), ("bias", bias))
     check_target("hidden", hidden, target)
     if accumulate not in ("fp32", "lean"):
         raise ValueError(f'accumulate is {accumulate!r}; expected "fp32", or "lean" (the dtype of the weight).')
@@ -473,7 +461,8 @@ def _lora_branch(hidden, weight, lora, lora_input):
     if source.shape != hidden.shape:
         raise ValueError(f"lora_input is {tuple(source.shape)}, hidden {tuple(hidden.shape)}; expected the same shape.")
     for name, t in (("lora A", lora_a), ("lora B", lora_b), ("lora_input", source)):
-        if t.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name} is {t.dtype}; expected bfloat16, float16 or float32.")
+        if t.dtype not in FLOAT_DTYPES or (takes_twin(t) and not takes_twin(hidden)):
+            also = " or float64" if takes_twin(hidden) else ""
+            raise ValueError(f"{name} is {t.dtype}, hidden {hidden.dtype}; expected bfloat16, float16, float32{also}.")
         check_device(name, t, "hidden", hidden)
     return torch.nn.functional.linear(source.to(lora_a.dtype), lora_a) * scaling, lora_b

@@ -10,8 +10,9 @@ Bytes   b per element. Forward reads TVb (twice, the second time from L2 where a
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import kernel_op, use_triton
-from ._head_checks import check_options, check_target_range
+from . import reference
+from ._dispatch import kernel_op, takes_twin, use_triton
+from ._head_checks import check_options, check_target_of_twin, check_target_range
 from ._row_pass import LOSS, N_STATS, RowSpec, row_pass
 from ._scale import scaled
 
@@ -155,6 +156,12 @@ def cross_entropy(
     check_options("logits", logits, target, reduction, label_smoothing, softcap, logit_scale, z_loss)
     if logits.device.type == "cpu" and not torch.compiler.is_compiling():
         check_target_range(target, ignore_index, logits.shape[1])
+    if takes_twin(logits):
+        check_target_of_twin(target, ignore_index, logits.shape[1])
+        return reference.cross_entropy(
+            logits, target.long(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
+        )  # fmt: skip
     spec = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), float(label_smoothing), float(z_loss))
     target = target.long().contiguous()
     kept = target != ignore_index

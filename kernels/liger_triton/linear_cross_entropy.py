@@ -3,7 +3,9 @@
 
 import torch
 
-from ._head_checks import check_device, check_options
+from . import reference
+from ._dispatch import takes_twin
+from ._head_checks import check_device, check_options, check_target_of_twin, weight_dtypes
 from ._linear_head import prepare, run_head
 from ._row_pass import RowSpec
 
@@ -34,7 +36,8 @@ def linear_cross_entropy(
     memory. Inside torch.autocast everything is cast as F.linear would; the gradient of an fp32 weight stays in fp32.
 
     Args:
-        hidden (`torch.Tensor`): (..., H); bf16, fp16 or fp32. A slice such as `hidden[:, :-1]` is copied; to avoid
+        hidden (`torch.Tensor`): (..., H); bf16, fp16 or fp32 (float64: the PyTorch twin, with all logits, which allows
+            several backward passes). A slice such as `hidden[:, :-1]` is copied; to avoid
             that, pass all of it and a target whose last position is `ignore_index`.
         weight (`torch.Tensor`): (V, H), dtype and device of `hidden` (the dtype may differ under autocast).
         target (`torch.Tensor`): Class ids (...), integers in [0, V) or `ignore_index`.
@@ -57,8 +60,8 @@ def linear_cross_entropy(
             where there is none, 640 MiB. On a CPU: 64 MiB.
 
     Returns:
-        `torch.Tensor`, fp32: () or, for `"none"`, the shape of `target`. Nothing to average over (all rows ignored, or
-        weights that sum to 0): 0 with zero gradients, where PyTorch's mean is NaN.
+        `torch.Tensor`, fp32 (float64 for float64): () or, for `"none"`, the shape of `target`. Nothing to average
+        over (all rows ignored, or weights that sum to 0): 0 with zero gradients, where PyTorch's mean is NaN.
 
     Raises:
         ValueError: Shapes, dtypes or devices disagree, or an option is out of its range.
@@ -68,13 +71,22 @@ def linear_cross_entropy(
     check_options("hidden", hidden, target, reduction, label_smoothing, softcap, logit_scale, z_loss)
     y, row_weight = prepared[5], None
     if token_weights is not None:
-        if token_weights.shape != target.shape or token_weights.dtype != torch.float32 or token_weights.requires_grad:
+        allowed = weight_dtypes(hidden)
+        if token_weights.shape != target.shape or token_weights.dtype not in allowed or token_weights.requires_grad:
             raise ValueError(
                 f"token_weights is {tuple(token_weights.shape)} {token_weights.dtype}, requires_grad="
                 f"{token_weights.requires_grad}; expected {tuple(target.shape)} torch.float32 without gradient. "
                 "Convert them (.float(), .detach()); to differentiate in them, multiply the rows of reduction='none'."
             )
         check_device("token_weights", token_weights, "hidden", hidden)
+    if takes_twin(hidden):
+        check_target_of_twin(y, ignore_index, weight.shape[0])
+        return reference.linear_cross_entropy(
+            hidden, weight, target.long(), bias, ignore_index=ignore_index, reduction=reduction,
+            label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
+            token_weights=token_weights, lora=lora, lora_input=lora_input,
+        )  # fmt: skip
+    if token_weights is not None:
         row_weight = torch.where(y != ignore_index, token_weights.reshape(-1), 0.0)
     divisor = None  # launched before the head, which waits for the device
     if reduction == "mean" and row_weight is None:

@@ -24,12 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from . import reference
+from ._dispatch import takes_twin
 from ._linear_head import DB, DBIAS, DU, DW, DX, Head, _Accumulator, _one_number, chunk_size, prepare
 from ._scale import scaled
 
 
 class Divergence(NamedTuple):
-    """Each of the shape of `hidden` without its last dimension, fp32, zero where `mask` is False."""
+    """Each of the shape of `hidden` without its last dimension, fp32 or float64, zero where `mask` is False."""
 
     divergence: torch.Tensor
     entropy: torch.Tensor
@@ -241,7 +243,7 @@ def linear_divergence(
     Args:
         hidden, weight, bias, lora, lora_input, accumulate: Of the student; as in `linear_cross_entropy`.
         teacher_hidden, teacher_weight, teacher_bias, teacher_lora, teacher_lora_input: Of the teacher, whose width H'
-            and dtype may differ. No gradient reaches them.
+            and dtype may differ. No gradient reaches them. If one of the two is float64, all is computed in it.
         beta (`float`): In [0, 1]. 0: KL(teacher || student). 1: KL(student || teacher). Between:
             beta * KL(teacher || m) + (1 - beta) * KL(student || m) with m = (1 - beta) * student + beta * teacher.
         temperature (`float`, *optional*, defaults to 1.0): Divides the logits of both, after the softcap. The result is
@@ -288,6 +290,13 @@ def linear_divergence(
             )
     except ValueError as error:
         raise ValueError(f"Of the teacher's head: {error}") from None
+    if takes_twin(hidden, teacher_hidden):
+        return reference.linear_divergence(
+            hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias, beta=float(beta),
+            temperature=temperature, softcap=softcap, logit_scale=logit_scale, lora=lora, lora_input=lora_input,
+            teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, teacher_lora=teacher_lora,
+            teacher_lora_input=teacher_lora_input, mask=None if mask is None else mask.to(hidden.device),
+        )  # fmt: skip
     teacher = Head(*(None if t is None else t.detach() for t in teacher))
     grads_on = torch.is_grad_enabled()
     needs = sum(1 << k for k, t in enumerate(student) if grads_on and t is not None and t.requires_grad)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ._head_checks import check_options
+from . import reference
+from ._dispatch import takes_twin
+from ._head_checks import check_options, check_target_of_twin, compute_dtype
 from ._heads import HeadsLoss, check_heads, check_per_row, spread, with_gradients
 from ._linear_head import prepare, run_head
 from ._row_pass import IS_TOP1, LOSS, N_STATS, RowSpec
@@ -55,7 +57,8 @@ def linear_heads_cross_entropy(
 
     Args:
         hidden (`torch.Tensor` or `list`): The rows that meet the weight, of each head: (K, T, H) or K tensors (T, H);
-            bf16, fp16 or fp32. A list is copied into one tensor for a tied weight; for untied ones nothing is copied.
+            bf16, fp16 or fp32 (float64: the PyTorch twin, with all logits). A list is copied into one tensor for a tied
+            weight; for untied ones nothing is copied.
         weight (`torch.Tensor` or `list`): (V, H), tied, or K tensors (V, H), untied; dtype and device of `hidden` (the
             dtype may differ under autocast).
         target (`torch.Tensor`): Class ids (K, T), integers in [0, V) or `ignore_index`. Each head's are shifted by the
@@ -80,7 +83,15 @@ def linear_heads_cross_entropy(
     check_per_row("target", target, heads, rows, hidden[0])
     check_options("hidden", hidden[0], target, "sum", 0.0, softcap, logit_scale, 0.0)
     counted = target != ignore_index
-    share = spread(row_weight, counted)
+    share = spread(row_weight, counted, hidden[0])
+    weights = [weight] if tied else weight
+    if takes_twin(hidden[0]):
+        compute_dtype(hidden[0], *(("weight", w) for w in weights))
+        check_target_of_twin(target, ignore_index, weights[0].shape[0])
+        return reference.linear_heads_cross_entropy(
+            hidden, weight, target.long(), row_weight=share, ignore_index=ignore_index, softcap=softcap,
+            logit_scale=logit_scale,
+        )  # fmt: skip
     spec = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), extras=1 << IS_TOP1)
     if tied:
         x = hidden if isinstance(hidden, torch.Tensor) else torch.stack(tuple(hidden))

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import kernel_op, use_triton
-from ._head_checks import FLOAT_DTYPES, check_device, check_options, check_target
+from . import reference
+from ._dispatch import kernel_op, takes_twin, use_triton
+from ._head_checks import check_options, check_target, compute_dtype
 from ._heads import HeadsLoss, check_heads, check_per_row, spread, with_gradients
 from ._kl_pass import kl_pass, teacher_pass
 from ._linear_head import _Accumulator, _sum_dtype, chunk_size
@@ -195,7 +196,12 @@ def linear_heads_kl(
 
     ahead = torch.arange(rows, device=valid.device) + torch.arange(1, heads + 1, device=valid.device).unsqueeze(1)
     valid = valid & (ahead < rows)
-    share = spread(row_weight, valid)
+    share = spread(row_weight, valid, first)
+    if takes_twin(first):
+        return reference.linear_heads_kl(
+            hidden, weight, teacher_hidden, teacher_weight, valid, row_weight=share, target=target, softcap=softcap,
+            logit_scale=logit_scale,
+        )  # fmt: skip
     inputs = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
     grads_on = torch.is_grad_enabled()
     want_dx = grads_on and any(t.requires_grad for t in inputs)
@@ -226,15 +232,5 @@ def _check_teacher(first, weights, teacher_hidden, teacher_weight, rows) -> torc
             f"teacher_weight is {tuple(teacher_weight.shape)}, teacher_hidden {tuple(teacher_hidden.shape)}, weight "
             f"{tuple(weights[0].shape)}; expected ({vocab}, {teacher_hidden.shape[1]}): one vocabulary for all."
         )
-    autocast = torch.is_autocast_enabled(first.device.type)
-    given = [("hidden", first), ("teacher_hidden", teacher_hidden), ("teacher_weight", teacher_weight)]
-    for name, t in given + [("weight", w) for w in weights]:
-        if t.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{name} is {t.dtype}; expected bfloat16, float16 or float32. Convert it: {name}.float().")
-        if t.dtype != first.dtype and not autocast:
-            raise ValueError(
-                f"hidden is {first.dtype}, {name} {t.dtype}; expected one dtype. Convert one of them, or call under "
-                f"torch.autocast({first.device.type!r})."
-            )
-        check_device(name, t, "hidden", first)
-    return torch.get_autocast_dtype(first.device.type) if autocast else first.dtype
+    given = [("teacher_hidden", teacher_hidden), ("teacher_weight", teacher_weight)]
+    return compute_dtype(first, *given, *(("weight", w) for w in weights))

@@ -5,13 +5,16 @@ from typing import NamedTuple
 
 import torch
 
-from ._head_checks import check_options
+from . import reference
+from ._dispatch import takes_twin
+from ._head_checks import check_options, check_target_of_twin
 from ._linear_head import prepare, run_head
 from ._row_pass import ENTROPY, IS_TOP1, LOG_SUM_SQ, MEAN_LOGITS, RowSpec
 
 
 class LogProbs(NamedTuple):
-    """Each of the shape of `target`, fp32 (`is_top1` bool), zero at ignored positions; None where not asked for."""
+    """Each of the shape of `target`, fp32 or, for float64, that (`is_top1` bool), zero at ignored positions; None where
+    not asked for."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -78,6 +81,13 @@ def linear_logprobs(
     unknown = [name for name in outputs if name not in LogProbs._fields]
     if unknown:
         raise ValueError(f"outputs has {unknown[0]!r}; expected names out of {', '.join(LogProbs._fields)}.")
+    if takes_twin(hidden):
+        check_target_of_twin(prepared[5], ignore_index, weight.shape[0])
+        return reference.linear_logprobs(
+            hidden, weight, target.long(), bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+            label_smoothing=label_smoothing, ignore_index=ignore_index, lora=lora, lora_input=lora_input,
+            outputs=outputs,
+        )  # fmt: skip
     extras = sum(1 << _STATISTIC[name] for name in set(outputs) - {"log_probs"})
     rows = RowSpec(
         ignore_index, logit_scale / temperature, (softcap or 0.0) / temperature, float(label_smoothing), 0.0, extras

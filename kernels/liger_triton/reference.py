@@ -4,6 +4,8 @@ Signatures and results are those of the kernels: arithmetic in fp32 (float64 for
 docstring of the operation puts it. Arguments are taken as valid; the public functions check them.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -15,7 +17,7 @@ def _wide(*dtypes: torch.dtype) -> torch.dtype:
 
 def rms_norm(x, weight, eps, *, offset=0.0, cast="llama"):
     """See `liger_triton.rms_norm`."""
-    wide = _wide(x.dtype)
+    wide = _wide(x.dtype) if weight is None else _wide(x.dtype, weight.dtype)
     x_wide = x.to(wide)
     normed = x_wide * torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "llama":
@@ -37,7 +39,7 @@ def add_rms_norm(x, residual, weight, eps, *, offset=0.0, cast="llama"):
 
 def layer_norm(x, weight, bias, eps):
     """See `liger_triton.layer_norm`."""
-    wide = _wide(x.dtype)
+    wide = _wide(*(t.dtype for t in (x, weight, bias) if t is not None))
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
@@ -149,12 +151,14 @@ def linear_logprobs(
     y = torch.where(ignored, 0, target).unsqueeze(-1)
     log_p = z.log_softmax(-1)
     found = {
-        "log_probs": (1 - label_smoothing) * log_p.gather(-1, y).squeeze(-1) + label_smoothing * log_p.mean(-1),
-        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "log_probs": log_p.gather(-1, y).squeeze(-1),
+        "entropy": -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1),  # 0 where p is 0, not NaN
         "log_sum_sq_probs": torch.logsumexp(2 * log_p.detach(), -1),
         "mean_logits": z.detach().mean(-1),
         "is_top1": z.argmax(-1, keepdim=True).eq(y).squeeze(-1),
     }
+    if label_smoothing:
+        found["log_probs"] = torch.lerp(found["log_probs"], log_p.mean(-1), label_smoothing)
     return LogProbs(**{name: found[name].masked_fill(ignored, 0) for name in outputs})
 
 
@@ -166,8 +170,11 @@ def linear_divergence(
     """See `liger_triton.linear_divergence`; this one makes all logits of both heads."""
     from .linear_divergence import Divergence
 
+    wide = _wide(hidden.dtype, teacher_hidden.dtype)
+
     def log_softmax(head, cap, scale):
-        logits = _head_logits(*head)
+        *tensors, lora, lora_input = head
+        logits = _head_logits(*(None if t is None else t.to(wide) for t in tensors), lora, lora_input)
         return _transformed(logits, cap, scale, temperature).log_softmax(-1)
 
     def kl(log_a, log_b):
@@ -180,7 +187,7 @@ def linear_divergence(
     if beta in (0.0, 1.0):
         divergence = kl(log_p, log_q) if beta else kl(log_q, log_p)
     else:
-        log_m = torch.log((1 - beta) * log_p.exp() + beta * log_q.exp())
+        log_m = torch.logaddexp(log_p + math.log(1 - beta), log_q + math.log(beta))
         divergence = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
     entropy = -(log_p.exp() * log_p).sum(-1).detach()
     ignored = torch.zeros(divergence.shape, dtype=torch.bool, device=divergence.device) if mask is None else ~mask

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ._head_checks import check_options
+from ._head_checks import check_options, compute_dtype
+from .reference import _wide
 
 _CHUNK_BYTES = 256 * 2**20  # of fp32 logits
 
@@ -18,7 +19,7 @@ class TokenRanks(NamedTuple):
 
     Args:
         argmax (`torch.Tensor`): int64, the first of the largest logits.
-        log_probs (`torch.Tensor`): fp32, `log_softmax(z)[target]`, in nats.
+        log_probs (`torch.Tensor`): fp32 or float64, `log_softmax(z)[target]`, in nats.
         rank (`torch.Tensor`): int64, how many logits are larger than the target's: 0 for the most likely token, and
             for every one of several that tie with it.
     """
@@ -32,7 +33,7 @@ class TokenRanks(NamedTuple):
 def token_ranks(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100) -> TokenRanks:
     """`TokenRanks` of logits `(..., V)`, any float dtype, and targets `(...)`, integers in [0, V) or `ignore_index`."""
     kept = target != ignore_index
-    return TokenRanks(*(_scattered(x, kept) for x in _of_rows(logits[kept].float(), target[kept])))
+    return TokenRanks(*(_scattered(x, kept) for x in _of_rows(logits[kept].to(_wide(logits.dtype)), target[kept])))
 
 
 @torch.no_grad()
@@ -65,6 +66,7 @@ def linear_token_ranks(
         ValueError: Dtypes or devices disagree, or an option is out of its range.
     """
     check_options("hidden", hidden, target, "none", 0.0, softcap, logit_scale, 0.0)
+    compute_dtype(hidden, ("weight", weight), ("bias", bias))
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more, or None.")
     kept = target != ignore_index
@@ -79,7 +81,7 @@ def linear_token_ranks(
             lora_a, lora_b, scaling = lora
             update = F.linear(F.linear(source[rows], lora_a.to(source.dtype)), lora_b.to(source.dtype))
             logits = logits + scaling * update
-        logits = logits.float() * logit_scale
+        logits = logits.to(_wide(logits.dtype)) * logit_scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         chunks.append(_of_rows(logits, y[rows]))
@@ -87,7 +89,7 @@ def linear_token_ranks(
 
 
 def _of_rows(logits, target):
-    """argmax, log-probability and rank of fp32 logits (N, V) and targets (N,)."""
+    """argmax, log-probability and rank of fp32 or float64 logits (N, V) and targets (N,)."""
     own = logits.gather(-1, target.long().unsqueeze(-1))
     log_probs = own.squeeze(-1) - torch.logsumexp(logits, -1)
     return logits.argmax(-1), log_probs, (logits > own).sum(-1)

@@ -250,7 +250,7 @@ def test_offsets_past_2_31():
     [
         (torch.zeros(2, 3, 4), torch.zeros(2, 3).long(), {}, r"logits is \(2, 3, 4\).*logits.flatten\(0, -2\)"),
         (torch.zeros(2, 3), torch.zeros(3).long(), {}, r"target \(3,\); expected logits \(T, V\) and target \(T,\)"),
-        (torch.zeros(2, 3).double(), torch.zeros(2).long(), {}, "logits is torch.float64; expected bfloat16"),
+        (torch.zeros(2, 3).long(), torch.zeros(2).long(), {}, "logits is torch.int64; expected bfloat16"),
         (torch.zeros(2, 3), torch.zeros(2), {}, "target is torch.float32; expected class ids"),
         (torch.zeros(2, 3), torch.zeros(2, device="meta").long(), {}, "target is on meta, logits on cpu"),
         (torch.zeros(2, 3), torch.zeros(2).long(), {"reduction": "avg"}, "reduction is 'avg'"),

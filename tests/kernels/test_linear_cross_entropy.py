@@ -461,7 +461,7 @@ def bad(**changes):
         ({"bias": lambda b: b[:-1]}, r"bias is \(210,\); expected \(211,\)"),
         ({"weight": lambda w: w.bfloat16()}, "hidden is torch.float32, weight torch.bfloat16; expected one dtype"),
         ({"bias": lambda b: b.half()}, "hidden is torch.float32, bias torch.float16"),
-        ({"hidden": lambda x: x.double()}, "hidden is torch.float64; expected bfloat16, float16 or float32"),
+        ({"hidden": lambda x: x.long()}, "hidden is torch.int64; expected bfloat16, float16, float32 or float64"),
         ({"weight": lambda w: w.to("meta")}, "weight is on meta, hidden on cpu"),
         ({"target": lambda y: y.to("meta")}, "target is on meta, hidden on cpu"),
         ({"target": lambda y: y.float()}, r"target is torch.float32; expected class ids.*target.long\(\)"),

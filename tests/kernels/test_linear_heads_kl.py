@@ -371,7 +371,7 @@ def test_errors():
         ({"teacher_hidden": states[1:]}, r"teacher_hidden is \(12, 37\); expected \(13, H\)"),
         ({"teacher_weight": head[1:]}, r"teacher_weight is \(210, 37\).*one vocabulary"),
         ({"teacher_weight": head.bfloat16()}, "hidden is torch.float32, teacher_weight torch.bfloat16"),
-        ({"hidden": x.double()}, "hidden is torch.float64; expected bfloat16"),
+        ({"hidden": x.long()}, "hidden is torch.int64; expected bfloat16"),
         ({"target": torch.zeros(3, 5, dtype=torch.long)}, r"target is \(3, 5\)"),
         ({"target": torch.zeros(3, T)}, "target is torch.float32; expected class ids"),
         ({"row_weight": torch.ones(2)}, r"row_weight is \(2,\)"),
