@@ -11,6 +11,7 @@ import types
 from torch import nn
 
 from liger_triton import rope
+from liger_triton.rope import misfit
 
 from . import probe
 from .binding import KEY, bind, binding_of
@@ -60,6 +61,8 @@ def swap(model: nn.Module, part) -> None:
             plans = _plans(proven or (), seen)
             if reason is None and not plans:
                 reason = f"{rotary_name} reads each angle of cos twice, and nothing was seen to make cos that way"
+                if {size for size, _ in seen} == {0}:
+                    reason = f"{rotary_name} has nothing to turn: a rotary width of 0"
             if reason is None:
                 reason = _seen_by_others([function], watched)
             if reason is None:
@@ -169,21 +172,11 @@ def replacement(function, signature: Signature, plans):
 
 
 def _fits(plan, q, k, cos, sin) -> bool:
-    """Whether shapes and devices are those of the proof: cos of one row per token, for each batch entry or for all."""
-    at, sizes, _, _ = plan
+    """Whether this cos is one of the proof, and the kernel takes these tensors. `k` is `q` where only one is turned."""
+    at, sizes, _, arguments = plan
     if sizes is not None and cos.shape[-1] not in sizes:
         return False
-    if cos.shape != sin.shape or q.ndim != k.ndim or q.shape[-1] != k.shape[-1]:
-        return False
-    if q.device != cos.device or q.device != k.device or sin.device != cos.device:
-        return False
-    lead = list(cos.shape[:-1])
-    lead.insert(at, 1)
-    for t in (q, k):
-        against = t.shape[t.ndim - 1 - len(lead) : -1]
-        if any(c != n and c != 1 for c, n in zip(lead, against, strict=True)):
-            return False
-    return True
+    return misfit(q, k, cos, sin, arguments["cos_layout"], at) is None
 
 
 _forwards = {}

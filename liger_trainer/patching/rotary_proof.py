@@ -244,7 +244,7 @@ def layouts_of(module: nn.Module) -> frozenset[tuple[int, str]]:
 
 def _layouts(cos, sin) -> list[str]:
     half = cos.shape[-1] // 2
-    if cos.shape[-1] % 2 or cos.shape != sin.shape:
+    if cos.shape[-1] % 2 or cos.shape[-1] == 0 or cos.shape != sin.shape:
         return ["other"]
     kinds = []
     if all(torch.equal(t[..., :half], t[..., half:]) for t in (cos, sin)):

@@ -1,0 +1,106 @@
+"""Rotary functions on the edge: widths of 0, odd widths, widths past the head, nothing to turn, a single token."""
+
+import itertools
+
+import pytest
+import torch
+from tiny_models import VOCAB
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.cohere import modeling_cohere
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama import modeling_llama
+
+from liger_trainer import apply_liger
+from liger_trainer.patching import rotary
+from liger_trainer.patching.rotary_proof import Signature, prove
+
+
+def gpt_neox(rotary_pct, heads=4):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt_neox", vocab_size=VOCAB, hidden_size=8, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=heads, rotary_pct=rotary_pct,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("ids", [(2, 7), (2, 1), (1, 7)], ids=str)
+@pytest.mark.parametrize("rotary_pct, heads, width", [(0.25, 4, 0), (1.0, 4, 2), (0.5, 2, 2)])
+def test_gpt_neox_of_a_tiny_head(rotary_pct, heads, width, ids):
+    """A quarter of a head of 2 is a rotary width of 0: nothing is turned, and the model runs as it does unpatched."""
+    model = gpt_neox(rotary_pct, heads)
+    cos, _ = model.gpt_neox.rotary_emb(torch.zeros(1), torch.arange(3)[None])
+    assert cos.shape[-1] == width
+    rows, results = torch.randint(0, VOCAB, ids), []
+    for patched in (False, True):
+        if patched:
+            report = apply_liger(model)
+            assert bool(report["rope"].swapped) == (width > 0)
+            assert width > 0 or "a rotary width of 0" in str(report["rope"].skipped)
+        model.zero_grad()
+        loss = model(rows).logits.square().mean()
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for got, want in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+FUNCTIONS = {
+    "llama": modeling_llama.apply_rotary_pos_emb,
+    "gpt_neox": modeling_gpt_neox.apply_rotary_pos_emb,
+    "glm4": modeling_glm4.apply_rotary_pos_emb,
+    "cohere": modeling_cohere.apply_rotary_pos_emb,
+    "gpt_oss": modeling_gpt_oss.apply_rotary_pos_emb,
+}
+
+
+def outcome(function, *tensors):
+    """Values and gradients, or the kind of error."""
+    leaves = [t.clone().requires_grad_() for t in tensors[:2]]
+    try:
+        out = function(*leaves, *tensors[2:])
+    except (RuntimeError, IndexError, ValueError) as error:
+        return type(error)
+    return [*out, *torch.autograd.grad([t.sum() for t in out], leaves)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_fits_is_taken_and_is_the_same(name, monkeypatch):
+    """Over many shapes: where the original gives a result, so does what replaces it, and the same."""
+    function = FUNCTIONS[name]
+    proofs, _ = prove(function)
+    assert proofs
+    # Whatever size of cos: of the layout that each proof asks for
+    plans = tuple((proof, None) for proof in proofs)
+    ours = rotary.replacement(function, Signature.of(function), plans)
+    calls = []
+    monkeypatch.setattr(
+        rotary, "rope", lambda *args, kernel=rotary.rope, **kwargs: calls.append(1) or kernel(*args, **kwargs)
+    )
+    layout = {proof.layout for proof in proofs}
+    compared = 0
+    for batch, heads, tokens, head, width in itertools.product(
+        (0, 1, 2), (1, 3), (0, 1, 4), (2, 5, 8), (0, 1, 2, 3, 4, 8, 12)
+    ):
+        for cos_batch, cos_tokens in itertools.product({1, batch}, {1, tokens, 5}):
+            half = torch.randn(cos_batch, cos_tokens, width // 2)
+            if "half" in layout:
+                cos = torch.cat((half, half, torch.randn(cos_batch, cos_tokens, width % 2)), -1)
+            else:
+                cos = torch.cat((half.repeat_interleave(2, -1), torch.randn(cos_batch, cos_tokens, width % 2)), -1)
+            if layout == {None}:
+                cos = torch.randn(cos_batch, cos_tokens, width)
+            given = torch.randn(batch, heads, tokens, head), torch.randn(batch, 1, tokens, head), cos, cos.flip(1)
+            want, got = outcome(function, *given), outcome(ours, *given)
+            where = f"q {tuple(given[0].shape)}, cos {tuple(cos.shape)}"
+            if isinstance(want, type):
+                assert got is want, where
+                continue
+            assert not isinstance(got, type), f"{where}: {got}"
+            compared += 1
+            for a, b in zip(got, want, strict=True):
+                assert a.shape == b.shape and a.dtype == b.dtype, where
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=where)
+    assert compared > 50 and len(calls) > 20
