@@ -29,12 +29,67 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("options", CASES)
-def test_matches_float64(options, dtype, device, row_pass, check_close):
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+def test_matches_float64(inplace, options, dtype, device, row_pass, check_close):
     """Random upstream gradients: the gradient written in the forward pass is multiplied by them."""
     leaf, y = inputs(device, dtype)
     check_close(
-        lambda z: cross_entropy(z * 1.0, y, **options), lambda z: reference.cross_entropy(z, y, **options), [leaf]
-    )
+        lambda z: cross_entropy(z * 1.0, y, **options, inplace=inplace),
+        lambda z: reference.cross_entropy(z, y, **options), [leaf],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("view", ["made", "view", "leaf", "columns"])
+def test_the_logits_are_intact(view, reduction, device, row_pass):
+    """After the forward and two backward passes, beside another use of them, with the gradients of plain PyTorch."""
+    leaf, y = inputs(device)
+    results = []
+    for loss_of in (cross_entropy, F.cross_entropy):
+        made = leaf if view == "leaf" else leaf * 1.0
+        logits = made.view(T, V) if view == "view" else made[:, : V - 7] if view == "columns" else made
+        target = y.clamp(max=V - 8)
+        before = logits.detach().clone()
+        loss = loss_of(logits, target, reduction=reduction, label_smoothing=0.1)
+        up = torch.arange(loss.numel(), device=device).view(loss.shape) + 0.5
+        later = logits.square().sum() + logits.tanh().sum()
+        (first,) = torch.autograd.grad(loss, leaf, up, retain_graph=True)
+        (both,) = torch.autograd.grad([loss, later], leaf, [up, torch.ones_like(later)], retain_graph=True)
+        (again,) = torch.autograd.grad(loss, leaf, up)
+        assert torch.equal(logits, before) and torch.equal(first, again)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, leaf, up)
+        results.append([loss, first, both, again])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_changed_since_the_call(device, row_pass):
+    """An error: the backward pass reads the logits again, or finds its gradient in their memory."""
+    leaf, y = inputs(device)
+    for inplace in (False, True):
+        for view in (False, True):
+            made = leaf * 1.0
+            logits = made.view(T, V) if view else made
+            loss = cross_entropy(logits, y, inplace=inplace)
+            with torch.no_grad():
+                made.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_what_is_kept_and_made(device, row_pass, allocations):
+    """No copy of the logits is kept, and the gradient is the only tensor of their size that is made."""
+    if row_pass == "torch":
+        pytest.skip("plain PyTorch copies the logits to fp32")
+    leaf, y = inputs(device)
+    logits, saved = leaf * 1.0, []
+    with allocations() as seen, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = cross_entropy(logits, y)
+    assert max(seen.sizes) < T * V and max(t.numel() for t in saved if t.data_ptr() != logits.data_ptr()) < T * V
+    with allocations() as seen:
+        torch.autograd.grad(loss, logits)
+    assert sum(size >= T * V for size in seen.sizes) == 1
 
 
 def test_reference_is_f_cross_entropy(device):
@@ -53,7 +108,7 @@ def test_gradient_takes_the_memory_of_the_logits(view, device, row_pass, allocat
     made.grad_fn.register_prehook(lambda grads: received.append(grads[0].data_ptr()))
     logits = made.view(T, V) if view else made
     with allocations() as seen:
-        loss = cross_entropy(logits, y, reduction="sum")
+        loss = cross_entropy(logits, y, reduction="sum", inplace=True)
     loss.backward()
     assert received == [made.data_ptr()]
     if row_pass == "triton":
@@ -71,7 +126,7 @@ def test_logits_left_alone(how, device, row_pass):
         logits = leaf if how == "leaf" else leaf * 1.0
     before = logits.detach().clone()
     with torch.set_grad_enabled(how != "no_grad"):
-        loss = cross_entropy(logits, y)
+        loss = cross_entropy(logits, y, inplace=True)
     assert loss.requires_grad == (how != "no_grad")
     want = F.cross_entropy(before.double().requires_grad_(), y)
     torch.testing.assert_close(loss.double(), want)
@@ -92,27 +147,27 @@ def test_overwritten_logits_cannot_be_used_in_silence(view, device, row_pass):
     saved_before = logits()
     aux = saved_before.square().sum()  # keeps the logits for its backward
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (cross_entropy(saved_before, y) + aux).backward()
+        (cross_entropy(saved_before, y, inplace=True) + aux).backward()
     saved_before = logits()
     aux = saved_before.square().sum()
-    cross_entropy(saved_before, y)
+    cross_entropy(saved_before, y, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         aux.backward()
 
     twice = logits()
-    loss = cross_entropy(twice, y)
+    loss = cross_entropy(twice, y, inplace=True)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="Second backward through cross_entropy"):
         loss.backward()
 
     again = logits()
-    losses = [cross_entropy(again, y), cross_entropy(again, y)]
+    losses = [cross_entropy(again, y, inplace=True), cross_entropy(again, y, inplace=True)]
     with pytest.raises(RuntimeError, match="used again after cross_entropy|modified by an inplace operation"):
         sum(losses).backward()
 
     if not view:
         later = logits()
-        loss = cross_entropy(later, y)
+        loss = cross_entropy(later, y, inplace=True)
         with pytest.raises(RuntimeError, match="used again after cross_entropy"):
             (loss + later.sum()).backward()
 
@@ -121,7 +176,8 @@ def test_an_operation_before_that_saved_its_output(device, row_pass):
     """tanh keeps its output, which is the logits here."""
     leaf, y = inputs(device)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        cross_entropy(leaf.tanh(), y).backward()
+        cross_entropy(leaf.tanh(), y, inplace=True).backward()
+    cross_entropy(leaf.tanh(), y).backward()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -198,9 +254,13 @@ def test_rows_of_any_stride(device, row_pass, check_close):
     """Logits that are a slice of the vocabulary: rows far apart, and what lies between them stays."""
     leaf, y = inputs(device)
     wide = torch.cat([leaf.detach(), torch.full((T, 9), 7.0, device=device)], dim=1).requires_grad_()
-    check_close(lambda w: cross_entropy((w * 1.0)[:, :V], y), lambda w: reference.cross_entropy(w[:, :V], y), [wide])
+    for inplace in (False, True):
+        check_close(
+            lambda w, inplace=inplace: cross_entropy((w * 1.0)[:, :V], y, inplace=inplace),
+            lambda w: reference.cross_entropy(w[:, :V], y), [wide],
+        )  # fmt: skip
     made = wide * 1.0
-    cross_entropy(made[:, :V], y)
+    cross_entropy(made[:, :V], y, inplace=True)
     assert torch.equal(made[:, V:], wide[:, V:]) and not torch.equal(made[:, :V], wide[:, :V])
 
 
