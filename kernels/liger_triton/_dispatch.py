@@ -45,6 +45,11 @@ def use_triton(x: torch.Tensor) -> bool:
     return x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu")
 
 
+def graph_is_kept() -> bool:
+    """In a backward pass: whether it may be repeated (`retain_graph=True`), so that nothing may be given away."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def _device_guard(x: torch.Tensor):
     """Triton launches on the current device, which under `device_map` need not be the one that holds `x`."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():

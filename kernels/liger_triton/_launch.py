@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from ._dispatch import INTERPRET, KERNEL_DTYPES, use_triton
+from ._dispatch import INTERPRET, KERNEL_DTYPES, graph_is_kept, use_triton
 
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
@@ -142,7 +142,7 @@ def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[t
     """
     if torch.compiler.is_compiling():  # the results of a custom op may not share memory
         return _new_like(gate), _new_like(up)
-    again = not reuse or torch._C._autograd._get_current_graph_task_keep_graph()
+    again = not reuse or graph_is_kept()
     for first, second in ((gate, up), (up, gate)):
         whole = joined(first, second)
         if whole is not None:

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import _device_guard, kernel_op, takes_twin, use_triton
+from ._dispatch import _device_guard, graph_is_kept, kernel_op, takes_twin, use_triton
 from ._head_checks import FLOAT_DTYPES, check_device, check_target, check_target_range, compute_dtype
 from ._products import add_outer, back, project
 from ._row_pass import ENTROPY, LOSS, N_STATS, RowSpec, row_pass
@@ -290,10 +290,11 @@ def _one_number(g, counted):
 
 
 class _Later(NamedTuple):
-    """What the forward pass leaves to a backward pass that computes the gradients: the logits of the last chunk."""
+    """What the forward pass leaves to a backward pass that computes the gradients: the logits of the last chunk, None
+    for a backward pass that may not write over them."""
 
     chunks: _Chunks
-    buffer: torch.Tensor
+    buffer: torch.Tensor | None
 
 
 def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, one_call):
@@ -337,7 +338,7 @@ class _LinearHead(torch.autograd.Function):
             ctx.save_for_backward(*head, target, row_weight, stats)
         elif torch.compiler.is_compiling():
             ctx.save_for_backward(target, *grads)
-        else:  # not saved: the backward gives them away, and only their sole owner can
+        else:  # as `later` not saved: the last backward gives them away or writes over them, as only their owner can
             ctx.save_for_backward(target)
             ctx.grads = grads
         loss = stats[LOSS].clone() if row_weight is None else stats[LOSS] * row_weight
@@ -361,14 +362,15 @@ class _LinearHead(torch.autograd.Function):
                 )
             if g_loss is None:
                 return (None,) * 10
-            if not traced and ctx.grads is None and ctx.later is None:
-                raise RuntimeError(
-                    "Second backward through a fused linear head: its gradients were computed with the loss and handed "
-                    "over in the first backward. Add the losses up and call backward once, or call the head again."
-                )
+        saved = ctx.saved_tensors  # an error of PyTorch if an earlier backward did not keep the graph
+        keep = not traced and graph_is_kept()
         if not ctx.early:
-            *tensors, target, row_weight, stats = ctx.saved_tensors
-            head, later, ctx.later = Head(*tensors), ctx.later, None
+            *tensors, target, row_weight, stats = saved
+            head, later = Head(*tensors), ctx.later
+            if keep and later is not None:
+                later = later._replace(buffer=None)  # written over; the last backward may
+            else:
+                ctx.later = None
             g = torch.zeros_like(stats[LOSS]) if g_loss is None else g_loss.float()
             if ctx.mode == "uniform" and g.stride(0) != 0:  # else it is one number expanded
                 g = _one_number(g, target != spec.rows.ignore_index).expand(g.shape)
@@ -381,9 +383,11 @@ class _LinearHead(torch.autograd.Function):
             del later  # its logits, before an fp32 sum is rounded
             out = [g.to(d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
             return *out, *(None,) * 5
-        target, *grads = ctx.saved_tensors
+        target, *grads = saved
         if not traced:
-            grads, ctx.grads = ctx.grads, None
+            grads = list(ctx.grads)
+            if not keep:
+                ctx.grads = None
         g, counted = g_loss.float(), target != spec.rows.ignore_index
         factor = _one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
         if g_entropy is not None:  # traced: the value decides, as for a broken promise
@@ -393,7 +397,7 @@ class _LinearHead(torch.autograd.Function):
             return *out, *(None,) * 5
         out = []
         for k in range(5):
-            out.append(scaled(grads[k], factor, ctx.dtypes[k]) if wanted[k] else None)
+            out.append(scaled(grads[k], factor, ctx.dtypes[k], keep) if wanted[k] else None)
             grads[k] = None  # an fp32 sum is freed before the next is rounded
         return *out, *(None,) * 5
 

@@ -30,14 +30,14 @@ def _scale_kernel(
         tl.store(OUT + off, g * factor, mask=off < columns)
 
 
-def scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """grad * factor in `dtype`; written over grad where the dtypes agree and nothing is traced."""
+def scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, keep: bool = False) -> torch.Tensor:
+    """grad * factor in `dtype`; written over grad where the dtypes agree, unless `keep` or while a call is traced."""
     rows = factor.reshape(
         -1, *[1] * (grad.ndim - 1)
     )  # not 0-dim: PyTorch would round such a factor to the dtype of grad first
     if torch.compiler.is_compiling():
         return (grad.float() * rows).to(dtype)
-    out = grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
+    out = grad if grad.dtype == dtype and not keep else torch.empty_like(grad, dtype=dtype)
     if not use_triton(grad) or grad.device.type == "cpu" or grad.numel() == 0:  # Triton's interpreter truncates to bf16
         return torch.mul(grad, rows, out=out)
     launch_scale(grad, factor, out)

@@ -31,14 +31,14 @@ def linear_cross_entropy(
     """F.cross_entropy(z.float(), target, ...) of z = softcap * tanh(logit_scale * l / softcap), l = F.linear(hidden,
     weight, bias) + scaling * lora_input @ A.T @ B.T, in nats, in fp32. The logits of all rows never exist.
 
-    For `"mean"` and `"sum"` the gradients are computed with the loss, so the backward pass may run only once; a second
-    one raises a RuntimeError. Any upstream gradient is honoured. A frozen weight costs neither its product nor its
-    memory. Inside torch.autocast everything is cast as F.linear would; the gradient of an fp32 weight stays in fp32.
+    For `"mean"` and `"sum"` the gradients are computed with the loss. Any upstream gradient is honoured. A frozen
+    weight costs neither its product nor its memory. Inside torch.autocast everything is cast as F.linear would; the
+    gradient of an fp32 weight stays in fp32.
 
     Args:
-        hidden (`torch.Tensor`): (..., H); bf16, fp16 or fp32 (float64: the PyTorch twin, with all logits, which allows
-            several backward passes). A slice such as `hidden[:, :-1]` is copied; to avoid
-            that, pass all of it and a target whose last position is `ignore_index`.
+        hidden (`torch.Tensor`): (..., H); bf16, fp16 or fp32 (float64: the PyTorch twin, with all logits). A slice
+            such as `hidden[:, :-1]` is copied; to avoid that, pass all of it and a target whose last position is
+            `ignore_index`.
         weight (`torch.Tensor`): (V, H), dtype and device of `hidden` (the dtype may differ under autocast).
         target (`torch.Tensor`): Class ids (...), integers in [0, V) or `ignore_index`.
         bias (`torch.Tensor`, *optional*): (V,).

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from . import reference
-from ._dispatch import takes_twin
+from ._dispatch import graph_is_kept, takes_twin
 from ._linear_head import DB, DBIAS, DU, DW, DX, Head, _Accumulator, _one_number, chunk_size, prepare
 from ._scale import scaled
 
@@ -126,7 +126,8 @@ def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
     size = spec.chunk_rows or chunk_size(rows, 2 * vocab, torch.float32, x.device.type)  # of two heads
     size = min(size, max(rows, 1))
     chunks = -(-rows // size)
-    divergence, entropy = torch.zeros((2, total), dtype=torch.float32, device=x.device)
+    # Two tensors: halves of one are views, which autograd allows nobody to change in place.
+    divergence, entropy = (torch.zeros(total, dtype=torch.float32, device=x.device) for _ in range(2))
     dx = torch.zeros_like(x) if needs & DX else None
     du = torch.zeros_like(u) if needs & DU else None
     dw = _Accumulator(weight, spec.lean, chunks) if needs & DW else None
@@ -168,15 +169,16 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, teacher, kept, mode, spec):
         ctx.set_materialize_grads(False)
-        ctx.mode, ctx.spec, ctx.kept, ctx.held = mode, spec, kept, None
+        ctx.mode, ctx.spec, ctx.held = mode, spec, None
         student = Head(x, weight, bias, u, lora_b)
         ctx.dtypes = [None if t is None else t.dtype for t in student]
         needs = 0 if mode == "recompute" else spec.needs
         with torch.autocast(x.device.type, enabled=False):
             divergence, entropy, grads = _walk(student, teacher, kept, spec, needs)
         if mode == "recompute":
-            ctx.save_for_backward(*student, *teacher)
-        else:
+            ctx.save_for_backward(kept, *student, *teacher)
+        else:  # not saved: the last backward gives them away, and only their sole owner can
+            ctx.save_for_backward(kept)
             ctx.held = grads
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
@@ -186,28 +188,24 @@ class _LinearDivergence(torch.autograd.Function):
     def backward(ctx, g, _):
         if g is None:
             return (None,) * 9
-        spec, kept = ctx.spec, ctx.kept
-        g = g.float()
+        spec, g = ctx.spec, g.float()
+        kept, *tensors = ctx.saved_tensors  # an error of PyTorch if an earlier backward did not keep the graph
         wanted = [spec.needs >> k & 1 for k in range(5)]
         if ctx.mode == "recompute":
-            tensors = ctx.saved_tensors
             with torch.autocast(g.device.type, enabled=False):
                 _, _, grads = _walk(Head(*tensors[:5]), Head(*tensors[5:]), kept, spec, spec.needs, g)
             out = [t.to(d) if want else None for t, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
             return *out, None, None, None, None
-        grads, ctx.held = ctx.held, None
-        if grads is None:
-            raise RuntimeError(
-                "Second backward through linear_divergence: its gradients were computed with the values and handed "
-                "over in the first backward. Add the losses up and call backward once, or call linear_divergence again."
-            )
+        grads, keep = list(ctx.held), graph_is_kept()
+        if not keep:
+            ctx.held = None
         counted = torch.ones_like(g, dtype=torch.bool)
         if kept is not None:
             counted = torch.zeros_like(counted).index_fill_(0, kept, True)
         factor = _one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
         out = []
         for k in range(5):
-            out.append(scaled(grads[k], factor, ctx.dtypes[k]) if wanted[k] else None)
+            out.append(scaled(grads[k], factor, ctx.dtypes[k], keep) if wanted[k] else None)
             grads[k] = None  # an fp32 sum is freed before the next is rounded
         return *out, None, None, None, None
 
@@ -252,7 +250,6 @@ def linear_divergence(
         mask (`torch.Tensor`, *optional*): Bool, (...): which rows count; the others are dropped before the products.
         uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows that count get one and the same
             upstream gradient, which spares a second walk over the logits. A broken promise makes every gradient NaN.
-            With it, and where the student's head is frozen, the backward pass may run only once.
         chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 640 MiB (CPU: 64).
 
     Returns:

@@ -44,9 +44,9 @@ def linear_heads_cross_entropy(
     z[k] = softcap * tanh(logit_scale * l / softcap), l = hidden[k] @ weight[k].T. The logits of one chunk of rows are
     all that ever exists, whatever K.
 
-    The gradients are computed with the loss, so the backward pass may run only once; a second one is a RuntimeError.
-    Any upstream gradient is honoured. A frozen weight costs neither its product nor its memory. Tied heads are one call
-    on K * T rows. Inside torch.autocast everything is cast as F.linear would.
+    The gradients are computed with the loss. Any upstream gradient is honoured. A frozen weight costs neither its
+    product nor its memory. Tied heads are one call on K * T rows. Inside torch.autocast everything is cast as F.linear
+    would.
 
     Rounding. The gradient of a tied weight is summed in fp32 over all heads and chunks and rounded once, after the
     multiplication by the upstream gradient. Those of untied bf16 weights are summed in fp32 too, but each is rounded as

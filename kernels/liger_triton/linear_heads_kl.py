@@ -152,12 +152,11 @@ def linear_heads_kl(
     k at row t, q that of the teacher at row t + k. The logits of one window of rows are all that ever exists, whatever
     K, and each row of the teacher is projected once for all heads.
 
-    The gradients, of `hidden` and `weight` alone, are computed with the loss, so the backward pass may run only once; a
-    second one raises a RuntimeError. Any upstream gradient is honoured. A frozen weight costs neither its product nor
-    its memory. The gradient of each trained weight is summed in fp32 and rounded once, after the multiplication by the
-    upstream gradient: K * V * H * 4 bytes for K untied weights, half of it with `accumulate="lean"`. The logits of both
-    are those of F.linear in the dtype of the inputs; in bf16 their rounding is most of the error, 0.3% of a gradient
-    for logits of standard deviation 1, 1% for 4, as without fusing.
+    The gradients, of `hidden` and `weight` alone, are computed with the loss. Any upstream gradient is honoured. A
+    frozen weight costs neither its product nor its memory. The gradient of each trained weight is summed in fp32 and
+    rounded once, after the multiplication by the upstream gradient: K * V * H * 4 bytes for K untied weights, half of
+    it with `accumulate="lean"`. The logits of both are those of F.linear in the dtype of the inputs; in bf16 their
+    rounding is most of the error, 0.3% of a gradient for logits of standard deviation 1, 1% for 4, as without fusing.
 
     Args:
         hidden, weight, row_weight, softcap, logit_scale: As in `linear_heads_cross_entropy`; softcap and logit_scale

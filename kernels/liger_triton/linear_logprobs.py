@@ -50,7 +50,7 @@ def linear_logprobs(
     With any upstream gradient the backward pass computes the logits again (four products in all), but for the last
     chunk, or the only one, whose logits are kept until then (three products). Where the weight is frozen and no entropy
     is asked for, it only scales what the forward pass computed (two products). `uniform_grad=True` spares the fourth
-    product of every chunk, and like a frozen weight allows one backward pass only; a second one raises a RuntimeError.
+    product of every chunk.
 
     Args:
         hidden, weight, target, bias, softcap, logit_scale, ignore_index, lora, lora_input, accumulate, chunk_rows:

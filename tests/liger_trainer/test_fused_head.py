@@ -360,12 +360,17 @@ def test_loss_times_a_factor_plus_another_loss():
         torch.testing.assert_close(grad, grads(plain)[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_second_backward_raises():
-    model = fused()
-    loss = model(**collate(ragged_rows(4))).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError):
+def test_a_second_backward_needs_a_kept_graph():
+    """As stock: with `retain_graph=True` the gradients add up, without it a second backward pass is an error."""
+    model, plain, batch = fused(), tiny_model("llama").train(), collate(ragged_rows(4))
+    for m in (model, plain):
+        loss = m(**batch).loss
+        loss.backward(retain_graph=True)
         loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    for name, grad in grads(model).items():
+        torch.testing.assert_close(grad, grads(plain)[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_autocast():

@@ -1,0 +1,204 @@
+"""What every operation owes to autograd, beside its plain PyTorch twin: graphs that are run twice, inputs and results
+that are changed in place, graphs that are never run."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import liger_triton as lt
+from liger_triton import reference
+
+T, H, V = 13, 24, 37
+Y = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(0))
+Y[::4] = -100
+
+
+def angles():
+    angle = torch.linspace(0, 5, 2 * T * 4).view(2, T, 4).repeat(1, 1, 2)
+    return angle.cos(), angle.sin()
+
+
+YS = torch.stack((Y, Y.roll(1)))
+VALID = YS != -100
+TEACHER = torch.linspace(-1, 1, T * H).view(T, H), torch.linspace(-1, 1, V * H).view(V, H).sin()
+
+
+def of_head(name, **options):
+    return lambda ops, x, w, b: getattr(ops, name)(x, w, Y.to(x.device), b, **options)
+
+
+def logprobs(**options):
+    return lambda ops, x, w, b: ops.linear_logprobs(x, w, Y.to(x.device), b, **options)
+
+
+def divergence(**options):
+    return lambda ops, x, w, b: ops.linear_divergence(
+        x, w, *(t.to(x.device) for t in TEACHER), b, beta=0.3, mask=Y.to(x.device) != -100, **options
+    ).divergence  # fmt: skip
+
+
+def inplace_cross_entropy(ops, z):
+    return lt.cross_entropy(z, Y.to(z.device), inplace=True) if ops is lt else ops.cross_entropy(z, Y.to(z.device))
+
+
+ROWS, WEIGHT, HEAD = (T, H), (V, H), ((T, H), (V, H), (V,))
+OPS = {
+    "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-6), (ROWS, (H,))),
+    "add_rms_norm": (lambda ops, x, r, w: ops.add_rms_norm(x, r, w, 1e-6), (ROWS, ROWS, (H,))),
+    "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-6), (ROWS, (H,), (H,))),
+    "rope": (lambda ops, q, k: ops.rope(q, k, *(t.to(q.device) for t in angles())), ((2, 3, T, 8), (2, 1, T, 8))),
+    "swiglu": (lambda ops, g, u: ops.swiglu(g, u), (ROWS, ROWS)),
+    "geglu": (lambda ops, g, u: ops.geglu(g, u), (ROWS, ROWS)),
+    "swiglu-reuse": (lambda ops, g, u: ops.swiglu(g, u, **reuse(ops)), (ROWS, ROWS)),
+    "geglu-reuse": (lambda ops, g, u: ops.geglu(g, u, **reuse(ops)), (ROWS, ROWS)),
+    "cross_entropy": (lambda ops, z: ops.cross_entropy(z, Y.to(z.device)), ((T, V),)),
+    "cross_entropy-none": (lambda ops, z: ops.cross_entropy(z, Y.to(z.device), reduction="none"), ((T, V),)),
+    "cross_entropy-inplace": (inplace_cross_entropy, ((T, V),)),
+    "linear_cross_entropy": (of_head("linear_cross_entropy"), HEAD),
+    "linear_cross_entropy-chunks": (of_head("linear_cross_entropy", chunk_rows=4), HEAD),
+    "linear_cross_entropy-none": (of_head("linear_cross_entropy", reduction="none"), HEAD),
+    "linear_logprobs": (logprobs(outputs=("log_probs", "entropy")), HEAD),
+    "linear_logprobs-chunks": (logprobs(chunk_rows=4), HEAD),
+    "linear_logprobs-uniform": (logprobs(uniform_grad=True, chunk_rows=4), HEAD),
+    "linear_divergence": (divergence(), HEAD),
+    "linear_divergence-uniform": (divergence(uniform_grad=True), HEAD),
+    "linear_heads_cross_entropy": (
+        lambda ops, *t: ops.linear_heads_cross_entropy(list(t[:2]), list(t[2:]), YS.to(t[0].device)).loss,
+        (ROWS, ROWS, WEIGHT, WEIGHT),
+    ),
+    "linear_heads_kl": (
+        lambda ops, *t: ops.linear_heads_kl(
+            list(t[:2]), list(t[2:]), *(s.to(t[0].device) for s in TEACHER), VALID.to(t[0].device)
+        ).loss,
+        (ROWS, ROWS, WEIGHT, WEIGHT),
+    ),
+}  # fmt: skip
+
+
+def reuse(ops):
+    return {"reuse_inputs": True} if ops is lt else {}
+
+
+def made(name, device):
+    """Leaves, and what a model would have computed of them: an operation never gets a leaf but for parameters."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, device=device).requires_grad_() for shape in OPS[name][1]]
+    return leaves, [t * 1.0 for t in leaves]
+
+
+def outputs(name, ops, tensors):
+    out = OPS[name][0](ops, *tensors)
+    return [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+
+
+def upstream(name, out):
+    torch.manual_seed(1)
+    return [torch.full_like(t, 0.7) if "uniform" in name else torch.randn_like(t) for t in out]
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name != "cross_entropy-inplace"])
+def test_two_backward_passes_of_a_kept_graph(name, device):
+    """And a third, which does not keep it; a fourth is PyTorch's own error."""
+    results = []
+    for ops in (lt, reference):
+        leaves, tensors = made(name, device)
+        out = outputs(name, ops, tensors)
+        grads = upstream(name, out)
+        halves = [g * 0.5 for g in grads]
+        runs = [torch.autograd.grad(out, leaves, g, retain_graph=True) for g in (grads, halves)]
+        runs.append(torch.autograd.grad(out, leaves, grads))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out, leaves, grads)
+        results.append([g for run in runs for g in run])
+    close(*results)
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("name", OPS)
+def test_input_changed_before_the_backward_pass(name, at, device):
+    """Where that is an error of the twin, ours is one too, or its gradient was known before: never another gradient."""
+    found = []
+    for ops in (lt, reference):
+        leaves, tensors = made(name, device)
+        if at >= len(tensors):
+            pytest.skip("has fewer inputs")
+        out = outputs(name, ops, tensors)
+        with torch.no_grad():
+            tensors[at].mul_(2)
+        try:
+            found.append(torch.autograd.grad(out, leaves, upstream(name, out)))
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            found.append(None)
+    leaves, tensors = made(name, device)
+    out = outputs(name, reference, tensors)
+    want = torch.autograd.grad(out, leaves, upstream(name, out))
+    known = "linear" in name and name not in NEEDED_LATER
+    needless = name == "layer_norm" and at == 2  # PyTorch keeps the bias too, which no gradient needs
+    if found[0] is not None:
+        assert found[1] is not None or known or needless, "the twin raises"
+        close(found[0], want)
+
+
+NEEDED_LATER = ("linear_logprobs", "linear_logprobs-chunks", "linear_cross_entropy-none", "linear_divergence")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_results_changed_in_place(name, device):
+    """As a model does it: the gradients are those of the twin, whose results are changed alike, or both raise."""
+    found = []
+    for ops in (lt, reference):
+        leaves, tensors = made(name, device)
+        out = outputs(name, ops, tensors)
+        for t in out:
+            t.mul_(2)
+        try:
+            found.append([*out, *torch.autograd.grad(out, leaves, upstream(name, out))])
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            found.append(None)
+    assert (found[0] is None) == (found[1] is None)
+    if found[0] is not None:
+        close(*found)
+
+
+def python_nodes(out):
+    """The nodes of the graph that our own functions made: each is the `ctx` that they write on."""
+    seen, stack = set(), [t.grad_fn for t in out]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [n for n, _ in node.next_functions]
+    return [n for n in seen if isinstance(n, torch.autograd.function.BackwardCFunction)]
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("run", [False, True], ids=["without-backward", "after-backward"])
+def test_nothing_is_held_without_the_results(name, run, device, triton_only):
+    """No cycle: what the graph keeps is freed with the results, not by the garbage collector some time later."""
+    leaves, tensors = made(name, device)
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(t) for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+        out = outputs(name, lt, tensors)
+        nodes = python_nodes(out)
+        assert nodes or "reuse" in name
+        refs = [weakref.ref(t) for t in (*nodes, *tensors, *out)]
+        if run:
+            torch.autograd.grad(out, leaves, upstream(name, out))
+        del out, nodes, tensors
+        assert not [r() for r in refs if r() is not None]
+        after = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and id(t) not in before]
+        assert not after, [t.shape for t in after]
+    finally:
+        gc.enable()
