@@ -98,7 +98,7 @@ class _GeGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, tanh, reuse):
         ctx.save_for_backward(gate, up)
-        ctx.reuse = reuse
+        ctx.reuse = reuse and not (gate.is_leaf or up.is_leaf)  # the owner of a leaf reads it again
         ctx.tanh = tanh
         return _forward(gate, up, tanh)
 

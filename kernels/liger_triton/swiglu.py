@@ -77,7 +77,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, reuse):
         ctx.save_for_backward(gate, up)
-        ctx.reuse = reuse
+        ctx.reuse = reuse and not (gate.is_leaf or up.is_leaf)  # the owner of a leaf reads it again
         return _forward(gate, up)
 
     @staticmethod
@@ -96,7 +96,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, reuse_inputs: bool = False) 
         reuse_inputs (`bool`, *optional*, defaults to `False`): The backward pass may write the two gradients over
             `gate` and `up`, which saves two tensors of their size, where they are contiguous or the halves of a
             contiguous tensor. Only for two that nobody reads any more: neither later code nor the backward pass of
-            what made them. With `retain_graph=True`, under torch.compile and on the PyTorch twin it does nothing.
+            what made them. With `retain_graph=True`, leaf tensors, under torch.compile and on the
+            PyTorch twin it does nothing.
 
     Returns:
         `torch.Tensor`, contiguous, of the shape and dtype of `gate`.

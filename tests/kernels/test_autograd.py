@@ -169,6 +169,19 @@ def test_results_changed_in_place(name, device):
         close(*found)
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_a_leaf_is_never_written_over(name, device):
+    """Whoever owns a parameter reads it again, even where the caller allowed its memory to be reused."""
+    leaves, _ = made(name, device)
+    before = [t.detach().clone() for t in leaves]
+    out = outputs(name, lt, leaves)
+    got = torch.autograd.grad(out, leaves, upstream(name, out))
+    for t, copy, version in zip(leaves, before, [t._version for t in leaves], strict=True):
+        assert torch.equal(t, copy) and version == 0
+    out = outputs(name, reference, leaves)
+    close(got, torch.autograd.grad(out, leaves, upstream(name, out)))
+
+
 def python_nodes(out):
     """The nodes of the graph that our own functions made: each is the `ctx` that they write on."""
     seen, stack = set(), [t.grad_fn for t in out]
