@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 .PHONY: quickstart test test-kernels test-trainer check lint figures clean
 
 quickstart: $(READY)
-	$(BIN)/liger-trainer train quickstart
+	$(BIN)/liger-trainer train quickstart --overwrite_output_dir true
 
 # Only the kernels go through Triton's interpreter, and only where there is no GPU. One thread a worker: the cores are taken.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal

@@ -65,7 +65,10 @@ def check_output_dir(recipe: Recipe) -> None:
 def remove_earlier_run(output_dir: str) -> None:
     """Delete the checkpoints and the model in `output_dir`, as `overwrite_output_dir` asks; other files stay."""
     folder = Path(output_dir)
-    for path in _checkpoints(folder) + _matches(folder, _WEIGHTS + _BESIDE_WEIGHTS):
+    model = _matches(folder, _WEIGHTS)
+    if model:  # else a config.json there is somebody else's
+        model += _matches(folder, _BESIDE_WEIGHTS)
+    for path in _checkpoints(folder) + model:
         if path.is_dir():
             shutil.rmtree(path)
         else:

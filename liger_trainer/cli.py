@@ -101,8 +101,13 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _sigterm_interrupts():
+    process = os.getpid()
+
     def stop(number, frame):
-        raise _Terminated
+        if os.getpid() == process:
+            raise _Terminated
+        signal.signal(number, signal.SIG_DFL)  # a worker, which has inherited this and is ended by its pool
+        os.kill(os.getpid(), number)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield

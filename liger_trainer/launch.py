@@ -20,9 +20,11 @@ def join_processes_without_gpu() -> None:
     accelerate makes a group of CPU processes only where it is told that the CPU is meant, as `accelerate launch --cpu`
     does with this variable. Without it, each process believes that it is alone, and trains all the rows by itself.
     """
+    if launched_processes() == 1 or "LOCAL_RANK" not in os.environ:
+        return
     import torch
 
-    if launched_processes() > 1 and "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
+    if not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 

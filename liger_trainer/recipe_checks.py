@@ -174,8 +174,8 @@ def _check_ranges(path: Path, value: Value) -> None:
 
 
 def _check_packages(path: Path, value: Value) -> None:
-    def need(key, needed, module, package):
-        if importlib.util.find_spec(module) is None:
+    def need(key, needed, package, installed):
+        if not installed:
             raise RecipeError(
                 f"{path}: {key} is {needed!r}, which needs a package that is not installed. Run `pip install "
                 f"{package}`, or remove {key}."
@@ -183,17 +183,18 @@ def _check_packages(path: Path, value: Value) -> None:
 
     for key, (module, package) in _FLAGS.items():
         if value(key):
-            need(key, value(key), module, package)
+            need(key, value(key), package, importlib.util.find_spec(module))
     for patterns, module, package in _OPTIMIZERS:
         if any(fnmatch.fnmatchcase(value("optim"), pattern) for pattern in patterns):
-            need("optim", value("optim"), module, package)
+            need("optim", value("optim"), package, importlib.util.find_spec(module))
     init = value("model_init_kwargs")
     attention = (init.get("attn_implementation") if isinstance(init, dict) else None) or value("attn_implementation")
     if attention in _FLASH_ATTENTION:
         from transformers.utils import is_kernels_available
 
         if not is_kernels_available():  # with that package, transformers takes the kernel from the Hub
-            need("attn_implementation", attention, *_FLASH_ATTENTION[attention])
+            module, package = _FLASH_ATTENTION[attention]
+            need("attn_implementation", attention, package, importlib.util.find_spec(module))
     _check_reports(path, value("report_to"), need)
 
 
@@ -201,6 +202,7 @@ def _check_reports(path: Path, report_to, need: Callable) -> None:
     names = [report_to] if isinstance(report_to, str) else report_to or []
     if set(names) <= {"none", "all"}:
         return
+    packages = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml"}
     from transformers.integrations.integration_utils import (
         INTEGRATION_TO_CALLBACK,
         get_available_reporting_integrations,
@@ -210,9 +212,8 @@ def _check_reports(path: Path, report_to, need: Callable) -> None:
         if name not in INTEGRATION_TO_CALLBACK:
             expected = ", ".join(["none", "all", *sorted(INTEGRATION_TO_CALLBACK)])
             raise RecipeError(f"{path}: report_to is {name!r}; expected one of {expected}.")
-        if name in ("tensorboard", "wandb", "mlflow", "trackio", "codecarbon", "clearml", "swanlab", "dvclive"):
-            if name not in get_available_reporting_integrations():
-                need("report_to", name, name, name)
+        if name not in ("flyte", "kubeflow"):  # these are where the run is, or are not
+            need("report_to", name, packages.get(name, name), name in get_available_reporting_integrations())
 
 
 def check_rows(recipe, columns: list[str]) -> None:
