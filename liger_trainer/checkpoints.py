@@ -186,6 +186,8 @@ def _is_finished(trainer, checkpoint: str | None) -> bool:
 
 def what_is_left(recipe: Recipe) -> str:
     """A sentence on the newest whole checkpoint of a run that ended early, and how to go on from it."""
+    if not recipe.began:  # what lies in output_dir is an earlier run's
+        return "Training had not begun."
     training = recipe.training
     for path in reversed(_checkpoints(Path(training.output_dir))):
         if not _fault(path, needs_optimizer=not training.save_only_model):
@@ -299,14 +301,7 @@ def _file_fault(path: Path) -> str | None:
     """That a file of weights, of states or of JSON is cut off, or None."""
     whole = True
     if path.suffix == ".safetensors":
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            whole = 8 < 8 + length <= size
-            if whole:
-                header = json.loads(file.read(length))
-                ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-                whole = size == 8 + length + max(ends, default=0)
+        whole = _is_whole_safetensors(path)
     elif path.suffix in (".pt", ".pth", ".bin") and path.is_file():
         whole = zipfile.is_zipfile(path)
     elif path.suffix == ".json":
@@ -315,3 +310,18 @@ def _file_fault(path: Path) -> str | None:
         except ValueError:
             whole = False
     return None if whole else f"{path.name} is cut off"
+
+
+def _is_whole_safetensors(path: Path) -> bool:
+    """Whether the file is as long as its header says: 8 bytes of length, the header in JSON, the tensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= size - 8:
+            return False
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            return False
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return size == 8 + length + max(ends, default=0)

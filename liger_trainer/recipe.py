@@ -141,7 +141,10 @@ TRAINERS = {
 
 @dataclass
 class Recipe:
-    """A parsed recipe. `chosen` holds what the file and the command line set, `words` the command line itself."""
+    """A parsed recipe. `chosen` holds what the file and the command line set, `words` the command line itself.
+
+    `began` becomes true when training begins.
+    """
 
     path: Path
     entry: TrainerEntry
@@ -150,6 +153,7 @@ class Recipe:
     model: Any
     chosen: dict[str, Any]
     words: tuple[str, ...] = ()
+    began: bool = False
 
     def to_yaml(self) -> str:
         """The recipe as it runs, wherever this is saved: data found beside the recipe gets its full path."""
@@ -217,6 +221,9 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise RecipeError(f"{path}: {error}{_bf16_hint(error)}") from error
     _check_needs(path, entry, args, training)
+    if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
+        # TRL makes a string of a list of one, which peft takes for a pattern of full names: no layer's name is q_proj.
+        model.lora_target_modules = [model.lora_target_modules]
     return Recipe(path, entry, args, training, model, chosen, (str(name), *overrides))
 
 

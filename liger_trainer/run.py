@@ -96,6 +96,7 @@ def run(recipe: Recipe) -> Summary | None:
         if trainer.is_world_process_zero():
             remove_earlier_run(training.output_dir)
         trainer.accelerator.wait_for_everyone()
+    recipe.began = True
     train_and_save(trainer, checkpoint, recipe)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.args.dataset_name)

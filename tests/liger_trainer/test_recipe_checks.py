@@ -169,6 +169,13 @@ def test_completion_only_loss_without_completions(folder, capsys):  # noqa: F811
     assert code == 0, err
 
 
+def test_one_target_module(folder, capsys):  # noqa: F811
+    path = write_recipe(folder, use_peft=True, lora_target_modules=["q_proj"])
+    code, _, err = command(capsys, "train", path)
+    assert code == 0, err
+    assert parse_recipe(str(path), ["--lora_target_modules", "all-linear"]).model.lora_target_modules == "all-linear"
+
+
 def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):  # noqa: F811
     assert command(capsys, "train", write_recipe(folder))[0] == 0
     fp32 = losses(folder / "out")

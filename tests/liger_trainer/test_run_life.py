@@ -92,6 +92,7 @@ DAMAGES = {
     "no state": lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
     "half a state": lambda checkpoint: truncate(checkpoint / "trainer_state.json"),
     "half the weights": lambda checkpoint: truncate(checkpoint / "model.safetensors"),
+    "other bytes": lambda checkpoint: (checkpoint / "model.safetensors").write_bytes(b"\x04" + b"\0" * 7 + b"abcdefgh"),
     "no weights": lambda checkpoint: (checkpoint / "model.safetensors").unlink(),
     "half an optimizer": lambda checkpoint: truncate(checkpoint / "optimizer.pt"),
     "no optimizer": lambda checkpoint: (checkpoint / "optimizer.pt").unlink(),
@@ -185,6 +186,18 @@ def test_a_disk_that_takes_no_checkpoint(saved_run, folder):  # noqa: F811
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith("liger-trainer: error: A checkpoint cannot be written")
         assert "No checkpoint was saved" in last
+
+
+def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, folder, capsys, monkeypatch):  # noqa: F811
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    shutil.copytree(saved_run, folder / "out")
+    monkeypatch.setattr("liger_trainer.run.load_rows", interrupt)
+    path = write_recipe(folder, **SAVING, overwrite_output_dir=True)
+    code, _, err = command(capsys, "train", path)
+    assert code == 130 and err.strip() == "liger-trainer: interrupted. Training had not begun."
+    assert steps_of(folder / "out") == [2, 4], "nor is it deleted"
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
