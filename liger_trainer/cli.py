@@ -44,9 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train a recipe",
-        usage="liger-trainer train RECIPE [--dry_run] [--key value ...]",
-        description="Train a recipe. Any key of a recipe can be given as an option, which beats the file. "
-        "`liger-trainer train RECIPE --help` lists all keys.",
+        usage="liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]",
+        description="Train a recipe; with --preview, show its first N rows (1 without N) as the trainer has them, with "
+        "what is learned marked, and train nothing. Any key of a recipe can be given as an option, which beats the "
+        "file. `liger-trainer train RECIPE --help` lists all keys.",
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
@@ -72,11 +73,18 @@ def _train(args) -> int:
     # process wants a core, and sleeping instead costs little on idle ones. Read when torch loads, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     join_processes_without_gpu()
-    dry = [word for word in args.options if word in ("--dry_run", "--dry-run")]
-    recipe = parse_recipe(args.recipe, [word for word in args.options if word not in dry])
+    preview_rows, options = _take_preview(args.options)
+    dry = [word for word in options if word in ("--dry_run", "--dry-run")]
+    recipe = parse_recipe(args.recipe, [word for word in options if word not in dry])
     if dry:
         if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
+        return 0
+    if preview_rows is not None:
+        from liger_trainer.preview import preview
+
+        if (text := preview(recipe, preview_rows)) is not None:
+            print(f"\n{text}")
         return 0
     from liger_trainer.checkpoints import RunError, what_is_left
     from liger_trainer.run import run
@@ -93,6 +101,23 @@ def _train(args) -> int:
     if summary is not None:
         print(f"\n{summary}")
     return 0
+
+
+def _take_preview(words: list[str]) -> tuple[int | None, list[str]]:
+    """How many rows `--preview [N]` among the options asks for, None without it, and the other options."""
+    for i, word in enumerate(words):
+        name, _, given = word.partition("=")
+        if name != "--preview":
+            continue
+        rest = words[i + 1 :]
+        if not given and rest and not rest[0].startswith("-"):
+            given, rest = rest[0], rest[1:]
+        if given and not (given.isdecimal() and int(given) > 0):
+            raise RecipeError(
+                f"--preview is {given!r}; expected how many rows to show, 1 or more, or no number for one."
+            )
+        return int(given or 1), words[:i] + rest
+    return None, words
 
 
 class _Terminated(KeyboardInterrupt):

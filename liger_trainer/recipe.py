@@ -289,7 +289,7 @@ def _parser(entry: TrainerEntry):
     parser = TrlParser(
         dataclass_types,
         prog="liger-trainer train",
-        usage="liger-trainer train RECIPE [--dry_run] [--key value ...]",
+        usage="liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]",
         allow_abbrev=False,  # an abbreviation is a misspelling that happens to work
     )
     owners = {}

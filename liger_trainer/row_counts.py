@@ -216,16 +216,21 @@ def _count_cut_by_row(trainer, rows) -> int:
     """ORPO and CPO cut a row where they tokenise it: do that again, uncut, for rows of the greatest length."""
     sides = ("chosen_input_ids", "rejected_input_ids")
     longest = np.maximum(*(_lengths(rows, side) for side in sides))
-    limit, cut = trainer.max_length, 0
-    trainer.max_length = sys.maxsize
+    cut = 0
+    for index in np.flatnonzero(longest >= trainer.max_length):
+        row = rows[int(index)]
+        whole = uncut_pair(trainer, row)
+        cut += any(len(whole[side]) > len(row[side]) for side in sides)
+    return cut
+
+
+def uncut_pair(trainer, row: dict) -> dict:
+    """A row of ORPO's or CPO's, tokenised by the trainer without `max_length`."""
+    limit, trainer.max_length = trainer.max_length, sys.maxsize
     try:
-        for index in np.flatnonzero(longest >= limit):
-            row = rows[int(index)]
-            whole = trainer.tokenize_row(row)
-            cut += any(len(whole[side]) > len(row[side]) for side in sides)
+        return trainer.tokenize_row(row)
     finally:
         trainer.max_length = limit
-    return cut
 
 
 def _has_labels(rows, limit: int | None = None, column: str | None = None, first_counts: bool = False) -> np.ndarray:

@@ -14,6 +14,7 @@ from liger_trainer.checkpoints import (
 from liger_trainer.data import load_rows
 from liger_trainer.launch import check_processes
 from liger_trainer.model_source import ModelSource, find_model
+from liger_trainer.preview import first_rows, show_rows
 from liger_trainer.recipe import Recipe, RecipeError
 from liger_trainer.recipe_checks import check_rows
 from liger_trainer.rewards import check_columns, find_reward
@@ -21,8 +22,10 @@ from liger_trainer.row_counts import account_for_rows, counting
 from liger_trainer.summary import RunRecorder, Summary, count_parameters
 
 
-def run(recipe: Recipe) -> Summary | None:
+def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None:
     """Train as the recipe says; the model, its tokenizer and `liger_report.json` end in `output_dir`.
+
+    With `preview_rows`, train nothing, and say what the trainer makes of the first so many rows: a text.
 
     Returns:
         `Summary` on the main process, None on the others.
@@ -58,6 +61,10 @@ def run(recipe: Recipe) -> Summary | None:
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
     check_rows(recipe, train_rows.column_names)
 
+    total = len(train_rows)
+    if preview_rows is not None:
+        train_rows = first_rows(train_rows, preview_rows)
+        eval_rows = None if eval_rows is None else first_rows(eval_rows, preview_rows)
     init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
     recorder = RunRecorder()
     given = {
@@ -88,6 +95,8 @@ def run(recipe: Recipe) -> Summary | None:
         trainer = counting(getattr(liger_trainer, recipe.entry.trainer))(args=training, **given)
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(f"{recipe.path}: {error}") from error
+    if preview_rows is not None:
+        return show_rows(trainer, train_rows, total)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
     recorder.parameters = count_parameters(trainer.model)
     evaluation = _heads_evaluation(trainer, eval_rows)
