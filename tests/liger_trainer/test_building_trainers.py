@@ -144,7 +144,7 @@ def test_a_refused_trainer_leaves_its_models_as_they_were(method, patched, tmp_p
         after = bound(model)
         for module in before[name]:
             assert after[module].keys() == before[name][module].keys(), f"{name}: {module}"
-            for key in ("forward", "_liger_head_options"):
+            for key in ("forward", "_liger_head"):
                 assert after[module].get(key) == before[name][module].get(key), f"{name}: {module}.{key}"
         assert has_fused_head(model) == patched
         assert head_options(model) == (HeadOptions(0.5, False, ("log_probs", "entropy")) if patched else None)
