@@ -167,9 +167,10 @@ def test_two_backward_passes(wide_pair):
     results = []
     for model in (stock, patched):
         model.zero_grad()
-        outputs = model.model(input_ids=batch["input_ids"]).last_hidden_state.float().pow(2).mean()
-        outputs.backward(retain_graph=True)
-        outputs.backward()
+        hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state.float()
+        score = (hidden * torch.linspace(-1, 1, hidden[0].numel(), device="cuda").view_as(hidden[0])).mean()
+        score.backward(retain_graph=True)
+        score.backward()
         results.append({n: p.grad for n, p in model.model.named_parameters()})
     limit = 1e-4 if stock.dtype == torch.float32 else 5e-2
     for name, want in results[0].items():
