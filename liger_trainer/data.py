@@ -247,6 +247,8 @@ def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
             if os.path.getsize(source) == 0:  # the readers fail on it in different ways
                 raise empty
             rows = load_dataset(builder, data_files=source, split=split)
+            if builder == "json":  # whose reader takes any bytes for text
+                rows.data.validate(full=True)
         else:
             rows = load_dataset(source, args.dataset_config, split=split)
     except RecipeError:
@@ -255,7 +257,7 @@ def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
         if "corresponds to no data" in str(error):  # how datasets calls a split that exists, without rows
             raise empty from error
         # datasets puts what is wrong with a file into the cause, and only "an error occurred" into the message.
-        reason = error.__cause__ or error
+        reason = " ".join(str(error.__cause__ or error).split())
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise empty

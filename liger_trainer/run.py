@@ -35,6 +35,7 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         RunError: The disk takes no more; the message says what of the run is saved.
     """
     import trl
+    from jinja2 import TemplateError
     from transformers import AutoConfig, EarlyStoppingCallback
 
     import liger_trainer
@@ -95,6 +96,15 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         trainer = counting(getattr(liger_trainer, recipe.entry.trainer))(args=training, **given)
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(f"{recipe.path}: {error}") from error
+    except TemplateError as error:
+        raise RecipeError(
+            f"{recipe.path}: the chat template of the model refuses a row: {error}. Mend the row, or set "
+            "chat_template_path to another template, where the trainer has that key."
+        ) from error
+    except RuntimeError as error:
+        if "assistant_only_loss" not in str(error):
+            raise
+        raise RecipeError(f"{recipe.path}: {error}") from error  # TRL, of a row in which the assistant says nothing
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
@@ -128,7 +138,7 @@ def _check_evaluation(recipe: Recipe) -> None:
     if heads_rows and not has_rows:
         raise RecipeError(
             f"{recipe.path}: medusa_eval_rows is {heads_rows}, but there are no rows to take them from. Set "
-            "dataset_eval_split or eval_fraction."
+            "eval_dataset_name, dataset_eval_split or eval_fraction."
         )
     if heads_rows and recipe.training.world_size > 1:
         raise RecipeError(
@@ -138,7 +148,7 @@ def _check_evaluation(recipe: Recipe) -> None:
     if strategy != "no" and not has_rows:
         raise RecipeError(
             f"{recipe.path}: eval_strategy is {strategy!r}, but there are no rows to evaluate on. Set "
-            "dataset_eval_split or eval_fraction."
+            "eval_dataset_name, dataset_eval_split or eval_fraction."
         )
     if strategy == "no" and has_rows and not heads_rows:
         raise RecipeError(

@@ -151,6 +151,23 @@ def test_a_file_without_rows(name, tmp_path):
         load_rows(RecipeArguments(dataset_name=name), tmp_path, TRAINERS["sft"].columns, 0)
 
 
+@pytest.mark.parametrize("name", ["latin.jsonl", "latin.csv", "ragged.csv", "random.parquet"])
+@pytest.mark.parametrize("template", ["none", "alpaca"])
+def test_a_file_that_cannot_be_read(name, template, tmp_path):
+    """One line for each; the JSON reader takes Latin-1 for text, and what decodes it later would fail."""
+    latin = '{"instruction": "caf\xe9", "output": "b", "text": "caf\xe9"}\n'.encode("latin-1")
+    content = {
+        "latin.jsonl": latin,
+        "latin.csv": "text\ncaf\xe9\n".encode("latin-1"),
+        "ragged.csv": b"a\nb,c\n1,2,3,4\n",
+    }
+    (tmp_path / name).write_bytes(content.get(name, b"PAR1 but not really"))
+    with pytest.raises(RecipeError, match=f"dataset_name '{name}', split 'train', cannot be loaded: ") as error:
+        load_rows(RecipeArguments(dataset_name=name, prompt_template=template), tmp_path, TRAINERS["sft"].columns, 0)
+    assert "\n" not in str(error.value)
+    assert "latin" not in name or "UTF" in str(error.value) or "utf-8" in str(error.value)
+
+
 def test_turns_of_another_name(tmp_path):
     """`prompt_template: sharegpt` reads turns from `messages` too, which some files call them."""
     train = load(tmp_path, [{"messages": TURNS}], prompt_template="sharegpt")

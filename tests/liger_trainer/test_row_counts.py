@@ -240,3 +240,37 @@ def adapter_size(folder):
     from safetensors.torch import load_file
 
     return sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
+
+
+REFUSING = CHAT.replace("{% for m in messages %}", "{% for m in messages %}{% if m['role'] == 'system' %}"
+                        "{{ raise_exception('System role not supported') }}{% endif %}")  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_a_chat_template_that_refuses_a_row(trainer, base, tmp_path, capsys):
+    """Templates raise an error of jinja2's, for a role that they do not know or turns out of order."""
+    (tmp_path / "model").mkdir()
+    for file in (base / "model").iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model" / "chat_template.jinja").write_text(REFUSING)
+    user, answer = {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}
+    system = {"role": "system", "content": "w6"}
+    rows = [{"messages": [user, answer]}, {"messages": [system, user, answer]}]
+    if trainer == "dpo":
+        rows = [{"prompt": [*head, user], "chosen": [answer], "rejected": [user]} for head in ([], [system])]
+    code, _, err = train(capsys, tmp_path, rows, trainer=trainer)
+    assert code == 2, err
+    assert (
+        "the chat template of the model refuses a row: System role not supported. Mend the row, or set chat_temp" in err
+    )
+
+
+def test_a_conversation_without_the_assistant(folder, capsys):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    (folder / "chat.jinja").write_text(template)
+    keys = {"assistant_only_loss": True, "chat_template_path": str(folder / "chat.jinja")}
+    code, _, err = train(capsys, folder, [{"messages": [{"role": "user", "content": "w4"}]}] * 2, **keys)
+    assert code == 2 and "assistant_only_loss=True" in err and "no assistant tokens" in err
