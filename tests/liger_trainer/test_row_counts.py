@@ -274,3 +274,42 @@ def test_a_conversation_without_the_assistant(folder, capsys):
     keys = {"assistant_only_loss": True, "chat_template_path": str(folder / "chat.jinja")}
     code, _, err = train(capsys, folder, [{"messages": [{"role": "user", "content": "w4"}]}] * 2, **keys)
     assert code == 2 and "assistant_only_loss=True" in err and "no assistant tokens" in err
+
+
+def test_what_the_counts_stand_on_in_trl():
+    """Names of TRL's: the preparation that runs in two steps, the column that says it is done, and the cut of pairs."""
+    import inspect
+
+    from trl import DPOTrainer, KTOTrainer, SFTTrainer
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    parameters = list(inspect.signature(SFTTrainer._prepare_dataset).parameters)
+    assert parameters == [
+        "self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name",
+    ], "trl's SFTTrainer._prepare_dataset has other parameters"  # fmt: skip
+    source = inspect.getsource(SFTTrainer._prepare_dataset)
+    for line in ('is_processed = "input_ids" in column_names', 'if "labels" not in column_names:'):
+        assert line in source, f"trl's SFTTrainer._prepare_dataset no longer has: {line}"
+    for trainer, column in ((DPOTrainer, "chosen_ids"), (KTOTrainer, "completion_ids")):
+        assert f'"{column}"' in inspect.getsource(trainer._prepare_dataset), f"trl's {trainer.__name__} has no {column}"
+    for trainer in (ORPOTrainer, CPOTrainer):
+        assert "self.max_length" in inspect.getsource(trainer.tokenize_row), f"trl's {trainer.__name__} cuts elsewhere"
+
+
+def test_parameters_that_are_elsewhere_or_packed():
+    """ZeRO-3 leaves a rank an empty parameter with `ds_numel`; 4-bit weights are two to a byte."""
+    import torch
+
+    from liger_trainer.summary import count_parameters
+
+    class Params4bit(torch.nn.Parameter):
+        quant_storage = torch.uint8
+
+    model = torch.nn.Linear(4, 3, bias=True)
+    assert count_parameters(model) == (15, 15)
+    model.weight = Params4bit(torch.zeros(6, 1, dtype=torch.uint8), requires_grad=False)
+    assert count_parameters(model) == (3, 15)
+    model.bias = torch.nn.Parameter(torch.zeros(0))
+    model.bias.ds_numel = 3
+    assert count_parameters(model) == (3, 15)
