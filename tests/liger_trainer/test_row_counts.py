@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from recipe_fixtures import command, write_model, write_recipe
@@ -33,6 +34,7 @@ def words(n, first=3):
 def train(capsys, folder, rows, **keys):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"prompt_template": None, "max_steps": 1, "max_length": 10} | keys
+    shutil.rmtree(folder / "out", ignore_errors=True)  # of an earlier call
     return command(capsys, "train", write_recipe(folder, **keys))
 
 
@@ -121,12 +123,12 @@ def test_losses_are_those_of_the_stock_trainer(folder, capsys):
     from liger_trainer.recipe import parse_recipe
 
     rows = [{"prompt": words(4, i) + " ", "completion": words(3 * i + 1, 20 + i)} for i in range(8)]
-    for extra in ({}, {"packing": True}, {"shuffle_dataset": True}):
+    for i, extra in enumerate(({}, {"packing": True}, {"shuffle_dataset": True})):
         code, _, err = train(
-            capsys, folder, rows, max_steps=4, use_liger=False, output_dir=str(folder / "ours"), **extra
+            capsys, folder, rows, max_steps=4, use_liger=False, output_dir=str(folder / f"ours{i}"), **extra
         )
         assert code == 0, err
-        ours = json.loads((folder / "ours" / "trainer_state.json").read_text())["log_history"]
+        ours = json.loads((folder / f"ours{i}" / "trainer_state.json").read_text())["log_history"]
         training = parse_recipe(str(folder / "recipe.yaml"), ["--output_dir", str(folder / "stock")]).training
         given = {key: getattr(training, key) for key in (
             "max_length", "max_steps", "per_device_train_batch_size", "gradient_checkpointing", "learning_rate", "bf16",
