@@ -176,6 +176,7 @@ class LigerTrainerMixin:
         if not (self.uses_liger and self.args.logging_nan_inf_filter):
             return super().train(*args, **kwargs)
         step = self.training_step  # an override of it sees each loss as it is
+        before = {name: value for name, value in vars(self).items() if name == "training_step"}
 
         def filtered_step(*args, **kwargs):
             return FilteredLoss.of(step(*args, **kwargs), 1 + self.state.global_step - self._globalstep_last_logged)
@@ -185,6 +186,7 @@ class LigerTrainerMixin:
             return super().train(*args, **kwargs)
         finally:
             del self.training_step
+            vars(self).update(before)
 
     def _wants(self, part: str) -> bool:
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
@@ -268,7 +270,7 @@ class LigerTrainerMixin:
         """Why the labels of the model are not the tokens that follow in its input, or None where they are."""
         model = base_model_of(self.model)
         name = own_class(model).__name__
-        if model.config.is_encoder_decoder:
+        if getattr(model.config, "is_encoder_decoder", False):
             return f"{name} is an encoder-decoder model"
         masked = name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
         if masked or name.endswith(("ForMaskedLM", "ForPreTraining")):
@@ -318,7 +320,8 @@ class LigerTrainerMixin:
         if not self.gives_token_predictions:
             why = f"{type(self).__name__} does not compute metrics of tokens"
         elif not self.head_is_ours:
-            why = "the fused LM head that finds them is switched off (use_liger, liger_config)"
+            unfused = None if self.liger_report is None else self._why_unfused(self.model)
+            why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
         elif (other := self._why_not_next_tokens()) is not None:
             why = f"{other}, whose labels are not the tokens that follow"
         if why is not None:
@@ -328,6 +331,11 @@ class LigerTrainerMixin:
         if self.has_own_loss:
             self._refuse_a_second_loss()
             self._refuse_unknown_outputs()
+            if (why := self._why_unfused(self.model)) is not None:
+                raise ValueError(
+                    f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but {why}. "
+                    "Override compute_loss instead."
+                )
             if self.loss_hook == "token_loss" and (why := self._why_not_next_tokens()) is not None:
                 raise ValueError(
                     f"{type(self).__name__} overrides token_loss, which scores each label as the token that follows, "

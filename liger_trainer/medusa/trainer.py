@@ -57,14 +57,17 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             args = MedusaConfig(f"{name.split('/')[-1]}-Medusa")
         _check_args(args, kwargs)
         super().__init__(model, args, **kwargs)
-        self._check_model()
-        attach_heads(self.model, self._initial_heads())
-        self._freeze()
         self._schedule = schedule_of(args.medusa_schedule)
         self._sums: dict[str, torch.Tensor] = {}  # by mode; of losses, hits and rows (3, heads), since the last log
         self._tokens = defaultdict(int)
 
     # What is trained
+
+    def _finish_init(self) -> None:
+        super()._finish_init()
+        self._check_model()
+        attach_heads(self.model, self._initial_heads())
+        self._freeze()
 
     def _check_model(self) -> None:
         args, adapters = self.args, getattr(self.model, "peft_config", {})

@@ -12,7 +12,7 @@ from test_custom_loss import Plain
 from test_use_liger_false import STOCK, one, ours, rows_of
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 
-from liger_trainer import LigerTrainer, LigerTrainingArguments, apply_liger
+from liger_trainer import LigerMedusaTrainer, LigerTrainer, LigerTrainingArguments, MedusaConfig, apply_liger
 from liger_trainer.fused_head import HeadOptions, has_fused_head, head_options, install_fused_head
 from liger_trainer.trl_seam import replaced_in
 
@@ -169,3 +169,13 @@ def test_after_a_refusal_under_mixed_precision(stock_next, patched, tmp_path):
         refused("DPO", model, tmp_path, reference, bf16=True)
     assert has_fused_head(reference) == patched
     assert_same_training(trainer(model, reference), want, rtol=0.0)
+
+
+def test_a_refused_medusa_trainer_leaves_its_model_as_it_was(tmp_path):
+    model = tiny_model("llama").requires_grad_(False)
+    before = bound(model)
+    args = MedusaConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False, medusa_stage=2)
+    rows = one("SFT", STOCK["SFT"], tmp_path).train_dataset
+    with pytest.raises(ValueError, match="all its parameters are frozen"):
+        LigerMedusaTrainer(model, args, train_dataset=rows, processing_class=tiny_tokenizer())
+    assert {name: kept.keys() for name, kept in bound(model).items()} == {name: b.keys() for name, b in before.items()}

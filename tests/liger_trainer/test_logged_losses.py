@@ -159,3 +159,11 @@ def test_a_training_step_of_ones_own_sees_the_loss_as_it_is(tmp_path):
     assert [math.isnan(loss) for loss in seen] == [False, True, False]
     assert all(type(loss) is torch.Tensor for loss in seen)
     assert "training_step" not in vars(trainer)
+
+
+def test_a_training_step_that_the_user_has_set_on_the_trainer_stays(tmp_path):
+    trainer = build(OurTrainer, tmp_path, max_steps=2)
+    calls, stock = [], trainer.training_step
+    own = trainer.training_step = lambda *args, **kwargs: calls.append(1) or stock(*args, **kwargs)
+    trainer.train()
+    assert len(calls) == 2 and trainer.training_step is own

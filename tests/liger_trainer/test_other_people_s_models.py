@@ -60,6 +60,13 @@ def test_a_cpt_adapter_trains_unfused(split, tmp_path):
     assert_same(got, want)
 
 
+def test_what_a_cpt_adapter_excludes(tmp_path):
+    with pytest.raises(ValueError, match="Own overrides token_loss, .*but the adapter 'default' is CPT"):
+        run_hf(type("Own", (Plain, LigerTrainer), {}), cpt(), tmp_path)
+    with pytest.raises(ValueError, match="eval_predictions is 'tokens', but the adapter 'default' is CPT"):
+        run_hf(LigerTrainer, cpt(), tmp_path, eval_predictions="tokens")
+
+
 def test_a_cpt_adapter_where_trl_cannot_train_it(tmp_path):
     with pytest.raises(AttributeError, match="no attribute 'logits'"):
         run_sft(SFTTrainer, cpt(), tmp_path)
