@@ -1,0 +1,420 @@
+"""What a run meets beside plain steps, on a patched model and on a stock one: the same loss and the same gradients.
+
+Two backward passes and none, an exception half-way, a model that was pickled, copied or trained before, adapters on the
+parameters of experts, rows packed and not packed.
+"""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from side_by_side import (
+    CHECKPOINTING,
+    EVERY_SETTING,
+    as_at_real_size,
+    assert_same_step,
+    batch,
+    gradients,
+    model_of,
+    outcome,
+    patched,
+    step,
+)
+from step_parity import LogitRows, assert_same_gradients, trained
+from test_parity_sft import run as run_sft
+from test_parity_trainer import run as run_trainer
+from tiny_models import VOCAB, ragged_rows, tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Trainer
+from trl import SFTTrainer
+
+from liger_trainer import LigerSFTTrainer, LigerTrainer, remove_liger
+
+
+@pytest.fixture(autouse=True)
+def real_size(monkeypatch):
+    as_at_real_size(monkeypatch)
+
+
+def two_backward_passes(model):
+    """Two backward passes of one graph: the gradients add up."""
+    loss = model(**batch()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def two_without_keeping(model):
+    """Stock raises."""
+    loss = model(**batch()).loss
+    loss.backward()
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def gradients_first(model):
+    """Gradients asked for by `torch.autograd.grad`, as a gradient penalty does, and then a backward pass."""
+    loss = model(**batch()).loss
+    torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], retain_graph=True)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def skipped(model):
+    """A forward pass whose loss is dropped, as after a loss that is NaN, then a step."""
+    model(**batch(5))
+    return step(model)
+
+
+def skipped_and_held(model):
+    """The loss that has no backward pass lives on during the step."""
+    held = model(**batch(5)).loss
+    result = step(model)
+    assert held.isfinite()
+    return result
+
+
+def crossed(model):
+    """Two forward passes, then their backward passes, the first one first."""
+    first, second = model(**batch(5)).loss, model(**batch()).loss
+    first.backward()
+    second.backward()
+    return second.detach(), gradients(model)
+
+
+def summed(model):
+    """One backward pass of two batches."""
+    loss = model(**batch(5)).loss + 0.3 * model(**batch()).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def evaluated_between(model):
+    """Loss and logits without gradients, in evaluation mode, between a forward pass and its backward pass."""
+    loss = model(**batch()).loss
+    model.eval()
+    with torch.no_grad():
+        outputs = model(**batch(5))
+    model.train()
+    loss.backward()
+    return loss.detach() + outputs.loss + outputs.logits.float().square().mean(), gradients(model)
+
+
+def without_gradients_in_training_mode(model):
+    """The loss of the same model under `no_grad`, then a step."""
+    with torch.no_grad():
+        before = model(**batch(5)).loss
+    loss, grads = step(model)
+    return before + loss, grads
+
+
+def logits_asked_for(model):
+    """A loss of one's own on the logits of a call without labels."""
+    given = batch()
+    labels = given.pop("labels")
+    logits = model(**given).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def accumulated(model):
+    step(model, 5)
+    return step(model)
+
+
+STEPS = {
+    f.__name__: f
+    for f in (
+        two_without_keeping, skipped, skipped_and_held, crossed, summed, evaluated_between,
+        without_gradients_in_training_mode, logits_asked_for, accumulated,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", EVERY_SETTING)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name, setting):
+    """Either both raise the same, or loss and gradients agree."""
+    want = outcome(STEPS[name], model_of(setting))
+    assert_same_step(outcome(STEPS[name], patched(model_of(setting))), want, setting[2])
+
+
+@pytest.mark.parametrize("setting", EVERY_SETTING)
+@pytest.mark.parametrize("run", [two_backward_passes, gradients_first])
+def test_two_backward_passes_of_one_graph(run, setting):
+    """As stock without the fused head, whose gradients are handed over in the first: with it, an error that says so."""
+    want = outcome(run, model_of(setting))
+    assert_same_step(outcome(run, patched(model_of(setting), head=False)), want, setting[2])
+    if not isinstance(want, type):
+        with pytest.raises(RuntimeError, match="Second backward through a fused linear head.*call backward once"):
+            run(patched(model_of(setting)))
+
+
+class Interrupted(Exception):
+    """What is thrown half-way."""
+
+
+def throw(*args):
+    raise Interrupted
+
+
+def throwing_in_the_forward(module):
+    return module.register_forward_pre_hook(throw)
+
+
+def throwing_after_the_forward(module):
+    return module.register_forward_hook(throw)
+
+
+def throwing_in_the_backward(module):
+    return module.register_full_backward_pre_hook(throw)
+
+
+PLACES = {
+    "layer": lambda model: model.model.layers[1],
+    "norm": lambda model: model.model.layers[1].input_layernorm,
+    "down_proj": lambda model: model.model.layers[1].mlp.down_proj,
+    "lm_head": lambda model: model.lm_head,
+}
+
+
+@pytest.mark.parametrize("setting", EVERY_SETTING)
+@pytest.mark.parametrize("interrupt", [throwing_in_the_forward, throwing_after_the_forward, throwing_in_the_backward])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_after_an_exception(place, interrupt, setting):
+    """As if the step with the exception had not been, in this model and for logits; a `KeyboardInterrupt` is one."""
+    results = []
+    for model in (model_of(setting), patched(model_of(setting))):
+        handle = interrupt(PLACES[place](model))
+        with pytest.raises(Interrupted):
+            step(model)
+        handle.remove()
+        model.zero_grad()
+        results.append((step(model), outcome(logits_asked_for, model)))
+    for want, got in zip(*results, strict=True):
+        assert_same_step(got, want, setting[2])
+
+
+class Storages(TorchDispatchMode):
+    """All memory that operations returned while this was on, but for that of a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.references = []
+        self.own = {StorageWeakRef(x.untyped_storage()).cdata for x in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.references += [StorageWeakRef(x.untyped_storage()) for x in tensors]
+        return result
+
+    def alive(self):
+        return len({reference.cdata for reference in self.references if not reference.expired()} - self.own)
+
+
+def interrupted_forward(model):
+    handle = throwing_in_the_forward(PLACES["norm"](model))
+    with pytest.raises(Interrupted):
+        model(**batch())
+    handle.remove()
+
+
+def interrupted_backward(model):
+    handle = throwing_in_the_backward(PLACES["norm"](model))
+    with pytest.raises(Interrupted):
+        step(model)
+    handle.remove()
+
+
+def only_forward(model):
+    model(**batch())
+
+
+def gradient_of_a_part(model):
+    """A backward pass that needs one of the projections behind a norm and not the others."""
+    layer = model.get_base_model().model.layers[0] if hasattr(model, "peft_config") else model.model.layers[0]
+    torch.autograd.grad(model(**batch()).loss, [layer.self_attn.k_proj.weight])
+
+
+@pytest.mark.parametrize("setting", EVERY_SETTING)
+@pytest.mark.parametrize(
+    "run", [step, only_forward, interrupted_forward, interrupted_backward, crossed, gradient_of_a_part]
+)
+def test_no_activation_outlives_its_step(run, setting):
+    """Without the garbage collector, which comes late: no more memory is held than by the stock model."""
+    held = []
+    for model in (model_of(setting), patched(model_of(setting))):
+        outcome(run, model)
+        model.zero_grad()
+        gc.collect()
+        gc.disable()
+        try:
+            with Storages(model) as storages:
+                outcome(run, model)
+            model.zero_grad()
+            held.append(storages.alive())
+        finally:
+            gc.enable()
+    want, got = held
+    assert got <= want
+
+
+def pickled(model, folder):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model, folder):
+    torch.save(model, folder / "model.pt")
+    return torch.load(folder / "model.pt", weights_only=False)
+
+
+def saved_after_a_step(model, folder):
+    step(model)
+    model.zero_grad()
+    return saved(model, folder)
+
+
+def copied_after_a_step(model, folder):
+    step(model)
+    model.zero_grad()
+    return copy.deepcopy(model)
+
+
+def unpatched_and_patched(model, folder):
+    remove_liger(model)
+    return patched(model)
+
+
+def patched_twice(model, folder):
+    return patched(model)
+
+
+COPIES = {
+    f.__name__: f
+    for f in (pickled, saved, saved_after_a_step, copied_after_a_step, unpatched_and_patched, patched_twice)
+}
+
+
+@pytest.mark.parametrize("setting", EVERY_SETTING)
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_trains_as_stock(name, setting, tmp_path):
+    """With weights of its own: those of the model that it was made of may change."""
+    model = patched(model_of(setting))
+    twin = COPIES[name](model, tmp_path)
+    if twin is not model:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    assert_same_step(outcome(step, twin), step(model_of(setting)), setting[2])
+
+
+@pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_trainer_on_a_copy(name, trainer_class, tmp_path, monkeypatch):
+    """It logs what the stock trainer logs on a fresh model, and it builds no logits either."""
+    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
+    run = {LigerTrainer: run_trainer, LigerSFTTrainer: run_sft}[trainer_class]
+    want, _ = run(STOCK[trainer_class], tiny_model("llama"), tmp_path)
+    model = COPIES[name](patched(tiny_model("llama").train()), tmp_path)
+    with LogitRows() as seen:
+        got, trainer = run(trainer_class, model, tmp_path)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    assert trainer.head_is_ours and seen.rows == 3
+    for operation in ("rms_norm", "rope", "swiglu"):
+        assert trainer.liger_report[operation].swapped, operation
+
+
+STOCK = {LigerTrainer: Trainer, LigerSFTTrainer: SFTTrainer}
+COPY = copy.deepcopy
+ONE_AFTER_THE_OTHER = [
+    (LigerTrainer, LigerTrainer), (LigerTrainer, LigerSFTTrainer), (LigerSFTTrainer, LigerTrainer),
+    (LigerSFTTrainer, LigerSFTTrainer), (LigerTrainer, Trainer), (LigerSFTTrainer, Trainer),
+    (LigerTrainer, SFTTrainer),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(
+    "first, second", ONE_AFTER_THE_OTHER, ids=lambda trainer: trainer.__name__
+)
+def test_two_trainers_one_after_the_other_on_one_model(first, second, kind, tmp_path, monkeypatch):
+    """The second may be a stock one: the model is still patched. Against two stock trainers on one model."""
+    # By which the runs of other tests leave their model as it is.
+    monkeypatch.setattr(copy, "deepcopy", lambda x, memo=None: x if isinstance(x, torch.nn.Module) else COPY(x, memo))
+    logged = []
+    for classes in ((STOCK.get(first, first), STOCK.get(second, second)), (first, second)):
+        model = tiny_model("llama")
+        if kind == "lora":
+            torch.manual_seed(3)
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        runs = []
+        for trainer_class in classes:
+            run = run_sft if issubclass(trainer_class, SFTTrainer) else run_trainer
+            steps, trainer = run(trainer_class, model, tmp_path)
+            assert trainer.model is model
+            runs.append(steps[:, :2])  # loss and gradient norm
+        logged.append(torch.cat(runs))
+    torch.testing.assert_close(logged[1], logged[0], rtol=1e-5, atol=0)
+
+
+EXPERTS = {
+    "one": ["mlp.experts.down_proj"],
+    "both": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+
+
+def with_expert_lora(model, parameters):
+    """LoRA on parameters of experts, which are no modules, beside one on the attention."""
+    torch.manual_seed(3)
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
+    )
+    assert sum("experts" in name and p.requires_grad for name, p in model.named_parameters()) == 4 * len(parameters)
+    return model
+
+
+@pytest.mark.parametrize("patched_first", [False, True], ids=["lora-then-patch", "patch-then-lora"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("parameters", EXPERTS.values(), ids=EXPERTS)
+def test_lora_on_parameters_of_experts(parameters, checkpointing, patched_first):
+    setting = ("sdpa", checkpointing, "fp32")
+    want = step(model_of(setting, "qwen3_moe", lambda model: with_expert_lora(model, parameters)))
+
+    def wrap(model):
+        return with_expert_lora(patched(model), parameters) if patched_first else model
+
+    model = model_of(setting, "qwen3_moe", wrap)
+    if not patched_first:
+        model = patched(with_expert_lora(model, parameters).train())
+    got = step(model)
+    assert all(grad.norm() > 0 for name, grad in got[1].items() if "experts" in name)
+    assert_same_step(got, want, "fp32")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpoint"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_rows_packed_and_not_packed(model_type, checkpointing, attention, tmp_path):
+    """One step of the same rows: packed end to end, of which each sees itself alone, and padded to the longest."""
+    model = tiny_model(model_type)
+    model.set_attn_implementation(attention)
+    found = []
+    for trainer_class in (SFTTrainer, LigerSFTTrainer):
+        for options in ({"packing": True, "max_length": 48}, {"max_length": 64}):
+            _, trainer = run_sft(
+                trainer_class, model, tmp_path, (16, 1), rows=ragged_rows(), train=False, max_steps=1,
+                gradient_checkpointing=checkpointing, optim="sgd", max_grad_norm=0.0, **options,
+            )  # fmt: skip
+            logs, grads = trained(trainer)
+            found.append((torch.tensor(logs[0]["loss"]), grads[0], logs[0]["num_tokens"]))
+    for loss, grads, tokens in found[1:]:
+        assert tokens == found[0][2]
+        torch.testing.assert_close(loss, found[0][0], rtol=1e-5, atol=0)
+        assert_same_gradients(grads, found[0][1], 2e-5)
