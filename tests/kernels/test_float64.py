@@ -184,7 +184,8 @@ def plain_heads(hidden, weight, row_weight, rows, counted):
 def plain_heads_kl(hidden, weight, teacher_x, teacher_w, valid, row_weight):
     log_q = F.linear(teacher_x, teacher_w).log_softmax(-1)
     ahead = [torch.cat((log_q[k + 1 :], log_q[: k + 1])) for k in range(K)]
-    counted = valid & (torch.arange(T) + torch.arange(1, K + 1).unsqueeze(1) < T)
+    ahead_of, row = torch.arange(1, K + 1, device=valid.device).unsqueeze(1), torch.arange(T, device=valid.device)
+    counted = valid & (row + ahead_of < T)
 
     def rows(k, z):
         return row_kl(ahead[k], z.log_softmax(-1)), z.argmax(-1) == ahead[k].argmax(-1)
