@@ -7,7 +7,7 @@ from test_gate_reuse import Gate
 from tiny_models import collate, ragged_rows, tiny_model
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import apply, mlps, rebuild
+from liger_trainer.patching import apply, mlps
 
 CHECKPOINTING = {"kept": None, "checkpoint": False, "reentrant": True}  # to use_reentrant
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,10 +26,12 @@ def first_or_slow(*values, first):
 EVERY_SETTING = [first_or_slow(setting, first=setting == FIRST) for setting in SETTINGS]
 
 
+REBUILT = {"rebuild_above_mib": 0}  # for users only large tensors are
+
+
 def as_at_real_size(monkeypatch):
-    """What is done to large tensors on a GPU, done to small ones on the CPU: tensors rebuilt in the backward pass, and
-    the gradients of a gate written over its inputs."""
-    monkeypatch.setattr(rebuild, "LARGE", 0)
+    """What Triton's gate does on a GPU, done on the CPU: its gradients are written over its inputs. Tensors are rebuilt
+    in the backward pass as on a GPU where a model is patched with `REBUILT`."""
     monkeypatch.setitem(mlps.GATES, ("swiglu", ""), lambda a, b, reuse_inputs=False: Gate.apply(a, b, reuse_inputs))
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
     kinds = [kind._replace(build=mlps.build) if kind.prove is mlps.prove else kind for kind in apply._KINDS]
@@ -50,7 +52,7 @@ def model_of(setting, model_type="llama", wrap=None):
 
 def patched(model, head=True):
     """With everything swapped, but for the head, which may be kept where it has a hook."""
-    report = apply_liger(model, {"fused_linear_cross_entropy": head})
+    report = apply_liger(model, {"fused_linear_cross_entropy": head, **REBUILT})
     for operation in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu"):
         assert not report[operation].skipped, report.one_line()
     assert report["rope"].swapped and (report["swiglu"].swapped or report["geglu"].swapped), report.one_line()

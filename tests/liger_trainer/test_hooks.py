@@ -182,7 +182,11 @@ def run(model, finish):
 )
 @pytest.mark.parametrize("module, hook", CASES)
 def test_a_hook(module, hook, order, setting):
-    """Either both raise, or loss, gradients and what the hook was shown agree."""
+    """Either both raise, or loss, gradients and what the hook was shown agree.
+
+    Or stock raises, since the input of a projection was changed after another one had kept it, and ours, which makes
+    that input again, has the gradients of the same change made to a copy.
+    """
     results, shown = [], []
     for is_ours in (False, True):
         seen, model = [], model_of(setting)
@@ -194,6 +198,11 @@ def test_a_hook(module, hook, order, setting):
         results.append(outcome(run, model, finish))
         shown.append(seen)
     want, got = results
+    if want is RuntimeError and got is not RuntimeError and hook == "input_scaled_in_place":
+        model = model_of(setting)
+        input_scaled(MODULES[module](model), [])
+        assert_same_step(got, step(model), setting[2])
+        return
     assert_same_step(got, want, setting[2])
     if not isinstance(want, type):
         assert len(shown[0]) > 0
