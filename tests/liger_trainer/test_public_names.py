@@ -1,0 +1,79 @@
+"""What users import and type. A name that goes, or comes, is a decision: change the list here, and CHANGELOG.md."""
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import liger_trainer
+import liger_triton
+from liger_trainer import losses
+
+TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Distillation")
+NAMES = {
+    "LigerTrainer", "LigerTrainingArguments", "MedusaConfig", "MedusaHeads", "LigerMedusaTrainer", "LigerReport",
+    "apply_liger", "remove_liger", "AutoLigerKernelForCausalLM",
+    *(f"Liger{name}{kind}" for name in TRAINERS for kind in ("Config", "Trainer")),
+}  # fmt: skip
+MODULES = {  # where else something public is imported from
+    "liger_trainer.losses": {
+        "cpo_loss", "dpo_loss", "kto_loss", "linear_loss", "orpo_loss", "sequence_logprobs", "simpo_loss",
+    },
+    "liger_trainer.rewards": {"boxed_answer", "REWARDS"},
+    "liger_trainer.patching": {"OPERATIONS", "LigerReport", "apply_liger", "check_config", "remove_liger"},
+    "liger_trainer.medusa.export": {"load_heads"},
+}  # fmt: skip
+KERNELS = {
+    "Divergence", "HeadsLoss", "LogProbs", "TokenRanks", "add_rms_norm", "cross_entropy", "geglu", "layer_norm",
+    "linear_cross_entropy", "linear_divergence", "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs",
+    "linear_token_ranks", "rms_norm", "rope", "swiglu", "token_ranks",
+}  # fmt: skip
+OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions"}
+COMMANDS = {"train", "recipes", "doctor", "merge", "medusa-data", "medusa-eval", "medusa-export"}
+RECIPES = {
+    "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
+    "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",
+    "llama3_8b/medusa_stage2",
+}  # fmt: skip
+
+
+def test_names_of_the_package():
+    assert set(liger_trainer.__all__) == NAMES
+    for name in NAMES:
+        assert getattr(liger_trainer, name).__name__ == name
+    assert liger_trainer.losses is losses
+    assert callable(liger_trainer.apply_liger_kernel_to_llama)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_names_of_modules(module):
+    for name in MODULES[module]:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+def test_names_of_the_kernels():
+    assert set(liger_triton.__all__) == KERNELS
+    for name in KERNELS:
+        assert callable(getattr(liger_triton, name))
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(NAMES) if n.endswith(("Config", "Arguments")) and "Medusa" not in n])
+def test_options_beside_the_stock_ones(name):
+    own = getattr(liger_trainer, name)
+    stock = next(base for base in own.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+    fields = {f.name for f in dataclasses.fields(own)} - {f.name for f in dataclasses.fields(stock)}
+    assert fields == OWN_OPTIONS
+
+
+def test_commands_and_recipes():
+    def output(*words):
+        return subprocess.run(
+            [sys.executable, "-m", "liger_trainer", *words], capture_output=True, text=True, check=True
+        ).stdout
+
+    text = output("--help")
+    listed = {line.split()[0] for line in text.splitlines() if line.startswith("    ") and line[4] != " "}
+    assert listed == COMMANDS, text
+    assert {line.split()[0] for line in output("recipes").splitlines()} == RECIPES
