@@ -17,11 +17,11 @@ import torch
 from _measure import DEVICE, Record, table
 
 from liger_trainer import LigerMedusaTrainer, MedusaConfig
+from liger_trainer.command.model_source import find_model
 from liger_trainer.medusa.distill_data import distill, local_answerer
 from liger_trainer.medusa.evaluate import evaluate
 from liger_trainer.medusa.heads import heads_of
 from liger_trainer.medusa.prompts import encode, end_tokens, read_prompts
-from liger_trainer.model_source import find_model
 
 
 def load(name):

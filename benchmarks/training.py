@@ -78,7 +78,7 @@ def one_arm(options):
     )  # fmt: skip
     emit(train(options.arm, run, [profiler()] if options.profile else []))
     if options.processes > 1:
-        time.sleep(0.5)  # as at the end of liger_trainer/run.py
+        time.sleep(0.5)  # as at the end of liger_trainer/command/run.py
 
 
 def case_of(options):

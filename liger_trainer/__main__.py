@@ -2,7 +2,7 @@
 
 import sys
 
-from liger_trainer.cli import main
+from liger_trainer.command.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,20 +1,10 @@
-"""Reward functions by name, for recipes: those of `REWARDS`, or any function by its dotted path.
+"""Reward functions that ship, for `reward_funcs` of a trainer or of a recipe.
 
 A reward function is TRL's: called with `prompts`, `completions` (a list of texts, or of lists of messages), and each
 column of the rows, a list each, by keyword, it returns one number per completion, or None to leave one out.
 """
 
-import importlib
-import inspect
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-
-from liger_trainer.recipe import RecipeError
-
-# What TRL passes beside the columns of the rows.
-_GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 
 
 def boxed_answer(completions: list, solution: list[str], **columns) -> list[float]:
@@ -51,73 +41,3 @@ def _bare(answer: str | None) -> str | None:
 
 
 REWARDS: dict[str, Callable] = {"boxed_answer": boxed_answer}
-
-
-def find_reward(name: str, folder: Path | None = None) -> Callable:
-    """The function that `name` means: a key of `REWARDS`, or a dotted path such as `my_rewards.brief`.
-
-    A dotted path imports its module, which runs the module's code. Beside what is installed, modules are found in
-    `folder` and in the working directory, also when the command is a script, whose own folder is all that Python looks
-    into. Both folders stay on `sys.path`, at its end, for what the function itself imports.
-
-    Args:
-        name (`str`): A name, or the dotted path of a function or of an object that can be called.
-        folder (`Path`, *optional*): The folder of the recipe.
-
-    Raises:
-        RecipeError: There is no such function; the message lists the names and says what failed.
-    """
-    if name in REWARDS:
-        return REWARDS[name]
-    module, _, attribute = name.rpartition(".")
-    reason = "a function of your own is named by its dotted path, such as my_module.my_reward"
-    if module:
-        for path in (folder, Path.cwd()):
-            if path is not None and str(path.resolve()) not in sys.path:
-                sys.path.append(str(path.resolve()))
-        try:
-            holder = importlib.import_module(module)
-        except Exception as error:  # whatever the code of a user's module raises
-            reason = f"importing {module} failed with {type(error).__name__}: {error}{_place(error)}"
-            raise _unknown(name, reason) from error
-        if not hasattr(holder, attribute):
-            reason = f"{module} ({getattr(holder, '__file__', 'built in')}) has no attribute {attribute!r}"
-        elif (unfit := _not_a_reward(found := getattr(holder, attribute))) is None:
-            return found
-        else:
-            reason = unfit
-    raise _unknown(name, reason)
-
-
-def _unknown(name: str, reason: str) -> RecipeError:
-    return RecipeError(f"reward_funcs has {name!r}: {reason}. Known by name: {', '.join(REWARDS)}.")
-
-
-def _not_a_reward(found) -> str | None:
-    """Why an attribute of a module is no reward function; None where it is one."""
-    if inspect.ismodule(found):
-        return "it is a module, not a function"
-    if inspect.isclass(found):
-        return "it is a class; name a function, or an object of the class that can be called"
-    if inspect.isbuiltin(found):
-        return "it is a function built into Python, which takes no columns"
-    return None if callable(found) else f"it is a {type(found).__name__}, not a function"
-
-
-def _place(error: Exception) -> str:
-    """File and line in a user's module where an import failed."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    frames = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def check_columns(reward: Callable, columns: list[str]) -> None:
-    """RecipeError where `reward` needs an argument that neither TRL nor the rows' `columns` give it."""
-    name = getattr(reward, "__name__", type(reward).__name__)
-    for parameter in inspect.signature(reward).parameters.values():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and parameter.name not in _GIVEN | set(columns):
-            raise RecipeError(
-                f"reward_funcs has {name!r}, which reads the column {parameter.name!r}, and the rows have "
-                f"{', '.join(columns)}. Add that column, or choose another function."
-            )

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from ._dispatch import INTERPRET, KERNEL_DTYPES, graph_is_kept, use_triton
+from .halves import joined
 
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
@@ -114,24 +115,6 @@ def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tu
     block = min(2048, next_power_of_2(n))  # 16 elements a thread with 4 warps: two 16-byte loads of bf16
     tiles_per_row = cdiv(n, block)
     return rows, n, tiles_per_row, (m * tiles_per_row,), block
-
-
-def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    """The contiguous (..., 2 N) whose halves the two (..., N) are, without a copy; None where they are not."""
-    if (
-        first.ndim == 0
-        or (first.shape, first.stride(), first.dtype) != (second.shape, second.stride(), second.dtype)
-        or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-        or second.storage_offset() - first.storage_offset() != first.shape[-1]
-    ):
-        return None
-    shape, strides, step = (*first.shape[:-1], 2 * first.shape[-1]), [], 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= size
-    if any(size > 1 and got != want for size, got, want in zip(first.shape, first.stride(), strides, strict=True)):
-        return None
-    return first.detach().as_strided(shape, strides)
 
 
 def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from liger_trainer.medusa.heads import MedusaHeadsConfig, check_shape
-from liger_trainer.training_args import LigerSFTConfig
+from liger_trainer.trainers.sft_trainer import LigerSFTConfig
 
 __all__ = ["MedusaConfig", "MedusaHeadsConfig"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from liger_trainer.fused_head import base_model_of, output_head
-from liger_trainer.lm_head import innermost
+from liger_trainer.head.find import base_model_of, output_head
+from liger_trainer.head.module import innermost
 from liger_trainer.medusa.heads import MedusaHeads
 
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from liger_trainer.fused_head import output_head
-from liger_trainer.lm_head import innermost
+from liger_trainer.head.find import output_head
+from liger_trainer.head.module import innermost
 from liger_trainer.medusa.decode import Decoded, greedy_decode, head_input
 from liger_trainer.medusa.heads import MedusaHeads, heads_of
 from liger_trainer.medusa.prompts import answer, encode, end_tokens, prompt_of

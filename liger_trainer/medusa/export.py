@@ -17,8 +17,8 @@ from collections.abc import Mapping
 import torch
 from safetensors.torch import load_file, save_file
 
-from liger_trainer.fused_head import output_head
-from liger_trainer.lm_head import innermost
+from liger_trainer.head.find import output_head
+from liger_trainer.head.module import innermost
 from liger_trainer.medusa.heads import (
     CONFIG_FILE,
     HEADS_FOLDER,

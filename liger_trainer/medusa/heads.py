@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from liger_trainer.fused_head import base_model_of, head_reason, output_head
-from liger_trainer.lm_head import HeadCall, bind_head, innermost
+from liger_trainer.head.find import base_model_of, head_reason, output_head
+from liger_trainer.head.module import HeadCall, bind_head, innermost
 
 HEADS_NAME = "medusa_head"  # the attribute of the model
 HEADS_FOLDER = "medusa_heads"  # in the output directory and in every checkpoint of the trainer

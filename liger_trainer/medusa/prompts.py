@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from liger_trainer.data import alpaca_row, sharegpt_message
+from liger_trainer.templates import alpaca_row, sharegpt_message
 
 Prompt = str | list[dict[str, str]]
 _COLUMNS = "prompt; messages; conversations; instruction (and input)"

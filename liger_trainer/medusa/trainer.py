@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from liger_trainer.deferred import DeferredLogits
-from liger_trainer.fused_head import base_model_of, head_reason
+from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.head.find import base_model_of, head_reason
 from liger_trainer.medusa.config import MedusaConfig, schedule_of
 from liger_trainer.medusa.heads import (
     HEADS_FOLDER,
@@ -21,9 +21,9 @@ from liger_trainer.medusa.heads import (
     heads_of,
 )
 from liger_trainer.medusa.labels import head_targets
-from liger_trainer.sft_trainer import LigerSFTTrainer
+from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 from liger_triton import linear_heads_cross_entropy, linear_heads_kl
-from liger_triton._heads import with_gradients
+from liger_triton.known_gradients import with_gradients
 
 
 class LigerMedusaTrainer(LigerSFTTrainer):

@@ -1,6 +1,7 @@
 """Recognise, prove, swap: `apply_liger` puts fused kernels into a model instance, `remove_liger` takes them out."""
 
-from .apply import apply_liger, check_config, remove_liger
-from .report import OPERATIONS, LigerReport
+from liger_trainer.instance.report import OPERATIONS, LigerReport
+from liger_trainer.patching.apply import apply_liger, remove_liger
+from liger_trainer.patching.config import check_config
 
 __all__ = ["OPERATIONS", "LigerReport", "apply_liger", "check_config", "remove_liger"]

@@ -1,4 +1,4 @@
-"""Gated MLPs `down(act(gate(x)) * up(x))` and expert gates: nominated by the widths of their projections.
+"""Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections.
 
 For the proof the projections are replaced by recorders that hand out random tensors, so no weight matters: shown is
 that x goes to the projections unchanged, and act(gate) * up, unchanged, to the last one, whose output is the result.
@@ -12,19 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from liger_triton import geglu, swiglu
-from liger_triton._launch import joined
+from liger_trainer.instance.hooks import seen_by_others, step_aside
+from liger_trainer.patching import probe
+from liger_trainer.patching.gates import GATES, SCALES, children_but, guessed_operation
+from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.rebuild import ABOVE, call_rebuilding, nobody_else_reads, rebuilding
+from liger_triton.halves import halves
 
-from . import probe
-from .hooks import seen_by_others, step_aside
-from .rebuild import ABOVE, call_rebuilding, nobody_else_reads, rebuilding
-
-GATES = {
-    ("swiglu", ""): swiglu,
-    ("geglu", "tanh"): functools.partial(geglu, approximate="tanh"),
-    ("geglu", "none"): functools.partial(geglu, approximate="none"),
-}
-SCALES = (1.0, 10.0, 100.0)  # clamps of 7 and 10 are not seen at 1
 TOKENS = (2, 3)
 
 
@@ -49,19 +43,6 @@ class MLP:
         if len(self.inner) == 1:
             return f"{act}, fused {'[gate|up]' if self.gate_first else '[up|gate]'}: {', '.join(names)}"
         return f"{act}: {', '.join(names if self.gate_first else [names[1], names[0], names[2]])}"
-
-
-@dataclass(frozen=True)
-class ExpertGate:
-    """The gate of a block of experts: the two halves of what `_apply_gate` gets, gate first."""
-
-    operation: str
-    approximate: str
-    left_out: tuple[tuple[str, type], ...]
-
-    def __str__(self):
-        act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
-        return f"{act}, experts' _apply_gate"
 
 
 def _widths(module) -> tuple[int, int] | None:
@@ -101,14 +82,6 @@ def nominated(module: nn.Module) -> bool:
     return roles(module) is not None and probe.inputs_of(type(module).forward) is not None
 
 
-def guessed_operation(module: nn.Module) -> str:
-    """Under which operation an MLP without proof is reported: by what its activation is called."""
-    for name in ("act_fn", "activation_fn", "act", "activation"):
-        if "gelu" in type(getattr(module, name, None)).__name__.lower():
-            return "geglu"
-    return "swiglu"
-
-
 class _Recorder(nn.Module):
     """Stands for a projection: keeps its input and returns `value`, or the input itself where there is none."""
 
@@ -137,15 +110,11 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
         return None, f"it calls its projections in the order {', '.join(order)}; expected each once, {down} last"
     for operation, approximate in GATES:
         for gate_first in (True, False):
-            left_out = _children_but(module, order)
+            left_out = children_but(module, order)
             mlp = MLP(operation, approximate, tuple(order[:-1]), down, gate_first, left_out)
             if _agrees(module, mlp):
                 return mlp, None
     return None, "it is not down(act(gate) * up) with silu or gelu: a clamp, a scale, dropout or another activation"
-
-
-def _children_but(module, names) -> tuple[tuple[str, type], ...]:
-    return tuple((n, type(c)) for n, c in module._modules.items() if n not in names and c is not None)
 
 
 def _values(module, inner, scale):
@@ -194,22 +163,6 @@ def _agrees(module, mlp) -> bool:
     return True
 
 
-class _Halves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.chunk(2, dim=-1)
-
-    @staticmethod
-    def backward(ctx, da, db):
-        whole = None if torch.is_grad_enabled() else joined(da, db)
-        return torch.cat((da, db), dim=-1) if whole is None else whole
-
-
-def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x.chunk(2, dim=-1)`, whose gradient is not copied where the gradients of the two are halves of one tensor."""
-    return x.chunk(2, dim=-1) if torch.compiler.is_compiling() else _Halves.apply(x)
-
-
 @functools.cache
 def build(mlp: MLP, rebuild_above: int = ABOVE):
     """The `forward` of a gated MLP; its gated product is not kept for the backward pass above so many bytes."""
@@ -238,59 +191,4 @@ def build(mlp: MLP, rebuild_above: int = ABOVE):
     return probe.named(forward, "forward")
 
 
-def has_expert_gate(module: nn.Module) -> bool:
-    """A block of experts of transformers (`use_experts_implementation`) with a gate."""
-    return callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
-
-
-def prove_experts(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
-    """As `prove`, for the `_apply_gate(self, gate_up)` of a block of experts."""
-    weight = module._parameters.get("gate_up_proj")
-    if weight is None or len(probe.full_shape(weight)) != 3:
-        return None, "it has no gate_up_proj of three dimensions"
-    own = type(module).forward
-    eager = getattr(own, "__wrapped__", own)
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if implementation == "eager" and "_apply_gate" not in getattr(eager, "__code__", own.__code__).co_names:
-        return None, (
-            "experts run with experts_implementation='eager', which does not call _apply_gate; "
-            "load the model with experts_implementation='grouped_mm'"
-        )
-    width = probe.full_shape(weight)[2 if getattr(module, "is_transposed", False) else 1]
-    copy = probe.clone(module, probe.generator(), parameters=False)
-    candidates = [ExpertGate(*key, _children_but(module, ())) for key in GATES]
-    for training in (True, False):
-        probe.set_training(copy, training)
-        for scale in SCALES:
-            for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
-                source = probe.generator()
-                x, dy = probe.randn((4, width), source, dtype) * scale, probe.randn((4, width // 2), source, dtype)
-                want = _gate_and_grad(type(module)._apply_gate, copy, x, dy)
-                candidates = [
-                    c
-                    for c in candidates
-                    if all(map(probe.same, _gate_and_grad(build_experts(c), copy, x, dy), want, [rtol] * 2))
-                ]
-    if not candidates:
-        return None, "its _apply_gate is not act(gate) * up with silu or gelu on two halves: a clamp or another layout"
-    return candidates[0], None
-
-
-def _gate_and_grad(function, module, x, dy):
-    x = x.clone().requires_grad_()
-    y = function(module, x)
-    return y, torch.autograd.grad(y, x, dy)[0] if y.shape == dy.shape else torch.zeros(())
-
-
-@functools.cache
-def build_experts(expert_gate: ExpertGate, rebuild_above: int = ABOVE):
-    """The `_apply_gate` of a block of experts. What the experts make of its result is not ours to rebuild."""
-    gate = GATES[expert_gate.operation, expert_gate.approximate]
-
-    def _apply_gate(self, gate_up):
-        if (reason := seen_by_others(self, expert_gate.left_out)) is not None:
-            step_aside(self, reason)
-            return type(self)._apply_gate(self, gate_up)
-        return gate(*halves(gate_up))
-
-    return probe.named(_apply_gate, "_apply_gate")
+KIND = Kind(nominated, prove, build, guessed_operation)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from liger_trainer.instance.hooks import has_hooks
+from liger_trainer.patching import probe
+from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.rebuild import ABOVE, rebuildable
 from liger_triton import layer_norm, rms_norm
-
-from . import probe
-from .hooks import has_hooks
-from .rebuild import ABOVE, rebuildable
 
 # (operation, offset, cast) in the order of how many model families have them
 VARIANTS = (
@@ -161,3 +161,6 @@ class _Cases:
             elif not all(probe.same(g, w, probe.FP32_RTOL, by_row=g.ndim > 1) for g, w in zip(got, want, strict=True)):
                 return False
         return True
+
+
+KIND = Kind(nominated, prove, build, guessed_operation)

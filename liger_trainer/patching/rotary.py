@@ -10,15 +10,14 @@ import types
 
 from torch import nn
 
+from liger_trainer.instance.binding import KEY, bind, binding_of
+from liger_trainer.instance.hooks import hook_on, step_aside
+from liger_trainer.instance.report import Place
+from liger_trainer.patching import probe
+from liger_trainer.patching.rebuild import forward_rebuilding
+from liger_trainer.patching.rotary_proof import Proof, Signature, layouts_of, makes_angles, prove, size_of
 from liger_triton import rope
 from liger_triton.rope import misfit
-
-from . import probe
-from .binding import KEY, bind, binding_of
-from .hooks import hook_on, step_aside
-from .rebuild import forward_rebuilding
-from .report import Place
-from .rotary_proof import Proof, Signature, layouts_of, makes_angles, prove, size_of
 
 
 def rotary_names(forward) -> list[str]:
@@ -28,11 +27,11 @@ def rotary_names(forward) -> list[str]:
     return [n for n in names if callable(scope.get(n)) and not inspect.isclass(scope[n])]
 
 
-def swap(model: nn.Module, part) -> None:
-    """Bind a forward that sees our rotary functions to every attention of `model` whose functions are proven.
-
-    `part` is the `OperationReport` to fill.
-    """
+def swap(model: nn.Module, report, wanted: dict) -> None:
+    """Bind a forward that sees our rotary functions to every attention of `model` whose functions are proven."""
+    if not wanted["rope"]:
+        return
+    part = report["rope"]
     proofs, layouts, makers = {}, {}, {}
     for name, module in model.named_modules():
         if makes_angles(module):

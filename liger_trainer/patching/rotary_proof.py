@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from liger_trainer.patching import probe
 from liger_triton import rope
-
-from . import probe
 
 COMPLEX = ("freqs_cis", "freqs_ci")
 ANGLES = 8  # numbers in a row of cos. Four pairs: with one, all layouts are the same

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_triton import geglu, swiglu
-from liger_triton._launch import joined
+from liger_triton.halves import joined
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
-    from liger_trainer.cli import main
+    from liger_trainer.command.main import main
 
     sys.setswitchinterval(100)
     if code := main():

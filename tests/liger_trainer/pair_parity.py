@@ -7,7 +7,7 @@ from datasets import Dataset
 from step_parity import KeepGradients
 from tiny_models import VOCAB, tiny_tokenizer
 
-from liger_trainer.trainer import LigerTrainerMixin
+from liger_trainer.trainers.base import LigerTrainerMixin
 
 SPLITS = [(4, 1), (1, 4)]
 

@@ -5,7 +5,7 @@ import json
 import yaml
 from tiny_models import tiny_model, tiny_tokenizer
 
-from liger_trainer.cli import main
+from liger_trainer.command.main import main
 
 
 def write_model(folder):

@@ -34,8 +34,8 @@ def as_at_real_size(monkeypatch):
     in the backward pass as on a GPU where a model is patched with `REBUILT`."""
     monkeypatch.setitem(mlps.GATES, ("swiglu", ""), lambda a, b, reuse_inputs=False: Gate.apply(a, b, reuse_inputs))
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
-    kinds = [kind._replace(build=mlps.build) if kind.prove is mlps.prove else kind for kind in apply._KINDS]
-    monkeypatch.setattr(apply, "_KINDS", tuple(kinds))
+    kinds = [kind._replace(build=mlps.build) if kind.prove is mlps.prove else kind for kind in apply.KINDS]
+    monkeypatch.setattr(apply, "KINDS", tuple(kinds))
 
 
 def model_of(setting, model_type="llama", wrap=None):

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import set_seed
 from trl.trainer.base_config import _BaseConfig
 
-from liger_trainer.trainer import LigerTrainerMixin
+from liger_trainer.trainers.base import LigerTrainerMixin
 
 
 class KeepGradients(TrainerCallback):

@@ -13,8 +13,10 @@ from test_use_liger_false import STOCK, one, ours, rows_of
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 
 from liger_trainer import LigerMedusaTrainer, LigerTrainer, LigerTrainingArguments, MedusaConfig, apply_liger
-from liger_trainer.fused_head import HeadOptions, has_fused_head, head_options, install_fused_head
-from liger_trainer.trl_seam import replaced_in
+from liger_trainer.head.find import has_fused_head, head_options
+from liger_trainer.head.install import install_fused_head
+from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.trainers.trl import replaced_in
 
 NAMES = ("add_fused_lm_head", "BaseTunerLayer")
 

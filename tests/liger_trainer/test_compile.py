@@ -13,9 +13,9 @@ from liger_trainer import (
     LigerTrainer,
     LigerTrainingArguments,
     apply_liger,
-    causal_mask,
     remove_liger,
 )
+from liger_trainer.head import masks
 
 CALLS = {"labels": {}, "smoothing": {"label_smoothing": 0.1}, "trl": {"fused_lm_head": True, "uniform_grad": True}}
 
@@ -140,7 +140,7 @@ def test_other_models_keep_their_masks():
     apply_liger(patched)
     assert masked_layers(patched, input_ids=PLAIN, labels=PLAIN)[1] == [False, False]
     assert masked_layers(other, input_ids=PLAIN, labels=PLAIN)[1] == [True, True]
-    assert not causal_mask._nothing_is_padding
+    assert not masks._nothing_is_padding
     remove_liger(patched)
     assert masked_layers(patched, input_ids=PLAIN, labels=PLAIN)[1] == [True, True]
 
@@ -156,7 +156,7 @@ def test_the_flag_falls_with_an_error():
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="broken layer"):
         torch.compile(model, backend="eager")(input_ids=PLAIN, labels=PLAIN)
-    assert not causal_mask._nothing_is_padding
+    assert not masks._nothing_is_padding
 
 
 ONES = torch.ones(2, 16, dtype=torch.long)
@@ -176,7 +176,7 @@ ONES = torch.ones(2, 16, dtype=torch.long)
 )
 def test_masks_of_ones(call, dropped):
     seen = []
-    causal_mask.without_mask_of_ones(lambda **given: seen.append(given), sdpa_model("llama"))(**call, input_ids=PLAIN)
+    masks.without_mask_of_ones(lambda **given: seen.append(given), sdpa_model("llama"))(**call, input_ids=PLAIN)
     assert ("attention_mask" in seen[0]) is not dropped
     assert seen[0].keys() | {"attention_mask"} == {*call, "input_ids", "attention_mask"}
 
@@ -204,8 +204,8 @@ def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
     """Rows of one length, then ragged ones: the first are attended without a mask, and the losses are those of a run
     that is not compiled."""
     rows = EVEN + [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in ragged_rows(8)]
-    asked, own = [], causal_mask._needless
-    monkeypatch.setattr(causal_mask, "_needless", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
+    asked, own = [], masks._needless
+    monkeypatch.setattr(masks, "_needless", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
     want = losses(trainer_class, tmp_path, rows, compiled=False)
     assert not asked
     assert losses(trainer_class, tmp_path, rows, compiled=True) == pytest.approx(want, rel=1e-4)
@@ -215,6 +215,6 @@ def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
 @pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
 def test_without_liger_masks_stay(trainer_class, tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr(causal_mask, "without_mask_of_ones", lambda *args: called.append(args))
+    monkeypatch.setattr(masks, "without_mask_of_ones", lambda *args: called.append(args))
     assert len(losses(trainer_class, tmp_path, EVEN, compiled=True, use_liger=False)) == 2
     assert not called

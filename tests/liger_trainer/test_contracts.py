@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, Trainer
 from transformers.loss import loss_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-from liger_trainer.dpo_trainer import _SMOOTHED
-from liger_trainer.fused_head import FusedLMOutput, HeadOptions
-from liger_trainer.trl_seam import replaced_in
+from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
+from liger_trainer.trainers.dpo_trainer import _SMOOTHED
+from liger_trainer.trainers.trl import replaced_in
 
 
 def test_trl_s_fused_head_takes_the_options_that_ours_takes():

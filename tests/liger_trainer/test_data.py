@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from liger_trainer.data import alpaca_row, load_rows, sharegpt_row
+from liger_trainer.command.recipe import TRAINERS, RecipeArguments
+from liger_trainer.command.rows import alpaca_row, load_rows, sharegpt_row
+from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
-from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError
 
 COLUMNS = TRAINERS["sft"].columns
 ALPACA = [

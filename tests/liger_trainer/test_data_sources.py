@@ -5,8 +5,9 @@ import json
 import pytest
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 
-from liger_trainer.data import alpaca_row, load_rows
-from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError
+from liger_trainer.command.recipe import TRAINERS, RecipeArguments
+from liger_trainer.command.rows import alpaca_row, load_rows
+from liger_trainer.errors import RecipeError
 
 COLUMNS = TRAINERS["sft"].columns
 

@@ -10,7 +10,7 @@ import yaml
 from recipe_fixtures import command, write_recipe
 
 import liger_trainer
-from liger_trainer.recipe import TRAINERS, parse_recipe
+from liger_trainer.command.recipe import TRAINERS, parse_recipe
 
 # What a trainer cannot do without, and what a machine without a GPU cannot do with.
 NEEDED = {"bf16": False, "reward_funcs": ["boxed_answer"], "teacher_model_name_or_path": "nobody/teacher"}

@@ -6,7 +6,8 @@ import re
 import pytest
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 
-from liger_trainer.recipe import RecipeError, parse_recipe
+from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.errors import RecipeError
 
 KEYS = {
     "early_stopping_patience": 2,

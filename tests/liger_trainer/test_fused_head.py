@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from tiny_models import VOCAB, collate, ragged_rows, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_trainer import causal_mask
 from liger_trainer._logging import logger
-from liger_trainer.deferred import DeferredLogits
-from liger_trainer.fused_head import HeadOptions, has_fused_head, install_fused_head, remove_fused_head
+from liger_trainer.head import masks
+from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.head.find import has_fused_head
+from liger_trainer.head.install import install_fused_head, remove_fused_head
+from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import apply_liger, remove_liger
 
 
@@ -46,7 +48,7 @@ def grads(model):
 
 
 def head_and_hidden(bias=False):
-    from liger_trainer.lm_head import bind_head
+    from liger_trainer.head.module import bind_head
 
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 61, bias=bias)
@@ -336,8 +338,8 @@ def test_options_of_an_earlier_trainer_do_not_stay():
 def test_the_registry_of_masks_is_as_before_when_the_last_model_is_unpatched():
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    for model in list(causal_mask._models):  # of other tests
-        causal_mask.uninstall(model)
+    for model in list(masks._models):  # of other tests
+        masks.uninstall(model)
     before = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     first, second = fused(), fused()
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not before

@@ -13,6 +13,7 @@ from liger_trainer import apply_liger
 from liger_trainer.patching import apply, mlps
 from liger_trainer.patching.rebuild import nobody_else_reads
 from liger_triton._launch import gate_gradients
+from liger_triton.halves import halves
 
 
 class Gate(torch.autograd.Function):
@@ -47,8 +48,8 @@ def patched(monkeypatch):
 
     monkeypatch.setitem(mlps.GATES, ("swiglu", ""), gate)
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
-    kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply._KINDS]
-    monkeypatch.setattr(apply, "_KINDS", tuple(kinds))
+    kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply.KINDS]
+    monkeypatch.setattr(apply, "KINDS", tuple(kinds))
 
     def patch(model, reuse):
         patch.reuse = reuse
@@ -120,7 +121,7 @@ def test_gradients_are_the_same_bits(name, model_type, config, retain_graph, pat
 def test_the_gradient_of_halves_is_not_copied(monkeypatch):
     leaf = torch.randn(2, 5, 16, requires_grad=True)
     want = torch.autograd.grad(Gate.apply(*leaf.chunk(2, dim=-1), False).sum(), leaf)[0]
-    out = Gate.apply(*mlps.halves(leaf), False).sum()
+    out = Gate.apply(*halves(leaf), False).sum()
 
     def refuse(*args, **kwargs):
         raise AssertionError("copied")
@@ -131,7 +132,7 @@ def test_the_gradient_of_halves_is_not_copied(monkeypatch):
 
 def test_halves_twice_differentiable():
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    a, b = mlps.halves(x)
+    a, b = halves(x)
     (grad,) = torch.autograd.grad((a.exp() * b).sum(), x, create_graph=True)
     a, b = x.chunk(2, dim=-1)
     (want,) = torch.autograd.grad((a.exp() * b).sum(), x, create_graph=True)

@@ -32,7 +32,7 @@ def test_liger_trainer_without_triton_or_gpu_in_under_5_s(tmp_path):
 def test_command_loads_torch_only_to_train(tmp_path):
     """`liger-trainer recipes` answers at once, and `train` can set OpenMP's policy before torch reads it."""
     loaded = python(
-        "import sys; from liger_trainer.cli import main; main(['recipes']); print(*sys.modules)", cwd=tmp_path
+        "import sys; from liger_trainer.command.main import main; main(['recipes']); print(*sys.modules)", cwd=tmp_path
     )
     assert not {"torch", "transformers", "trl"} & set(loaded.split())
 
@@ -55,6 +55,6 @@ def test_kernels_run_without_triton(tmp_path):
 def test_training_without_triton(tmp_path):
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl")
-    code = "from liger_trainer.cli import main; sys.exit(main(['train', sys.argv[1], '--max_steps', '1']))"
+    code = "from liger_trainer.command.main import main; sys.exit(main(['train', sys.argv[1], '--max_steps', '1']))"
     out = python(NO_TRITON + code, write_recipe(tmp_path), cwd=tmp_path)
     assert "rms_norm" in out and "steps    1" in out

@@ -9,10 +9,11 @@ import torch
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_tokenizer
 
+from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.command.run import _check_evaluation
+from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.export import load_heads
 from liger_trainer.medusa.prompts import answer, encode, read_prompts
-from liger_trainer.recipe import RecipeError, parse_recipe
-from liger_trainer.run import _check_evaluation
 
 
 @pytest.fixture(scope="module")

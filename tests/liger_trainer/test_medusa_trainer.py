@@ -13,9 +13,10 @@ from tiny_models import ragged_rows, tiny_model
 from transformers import AutoModelForCausalLM
 
 from liger_trainer import LigerSFTConfig, MedusaConfig, MedusaHeads
+from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.config import schedule_of
 from liger_trainer.medusa.heads import heads_of
-from liger_trainer.recipe import RecipeError, parse_recipe
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
 

@@ -26,7 +26,7 @@ site.addsitedir(sys.argv[1])  # reads .pth files, of which an editable install c
 sys.path[:] = [path for path in sys.path if path not in before] + before
 import liger_triton, liger_trainer
 from liger_trainer.paths import shipped
-from liger_trainer.recipe import recipe_names
+from liger_trainer.command.recipe import recipe_names
 print(liger_trainer.__file__, liger_triton.__file__, shipped("configs"), *recipe_names(), sep="\\n")
 """
 
@@ -68,7 +68,9 @@ def test_sdist(built):
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert (
-        SHIPPED | {"pyproject.toml", "LICENSE", "README.md", "liger_trainer/cli.py", "kernels/liger_triton/rms_norm.py"}
+        SHIPPED
+        | {"pyproject.toml", "LICENSE", "README.md"}
+        | {"liger_trainer/command/main.py", "kernels/liger_triton/rms_norm.py"}
         <= names
     )
 
@@ -76,10 +78,10 @@ def test_sdist(built):
 def test_wheel(built, tmp_path):
     names = set(zipfile.ZipFile(built[1]).namelist())
     assert {f"liger_trainer/{name}" for name in SHIPPED} <= names
-    assert {"liger_trainer/cli.py", "liger_triton/rms_norm.py"} <= names
+    assert {"liger_trainer/command/main.py", "liger_triton/rms_norm.py"} <= names
     assert not {name for name in names if name.startswith(("kernels/", "tests/", "recipes/"))}
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
-    assert "liger-trainer = liger_trainer.cli:main" in zipfile.ZipFile(built[1]).read(metadata).decode()
+    assert "liger-trainer = liger_trainer.command.main:main" in zipfile.ZipFile(built[1]).read(metadata).decode()
 
 
 def test_plain_install(built, tmp_path):

@@ -30,7 +30,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
 from liger_trainer import LigerORPOConfig, LigerORPOTrainer
-from liger_trainer.pair_trainer import ScoredLogits
+from liger_trainer.trainers.scored_pairs import ScoredLogits
 
 
 def pair(model, tmp_path, **options):
@@ -271,7 +271,7 @@ def test_trl_s_notice_of_an_experimental_module_reaches_only_those_who_use_it():
         "warnings.simplefilter('error', TRLExperimentalWarning)\n"
         "import liger_trainer\n"
         "from liger_trainer import LigerSFTTrainer\n"
-        "from liger_trainer.recipe import TRAINERS\n"
+        "from liger_trainer.command.recipe import TRAINERS\n"
         "assert not [m for m in sys.modules if m.startswith('trl.experimental')]\n"
         "try:\n"
         "    liger_trainer.LigerORPOTrainer\n"

@@ -11,8 +11,8 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers.activations import ACT2FN
 
+from liger_trainer.instance.report import LigerReport, compress
 from liger_trainer.patching import OPERATIONS, apply_liger, check_config, mlps, norms, probe, remove_liger, rotary_proof
-from liger_trainer.patching.report import LigerReport, compress
 
 
 class Norm(nn.Module):

@@ -140,7 +140,7 @@ def test_a_checkpoint_is_not_asked_for(folder, capsys):
 
 def test_characters_of_several_tokens():
     """Text is split where a mask begins, also where that is within a character; nothing is lost."""
-    from liger_trainer.preview import marked
+    from liger_trainer.command.preview import marked
 
     class Bytes:
         def decode(self, ids, **options):

@@ -116,8 +116,8 @@ def test_a_patched_model_keeps_no_product(monkeypatch):
     gate = Watched()
     monkeypatch.setitem(mlps.GATES, ("swiglu", ""), gate)
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
-    kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply._KINDS]
-    monkeypatch.setattr(apply, "_KINDS", tuple(kinds))
+    kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply.KINDS]
+    monkeypatch.setattr(apply, "KINDS", tuple(kinds))
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
     apply_liger(model, ALL)
     gate.calls, gate.product = 0, None

@@ -9,7 +9,8 @@ import yaml
 from recipe_fixtures import command, write_recipe, write_rows
 from test_cli import folder, losses  # noqa: F401 - folder is a fixture
 
-from liger_trainer.recipe import RecipeError, parse_recipe, recipe_names
+from liger_trainer.command.recipe import parse_recipe, recipe_names
+from liger_trainer.errors import RecipeError
 
 WITHOUT_EFFECT = {
     "lora_r": ({"lora_r": 8}, "use_peft: true"),

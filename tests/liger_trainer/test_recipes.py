@@ -7,9 +7,10 @@ import pytest
 import yaml
 from recipe_fixtures import command, write_recipe
 
+from liger_trainer.command.recipe import TRAINERS, RecipeArguments, describe, parse_recipe, recipe_names
+from liger_trainer.command.run import _needs_reference
+from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
-from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError, describe, parse_recipe, recipe_names
-from liger_trainer.run import _needs_reference
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(recipe_names())

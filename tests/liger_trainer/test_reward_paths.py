@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from recipe_fixtures import command, write_model, write_recipe
 
-from liger_trainer.recipe import RecipeError
-from liger_trainer.rewards import check_columns, find_reward
+from liger_trainer.command.rewards import check_columns, find_reward
+from liger_trainer.errors import RecipeError
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +121,9 @@ def test_the_installed_command_finds_them(tmp_path):
     write_model(folder / "model")
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "rows.jsonl").write_text('{"prompt": "w4 w5"}\n' * 8)
-    (scripts / "liger-trainer").write_text("import sys\nfrom liger_trainer.cli import main\nsys.exit(main())\n")
+    (scripts / "liger-trainer").write_text(
+        "import sys\nfrom liger_trainer.command.main import main\nsys.exit(main())\n"
+    )
     path = write_recipe(
         folder, trainer="grpo", prompt_template=None, reward_funcs=["my_rewards.brief", "my_rewards.nameless"],
         num_generations=2, max_completion_length=4, per_device_train_batch_size=4, max_steps=1, max_length=None,

@@ -7,9 +7,11 @@ import torch
 from recipe_fixtures import command, write_model, write_recipe
 from tiny_models import tiny_model
 
-from liger_trainer.data import last_turn_row
-from liger_trainer.recipe import RecipeError, parse_recipe
-from liger_trainer.rewards import REWARDS, boxed_answer, check_columns, find_reward
+from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.command.rewards import check_columns, find_reward
+from liger_trainer.command.rows import last_turn_row
+from liger_trainer.errors import RecipeError
+from liger_trainer.rewards import REWARDS, boxed_answer
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from liger_trainer.data import load_rows
-from liger_trainer.recipe import TRAINERS, RecipeArguments, RecipeError
+from liger_trainer.command.recipe import TRAINERS, RecipeArguments
+from liger_trainer.command.rows import load_rows
+from liger_trainer.errors import RecipeError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -209,7 +210,7 @@ def test_a_prompt_beside_messages(tmp_path):
 def test_a_million_rows_in_seconds():
     from datasets import Dataset
 
-    from liger_trainer.row_checks import check_rows
+    from liger_trainer.command.row_checks import check_rows
 
     texts = Dataset.from_dict({"text": ["some words"] * 1_000_000})
     talks = Dataset.from_dict({"messages": [[USER, ANSWER]] * 200_000})

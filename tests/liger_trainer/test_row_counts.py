@@ -120,7 +120,7 @@ def test_losses_are_those_of_the_stock_trainer(folder, capsys):
     """Counting prepares the rows in two steps; batches and losses stay as they were."""
     from trl import SFTConfig, SFTTrainer
 
-    from liger_trainer.recipe import parse_recipe
+    from liger_trainer.command.recipe import parse_recipe
 
     rows = [{"prompt": words(4, i) + " ", "completion": words(3 * i + 1, 20 + i)} for i in range(8)]
     for i, extra in enumerate(({}, {"packing": True}, {"shuffle_dataset": True})):
@@ -303,7 +303,7 @@ def test_parameters_that_are_elsewhere_or_packed():
     """ZeRO-3 leaves a rank an empty parameter with `ds_numel`; 4-bit weights are two to a byte."""
     import torch
 
-    from liger_trainer.summary import count_parameters
+    from liger_trainer.command.summary import count_parameters
 
     class Params4bit(torch.nn.Parameter):
         quant_storage = torch.uint8

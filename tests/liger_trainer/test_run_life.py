@@ -105,7 +105,7 @@ def saved_run(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     write_model(root / "model")
     write_rows(root / "rows.jsonl")
-    from liger_trainer.cli import main
+    from liger_trainer.command.main import main
 
     assert main(["train", str(write_recipe(root, **SAVING))]) == 0
     return root / "out"
@@ -193,7 +193,7 @@ def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, fol
         raise KeyboardInterrupt
 
     shutil.copytree(saved_run, folder / "out")
-    monkeypatch.setattr("liger_trainer.run.load_rows", interrupt)
+    monkeypatch.setattr("liger_trainer.command.run.load_rows", interrupt)
     path = write_recipe(folder, **SAVING, overwrite_output_dir=True)
     code, _, err = command(capsys, "train", path)
     assert code == 130 and err.strip() == "liger-trainer: interrupted. Training had not begun."

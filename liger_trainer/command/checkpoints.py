@@ -1,0 +1,324 @@
+"""The folder of a run: whose it is, which checkpoint to resume from, and what is left when a run ends early."""
+
+import errno
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from liger_trainer.command.launch import is_main_process, launched_processes
+from liger_trainer.command.recipe import Recipe
+from liger_trainer.errors import RecipeError, RunError
+
+# What a finished run leaves beside its checkpoints, as glob patterns. The first line is the model itself.
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", "medusa_heads")
+_BESIDE_WEIGHTS = (
+    "model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "generation_config.json",
+    "adapter_config.json", "trainer_state.json", "liger_report.json",
+)  # fmt: skip
+
+
+def check_output_dir(recipe: Recipe) -> None:
+    """RecipeError where `output_dir` cannot be written, or holds a run that this one would mix with."""
+    folder, overwrite = Path(recipe.training.output_dir), recipe.args.overwrite_output_dir
+    resumes = str(recipe.training.resume_from_checkpoint or "false").lower()
+    if overwrite and resumes != "false":
+        raise RecipeError(
+            f"{recipe.path}: overwrite_output_dir is true and resume_from_checkpoint is {resumes}; keep one of them."
+        )
+    found = _checkpoints(folder) + _matches(folder, (*_WEIGHTS, "trainer_state.json"))
+    own = resumes == "true" or (resumes != "false" and _is_inside(resumes, folder))
+    if found and not overwrite and not own:
+        names = ", ".join(path.name for path in found)
+        raise RecipeError(
+            f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another "
+            "output_dir; or resume_from_checkpoint: true to go on from its last checkpoint; or overwrite_output_dir: "
+            "true to delete that run when this one begins."
+        )
+    if overwrite:
+        for key in ("model_name_or_path", "teacher_model_name_or_path", "medusa_init_heads_from"):
+            value = getattr(recipe.model, key, None) or getattr(recipe.training, key, None)
+            if value and os.path.exists(os.path.expanduser(value)) and _is_inside(value, folder):
+                raise RecipeError(
+                    f"{recipe.path}: {key} is {value!r}, which overwrite_output_dir would delete from output_dir "
+                    f"{str(folder)!r}. Set another output_dir."
+                )
+    if is_main_process():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise RecipeError(
+                f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {error.strerror}. Set another "
+                "output_dir."
+            ) from error
+
+
+def remove_earlier_run(output_dir: str) -> None:
+    """Delete the checkpoints and the model in `output_dir`, as `overwrite_output_dir` asks; other files stay."""
+    folder = Path(output_dir)
+    model = _matches(folder, _WEIGHTS)
+    if model:  # else a config.json there is somebody else's
+        model += _matches(folder, _BESIDE_WEIGHTS)
+    for path in _checkpoints(folder) + model:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def find_checkpoint(training) -> str | None:
+    """The folder that `resume_from_checkpoint` means: `true` is the newest whole one in `output_dir`.
+
+    Raises:
+        RecipeError: There is none, or the one that is named is not whole.
+    """
+    wanted = training.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        return None
+    needs_optimizer = not training.save_only_model
+    if str(wanted).lower() != "true":
+        path = Path(wanted).expanduser()
+        if fault := _fault(path, needs_optimizer):
+            raise RecipeError(
+                f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint ({fault}). Give a path "
+                "such as OUTPUT_DIR/checkpoint-100, or true for the newest whole one."
+            )
+        return str(path)
+    faults = []
+    for path in reversed(_checkpoints(Path(training.output_dir))):
+        if not (fault := _fault(path, needs_optimizer)):
+            if faults and is_main_process():
+                print(f"liger-trainer: {'; '.join(faults)}. Resuming from {path.name}.", file=sys.stderr)
+            return str(path)
+        faults.append(f"{path.name} is not whole ({fault})")
+    found = f" that is whole: {'; '.join(faults)}" if faults else ""
+    raise RecipeError(
+        f"resume_from_checkpoint is true, but output_dir {training.output_dir!r} has no checkpoint{found}. Train "
+        "without it first, or give the path of a checkpoint."
+    )
+
+
+def check_same_model(checkpoint: str, config, recipe: Recipe) -> None:
+    """RecipeError where `checkpoint` is that of another model, or has an adapter where the recipe has none."""
+    folder = Path(checkpoint)
+    has_adapter, uses_peft = (folder / "adapter_config.json").is_file(), recipe.model.use_peft
+    has_model = bool(_matches(folder, ("model*.safetensors", "pytorch_model*.bin")))
+    differences = []
+    if has_adapter != uses_peft and (has_adapter or has_model):
+        differences.append(f"use_peft is {str(uses_peft).lower()} and was {str(has_adapter).lower()}")
+    if has_adapter and uses_peft:
+        rank = json.loads((folder / "adapter_config.json").read_text()).get("r")
+        if rank not in (None, recipe.model.lora_r):
+            differences.append(f"lora_r is {recipe.model.lora_r} and was {rank}")
+    if (folder / "config.json").is_file():
+        saved = json.loads((folder / "config.json").read_text())
+        if saved.get("model_type", config.model_type) != config.model_type:
+            differences.append(f"model_type is {config.model_type!r} and was {saved['model_type']!r}")
+        saved, text = saved.get("text_config", saved), config.get_text_config()
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            if name in saved and getattr(text, name, saved[name]) != saved[name]:
+                differences.append(f"{name} is {getattr(text, name)} and was {saved[name]}")
+    if differences:
+        raise RecipeError(
+            f"resume_from_checkpoint means {checkpoint}, which was saved for another model than "
+            f"{recipe.model.model_name_or_path!r}: {'; '.join(differences)}. Give the model and the adapter of that "
+            "run, or a checkpoint of this one."
+        )
+
+
+def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
+    """Train, and save the model in `output_dir`.
+
+    Raises:
+        RunError: The disk does not take a checkpoint or the model. Of a model that was trained to the end, a checkpoint
+            of the last step is saved then, where that is possible.
+    """
+    try:
+        if not _is_finished(trainer, checkpoint):
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except Exception as error:
+        if _is_of_the_disk(error):
+            raise RunError(f"A checkpoint cannot be written: {error}. {what_is_left(recipe)}") from error
+        raise
+    failure = None
+    try:
+        trainer.save_model(trainer.args.output_dir)
+        trainer.save_state()
+    except Exception as error:
+        failure = error
+    if _any_process(trainer, failure is not None):
+        kept = _keep_last_step(trainer, recipe)
+        if failure is None:
+            raise RunError("The trained model cannot be written; the main process says why.")
+        if _is_of_the_disk(failure):
+            raise RunError(f"The trained model cannot be written to output_dir: {failure}. {kept}") from failure
+        failure.add_note(kept)
+        raise failure
+
+
+def _is_finished(trainer, checkpoint: str | None) -> bool:
+    """Whether `checkpoint` has all steps of the run; then its model is loaded. The stock trainer trains one more."""
+    if checkpoint is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return False
+    from transformers import TrainerState
+
+    state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+    if not 0 < trainer.args.max_steps <= state.global_step:
+        return False
+    state.init_training_references(trainer, trainer.args.max_steps, state.num_train_epochs, trial=None)
+    trainer.state = state
+    trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
+    trainer._load_from_checkpoint(checkpoint)
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        trainer._load_best_model()
+    trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
+    return True
+
+
+def what_is_left(recipe: Recipe) -> str:
+    """A sentence on the newest whole checkpoint of a run that ended early, and how to go on from it."""
+    if not recipe.began:  # what lies in output_dir is an earlier run's
+        return "Training had not begun."
+    training = recipe.training
+    for path in reversed(_checkpoints(Path(training.output_dir))):
+        if not _fault(path, needs_optimizer=not training.save_only_model):
+            return f"The last checkpoint is {path}. {_how_to_resume(recipe)}"
+    return f"No checkpoint was saved (save_strategy is {training.save_strategy.value!r})."
+
+
+def _how_to_resume(recipe: Recipe) -> str:
+    if launched_processes() > 1:
+        return "To go on, launch the same command with --resume_from_checkpoint true."
+    words, rest = [], list(recipe.words)
+    dropped = ("--overwrite_output_dir", "--resume_from_checkpoint")
+    while rest:
+        word = rest.pop(0)
+        if word.partition("=")[0].replace("-", "_").replace("__", "--", 1) not in dropped:
+            words.append(word)
+        elif "=" not in word and rest and not rest[0].startswith("--"):
+            rest.pop(0)
+    words += ["--resume_from_checkpoint", "true"]
+    if recipe.args.overwrite_output_dir:
+        words += ["--overwrite_output_dir", "false"]
+    return f"To go on: liger-trainer train {shlex.join(words)}"
+
+
+def _keep_last_step(trainer, recipe: Recipe) -> str:
+    """After the final save failed: a checkpoint of the last step, or else the model in another folder; says where."""
+    folder = Path(trainer.args.output_dir)
+    last = folder / f"checkpoint-{trainer.state.global_step}"
+    if trainer.is_world_process_zero():
+        for path in _matches(folder, _WEIGHTS):
+            if path.is_file() and _file_fault(path):
+                path.unlink()  # half a model looks like one, and its room is needed
+    existed = not _fault(last, needs_optimizer=not trainer.args.save_only_model)
+    if not existed:
+        try:
+            trainer._save_checkpoint(trainer.model, trial=None)
+        except Exception as error:
+            shutil.rmtree(last, ignore_errors=True)
+            reason = f"A checkpoint of the last step cannot be written either: {error}."
+            return f"{reason} {_keep_elsewhere(trainer)} {what_is_left(recipe)}"
+    return f"The last step is saved as a checkpoint: {last}. Make room first. {_how_to_resume(recipe)}"
+
+
+def _keep_elsewhere(trainer) -> str:
+    """The model in the system's folder for temporary files, which may be on another disk."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
+        return ""
+    folder = tempfile.mkdtemp(prefix="liger-trainer-")
+    try:
+        trainer._save(folder)
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"Nor does {tempfile.gettempdir()} take the model."
+    return f"The trained model is in {folder}; move it away from there."
+
+
+def _any_process(trainer, here: bool) -> bool:
+    import torch
+
+    if trainer.args.world_size == 1:
+        return here
+    return bool(trainer.accelerator.gather(torch.tensor([int(here)], device=trainer.args.device)).any())
+
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    """Whether a write failed. safetensors and torch raise errors of their own where Python raises OSError."""
+    if isinstance(error, OSError):
+        return error.errno in _DISK_ERRORS
+    return any(sign in str(error) for sign in ("Error while serializing: I/O error", "inline_container.cc"))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The folders `checkpoint-N` in `folder`, by their step."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
+
+
+def _matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    return Path(path).expanduser().resolve().is_relative_to(folder.resolve())
+
+
+def _fault(checkpoint: Path, needs_optimizer: bool) -> str | None:
+    """What is missing or cut off in `checkpoint`, or None. Reads sizes and headers, not the weights."""
+    if not (checkpoint / "trainer_state.json").is_file():
+        return "no trainer_state.json in it"
+    if not _matches(checkpoint, ("*.safetensors", "pytorch_model*", "adapter_model*", "medusa_heads", "global_step*")):
+        if not _matches(checkpoint, ("*/adapter_model*",)):
+            return "no weights in it"
+    if needs_optimizer and not _matches(checkpoint, ("optimizer*", "global_step*")):
+        return "no optimizer.pt in it"
+    for index in checkpoint.glob("*.index.json"):
+        if not (fault := _file_fault(index)):
+            missing = set(json.loads(index.read_text())["weight_map"].values()) - set(os.listdir(checkpoint))
+            fault = f"no {min(missing)} in it" if missing else None
+        if fault:
+            return fault
+    for folder in _matches(checkpoint, ("pytorch_model_fsdp*", "optimizer_*")):
+        if folder.is_dir() and not (folder / ".metadata").is_file():  # written last
+            return f"{folder.name} is cut off"
+    return next((fault for path in sorted(checkpoint.rglob("*")) if (fault := _file_fault(path))), None)
+
+
+def _file_fault(path: Path) -> str | None:
+    """That a file of weights, of states or of JSON is cut off, or None."""
+    whole = True
+    if path.suffix == ".safetensors":
+        whole = _is_whole_safetensors(path)
+    elif path.suffix in (".pt", ".pth", ".bin") and path.is_file():
+        whole = zipfile.is_zipfile(path)
+    elif path.suffix == ".json":
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            whole = False
+    return None if whole else f"{path.name} is cut off"
+
+
+def _is_whole_safetensors(path: Path) -> bool:
+    """Whether the file is as long as its header says: 8 bytes of length, the header in JSON, the tensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= size - 8:
+            return False
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            return False
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return size == 8 + length + max(ends, default=0)

@@ -1,0 +1,167 @@
+"""The command `liger-trainer`: train a recipe, list the recipes, say what would be patched in a model; Medusa heads."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+
+from liger_trainer.command.launch import is_main_process, join_processes_without_gpu
+from liger_trainer.command.medusa import add_medusa_commands
+from liger_trainer.command.merge import add_merge_command
+from liger_trainer.command.recipe import describe, parse_recipe, recipe_names
+from liger_trainer.errors import RecipeError, RunError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    0, or 2 for a mistake that the user can mend, 1 for a run that could not be saved, 130 and 143 for one that was
+    stopped by SIGINT (Ctrl-C) and SIGTERM; each but 0 with a line on stderr.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except RecipeError as error:
+        return _say(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        return _say("interrupted.", 130)
+
+
+def _say(line: str, code: int) -> int:
+    if is_main_process():
+        print(f"liger-trainer: {line}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    from liger_trainer import __version__
+
+    parser = argparse.ArgumentParser(prog="liger-trainer", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a recipe",
+        usage="liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]",
+        description="Train a recipe; with --preview, show its first N rows (1 without N) as the trainer has them, with "
+        "what is learned marked, and train nothing. Any key of a recipe can be given as an option, which beats the "
+        "file. `liger-trainer train RECIPE --help` lists all keys.",
+        allow_abbrev=False,
+    )
+    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
+    train.add_argument("options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE")
+    train.set_defaults(run=_train)
+
+    recipes = commands.add_parser("recipes", help="list the recipes that ship with the package")
+    recipes.set_defaults(run=_recipes)
+
+    doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not")
+    doctor.add_argument("model", metavar="MODEL", help="a folder or a name on the Hub; only its config is read")
+    doctor.add_argument("--gguf_file", help="a GGUF file in the folder MODEL")
+    doctor.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with MODEL")
+    doctor.set_defaults(run=_doctor)
+
+    add_merge_command(commands)
+    add_medusa_commands(commands)
+    return parser
+
+
+def _train(args) -> int:
+    # Without a GPU: OpenMP threads that spin at every barrier make a step several times slower as soon as another
+    # process wants a core, and sleeping instead costs little on idle ones. Read when torch loads, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    join_processes_without_gpu()
+    preview_rows, options = _take_preview(args.options)
+    dry = [word for word in options if word in ("--dry_run", "--dry-run")]
+    recipe = parse_recipe(args.recipe, [word for word in options if word not in dry])
+    if dry:
+        if is_main_process():
+            print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
+        return 0
+    if preview_rows is not None:
+        from liger_trainer.command.preview import preview
+
+        if (text := preview(recipe, preview_rows)) is not None:
+            print(f"\n{text}")
+        return 0
+    from liger_trainer.command.checkpoints import what_is_left
+    from liger_trainer.command.run import run
+
+    try:
+        with _sigterm_interrupts():
+            summary = run(recipe)
+    except RunError as error:
+        return _say(f"error: {error}", 1)
+    except KeyboardInterrupt as stop:
+        terminated = isinstance(stop, _Terminated)
+        how = "terminated" if terminated else "interrupted"
+        return _say(f"{how}. {what_is_left(recipe)}", 143 if terminated else 130)
+    if summary is not None:
+        print(f"\n{summary}")
+    return 0
+
+
+def _take_preview(words: list[str]) -> tuple[int | None, list[str]]:
+    """How many rows `--preview [N]` among the options asks for, None without it, and the other options."""
+    for i, word in enumerate(words):
+        name, _, given = word.partition("=")
+        if name != "--preview":
+            continue
+        rest = words[i + 1 :]
+        if not given and rest and not rest[0].startswith("-"):
+            given, rest = rest[0], rest[1:]
+        if given and not (given.isdecimal() and int(given) > 0):
+            raise RecipeError(
+                f"--preview is {given!r}; expected how many rows to show, 1 or more, or no number for one."
+            )
+        return int(given or 1), words[:i] + rest
+    return None, words
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which job schedulers send; like Ctrl-C, no error that anything between here and there should handle."""
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts():
+    process = os.getpid()
+
+    def stop(number, frame):
+        if os.getpid() == process:
+            raise _Terminated
+        signal.signal(number, signal.SIG_DFL)  # a worker, which has inherited this and is ended by its pool
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+
+
+def _recipes(args) -> int:
+    names = recipe_names()
+    width = max(map(len, names))
+    for name, path in names.items():
+        print(f"{name:{width}}  {describe(path)}")
+    return 0
+
+
+def _doctor(args) -> int:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from liger_trainer import apply_liger
+    from liger_trainer.command.model_source import find_model
+
+    config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
+    with torch.device("meta"):  # the report depends on code and shapes, so no weights are needed, of whatever size
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    print(apply_liger(model))
+    return 0

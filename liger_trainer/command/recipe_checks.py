@@ -1,0 +1,240 @@
+"""What a recipe asks for and would not get: options without effect, values out of range, packages that are missing.
+
+Each would train other than asked in silence, or fail after minutes of loading. All of it is decided from the recipe
+alone, before anything is loaded; only `check_rows` looks at the columns of the rows.
+"""
+
+import fnmatch
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from liger_trainer.errors import RecipeError
+
+
+class _Switch(NamedTuple):
+    """Keys (patterns) that have no effect but with another key; `on` is given the value of each key of `switches`."""
+
+    keys: tuple[str, ...]
+    switches: tuple[str, ...]
+    needs: str
+    on: Callable[..., bool] = bool
+
+
+_SWITCHES = (
+    _Switch(
+        ("lora_*", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"), ("use_peft",),
+        "use_peft: true (without it, all weights are trained)",
+    ),
+    _Switch(("bnb_4bit_*", "use_bnb_nested_quant"), ("load_in_4bit",), "load_in_4bit: true"),
+    _Switch(("save_steps",), ("save_strategy",), "save_strategy: steps", lambda v: v == "steps"),
+    _Switch(
+        ("save_total_limit", "save_only_model"), ("save_strategy",), "save_strategy: steps or epoch",
+        lambda v: v != "no",
+    ),
+    _Switch(("logging_steps",), ("logging_strategy",), "logging_strategy: steps", lambda v: v == "steps"),
+    _Switch(("eval_steps",), ("eval_strategy",), "eval_strategy: steps", lambda v: v == "steps"),
+    _Switch(
+        ("eval_delay", "eval_on_start", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        ("eval_strategy",), "eval_strategy: steps or epoch", lambda v: v != "no",
+    ),
+    _Switch(
+        ("metric_for_best_model", "greater_is_better"),
+        ("load_best_model_at_end", "save_strategy", "lr_scheduler_type"), "load_best_model_at_end: true",
+        lambda best, save, scheduler: best or save == "best" or scheduler in ("reduce_lr_on_plateau", "greedy"),
+    ),
+    _Switch(("packing_strategy",), ("packing", "eval_packing"), "packing: true", lambda *values: any(values)),
+    _Switch(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        ("gradient_checkpointing", "activation_checkpointing"), "gradient_checkpointing: true",
+        lambda old, new: old if new is None else new,
+    ),
+    _Switch(("hub_model_id", "hub_revision", "hub_strategy"), ("push_to_hub",), "push_to_hub: true"),
+    _Switch(("fsdp_config",), ("fsdp",), "fsdp"),
+    _Switch(("liger_kernel_config",), ("use_liger_kernel",), "use_liger_kernel: true"),
+    _Switch(("vllm_*",), ("use_vllm",), "use_vllm: true"),
+    _Switch(("ref_model_mixup_alpha", "ref_model_sync_steps"), ("sync_ref_model",), "sync_ref_model: true"),
+    _Switch(("precompute_ref_batch_size",), ("precompute_ref_log_probs",), "precompute_ref_log_probs: true"),
+)  # fmt: skip
+
+# Key, least and largest value, and what to say of them. None is no value, and passes.
+_RANGES = (
+    ("per_device_train_batch_size", 1, math.inf, "1 or more"),
+    ("per_device_eval_batch_size", 1, math.inf, "1 or more"),
+    ("gradient_accumulation_steps", 1, math.inf, "1 or more"),
+    ("learning_rate", 0, 1e9, "a number from 0 up, such as 2e-5"),
+    ("weight_decay", 0, 1e9, "a number from 0 up, such as 0.01"),
+    ("max_grad_norm", 0, math.inf, "a number from 0 up; 0 does not clip"),
+    ("adam_beta1", 0, 1 - 1e-12, "a number from 0 up and below 1"),
+    ("adam_beta2", 0, 1 - 1e-12, "a number from 0 up and below 1"),
+    ("adam_epsilon", 0, 1e9, "a number from 0 up, such as 1e-8"),
+    ("warmup_steps", 0, math.inf, "a number from 0 up"),
+    ("num_train_epochs", 1e-12, math.inf, "a number above 0"),
+    ("save_total_limit", 1, math.inf, "1 or more; without it, all checkpoints are kept"),
+    ("logging_steps", 1e-12, math.inf, "a number above 0"),
+    ("eval_steps", 1e-12, math.inf, "a number above 0"),
+    ("save_steps", 1e-12, math.inf, "a number above 0"),
+    ("max_length", 1, math.inf, "1 or more"),
+    ("max_completion_length", 1, math.inf, "1 or more"),
+    ("label_smoothing_factor", 0, 1, "a number from 0 to 1"),
+    ("dataloader_num_workers", 0, math.inf, "0 or more"),
+    ("seed", 0, 2**32 - 1, "a number from 0 to 4294967295"),
+    ("lora_r", 1, math.inf, "1 or more"),
+    ("lora_dropout", 0, 1, "a number from 0 to 1"),
+)
+
+
+# Module and package of what an option needs.
+_FLASH_ATTENTION = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
+_OPTIMIZERS = (
+    (("*bnb*", "paged_*", "adamw_8bit", "lion_*", "ademamix*", "galore_*_8bit*"), "bitsandbytes", "bitsandbytes"),
+    (("galore_*",), "galore_torch", "galore-torch"),
+    (("apollo_*",), "apollo_torch", "apollo-torch"),
+    (("lomo", "adalomo"), "lomo_optim", "lomo-optim"),
+    (("grokadamw",), "grokadamw", "grokadamw"),
+    (("schedule_free_*",), "schedulefree", "schedulefree"),
+    (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
+    (("stable_adamw",), "torch_optimi", "torch-optimi"),
+)
+_FLAGS = {
+    "load_in_4bit": ("bitsandbytes", "bitsandbytes"),
+    "load_in_8bit": ("bitsandbytes", "bitsandbytes"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+    "use_vllm": ("vllm", "vllm"),
+    "use_liger_kernel": ("liger_kernel", "liger-kernel"),
+}
+
+Value = Callable[[str], Any]
+
+
+def values_of(chosen: dict[str, Any], defaults: dict[str, Any]) -> Value:
+    """A function of a key: its value, or else its default; an enum's as the string that a recipe has."""
+
+    def value(key):
+        found = chosen.get(key, defaults.get(key))
+        return getattr(found, "value", found)
+
+    return value
+
+
+def settle(path: Path, filed: dict[str, Any], given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The keys that are set: those of the file, `filed`, and over them those of the command line, `given`.
+
+    Where the command line turns off what keys of the file depend on, such as `--use_peft false` for `lora_r`, these
+    have no effect, as was meant, and are left out.
+
+    Raises:
+        RecipeError: A key has no effect, its value is out of range, or it needs a package that is not installed.
+    """
+    chosen = filed | given
+    value = values_of(chosen, defaults)
+    _check_ranges(path, value)
+    for switch in _SWITCHES:
+        if switch.on(*(value(key) for key in switch.switches)):
+            continue
+        for key in [key for key in chosen if any(fnmatch.fnmatchcase(key, pattern) for pattern in switch.keys)]:
+            if value(key) is None or value(key) is False:
+                continue
+            if key not in given and any(other in given for other in switch.switches):
+                del chosen[key]
+                continue
+            raise RecipeError(
+                f"{path}: {key} is {value(key)!r}, which has no effect without {switch.needs}. Set that, or remove "
+                f"{key}."
+            )
+    if value("save_strategy") == "best" and value("eval_strategy") == "no":
+        raise RecipeError(
+            f"{path}: save_strategy is 'best', which saves nothing without evaluation. Set eval_strategy: steps or "
+            "epoch, or save_strategy: epoch."
+        )
+    if "num_train_epochs" in chosen and value("max_steps") > 0:
+        if "max_steps" not in given or "num_train_epochs" in given:
+            raise RecipeError(
+                f"{path}: num_train_epochs is {value('num_train_epochs')} and max_steps is {value('max_steps')}, which "
+                "would decide alone. Remove one of them, or set max_steps: -1."
+            )
+        del chosen["num_train_epochs"]
+    _check_packages(path, value)
+    return chosen
+
+
+def _check_ranges(path: Path, value: Value) -> None:
+    for key, least, largest, expected in _RANGES:
+        number = value(key)
+        if isinstance(number, (int, float)) and not least <= number <= largest:  # true of NaN too
+            raise RecipeError(f"{path}: {key} is {number}; expected {expected}.")
+    steps = value("max_steps")
+    if steps != -1 and steps < 1:
+        raise RecipeError(f"{path}: max_steps is {steps}; expected 1 or more, or -1 to train num_train_epochs.")
+
+
+def _check_packages(path: Path, value: Value) -> None:
+    def need(key, needed, package, installed):
+        if not installed:
+            raise RecipeError(
+                f"{path}: {key} is {needed!r}, which needs a package that is not installed. Run `pip install "
+                f"{package}`, or remove {key}."
+            )
+
+    for key, (module, package) in _FLAGS.items():
+        if value(key):
+            need(key, value(key), package, importlib.util.find_spec(module))
+    for patterns, module, package in _OPTIMIZERS:
+        if any(fnmatch.fnmatchcase(value("optim"), pattern) for pattern in patterns):
+            need("optim", value("optim"), package, importlib.util.find_spec(module))
+    init = value("model_init_kwargs")
+    attention = (init.get("attn_implementation") if isinstance(init, dict) else None) or value("attn_implementation")
+    if attention in _FLASH_ATTENTION:
+        from transformers.utils import is_kernels_available
+
+        if not is_kernels_available():  # with that package, transformers takes the kernel from the Hub
+            module, package = _FLASH_ATTENTION[attention]
+            need("attn_implementation", attention, package, importlib.util.find_spec(module))
+    _check_reports(path, value("report_to"), need)
+
+
+def _check_reports(path: Path, report_to, need: Callable) -> None:
+    names = [report_to] if isinstance(report_to, str) else report_to or []
+    if set(names) <= {"none", "all"}:
+        return
+    packages = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml"}
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            expected = ", ".join(["none", "all", *sorted(INTEGRATION_TO_CALLBACK)])
+            raise RecipeError(f"{path}: report_to is {name!r}; expected one of {expected}.")
+        if name not in ("flyte", "kubeflow"):  # these are where the run is, or are not
+            need("report_to", name, packages.get(name, name), name in get_available_reporting_integrations())
+
+
+def check_rows(recipe, columns: list[str]) -> None:
+    """RecipeError where an option counts on columns that the rows, once the template is applied, do not have."""
+    if getattr(recipe.training, "completion_only_loss", None) and "completion" not in columns:
+        if "completion_mask" in columns:
+            return
+        mend = "Remove completion_only_loss."
+        if "messages" in columns:
+            mend = (
+                "Set assistant_only_loss: true to learn the assistant's turns, or prompt_template: last_turn to learn "
+                "the last one."
+            )
+        raise RecipeError(
+            f"{recipe.path}: completion_only_loss is true, but the rows have {', '.join(columns)} and no completion, "
+            f"so the loss would count every token. {mend}"
+        )
+    name = recipe.chosen.get("dataset_text_field")
+    others = [found for found in ("messages", "completion", "input_ids") if found in columns]
+    if name is not None and others:
+        raise RecipeError(
+            f"{recipe.path}: dataset_text_field is {name!r}, but the trainer reads {others[0]}, which the rows have "
+            f"too. Remove dataset_text_field, or remove {others[0]} from the rows."
+        )

@@ -1,0 +1,132 @@
+"""The values of a recipe: YAML read and written so that both mean the same, and the type of each value checked."""
+
+import enum
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from liger_trainer.errors import RecipeError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a repeated key is an error, and `2e-5` a number as in YAML 1.2 (in 1.1 it is a string)."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} is there twice; keep one.")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back: a string such as '2e-5' gets its quotes."""
+
+    def ignore_aliases(self, data):
+        return True  # an anchor for a list that two keys share would puzzle a reader
+
+
+for _side in (_Loader, _Dumper):
+    _side.yaml_implicit_resolvers = {k: list(v) for k, v in _side.yaml_implicit_resolvers.items()}
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+    except RecipeError as error:
+        raise RecipeError(f"{path}, {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise RecipeError(
+            f"{path} holds {type(values).__name__}; expected a mapping of keys to values, one `key: value` a line."
+        )
+    return values
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """`values` as a recipe, in their order."""
+    plain = {key: _plain(value) for key, value in values.items()}
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+
+
+def _plain(value):
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [_plain(member) for member in value]
+    return value
+
+
+_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
+_YAML_NAMES = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a mapping",
+    list: "a list",
+}
+
+
+def _options(hint) -> tuple:
+    """The members of a union; any other hint by itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _fits(value, hint) -> bool:
+    origin = typing.get_origin(hint) or hint
+    if origin is Literal:
+        return value in typing.get_args(hint) and type(value) in {type(option) for option in typing.get_args(hint)}
+    if origin is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin is list:
+        members = typing.get_args(hint)
+        return isinstance(value, list) and (
+            not members or all(any(_fits(v, o) for o in _options(members[0])) for v in value)
+        )
+    if origin is Any:
+        return True
+    if isinstance(origin, type) and issubclass(origin, enum.Enum):
+        return value in {member.value for member in origin}
+    return isinstance(value, origin)
+
+
+def _expected(hint) -> str:
+    origin = typing.get_origin(hint) or hint
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if origin is list:
+        members = typing.get_args(hint)
+        return f"a list of {_expected(members[0]).removeprefix('a ')}s" if members else "a list"
+    if isinstance(origin, type) and issubclass(origin, enum.Enum):
+        return "one of " + ", ".join(repr(member.value) for member in origin)
+    return _TYPE_NAMES.get(origin, getattr(origin, "__name__", str(origin)))
+
+
+def checked(path: Path, key: str, value, hint):
+    """`value` as the parser wants it. RecipeError where its YAML type is none that `hint` allows."""
+    options = _options(hint)
+    enums = [o for o in options if isinstance(o, type) and issubclass(o, enum.Enum)]
+    if value is False and any("no" in {member.value for member in o} for o in enums):
+        return "no"  # `save_strategy: no` is the boolean false in YAML
+    if key == "resume_from_checkpoint" and isinstance(value, bool):
+        return str(value).lower()
+    # Where an enum stands beside str, its members are all there is: any other string fails later, far from the recipe.
+    allowed = [o for o in options if o is not str] if enums else options
+    if any(_fits(value, o) for o in allowed):
+        return value
+    expected = " or ".join(_expected(o) for o in allowed if o is not type(None))
+    got = "empty" if value is None else f"{value!r}, {_YAML_NAMES.get(type(value), 'a ' + type(value).__name__)}"
+    raise RecipeError(f"{path}: {key} is {got}; expected {expected}.")

@@ -1,0 +1,267 @@
+"""What became of a recipe's rows in its trainer: how many are used, cut, dropped, or have nothing to learn.
+
+The rows are prepared by TRL, and counted here as they are afterwards. `SFTTrainer` and its kin cut rows while they
+prepare them, so there the preparation runs in two steps, the first one without `max_length`.
+"""
+
+import copy
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.compute as pc
+
+from liger_trainer._logging import logger
+from liger_trainer.errors import RecipeError, short
+
+UNCUT = "tokens_before_max_length"  # a column of the prepared rows
+_BATCH = 10_000  # rows
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """`str()` is what the log and the summary say."""
+
+    given: int
+    used: int
+    max_length: int | None = None
+    cut: int = 0  # of those used
+    empty: int = 0  # of those used: no token counts in the loss
+    equal: int = 0  # of those used: chosen and rejected are the same tokens
+
+    @property
+    def dropped(self) -> int:
+        return self.given - self.used
+
+    @property
+    def remarkable(self) -> bool:
+        return bool(self.dropped or self.cut or self.empty or self.equal)
+
+    def __str__(self) -> str:
+        parts = [f"{self.used} used of {self.given}"]
+        if self.cut:
+            parts.append(f"{self.cut} cut to max_length {self.max_length}")
+        if self.dropped:
+            within = "" if self.max_length is None else f" within max_length {self.max_length}"
+            parts.append(f"{self.dropped} dropped, with nothing to learn{within}")
+        if self.empty:
+            parts.append(f"{self.empty} {'has' if self.empty == 1 else 'have'} nothing to learn")
+        if self.equal:
+            parts.append(f"{self.equal} {'has' if self.equal == 1 else 'have'} equal chosen and rejected")
+        return "; ".join(parts)
+
+
+def counting(trainer_class: type) -> type:
+    """`trainer_class`, or, where it prepares rows as TRL's SFT does, a subclass that keeps them as they were uncut."""
+    from trl import SFTTrainer
+
+    if not issubclass(trainer_class, SFTTrainer):
+        return trainer_class
+    named = {"__doc__": trainer_class.__doc__, "__module__": trainer_class.__module__}
+    return type(trainer_class.__name__, (_KeepsUncutRows, trainer_class), named)
+
+
+class _KeepsUncutRows:
+    """Prepares rows in two steps. The second finds them tokenised and labelled, and cuts, drops, packs and shuffles."""
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        uncut = copy.copy(args)
+        uncut.max_length, uncut.shuffle_dataset = None, False
+        rows = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
+        if not packing:  # packing leaves no rows to have the column
+            rows = rows.add_column(UNCUT, _lengths(rows, "input_ids"))
+        self.__dict__.setdefault("uncut_rows", {})[dataset_name] = rows
+        return super()._prepare_dataset(rows, processing_class, args, packing, None, dataset_name)
+
+
+def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
+    """Count what the trainer made of its rows, and log it where some were cut, dropped or taught nothing.
+
+    Args:
+        trainer (`transformers.Trainer`): As built from a class of `counting`, before it trains.
+        train_rows (`datasets.Dataset`): The rows that it was given.
+        eval_rows (`datasets.Dataset`, *optional*): Those to evaluate on.
+
+    Returns:
+        `RowCounts`: Of the training rows.
+
+    Raises:
+        RecipeError: No row has anything to learn, or KTO's have one label only.
+    """
+    counts = _checked_counts(trainer, train_rows, "train")
+    if "label" in trainer.train_dataset.column_names and "completion_ids" in trainer.train_dataset.column_names:
+        _check_labels(trainer.train_dataset["label"])
+    if eval_rows is not None and trainer.eval_dataset is not None:
+        _checked_counts(trainer, eval_rows, "eval")
+    return counts
+
+
+def count_rows(trainer, given_rows, name: str) -> RowCounts:
+    """The counts of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
+    rows = getattr(trainer, f"{name}_dataset")
+    columns, given = set(rows.column_names), len(given_rows)
+    limit = max_length_of(trainer)
+    if {"prompt_ids", "chosen_ids", "rejected_ids"} <= columns:
+        cut, equal = _count_pairs(rows, limit, trainer.args.truncation_mode)
+        return RowCounts(given, len(rows), limit, cut, equal=equal)
+    if {"prompt_ids", "completion_ids"} <= columns:
+        if "chosen" in given_rows.column_names:  # TRL makes two rows of a pair
+            given *= 2
+        prompt, completion = (_lengths(rows, column) for column in ("prompt_ids", "completion_ids"))
+        length = prompt + completion
+        kept = length if limit is None else np.minimum(length, limit)
+        return RowCounts(
+            given, len(rows), limit, int((length > kept).sum()), int((kept <= np.maximum(prompt, 1)).sum())
+        )
+    if {"chosen_labels", "rejected_labels"} <= columns:
+        equal = _count_equal(rows, "chosen_input_ids", "rejected_input_ids")
+        return RowCounts(given, len(rows), limit, _count_cut_by_row(trainer, rows), equal=equal)
+    if "input_ids" not in columns:
+        return RowCounts(given, len(rows))
+    packing = trainer.args.packing
+    if name == "eval" and trainer.args.eval_packing is not None:
+        packing = trainer.args.eval_packing
+    if packing:
+        rows = trainer.uncut_rows[name]
+        limit = limit if trainer.args.packing_strategy == "bfd" else None  # the others go on in the next sequence
+        lengths = _lengths(rows, "input_ids")
+        cut = 0 if limit is None else int((lengths > limit).sum())
+        return RowCounts(given, given, limit, cut, int((~_has_labels(rows, limit)).sum()))
+    cut = 0
+    if UNCUT in columns:
+        cut = int((np.asarray(rows.with_format("numpy")[UNCUT]) > _lengths(rows, "input_ids")).sum())
+    return RowCounts(given, len(rows), limit, cut, int((~_has_labels(rows)).sum()))
+
+
+def max_length_of(trainer) -> int | None:
+    """The `max_length` in force; ORPO and CPO have one even where none is set."""
+    return getattr(trainer, "max_length", None) or getattr(trainer.args, "max_length", None)
+
+
+def _checked_counts(trainer, given_rows, name: str) -> RowCounts:
+    rows = getattr(trainer, f"{name}_dataset")
+    of_all = "rows" if name == "train" else f"{name} rows"
+    if "chosen_labels" in rows.column_names:
+        _check_prompts_leave_room(trainer, rows, of_all)
+    counts = count_rows(trainer, given_rows, name)
+    if counts.empty == counts.used:  # both are 0 where all rows were dropped
+        uncut = getattr(trainer, "uncut_rows", {}).get(name)
+        if counts.max_length is not None and (uncut is None or _has_labels(uncut).any()):
+            raise RecipeError(
+                f"max_length is {counts.max_length}, which cuts off the part to learn of all {counts.given} {of_all}. "
+                "Set a longer max_length."
+            )
+        raise RecipeError(
+            f"Nothing can be learned from the data: none of the {counts.given} {name} rows has a token to learn, since "
+            f"no token after the first counts in the loss. The first row is {short(given_rows[0])}. Fill in the text "
+            "to learn, or check masks and labels."
+        )
+    if counts.equal == counts.used:
+        within = f", once they are cut to max_length {counts.max_length}" if counts.cut else ""
+        mend = "Set a longer max_length" if counts.cut else "Choose pairs that differ"
+        raise RecipeError(
+            f"chosen and rejected are equal in all {counts.used} {of_all}{within}, so they prefer nothing. {mend}."
+        )
+    if counts.remarkable and trainer.is_world_process_zero():
+        logger.warning(f"{name} rows: {counts}")
+    return counts
+
+
+def _check_labels(labels) -> None:
+    found = {bool(label) for label in labels}
+    if len(found) == 1:
+        (only,) = found
+        raise RecipeError(
+            f"label is {str(only).lower()} in all {len(labels)} rows, and KTO learns from the difference between true "
+            f"and false ones. Add rows with label: {str(not only).lower()}."
+        )
+
+
+def _check_prompts_leave_room(trainer, rows, of_all: str) -> None:
+    """ORPO and CPO keep a row whose answers are cut to nothing, and divide by their length."""
+    nothing = [~_has_labels(rows, column=f"{answer}_labels", first_counts=True) for answer in ("chosen", "rejected")]
+    if count := int((nothing[0] | nothing[1]).sum()):
+        raise RecipeError(
+            f"max_length is {max_length_of(trainer)}, and the prompt alone fills it in {count} of {len(rows)} "
+            f"{of_all}, whose loss would be NaN. Set a longer max_length, or remove the rows."
+        )
+
+
+def _count_pairs(rows, limit: int | None, mode: str) -> tuple[int, int]:
+    """How many pairs of TRL's DPO are cut, and in how many chosen and rejected are equal after that."""
+    cut = equal = 0
+    for prompt, chosen, rejected in _lists(rows, "prompt_ids", "chosen_ids", "rejected_ids"):
+        longest = prompt[1] + np.maximum(chosen[1], rejected[1])
+        if limit is not None:
+            cut += int((longest > limit).sum())
+        for before, good, bad in zip(prompt[1], _split(chosen), _split(rejected), strict=True):
+            if limit is not None and mode == "keep_start":
+                good, bad = good[: limit - before], bad[: limit - before]
+            elif limit is not None:
+                good, bad = good[-limit:], bad[-limit:]
+            equal += np.array_equal(good, bad)
+    return cut, int(equal)
+
+
+def _count_equal(rows, first: str, second: str) -> int:
+    return sum(
+        np.array_equal(one, other)
+        for both in _lists(rows, first, second)
+        for one, other in zip(*map(_split, both), strict=True)
+    )
+
+
+def _count_cut_by_row(trainer, rows) -> int:
+    """ORPO and CPO cut a row where they tokenise it: do that again, uncut, for rows of the greatest length."""
+    sides = ("chosen_input_ids", "rejected_input_ids")
+    longest = np.maximum(*(_lengths(rows, side) for side in sides))
+    cut = 0
+    for index in np.flatnonzero(longest >= trainer.max_length):
+        row = rows[int(index)]
+        whole = uncut_pair(trainer, row)
+        cut += any(len(whole[side]) > len(row[side]) for side in sides)
+    return cut
+
+
+def uncut_pair(trainer, row: dict) -> dict:
+    """A row of ORPO's or CPO's, tokenised by the trainer without `max_length`."""
+    limit, trainer.max_length = trainer.max_length, sys.maxsize
+    try:
+        return trainer.tokenize_row(row)
+    finally:
+        trainer.max_length = limit
+
+
+def _has_labels(rows, limit: int | None = None, column: str | None = None, first_counts: bool = False) -> np.ndarray:
+    """For each row whether a token counts in the loss: not the first, since no token predicts it."""
+    column = column or ("labels" if "labels" in rows.column_names else "input_ids")
+    found = [np.zeros(0, bool)]
+    for ((values, lengths),) in _lists(rows, column):
+        starts = np.cumsum(lengths) - lengths
+        place = np.arange(len(values)) - np.repeat(starts, lengths)
+        counts = (values != -100) & (place >= (0 if first_counts else 1))
+        if limit is not None:
+            counts &= place < limit
+        total = np.concatenate([[0], np.cumsum(counts)])
+        found.append(total[starts + lengths] > total[starts])
+    return np.concatenate(found)
+
+
+def _lengths(rows, column: str) -> np.ndarray:
+    return np.concatenate([np.zeros(0, int)] + [lengths for ((_, lengths),) in _lists(rows, column)])
+
+
+def _lists(rows, *columns: str):
+    """Batches of rows: of each column of lists all values one after another, and the length of each list."""
+    for table in rows.select_columns(list(columns)).with_format("arrow").iter(_BATCH):
+        batch = []
+        for name in columns:
+            lists = table.column(name)
+            lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+            batch.append((pc.list_flatten(lists).to_numpy(), lengths))
+        yield tuple(batch)
+
+
+def _split(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
+    values, lengths = column
+    return np.split(values, np.cumsum(lengths)[:-1])

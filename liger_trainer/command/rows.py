@@ -1,0 +1,205 @@
+"""The rows of a recipe: from a file, a folder or the Hub, to what TRL's trainers take."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from liger_trainer.command.recipe import RecipeArguments
+from liger_trainer.command.row_checks import check_rows
+from liger_trainer.errors import RecipeError
+from liger_trainer.paths import find_beside
+from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row
+
+_FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+class _Template(NamedTuple):
+    """A `prompt_template`: `convert(row, index)` turns columns, of which `optional` may be missing, into others.
+
+    `replaced` are the columns that go; None: all of them.
+    """
+
+    convert: Callable[[dict, int], dict]
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    replaced: tuple[str, ...] | None = None
+
+
+_TEMPLATES = {
+    "alpaca": _Template(alpaca_row, ("instruction", "output"), ("input",)),
+    "sharegpt": _Template(
+        sharegpt_row, ("conversations",), ("chosen", "rejected", "system"),
+        ("conversations", "chosen", "rejected", "system"),
+    ),
+    "last_turn": _Template(last_turn_row, ("messages",), ("label",), ("messages",)),
+}  # fmt: skip
+
+
+def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
+    """The training rows and the evaluation rows (or None) of a recipe.
+
+    Args:
+        args (`RecipeArguments`): The recipe's own keys.
+        folder (`Path`): The recipe's folder, where a relative `dataset_name` is looked up too.
+        columns: Sets of columns; rows must have all of at least one set, once the template is applied.
+        seed (`int`): Draws the rows held out by `eval_fraction`.
+
+    Returns:
+        `tuple[Dataset, Dataset | None]`.
+
+    Raises:
+        RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is malformed.
+    """
+
+    def rows_of(key: str, split: str, max_rows: int | None = None):
+        names = getattr(args, key)
+        names = names if names and isinstance(names, list) else [names or None]
+        parts = [_rows_of(args, key, name, folder, split, columns, max_rows) for name in names]
+        rows = _joined(key, names, parts)
+        return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
+
+    train = rows_of("dataset_name", args.dataset_train_split, args.max_rows)
+    if args.eval_dataset_name is not None:
+        return train, rows_of("eval_dataset_name", "train")
+    if args.dataset_eval_split is not None:
+        return train, rows_of("dataset_name", args.dataset_eval_split)
+    if args.eval_fraction is None:
+        return train, None
+    held_out = max(1, round(args.eval_fraction * len(train)))
+    if held_out == len(train):
+        raise RecipeError(
+            f"eval_fraction is {args.eval_fraction}, which leaves none of the {len(train)} rows to train on."
+        )
+    parts = train.train_test_split(test_size=held_out, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def _rows_of(args: RecipeArguments, key: str, name: str | None, folder: Path, split: str, columns, max_rows):
+    """The rows of one name in `key`, with the template applied, and checked."""
+    rows = _load(args, key, name, _source(key, name, folder), split)
+    if max_rows is not None:
+        rows = rows.select(range(min(max_rows, len(rows))))
+    try:
+        return _prepare(rows, args.prompt_template, columns)
+    except RecipeError as error:
+        of_split = "" if split == "train" else f", split {split!r}"
+        raise RecipeError(f"{key} {name!r}{of_split}: {error}") from error
+
+
+def _joined(key: str, names: list[str], parts: list):
+    """The rows of several files as one dataset."""
+    from datasets import concatenate_datasets
+
+    if len(parts) == 1:
+        return parts[0]
+    for name, part in zip(names, parts, strict=True):
+        if set(part.column_names) != set(parts[0].column_names):
+            raise RecipeError(
+                f"{key} {names[0]!r} has the columns {', '.join(sorted(parts[0].column_names))}, and {name!r} has "
+                f"{', '.join(sorted(part.column_names))}, once the template is applied. Give all files the same "
+                "columns."
+            )
+        try:
+            concatenate_datasets([parts[0].select([0]), part.select([0])])
+        except (ValueError, TypeError, OSError) as error:
+            raise RecipeError(
+                f"{key} {names[0]!r} and {name!r} have columns of the same names that hold values of different kinds: "
+                f"{error}"
+            ) from error
+    return concatenate_datasets(parts)
+
+
+def _source(key: str, name: str | None, folder: Path) -> str:
+    if not name:
+        raise RecipeError(f"{key} is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset.")
+    if (path := find_beside(name, folder)) is not None:
+        return str(path)
+    if (
+        key == "eval_dataset_name"
+        or Path(name).suffix in _FILE_BUILDERS
+        or name.startswith((".", "~", os.sep))
+        or name.count("/") > 1
+    ):
+        hint = " For a split of a Hub dataset set dataset_eval_split." if key == "eval_dataset_name" else ""
+        raise RecipeError(
+            f"{key} is {name!r}, and there is no such file, neither from the working directory nor in {folder}.{hint}"
+        )
+    return name
+
+
+def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    empty = RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
+    try:
+        if os.path.isfile(source):
+            builder = _FILE_BUILDERS.get(Path(source).suffix)
+            if builder is None:
+                raise RecipeError(
+                    f"{key} is {name!r}; a file is read by its ending, one of {', '.join(_FILE_BUILDERS)}."
+                )
+            if os.path.getsize(source) == 0:  # the readers fail on it in different ways
+                raise empty
+            rows = load_dataset(builder, data_files=source, split=split)
+            if builder == "json":  # whose reader takes any bytes for text
+                rows.data.validate(full=True)
+        else:
+            rows = load_dataset(source, args.dataset_config, split=split)
+    except RecipeError:
+        raise
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        if "corresponds to no data" in str(error):  # how datasets calls a split that exists, without rows
+            raise empty from error
+        # datasets puts what is wrong with a file into the cause, and only "an error occurred" into the message.
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
+    if len(rows) == 0:
+        raise empty
+    return rows
+
+
+def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...]):
+    """Apply the template `name`, and check that the trainer can use the rows."""
+    listed = ", ".join(rows.column_names)
+    if name != "none":
+        template = _TEMPLATES[name]
+        if name == "sharegpt" and "conversations" not in rows.column_names and "messages" in rows.column_names:
+            rows = rows.rename_column("messages", "conversations")
+        if missing := [column for column in template.needed if column not in rows.column_names]:
+            raise RecipeError(
+                f"it has the columns {listed}; prompt_template: {name} needs {' and '.join(template.needed)} "
+                f"({', '.join(template.optional)} optional), and {' and '.join(missing)} is missing."
+            )
+        replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
+        rows = rows.map(
+            template.convert, with_indices=True, remove_columns=replaced, desc=f"Applying the template {name}"
+        )
+    have = set(rows.column_names)
+    needed = next((needed for needed in columns if set(needed) <= have), None)
+    if needed is None:
+        needs = "; ".join(" and ".join(needed) for needed in columns)
+        hints = [
+            f" Its rows look like those of {other!r}: set prompt_template: {other}."
+            for other, template in _TEMPLATES.items()
+            if name == "none" and set(template.needed) <= have
+        ]
+        made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
+        raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{''.join(hints)}")
+    rows = _without_other_prompt(rows, needed)
+    check_rows(rows, needed)
+    return rows
+
+
+def _without_other_prompt(rows, needed: tuple[str, ...]):
+    """Remove a column prompt that is there for another purpose, and that TRL would take for its own.
+
+    Beside `messages` or `text` it wants a completion too; beside whole conversations it is a text that they repeat.
+    """
+    if "prompt" not in rows.column_names or "prompt" in needed:
+        return rows
+    if "chosen" not in needed:
+        return rows.remove_columns("prompt")
+    text = getattr(rows.features["prompt"], "dtype", None) == "string"
+    first = rows[0]["chosen"]
+    return rows.remove_columns("prompt") if text and isinstance(first, list) and len(first) > 1 else rows

@@ -1,0 +1,216 @@
+"""Run a parsed recipe: check everything, load, train, save."""
+
+import inspect
+import os
+import time
+
+from liger_trainer.command.checkpoints import (
+    check_output_dir,
+    check_same_model,
+    find_checkpoint,
+    remove_earlier_run,
+    train_and_save,
+)
+from liger_trainer.command.launch import check_processes
+from liger_trainer.command.model_source import ModelSource, find_model
+from liger_trainer.command.preview import first_rows, show_rows
+from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.recipe_checks import check_rows
+from liger_trainer.command.rewards import check_columns, find_reward
+from liger_trainer.command.row_counts import account_for_rows, counting
+from liger_trainer.command.rows import load_rows
+from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
+from liger_trainer.errors import RecipeError
+
+
+def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None:
+    """Train as the recipe says; the model, its tokenizer and `liger_report.json` end in `output_dir`.
+
+    With `preview_rows`, train nothing, and say what the trainer makes of the first so many rows: a text.
+
+    Returns:
+        `Summary` on the main process, None on the others.
+
+    Raises:
+        RecipeError: Whatever the recipe names is missing or does not fit together. Nothing has been trained then.
+        RunError: The disk takes no more; the message says what of the run is saved.
+    """
+    import trl
+    from jinja2 import TemplateError
+    from transformers import AutoConfig, EarlyStoppingCallback
+
+    import liger_trainer
+
+    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
+    check_processes(training)
+    _check_evaluation(recipe)
+    check_output_dir(recipe)
+    checkpoint = find_checkpoint(training)
+    source = find_model(
+        recipe.model.model_name_or_path,
+        init.pop("gguf_file", None),
+        revision=init.pop("revision", recipe.model.model_revision),
+        trust_remote_code=init.pop("trust_remote_code", getattr(training, "trust_remote_code", False)),
+    )
+    config = source.load(AutoConfig)
+    if checkpoint is not None:
+        check_same_model(checkpoint, config, recipe)
+    columns = tuple(
+        tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
+        for needed in recipe.entry.columns
+    )
+    with training.main_process_first(desc="loading the dataset"):
+        train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
+    check_rows(recipe, train_rows.column_names)
+
+    total = len(train_rows)
+    if preview_rows is not None:
+        train_rows = first_rows(train_rows, preview_rows)
+        eval_rows = None if eval_rows is None else first_rows(eval_rows, preview_rows)
+    init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
+    recorder = RunRecorder()
+    given = {
+        "train_dataset": train_rows,
+        "eval_dataset": eval_rows,
+        "peft_config": trl.get_peft_config(recipe.model),
+        "callbacks": [recorder],
+    }
+    if recipe.args.early_stopping_patience is not None:
+        recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
+        given["callbacks"].append(recorder.early_stopping)
+    if source.is_gguf:  # TRL's trainers cannot load one themselves
+        training.model_init_kwargs = None
+        given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
+        if _needs_reference(recipe):
+            given["ref_model"], _ = _load_gguf(source, config, init, recipe)
+    else:
+        training.model_init_kwargs = source.options | init
+        given["model"] = source.path
+        given["quantization_config"] = trl.get_quantization_config(recipe.model)
+    if recipe.args.reward_funcs:
+        given["reward_funcs"] = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs]
+        for reward in given["reward_funcs"]:
+            check_columns(reward, train_rows.column_names)
+    if getattr(training, "teacher_model_name_or_path", None) is not None:
+        given["teacher_model"] = _teacher(training)
+    try:
+        trainer = counting(getattr(liger_trainer, recipe.entry.trainer))(args=training, **given)
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(f"{recipe.path}: {error}") from error
+    except TemplateError as error:
+        raise RecipeError(
+            f"{recipe.path}: the chat template of the model refuses a row: {error}. Mend the row, or set "
+            "chat_template_path to another template, where the trainer has that key."
+        ) from error
+    except RuntimeError as error:
+        if "assistant_only_loss" not in str(error):
+            raise
+        raise RecipeError(f"{recipe.path}: {error}") from error  # TRL, of a row in which the assistant says nothing
+    if preview_rows is not None:
+        return show_rows(trainer, train_rows, total)
+    recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
+    recorder.parameters = count_parameters(trainer.model)
+    evaluation = _heads_evaluation(trainer, eval_rows)
+
+    if recipe.args.overwrite_output_dir:
+        if trainer.is_world_process_zero():
+            remove_earlier_run(training.output_dir)
+        trainer.accelerator.wait_for_everyone()
+    recipe.began = True
+    train_and_save(trainer, checkpoint, recipe)
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
+    summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
+    if training.world_size > 1:
+        # A thread of gloo's needs the interpreter's lock to free the tensors of its last collective. If it comes to
+        # that only while the interpreter ends, it aborts the process, and the launcher reports a failed training; while
+        # the group is destroyed, each waits for the other for ever. Sleeping gives it the lock.
+        time.sleep(0.5)
+    trainer.accelerator.end_training()
+    return summary
+
+
+def _check_evaluation(recipe: Recipe) -> None:
+    strategy = getattr(recipe.training.eval_strategy, "value", recipe.training.eval_strategy)
+    keys = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
+    given = [key for key in keys if getattr(recipe.args, key) is not None]
+    has_rows = bool(given)
+    heads_rows = getattr(recipe.training, "medusa_eval_rows", 0)
+    if heads_rows and not has_rows:
+        raise RecipeError(
+            f"{recipe.path}: medusa_eval_rows is {heads_rows}, but there are no rows to take them from. Set "
+            "eval_dataset_name, dataset_eval_split or eval_fraction."
+        )
+    if heads_rows and recipe.training.world_size > 1:
+        raise RecipeError(
+            f"{recipe.path}: medusa_eval_rows is {heads_rows}, which works on one process, and there are "
+            f"{recipe.training.world_size}. Set it to 0, and run liger-trainer medusa-eval afterwards."
+        )
+    if strategy != "no" and not has_rows:
+        raise RecipeError(
+            f"{recipe.path}: eval_strategy is {strategy!r}, but there are no rows to evaluate on. Set "
+            "eval_dataset_name, dataset_eval_split or eval_fraction."
+        )
+    if strategy == "no" and has_rows and not heads_rows:
+        raise RecipeError(
+            f"{recipe.path}: rows are kept for evaluation, but eval_strategy is 'no', so they would never be used. Set "
+            f"eval_strategy: steps or epoch, or remove {given[0]}."
+        )
+
+
+def _heads_evaluation(trainer, eval_rows):
+    """What `medusa_eval_rows` asks for, to be called after training; all that can be wrong is found now."""
+    if not getattr(trainer.args, "medusa_eval_rows", 0):
+        return lambda: None
+    from liger_trainer.medusa.evaluate import evaluation_after_training
+
+    try:
+        return evaluation_after_training(trainer, eval_rows)
+    except ValueError as error:
+        raise RecipeError(f"medusa_eval_rows is {trainer.args.medusa_eval_rows}: {error}") from error
+
+
+def _needs_reference(recipe: Recipe) -> bool:
+    """Whether the trainer would load a second copy of the model by its path, to compare the trained one with."""
+    from accelerate.utils import parse_flag_from_env
+
+    import liger_trainer
+
+    trainer = getattr(liger_trainer, recipe.entry.trainer)
+    takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
+    precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
+    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # then even precomputing takes a copy
+    return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
+
+
+def _teacher(training) -> str:
+    """The path of the teacher, which the trainer loads with `teacher_model_init_kwargs`."""
+    source = find_model(training.teacher_model_name_or_path)
+    if source.is_gguf:
+        raise RecipeError(
+            f"teacher_model_name_or_path is {training.teacher_model_name_or_path!r}, a GGUF model, which the trainer "
+            "cannot load. Save it as an ordinary model first: from_pretrained with gguf_file, then save_pretrained."
+        )
+    return source.path
+
+
+def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
+    """The model and tokenizer of a GGUF source, the weights dequantised to `dtype`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
+        raise RecipeError(
+            "load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them."
+        )
+    tokenizer = source.load(AutoTokenizer)
+    # Without this the trainer takes the model for a quantised one, which cannot be trained in full, nor saved.
+    init["quantization_config"] = GgufConfig(dequantize=True)
+    model = source.load(AutoModelForCausalLM, config=config, **init)  # reading it again takes seconds
+    if recipe.model.use_peft:
+        # An adapter names its base model by path, and peft cannot open a GGUF file by that: give it a plain copy.
+        base = os.path.abspath(os.path.join(recipe.training.output_dir, "base_model"))
+        if int(os.environ.get("RANK", "0")) == 0:
+            model.save_pretrained(base)
+            tokenizer.save_pretrained(base)
+        model.config._name_or_path = model.name_or_path = base
+    return model, tokenizer

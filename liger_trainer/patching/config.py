@@ -1,0 +1,36 @@
+"""`liger_config`: which operations are swapped, and above what size their results are rebuilt."""
+
+import difflib
+
+from liger_trainer.instance.report import OPERATIONS
+from liger_trainer.patching import rebuild
+
+REBUILD_ABOVE_MIB = "rebuild_above_mib"
+_KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)
+
+
+def check_config(config: dict | None) -> dict[str, bool | float]:
+    """Every operation and whether it is on, and `rebuild_above_mib`.
+
+    Args:
+        config (`dict`, *optional*): Operation -> bool, `rebuild_above_mib` -> number; what it leaves out has its
+            default.
+
+    Raises:
+        ValueError: `config` is no dict, has an unknown key (the nearest known one is named), or a value not a bool (of
+            `rebuild_above_mib`: not a number of 0 or more).
+    """
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"liger_config is {config!r}; expected a dict such as {{'rope': False}}, or None.")
+    for key, value in (config or {}).items():
+        if key not in _KNOWN:
+            near = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"liger_config has the unknown key {key!r}; did you mean {near!r}? Known keys: {', '.join(_KNOWN)}."
+            )
+        if key == REBUILD_ABOVE_MIB:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"liger_config[{key!r}] is {value!r}; expected a number of MiB, 0 or more.")
+        elif not isinstance(value, bool):
+            raise ValueError(f"liger_config[{key!r}] is {value!r}; expected True or False.")
+    return {name: True for name in OPERATIONS} | {REBUILD_ABOVE_MIB: rebuild.ABOVE / 2**20} | (config or {})

@@ -1,0 +1,88 @@
+"""The gates of blocks of experts: the method `_apply_gate` of `use_experts_implementation` in transformers."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from liger_trainer.instance.hooks import seen_by_others, step_aside
+from liger_trainer.patching import probe
+from liger_trainer.patching.gates import GATES, SCALES, children_but, guessed_operation
+from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.rebuild import ABOVE
+from liger_triton.halves import halves
+
+
+@dataclass(frozen=True)
+class ExpertGate:
+    """The gate of a block of experts: the two halves of what `_apply_gate` gets, gate first."""
+
+    operation: str
+    approximate: str
+    left_out: tuple[tuple[str, type], ...]
+
+    def __str__(self):
+        act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
+        return f"{act}, experts' _apply_gate"
+
+
+def nominated(module: nn.Module) -> bool:
+    """A block of experts of transformers (`use_experts_implementation`) with a gate."""
+    return callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
+
+
+def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
+    """As `prove`, for the `_apply_gate(self, gate_up)` of a block of experts."""
+    weight = module._parameters.get("gate_up_proj")
+    if weight is None or len(probe.full_shape(weight)) != 3:
+        return None, "it has no gate_up_proj of three dimensions"
+    own = type(module).forward
+    eager = getattr(own, "__wrapped__", own)
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if implementation == "eager" and "_apply_gate" not in getattr(eager, "__code__", own.__code__).co_names:
+        return None, (
+            "experts run with experts_implementation='eager', which does not call _apply_gate; "
+            "load the model with experts_implementation='grouped_mm'"
+        )
+    width = probe.full_shape(weight)[2 if getattr(module, "is_transposed", False) else 1]
+    copy = probe.clone(module, probe.generator(), parameters=False)
+    candidates = [ExpertGate(*key, children_but(module, ())) for key in GATES]
+    for training in (True, False):
+        probe.set_training(copy, training)
+        for scale in SCALES:
+            for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
+                source = probe.generator()
+                x, dy = probe.randn((4, width), source, dtype) * scale, probe.randn((4, width // 2), source, dtype)
+                want = _gate_and_grad(type(module)._apply_gate, copy, x, dy)
+                candidates = [
+                    c
+                    for c in candidates
+                    if all(map(probe.same, _gate_and_grad(build(c), copy, x, dy), want, [rtol] * 2))
+                ]
+    if not candidates:
+        return None, "its _apply_gate is not act(gate) * up with silu or gelu on two halves: a clamp or another layout"
+    return candidates[0], None
+
+
+def _gate_and_grad(function, module, x, dy):
+    x = x.clone().requires_grad_()
+    y = function(module, x)
+    return y, torch.autograd.grad(y, x, dy)[0] if y.shape == dy.shape else torch.zeros(())
+
+
+@functools.cache
+def build(expert_gate: ExpertGate, rebuild_above: int = ABOVE):
+    """The `_apply_gate` of a block of experts. What the experts make of its result is not ours to rebuild."""
+    gate = GATES[expert_gate.operation, expert_gate.approximate]
+
+    def _apply_gate(self, gate_up):
+        if (reason := seen_by_others(self, expert_gate.left_out)) is not None:
+            step_aside(self, reason)
+            return type(self)._apply_gate(self, gate_up)
+        return gate(*halves(gate_up))
+
+    return probe.named(_apply_gate, "_apply_gate")
+
+
+KIND = Kind(nominated, prove, build, guessed_operation, method="_apply_gate")

@@ -1,0 +1,353 @@
+"""What every Liger trainer shares: its models are patched at init, and a subclass may change the loss."""
+
+import difflib
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from liger_trainer._logging import logger
+from liger_trainer.head import masks
+from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
+from liger_trainer.head.module import own_class
+from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
+from liger_trainer.patching import LigerReport, apply_liger
+from liger_trainer.trainers.logged_loss import FilteredLoss
+
+
+class LigerTrainerMixin:
+    """What every Liger trainer shares: patching at init, and the hook for a loss of one's own.
+
+    A subclass changes the loss by overriding `token_loss`, which sees per-token quantities and never logits; the sum
+    over tokens, the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the
+    stock trainer's:
+
+    ```python
+    class FocalTrainer(LigerSFTTrainer):
+        def token_loss(self, outputs, inputs):
+            p = outputs.log_probs.detach().exp()
+            return -((1 - p) ** 2) * outputs.log_probs
+    ```
+
+    Attributes:
+        token_outputs (`tuple[str, ...]`): What `token_loss` needs of `FusedLMOutput` beside `log_probs` and
+            `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
+            `"vocab_mean"`. Another name is an error.
+        loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
+        gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_collecting`, as
+            `eval_predictions="tokens"` needs.
+        liger_report (`LigerReport` or `None`): What was patched; `None` under `use_liger=False`.
+    """
+
+    token_outputs: tuple[str, ...] = ()
+    loss_hook: str | None = "token_loss"
+    gives_token_predictions: bool = False
+    _predicted: list | None = None  # filled while `prediction_step` gathers what `compute_metrics` gets
+    liger_report: LigerReport | None = None
+
+    def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
+        """Loss of each label; the trainer sums it and divides by the number of labels that count.
+
+        The auxiliary loss of a mixture of experts is added to it, as it is to the stock trainer's loss, where the model
+        computes one (`output_router_logits` in its config; `router_aux_loss_coef` in the arguments of TRL's trainers).
+
+        Args:
+            outputs (`FusedLMOutput`): Per-token fields, each (B, S - 1), fp32, for the labels `inputs["labels"][:, 1:]`
+                ((B, S) for `inputs["shift_labels"]` where the batch has them); zero where `outputs.label_mask` is
+                False.
+            inputs (`dict`): The batch as given to the model.
+
+        Returns:
+            `torch.Tensor`: The shape of `outputs.label_mask`, not reduced. What it says where `label_mask` is False
+            does not count.
+        """
+        return -outputs.log_probs
+
+    @classmethod
+    def _stock_class(cls) -> type:
+        """The class of transformers or TRL that `cls` extends."""
+        return next(base for base in cls.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+
+    @property
+    def uses_liger(self) -> bool:
+        """Whether this is more than the stock trainer; arguments without `use_liger` say so."""
+        return getattr(self.args, "use_liger", True)
+
+    @property
+    def has_own_loss(self) -> bool:
+        return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
+
+    def _token_loss_of(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
+        """What `token_loss` returns, zero where there is no label. ValueError where it is not one loss per label."""
+        per_token, mask = self.token_loss(outputs, inputs), outputs.label_mask
+        shape = getattr(per_token, "shape", None)
+        if shape != mask.shape:
+            came = f"the {type(per_token).__name__} {per_token!r}" if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(
+                f"token_loss returned {came}; expected one loss per label, {tuple(mask.shape)} (do not reduce: the "
+                "trainer does)."
+            )
+        return per_token.masked_fill(~mask, 0.0)
+
+    @property
+    def head_is_ours(self) -> bool:
+        return self.liger_report is not None and has_fused_head(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the stock trainer does, but losses and log-probs stay fp32 under FSDP2 with 16-bit arithmetic.
+
+        accelerate has FSDP2 round all that a unit returns to the 16-bit type, in bf16 a sum of log-probs between 512
+        and 1,024 nats to steps of 4. Hidden states are of that type anyhow.
+        """
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+        rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
+        if rounds and self.uses_liger:
+            plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+    def training_step(self, *args, **kwargs):
+        self._use_own_heads()
+        with self._explaining_missing_logits():
+            return super().training_step(*args, **kwargs)
+
+    def _use_own_heads(self) -> None:
+        """Score with this trainer's options, on models that another trainer may have been built for since.
+
+        Raises:
+            RuntimeError: The head was removed, and the trainer has a loss that needs it.
+        """
+        if self.liger_report is None:
+            return
+        for model, options in self._patched.use():
+            self._without_head(model, options)
+        if self.has_own_loss and not self.head_is_ours:
+            raise RuntimeError(
+                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but remove_liger "
+                "has taken it from the model. Call apply_liger(trainer.model), or build a new trainer."
+            )
+
+    @property
+    def _overrides_compute_loss(self) -> bool:
+        owner = next(base for base in type(self).__mro__ if "compute_loss" in vars(base))
+        return owner.__module__.partition(".")[0] not in ("liger_trainer", "trl", "transformers")
+
+    def _ways_to_a_loss_of_logits(self) -> str:
+        hook = f"override {self.loss_hook} instead, which builds none; " if self.loss_hook else ""
+        return (
+            f"{type(self).__name__} overrides compute_loss. In training, a model that is called with labels returns "
+            f"its loss and no logits (logits=None). If that compute_loss reads logits, {hook}call model(..., "
+            'skip_logits=False); or set liger_config={"fused_linear_cross_entropy": false}.'
+        )
+
+    @contextmanager
+    def _explaining_missing_logits(self):
+        """Adds the ways out to an error of somebody's `compute_loss` that met `None` for logits."""
+        try:
+            yield
+        except (AttributeError, KeyError, TypeError) as error:
+            of_none = "NoneType" in str(error) or error.args == ("logits",)
+            if of_none and self.head_is_ours and self._overrides_compute_loss:
+                error.add_note(self._ways_to_a_loss_of_logits())
+            raise
+
+    def _without_head(self, model, options: HeadOptions) -> None:
+        """`model` has lost its fused head since it was patched: see to it that the stock trainer's code runs."""
+
+    def train(self, *args, **kwargs):
+        """As the stock trainer does; with `logging_nan_inf_filter`, what is logged is filtered without a wait."""
+        self._use_own_heads()  # rows may be scored while the data is loaded
+        if not (self.uses_liger and self.args.logging_nan_inf_filter):
+            return super().train(*args, **kwargs)
+        step = self.training_step  # an override of it sees each loss as it is
+        before = {name: value for name, value in vars(self).items() if name == "training_step"}
+
+        def filtered_step(*args, **kwargs):
+            return FilteredLoss.of(step(*args, **kwargs), 1 + self.state.global_step - self._globalstep_last_logged)
+
+        self.training_step = filtered_step
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            del self.training_step
+            vars(self).update(before)
+
+    def _wants(self, part: str) -> bool:
+        return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
+
+    def _apply_liger(self, model, options: HeadOptions | None = None) -> None:
+        """Patch `model` as `args` say, and refuse what would leave the user's own loss unused.
+
+        `options` are those of calls with `fused_lm_head=True`; unset, the defaults of `HeadOptions`.
+        """
+        if not self.uses_liger:
+            if self.has_own_loss:
+                raise ValueError(
+                    f"{type(self).__name__} overrides {self.loss_hook}, which needs use_liger=True; got "
+                    "use_liger=False."
+                )
+            return
+        if self._wants("fused_linear_cross_entropy") and output_head(model) is None:
+            raise ValueError(
+                f"use_liger=True swaps the loss for a fused LM head, but {head_reason(model)}. For such a model set "
+                'liger_config={"fused_linear_cross_entropy": false}, or use_liger=False.'
+            )
+        if self.has_own_loss and not self._wants("fused_linear_cross_entropy"):
+            raise ValueError(
+                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but liger_config "
+                "has fused_linear_cross_entropy: false. Remove that entry."
+            )
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{self.args.n_gpu} GPUs are visible to this one process, for which Trainer uses nn.DataParallel. Its "
+                "replicas would all call the patched forwards of the first GPU's model. Start with accelerate launch "
+                "or torchrun, make one GPU visible with CUDA_VISIBLE_DEVICES, or set use_liger=False."
+            )
+        if self.args.use_liger_kernel:
+            raise ValueError(
+                "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. "
+                f"Remove use_liger_kernel, or use {self._stock_class().__name__}."
+            )
+        self._patched.about_to_patch(model)
+        config, unfused = getattr(self.args, "liger_config", None), None
+        if self._wants("fused_linear_cross_entropy") and (unfused := self._why_unfused(model)) is not None:
+            config = (config or {}) | {"fused_linear_cross_entropy": False}
+        self.liger_report = apply_liger(model, config, head_options=options)
+        if unfused is not None:
+            part = self.liger_report["fused_linear_cross_entropy"]
+            part.enabled, part.skipped = True, {"lm_head": unfused}
+        if has_fused_head(model):
+            self._patched.remember(model, options or HeadOptions(), instead=self.model_init is not None)
+        logger.info(self.liger_report.one_line())
+
+    def _why_unfused(self, model) -> str | None:
+        """Why the stock trainer's loss needs the logits of `model`, so that its head stays as it is; or None."""
+        return None
+
+    def _refuse_a_second_loss(self) -> None:
+        """ValueError where another option for the loss comes with a `token_loss`: one of them would be ignored."""
+        others = {
+            "label_smoothing_factor": self.args.label_smoothing_factor or None,
+            "loss_type": None if getattr(self.args, "loss_type", "nll") == "nll" else self.args.loss_type,
+            "compute_loss_func": self.compute_loss_func,
+        }
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(
+                    f"{type(self).__name__} overrides token_loss, and {name} is {value!r}: only one can be the loss. "
+                    f"Remove {name}, or put what it does into token_loss."
+                )
+
+    def _refuse_unknown_outputs(self) -> None:
+        names, known = self.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
+        if isinstance(names, str):
+            raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise ValueError(
+                    f"token_outputs has the unknown name {name!r}; did you mean {near!r}? Known names: "
+                    f"{', '.join(known)}."
+                )
+
+    def _why_not_next_tokens(self) -> str | None:
+        """Why the labels of the model are not the tokens that follow in its input, or None where they are."""
+        model = base_model_of(self.model)
+        name = own_class(model).__name__
+        if getattr(model.config, "is_encoder_decoder", False):
+            return f"{name} is an encoder-decoder model"
+        masked = name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+        if masked or name.endswith(("ForMaskedLM", "ForPreTraining")):
+            return f"{name} is a masked language model"
+        return None
+
+    @property
+    def _wants_tokens(self) -> bool:
+        return getattr(self.args, "eval_predictions", "logits") == "tokens"
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self._use_own_heads()
+        if prediction_loss_only or not self._wants_tokens:
+            with self._explaining_missing_logits():
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._predicted = []
+        try:
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+            predictions = dict(self._predicted[-1])  # KTO scores the mismatched pairs of its KL estimate first
+        finally:
+            self._predicted = None
+        return loss, predictions, predictions.pop("labels")
+
+    def _unmasking(self, model):
+        """`model`, or where it is compiled for training a stand-in that calls it without masks of ones."""
+        if self.args.torch_compile and self.model.training:
+            return masks.without_mask_of_ones(model, base_model_of(self.model))
+        return model
+
+    def _collecting(self, model):
+        """`model`, or while token predictions are gathered a stand-in that asks for them in the calls with labels."""
+        if self._predicted is None:
+            return model
+
+        def forward(**call):
+            if call.get("labels") is None and call.get("shift_labels") is None:
+                return model(**call)
+            outputs = model(**call, token_predictions=True)
+            self._predicted.append(outputs["predictions"])
+            return outputs
+
+        return forward
+
+    def _refuse_token_predictions(self) -> None:
+        """ValueError where `eval_predictions="tokens"` has no meaning."""
+        why = None
+        if not self.gives_token_predictions:
+            why = f"{type(self).__name__} does not compute metrics of tokens"
+        elif not self.head_is_ours:
+            unfused = None if self.liger_report is None else self._why_unfused(self.model)
+            why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
+        elif (other := self._why_not_next_tokens()) is not None:
+            why = f"{other}, whose labels are not the tokens that follow"
+        if why is not None:
+            raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
+
+    def _finish_init(self) -> None:
+        if self.has_own_loss:
+            self._refuse_a_second_loss()
+            self._refuse_unknown_outputs()
+            if (why := self._why_unfused(self.model)) is not None:
+                raise ValueError(
+                    f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but {why}. "
+                    "Override compute_loss instead."
+                )
+            if self.loss_hook == "token_loss" and (why := self._why_not_next_tokens()) is not None:
+                raise ValueError(
+                    f"{type(self).__name__} overrides token_loss, which scores each label as the token that follows, "
+                    f"but {why}, and its labels would be off by one. Override compute_loss instead."
+                )
+        if self._wants_tokens:
+            self._refuse_token_predictions()
+        if self.liger_report is not None:
+            self.add_callback(_ReportCallback(self))
+        if self.head_is_ours and self._overrides_compute_loss:
+            logger.info(self._ways_to_a_loss_of_logits())
+        if self.head_is_ours and self.compute_loss_func is not None:
+            also = " and TRL's metrics cost a second forward" if self._stock_class() is not Trainer else ""
+            logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to spare that.")
+
+
+class _ReportCallback(TrainerCallback):
+    """Writes `liger_report.json` into `output_dir` when training starts."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and args.output_dir is not None:
+            os.makedirs(args.output_dir, exist_ok=True)
+            self.trainer.liger_report.to_json(os.path.join(args.output_dir, "liger_report.json"))

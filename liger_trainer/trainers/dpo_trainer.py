@@ -1,0 +1,156 @@
+"""`LigerDPOTrainer`: `trl.DPOTrainer` with our fused head behind TRL's own contract, and a hook for a loss of pairs."""
+
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from trl import DPOConfig, DPOTrainer
+
+from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.trl import LigerTRLMixin
+
+_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in which TRL reads label_smoothing
+
+
+@dataclass
+class LigerDPOConfig(LigerArguments, DPOConfig):
+    """[`~trl.DPOConfig`] with `use_liger` and `liger_config`, for [`LigerDPOTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "liger_config"]
+
+
+class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
+    """[`~trl.DPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
+
+    The policy and the reference model are patched, and neither builds logits. Takes the arguments of `DPOTrainer`;
+    `args` is a [`LigerDPOConfig`] (a plain `DPOConfig` counts as `use_liger=True`). Every option keeps its meaning,
+    since the loss code is TRL's. Beyond stock: a LoRA on `lm_head` trains, and `eval_predictions="tokens"` gives
+    `compute_metrics` token ids, log-probabilities and ranks without a second forward.
+
+    A subclass changes the loss by overriding `pair_loss`; the metrics stay TRL's:
+
+    ```python
+    class MarginDPOTrainer(LigerDPOTrainer):
+        pair_columns = ("margin",)
+
+        def pair_loss(self, chosen_logratios, rejected_logratios, inputs):
+            return -F.logsigmoid(self.beta * (chosen_logratios - rejected_logratios) - inputs["margin"])
+    ```
+
+    Attributes:
+        pair_columns (`tuple[str, ...]`): Columns of numbers in the rows that `pair_loss` finds in `inputs`.
+
+    Raises:
+        ValueError: An option that would have no effect, or two options that each decide the loss.
+    """
+
+    loss_hook = "pair_loss"
+    pair_columns: tuple[str, ...] = ()
+    gives_token_predictions = True
+    ignored_fields = ("label_smoothing_factor",)  # of tokens; that of pairs is label_smoothing
+
+    def pair_loss(self, chosen_logratios: torch.Tensor, rejected_logratios: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """Loss of each pair; the trainer takes the mean, and adds the auxiliary loss of a mixture of experts.
+
+        Args:
+            chosen_logratios (`torch.Tensor`): (P,) for P pairs, fp32: the log-probability of the chosen completion
+                under the policy less that under the reference, each summed over the completion's tokens.
+            rejected_logratios (`torch.Tensor`): (P,), of the rejected completion.
+            inputs (`dict`): The batch: `input_ids`, `attention_mask` and `completion_mask` (2 P, S), chosen before
+                rejected; `ref_chosen_logps` and `ref_rejected_logps` (P,); and the `pair_columns`, each (P,).
+
+        Returns:
+            `torch.Tensor`: (P,).
+        """
+        raise NotImplementedError("Without an override the loss is the `loss_type` of the config, computed by TRL.")
+
+    @property
+    def has_own_loss(self) -> bool:
+        return type(self).pair_loss is not LigerDPOTrainer.pair_loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        model = self._collecting(model)
+        if self.has_own_loss and self.head_is_ours:
+            return self._own_loss(model, inputs, return_outputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _own_loss(self, model, inputs, return_outputs):
+        """The stock step over an empty list of losses, for its metrics and auxiliary loss, plus `pair_loss`."""
+        columns = {name: inputs[name] for name in self.pair_columns}
+        inputs = {name: value for name, value in inputs.items() if name not in columns}
+        if not self.precompute_ref_logps:
+            chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+            inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        scored = []
+
+        def scoring(**call):
+            outputs = model(**call)
+            if call.get("fused_lm_head"):
+                scored.append(outputs.log_probs)
+            return outputs
+
+        stock = self.loss_types, self.loss_weights, self.precompute_ref_logps
+        self.loss_types, self.loss_weights, self.precompute_ref_logps = [], [], True
+        try:
+            rest = super().compute_loss(scoring, inputs, return_outputs)
+        finally:
+            self.loss_types, self.loss_weights, self.precompute_ref_logps = stock
+        # Prompt-learning PEFT puts virtual tokens before the real ones.
+        log_probs = scored[0][:, -(inputs["input_ids"].shape[1] - 1) :]
+        chosen, rejected = log_probs.sum(dim=1).chunk(2)
+        chosen, rejected = chosen - inputs["ref_chosen_logps"], rejected - inputs["ref_rejected_logps"]
+        loss = self.pair_loss(chosen, rejected, inputs | columns)
+        if loss.shape != chosen.shape:
+            raise ValueError(
+                f"pair_loss returned shape {tuple(loss.shape)}; expected one loss per pair, {tuple(chosen.shape)} (do "
+                "not reduce: the trainer does)."
+            )
+        return (rest[0] + loss.mean(), rest[1]) if return_outputs else rest + loss.mean()
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns += [name for name in self.pair_columns if name not in self._signature_columns]
+
+    def _finish_init(self) -> None:
+        super()._finish_init()
+        if self.uses_liger and self.args.label_smoothing and not set(self.args.loss_type) & set(_SMOOTHED):
+            raise ValueError(
+                f"label_smoothing is {self.args.label_smoothing}, which DPOTrainer does not use with loss_type "
+                f"{self.args.loss_type}. Remove it, or take one of {', '.join(_SMOOTHED)}; 'robust' is 'sigmoid' for "
+                "labels of which a share is wrong."
+            )
+        if not self.pair_columns:
+            return
+        if not self.has_own_loss:
+            raise ValueError(f"pair_columns is {self.pair_columns!r}, but no pair_loss reads them. Override pair_loss.")
+        for name in self.pair_columns:
+            value = next(iter(self.train_dataset)).get(name)
+            if not isinstance(value, Real):
+                raise ValueError(
+                    f"pair_columns has {name!r}, and the first row's {name!r} is {value!r}; expected a number in every "
+                    "row."
+                )
+        self.data_collator = _WithColumns(self.data_collator, self.pair_columns)
+
+    def _refuse_a_second_loss(self) -> None:
+        default = {
+            "loss_type": ["sigmoid"], "loss_weights": None, "f_divergence_type": "reverse_kl", "ld_alpha": None,
+            "label_smoothing": 0.0, "use_weighting": False,
+        }  # fmt: skip
+        for name, value in default.items():
+            if (got := getattr(self.args, name)) != value:
+                raise ValueError(
+                    f"{type(self).__name__} overrides pair_loss, and {name} is {got!r}: only one can be the loss. "
+                    f"Remove {name}, or put what it does into pair_loss."
+                )
+
+
+class _WithColumns:
+    """A collator whose batches also have the columns `names`, each a tensor of one number per row."""
+
+    def __init__(self, collator, names):
+        self.collator, self.names = collator, names
+
+    def __call__(self, rows):
+        columns = {name: torch.tensor([row[name] for row in rows]) for name in self.names}
+        return {**self.collator(rows), **columns}

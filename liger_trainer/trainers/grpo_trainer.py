@@ -1,0 +1,40 @@
+"""`LigerGRPOTrainer`: `trl.GRPOTrainer` with our fused head behind TRL's own contract."""
+
+from dataclasses import dataclass
+
+from trl import GRPOConfig, GRPOTrainer
+
+from liger_trainer.head.find import output_head
+from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.trl import LigerTRLMixin
+
+
+@dataclass
+class LigerGRPOConfig(LigerArguments, GRPOConfig):
+    """[`~trl.GRPOConfig`] with `use_liger` and `liger_config`, for [`LigerGRPOTrainer`]."""
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "liger_config"]
+
+
+class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
+    """[`~trl.GRPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
+
+    The policy and the reference model are patched, and neither builds logits but for the tokens being generated. Takes
+    the arguments of `GRPOTrainer`; `args` is a [`LigerGRPOConfig`] (a plain `GRPOConfig` counts as `use_liger=True`).
+    Every option keeps its meaning, since the loss code is TRL's. Beyond stock: a LoRA on `lm_head` trains.
+
+    Raises:
+        ValueError: An option that would have no effect, or `cast_lm_head_to_fp32` with an adapter on `lm_head`.
+    """
+
+    loss_hook = None
+    ignored_fields = ("label_smoothing_factor",)
+
+    def _finish_init(self) -> None:
+        if self.head_is_ours and self.args.cast_lm_head_to_fp32 and hasattr(output_head(self.model), "base_layer"):
+            raise ValueError(
+                "cast_lm_head_to_fp32 is True, and an adapter is on the LM head: TRL's cast replaces the forward of "
+                "the head by one without the adapter, which completions would be sampled from. Set "
+                "cast_lm_head_to_fp32=False, or remove 'lm_head' from target_modules."
+            )
+        super()._finish_init()

@@ -1,0 +1,188 @@
+"""What `LigerORPOTrainer` and `LigerCPOTrainer` share: TRL's own code runs, on a stand-in for the logits it asks for.
+
+The stock classes score pairs from full logits, in `concatenated_forward`. Here that method runs as it is. The model it
+calls answers with `ScoredLogits`, which holds the log-probability of every label and the mean of every row: all that
+the method uses the logits for. So which tokens the likelihood term covers, what is averaged and what is logged stay
+TRL's decisions, and whatever else a later release may ask for is an error, never another number.
+"""
+
+import torch
+import torch.nn.functional as F
+import trl
+from transformers.utils import ModelOutput
+
+from liger_trainer.head.find import base_model_of, why_peft_needs_logits
+from liger_trainer.trainers.trl import LigerTRLMixin
+
+_OFF = 'liger_config={"fused_linear_cross_entropy": false}'
+
+
+class ScoredLogits:
+    """Stands for logits (..., V) that do not exist, by what is known of each of their rows.
+
+    Args:
+        log_probs (`torch.Tensor`): Log-probability of `target` in each row (...), fp32, differentiable.
+        target (`torch.Tensor`): Token of each row (...), int64; -100 where no log-probability is known.
+        vocab_mean (`torch.Tensor`): Mean over the vocabulary of each row (...), fp32.
+        vocab_size (`int`): V.
+    """
+
+    def __init__(self, log_probs, target, vocab_mean, vocab_size: int):
+        self.log_probs, self.target, self.vocab_mean, self.vocab_size = log_probs, target, vocab_mean, vocab_size
+
+    def _rows(self, change):
+        return ScoredLogits(change(self.log_probs), change(self.target), change(self.vocab_mean), self.vocab_size)
+
+    @property
+    def shape(self):
+        return torch.Size((*self.target.shape, self.vocab_size))
+
+    @property
+    def device(self):
+        return self.log_probs.device
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) == len(self.shape) or Ellipsis in index:
+            if index[-1] != slice(None):
+                raise self._unknown(f"indexing with {index}")
+            index = index[:-1]
+        return self._rows(lambda rows: rows[index])
+
+    def contiguous(self):
+        return self
+
+    def detach(self):
+        return self._rows(torch.Tensor.detach)
+
+    def view(self, *shape):
+        if shape[-1] != self.vocab_size:
+            raise self._unknown(f"view{shape}")
+        return self._rows(lambda rows: rows.reshape(shape[:-1]))
+
+    def mean(self) -> torch.Tensor:
+        """Mean of all logits of these rows, ()."""
+        return self.vocab_mean.mean()
+
+    def of(self, labels: torch.Tensor) -> torch.Tensor:
+        """Log-probability of each label (...), zero where it is -100. ValueError where it is not known."""
+        wanted = labels != -100
+        if (wanted & (labels != self.target)).any():
+            raise ValueError(
+                "A label is asked for that is not the token that follows in input_ids. Make the labels of the data "
+                f"collator copies of input_ids, with -100 for what does not count, or set {_OFF}."
+            )
+        return self.log_probs.masked_fill(~wanted, 0.0)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._unknown(f"`{name}`")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not F.cross_entropy:
+            raise cls._unknown(f"`{getattr(func, '__name__', func)}`")
+        return _cross_entropy(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _unknown(what: str):
+        return NotImplementedError(
+            f"trl {trl.__version__} uses {what} on logits, which the fused head does not build. Set {_OFF}, or install "
+            "trl 1.16."
+        )
+
+
+def _cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **legacy):
+    legacy = {name: value for name, value in legacy.items() if value is not None}
+    if weight is not None or (ignore_index, reduction, label_smoothing) != (-100, "mean", 0.0) or legacy:
+        raise ScoredLogits._unknown("cross_entropy with options")
+    return -input.of(target).sum() / (target != -100).sum()
+
+
+class LigerPairMixin(LigerTRLMixin):
+    """Goes before a class of TRL whose `concatenated_forward` scores chosen and rejected rows of one batch.
+
+    A subclass says which tokens of the chosen rows the likelihood term may ask for, in `_chosen_labels`.
+    """
+
+    ignored_fields = ("label_smoothing_factor",)
+
+    def __init__(self, model=None, args=None, *rest, quantization_config=None, **kwargs):
+        if args is None:
+            raise ValueError(f"args is None; {type(self).__name__} needs its config, with an output_dir.")
+        use_liger = getattr(args, "use_liger", True)
+        if quantization_config is not None and not use_liger:
+            kwargs["quantization_config"] = quantization_config
+        elif quantization_config is not None:
+            raise ValueError(
+                f"quantization_config is {type(quantization_config).__name__}, which {self._stock_class().__name__} "
+                "does not take. Load the model with it (AutoModelForCausalLM.from_pretrained(..., "
+                "quantization_config=...)) and pass the model."
+            )
+        if use_liger and isinstance(model, str) and (args.use_cpu or args.world_size > 1):
+            # Stock spreads a model that it loads over all GPUs of the machine, in every process
+            args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
+        super().__init__(model, args, *rest, **kwargs)
+
+    def _seam(self) -> dict:
+        return {}
+
+    def _why_unfused(self, model) -> str | None:
+        if self.is_encoder_decoder:
+            name = type(base_model_of(model)).__name__
+            return f"{name} is an encoder-decoder model, whose pairs are scored from logits"
+        return why_peft_needs_logits(model)
+
+    def _finish_init(self) -> None:
+        if self.uses_liger and self.processing_class.pad_token_id is None:
+            if self.processing_class.eos_token_id is None:
+                raise ValueError("processing_class has neither pad_token nor eos_token; set its pad_token.")
+            # As in CPOTrainer. ORPOTrainer stops at the first batch; Llama 3 has no padding token
+            self.processing_class.pad_token = self.processing_class.eos_token
+            if self.padding_value is None:
+                self.padding_value = self.processing_class.pad_token_id
+            if self.use_dpo_data_collator:
+                self.data_collator.pad_token_id = self.processing_class.pad_token_id
+        super()._finish_init()
+
+    def _chosen_labels(self, labels, input_ids, attention_mask):
+        """Labels (B, S) of the chosen rows to be scored, given those of the collator; -100 where none is needed."""
+        return labels
+
+    def concatenated_forward(self, model, batch):
+        if not self.head_is_ours:
+            return super().concatenated_forward(model, batch)
+
+        def scored(input_ids, attention_mask=None, **options):
+            labels = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
+            chosen = batch["chosen_labels"].shape[0]
+            labels[:chosen] = self._chosen_labels(labels[:chosen], input_ids[:chosen], attention_mask[:chosen])
+            outputs = model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                fused_lm_head=True,
+                token_outputs=("log_probs", "vocab_mean"),
+                **options,
+            )
+            # A prompt-learning adapter prepends rows of its own. The last row predicts nothing that has a label.
+            log_probs = F.pad(outputs.log_probs[:, -(labels.shape[1] - 1) :], (0, 1))
+            logits = ScoredLogits(
+                log_probs,
+                F.pad(labels[:, 1:], (0, 1), value=-100),
+                outputs.vocab_mean[:, -labels.shape[1] :],
+                self.model.config.get_text_config().vocab_size,
+            )
+            return ModelOutput(logits=logits, aux_loss=outputs.aux_loss)
+
+        return super().concatenated_forward(scored, batch)
+
+    @classmethod
+    def get_batch_logps(cls, logits, labels, average_log_prob=False, is_encoder_decoder=False):
+        """Log-probability of the labels (N, S) of each row, (N,): summed, or averaged over its labels."""
+        if not isinstance(logits, ScoredLogits):
+            return super().get_batch_logps(logits, labels, average_log_prob, is_encoder_decoder)
+        mask = labels[:, 1:] != -100
+        total = logits[:, :-1].of(labels[:, 1:]).sum(-1)
+        return total / mask.sum(-1) if average_log_prob else total

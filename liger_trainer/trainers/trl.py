@@ -1,0 +1,201 @@
+"""How our kernels and our fused head get into TRL's trainers, whose losses stay TRL's.
+
+TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the reference model while they
+are built. During that time the name is ours, so that TRL keeps deciding which outputs, temperature and precision it
+wants for which model, and each model is patched before anything shards or wraps it.
+`tests/liger_trainer/test_contracts.py` fails when a TRL release moves what this stands on.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+import types
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import trl
+from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
+
+from liger_trainer.head.find import base_model_of, has_fused_head, why_peft_needs_logits
+from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.patching import apply_liger
+from liger_trainer.trainers.base import LigerTrainerMixin
+from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
+
+
+class _NoAdapterIsRefused:
+    """TRL refuses a PEFT layer as LM head because its head reads `lm_head.weight`; ours calls the module.
+
+    Nothing is an instance.
+    """
+
+
+_building = threading.RLock()
+
+
+@contextmanager
+def replaced_in(module, names: dict):
+    """Within the block, the globals `names` of TRL's trainer module `module` have the values given, in this thread.
+
+    Another thread that enters such a block waits; what runs there meanwhile finds the stock values.
+
+    Raises:
+        ImportError: The module has no such global.
+    """
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise ImportError(
+            f"{module.__name__} of trl {trl.__version__} has no {', '.join(missing)}, on which the fused head stands. "
+            'Install trl>=1.16,<2, or set liger_config={"fused_linear_cross_entropy": false}.'
+        )
+    with _building:
+        stock = {name: getattr(module, name) for name in names}
+        for name, value in names.items():
+            setattr(module, name, _in_this_thread(value, stock[name]))
+        try:
+            yield
+        finally:
+            for name, value in stock.items():
+                setattr(module, name, value)
+
+
+def _in_this_thread(value, stock):
+    """What is `value` to this thread, and `stock` to all others: a function, or a class to be an instance of."""
+    owner = threading.get_ident()
+    if isinstance(stock, type):
+
+        class OfThread(type):
+            def __instancecheck__(cls, instance):
+                return isinstance(instance, value if threading.get_ident() == owner else stock)
+
+        return OfThread(stock.__name__, (), {})
+
+    @functools.wraps(stock)
+    def call(*args, **kwargs):
+        return (value if threading.get_ident() == owner else stock)(*args, **kwargs)
+
+    return call
+
+
+def with_globals(function, names: dict):
+    """A copy of `function` that finds the values of `names` in the place of those globals of its module."""
+    copy = types.FunctionType(
+        function.__code__,
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class LigerTRLMixin(LigerTrainerMixin):
+    """A trainer of TRL with its models patched while it is built. Goes before the stock class:
+
+    ```python
+    class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
+        loss_hook = None  # there is no method by which a subclass changes the loss
+    ```
+
+    That is all for a trainer that calls `add_fused_lm_head` for the models it scores with. One that does not overrides
+    `_seam` (which globals of TRL's module are replaced while the stock `__init__` runs) and, for frozen models that the
+    replacements do not see, calls `_patch_frozen`. What the stock trainer would ignore in silence is refused in
+    `_finish_init`, which runs last.
+
+    Attributes:
+        ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
+            one is an error.
+    """
+
+    ignored_fields: tuple[str, ...] = ()
+
+    def __init__(self, *args, **kwargs):
+        stock_init = super().__init__
+        position = list(inspect.signature(stock_init).parameters).index("args")
+        self.args = args[position] if len(args) > position else kwargs.get("args")  # `uses_liger` and `_wants` read it
+        if self.uses_liger:
+            self._refuse_compute_loss_func(kwargs, stock_init)
+        self._patched = PatchedModels()
+        with self._patched.undone_on_error():
+            with replaced_in(sys.modules[self._stock_class().__module__], self._seam()):
+                stock_init(*args, **kwargs)
+            if self.liger_report is None:
+                self._apply_liger(self.model)
+            self._finish_init()
+
+    def _seam(self) -> dict:
+        """What replaces which globals of the stock trainer's module while the stock `__init__` runs."""
+        if not self.uses_liger:
+            return {}
+        if self._wants("fused_linear_cross_entropy"):
+            return {"add_fused_lm_head": self._add_fused_lm_head, "BaseTunerLayer": _NoAdapterIsRefused}
+        stock = vars(sys.modules[self._stock_class().__module__]).get("add_fused_lm_head")
+        if stock is None:
+            return {}
+
+        def add_and_patch(model, **options):
+            stock(model, **options)
+            self._patch(model)
+
+        return {"add_fused_lm_head": add_and_patch}
+
+    def _add_fused_lm_head(self, model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
+        if (why := why_peft_needs_logits(self.model)) is not None:
+            raise ValueError(
+                f"{self._stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
+                "LigerTrainer, or another adapter, such as PromptTuningConfig."
+            )
+        self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
+
+    def _patch(self, model, options: HeadOptions | None = None) -> None:
+        """Kernels into the policy, whose report is the trainer's, or into a model that is only scored with."""
+        if base_model_of(model) is base_model_of(self.model):
+            self._apply_liger(self.model, options)
+        else:
+            self._patch_frozen(model, options)
+
+    def _patch_frozen(self, model, options: HeadOptions | None = None) -> None:
+        """Kernels into a reference or teacher model, by the same `liger_config`; before anything shards or wraps it."""
+        if self.uses_liger:
+            self._patched.about_to_patch(model)
+            apply_liger(model, getattr(self.args, "liger_config", None), head_options=options)
+            if has_fused_head(model):
+                self._patched.remember(model, options or HeadOptions())
+
+    def _without_head(self, model, options: HeadOptions) -> None:
+        """TRL's trainers call the head that they are built with: give the model TRL's own."""
+        add_fused_lm_head = vars(sys.modules[self._stock_class().__module__]).get("add_fused_lm_head")
+        if add_fused_lm_head is None or hasattr(model.forward, STANDS_IN):
+            return
+        inner = model.forward
+        add_fused_lm_head(model, **asdict(options))
+        forward = model.forward.__func__
+        if "_original_forward" in vars(model):  # accelerate's autocast, which is around the forward inside of TRL's
+            amp = get_mixed_precision_context_manager(self.accelerator.native_amp, self.accelerator.autocast_handler)
+            forward = convert_outputs_to_fp32(amp(forward))
+        setattr(forward, STANDS_IN, inner)
+        model.forward = types.MethodType(forward, model)
+
+    def _refuse_compute_loss_func(self, kwargs: dict, stock_init) -> None:
+        """ValueError with the way out, where the stock trainer would only say that it knows no such argument."""
+        if "compute_loss_func" in kwargs and "compute_loss_func" not in inspect.signature(stock_init).parameters:
+            raise ValueError(
+                f"compute_loss_func is not an argument of {self._stock_class().__name__}, whose loss is no function of "
+                f"logits and labels. Override {self.loss_hook or 'compute_loss'} instead."
+            )
+
+    def _finish_init(self) -> None:
+        for name in self.ignored_fields:
+            if self.uses_liger and (value := getattr(self.args, name)):
+                other = ", or set label_smoothing instead" if hasattr(self.args, "label_smoothing") else ""
+                raise ValueError(
+                    f"{name} is {value}, which {self._stock_class().__name__} does not use. Remove it{other}."
+                )
+        if self.loss_hook != "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss:
+            raise ValueError(
+                f"{type(self).__name__} overrides token_loss, which {self._stock_class().__name__} never calls. "
+                + (f"Override {self.loss_hook} instead." if self.loss_hook else "Override compute_loss instead.")
+            )
+        super()._finish_init()

@@ -1,0 +1,84 @@
+"""The packages as rooms: who may import whom, nothing private across them, and files that can be read at a sitting."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = (  # a module imports from its own layer and from those before it
+    ("liger_triton",),
+    ("_logging", "errors", "paths"),
+    ("rewards", "templates"),
+    ("instance",),
+    ("head",),
+    ("patching",),
+    ("losses", "auto"),
+    ("trainers",),
+    ("medusa",),
+    ("command",),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+FILES = sorted([*(ROOT / "liger_trainer").rglob("*.py"), *(ROOT / "kernels" / "liger_triton").rglob("*.py")])
+LONGEST = 350
+REASONS = {  # lines, and why they stay together
+    "kernels/liger_triton/_linear_head.py": "one walk over the chunks of logits, forward and backward",
+    "liger_trainer/command/recipe.py": "the keys of a recipe with their help, which the documentation is made from",
+    "liger_trainer/medusa/trainer.py": "a trainer, which a reader wants to see from top to bottom",
+    "liger_trainer/trainers/base.py": "a trainer, which a reader wants to see from top to bottom",
+}
+
+
+def room(path: Path) -> str:
+    """The first part of a module's name below `liger_trainer`, or `liger_triton`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "liger_triton" if parts[0] == "kernels" else parts[1]
+
+
+def imports(path: Path):
+    """(module, name or None) of every import of ours in a file, inside functions too."""
+    package = ("liger_triton",) if room(path) == "liger_triton" else None
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = ".".join((*package, *((node.module,) if node.module else ()))) if node.level else node.module
+            for alias in node.names:
+                yield module, alias.name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, None
+
+
+def ours(module: str) -> bool:
+    return module.partition(".")[0] in ("liger_trainer", "liger_triton")
+
+
+def room_of(module: str, name: str | None) -> str | None:
+    """The room that an import reaches into; None for the package itself, whose names are found when they are used."""
+    first, _, rest = module.partition(".")
+    if first == "liger_triton":
+        return first
+    below = rest.partition(".")[0] or name
+    return below if below in LEVEL else None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_imported_from_above_or_from_another_room_s_private_names(path):
+    here = room(path)
+    if here in ("__init__", "__main__"):
+        return
+    assert here in LEVEL, f"{here} is a new room: give it a layer"
+    for module, name in imports(path):
+        if not ours(module):
+            continue
+        there = room_of(module, name)
+        if there is None or there == here:
+            continue
+        assert LEVEL[there] < LEVEL[here], f"{here} imports {name or module} from {there}, which is not below it"
+        parts = (*module.split(".")[1:], *((name,) if name else ()))
+        private = [part for part in parts if part.startswith("_") and part != "_logging"]
+        assert not private, f"{here} imports {'.'.join(private)} of {there}, which is private there"
+
+
+def test_files_can_be_read_at_a_sitting():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    assert {name for name, lines in lengths.items() if lines > LONGEST} == set(REASONS)
