@@ -67,20 +67,21 @@ class HeadSpec(NamedTuple):
 
 
 def chunk_size(
-    rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int = 0, whole: bool = False
+    rows: int, vocab: int, dtype: torch.dtype, device_type: str, allowed: int = 0, all_rows: bool = False
 ) -> int:
     """Rows per chunk: bounded memory, on GPUs all rows or a power of two (below 1024 a multiple of 128).
 
     A power of two, since of dx, (rows, H), the tiles of 128 x 128 elements then fill the multiprocessors in whole
     rounds more often: with H = 1024 and 132 of them 2048 rows are one round and 2176 are two.
 
-    `allowed`: bytes that a chunk may have where they are more than `_GPU_CHUNK_BYTES`; `whole`: so may one of all rows.
+    `allowed`: bytes that a chunk may have where they are more than `_GPU_CHUNK_BYTES`; `all_rows`: so may a chunk of
+    all rows.
     """
     if device_type == "cpu":
         most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
         return max(1, -(-rows // max(1, -(-rows // most))))
     allowed, row_bytes = max(_GPU_CHUNK_BYTES, allowed), vocab * dtype.itemsize
-    if rows * row_bytes <= (allowed if whole else _GPU_CHUNK_BYTES):
+    if rows * row_bytes <= (allowed if all_rows else _GPU_CHUNK_BYTES):
         return max(1, rows)
     fitting = allowed // row_bytes
     if fitting < 1024:
@@ -139,8 +140,8 @@ class _Chunks(NamedTuple):
         return -(-self.rows // self.size)
 
 
-def _chunks_of(head: Head, target, spec: HeadSpec, whole: bool) -> _Chunks:
-    """`whole`: one chunk would need no sum over chunks."""
+def _chunks_of(head: Head, target, spec: HeadSpec, all_rows: bool) -> _Chunks:
+    """`all_rows`: one chunk would need no sum over chunks."""
     weight, vocab = head.weight, head.weight.shape[0]
     kept = _kept_rows(target, spec.rows.ignore_index, vocab)
     rows = head.x.shape[0] if kept is None else kept.shape[0]
@@ -148,8 +149,8 @@ def _chunks_of(head: Head, target, spec: HeadSpec, whole: bool) -> _Chunks:
     if not size:
         summed = spec.needs & DW and _sum_dtype(weight, spec.lean) != weight.dtype
         of_sum = 4 * weight.numel() if summed else 0
-        whole = whole and weight.dtype != torch.float16  # whose gradient is summed in fp32 all the same
-        size = chunk_size(rows, vocab, spec.compute_dtype, head.x.device.type, of_sum, whole)
+        all_rows = all_rows and weight.dtype != torch.float16  # whose gradient is summed in fp32 all the same
+        size = chunk_size(rows, vocab, spec.compute_dtype, head.x.device.type, of_sum, all_rows)
     return _Chunks(target, kept, rows, min(size, max(rows, 1)))
 
 
@@ -231,7 +232,8 @@ def _forward_op(
     spec = _unflat((ignore_index, scale, softcap, smoothing, z_loss, extras, needs, lean, chunk_rows, compute_dtype))
     head = Head(x, weight, bias, u, lora_b)
     with torch.autocast(x.device.type, enabled=False):
-        stats, grads, _ = _walk(head, _chunks_of(head, target, spec, whole=False), needs, lean, spec, row_weight, None)
+        chunks = _chunks_of(head, target, spec, all_rows=False)
+        stats, grads, _ = _walk(head, chunks, needs, lean, spec, row_weight, None)
     return stats, *_filled(x, grads)
 
 
@@ -246,7 +248,7 @@ def _backward_op(
     head = Head(x, weight, bias, u, lora_b)
     with torch.autocast(x.device.type, enabled=False):
         _, grads, _ = _walk(
-            head, _chunks_of(head, target, spec, whole=False), needs, lean, spec, g_loss, g_entropy, stats
+            head, _chunks_of(head, target, spec, all_rows=False), needs, lean, spec, g_loss, g_entropy, stats
         )
     return _filled(x, grads)
 
@@ -289,7 +291,7 @@ def _one_number(g, counted):
     return torch.where(counted.any(), value, 0.0)
 
 
-class _Later(NamedTuple):
+class _KeptLogits(NamedTuple):
     """What the forward pass leaves to a backward pass that computes the gradients: the logits of the last chunk, None
     for a backward pass that may not write over them."""
 
@@ -297,23 +299,24 @@ class _Later(NamedTuple):
     buffer: torch.Tensor | None
 
 
-def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, one_call):
-    """(statistics, gradients or None, `_Later` or None)."""
+def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, may_keep_logits):
+    """(statistics, gradients or None, `_KeptLogits` or None)."""
     with _device_guard(head.x), torch.autocast(head.x.device.type, enabled=False):
         # A held chunk of logits is paid for by the sum that one chunk does without, in calls that are not one of many.
-        whole = mode == "recompute" or bool(one_call and spec.needs & DW and spec.compute_dtype != torch.float16)
-        chunks = _chunks_of(head, target, spec, whole)
-        if mode == "recompute" or (whole and chunks.number <= 1):
+        summed = spec.needs & DW and spec.compute_dtype != torch.float16
+        all_rows = mode == "recompute" or bool(may_keep_logits and summed)
+        chunks = _chunks_of(head, target, spec, all_rows)
+        if mode == "recompute" or (all_rows and chunks.number <= 1):
             stats, _, buffer = _walk(head, chunks, 0, False, spec, None, None)
-            return stats, None, _Later(chunks, buffer)
+            return stats, None, _KeptLogits(chunks, buffer)
         stats, grads, _ = _walk(head, chunks, spec.needs, spec.lean, spec, row_weight, None)
         return stats, list(grads), None
 
 
-def _gradients(head: Head, target, later: _Later | None, stats, g_loss, g_entropy, spec: HeadSpec):
-    """Gradients in `spec.needs`, from the logits in `later` and, for the other chunks, from their logits once more."""
+def _gradients(head: Head, target, kept_logits: _KeptLogits | None, stats, g_loss, g_entropy, spec: HeadSpec):
+    """Gradients in `spec.needs`, from `kept_logits` and, for the other chunks, from logits that are computed again."""
     with _device_guard(head.x), torch.autocast(head.x.device.type, enabled=False):
-        chunks, buffer = later or (_chunks_of(head, target, spec, True), None)
+        chunks, buffer = kept_logits or (_chunks_of(head, target, spec, True), None)
         lean = spec.lean or chunks.number <= 1  # nothing to sum up, and the upstream gradient is in dl already
         return _walk(head, chunks, spec.needs, lean, spec, g_loss, g_entropy, stats, buffer)[1]
 
@@ -322,23 +325,23 @@ class _LinearHead(torch.autograd.Function):
     """(loss * row_weight, entropy or None, stats), each of T rows; the modes are those of the module docstring."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, one_call):
+    def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, may_keep_logits):
         ctx.set_materialize_grads(False)
         head = Head(x, weight, bias, u, lora_b)
         ctx.mode, ctx.spec, ctx.dtypes = mode, spec, [None if t is None else t.dtype for t in head]
-        ctx.grads = ctx.later = None
+        ctx.grads = ctx.kept_logits = None
         if torch.compiler.is_compiling():
             ctx.early = mode != "recompute"
             now = spec if ctx.early else spec._replace(needs=0)
             stats, *grads = _forward_op(x, weight, bias, u, lora_b, target, row_weight, *now.flat())
         else:
-            stats, grads, ctx.later = _statistics(head, target, row_weight, mode, spec, one_call)
+            stats, grads, ctx.kept_logits = _statistics(head, target, row_weight, mode, spec, may_keep_logits)
             ctx.early = grads is not None
         if not ctx.early:
             ctx.save_for_backward(*head, target, row_weight, stats)
         elif torch.compiler.is_compiling():
             ctx.save_for_backward(target, *grads)
-        else:  # as `later` not saved: the last backward gives them away or writes over them, as only their owner can
+        else:  # not saved, like `kept_logits`: the last backward gives them away or writes over them, as an owner may
             ctx.save_for_backward(target)
             ctx.grads = grads
         loss = stats[LOSS].clone() if row_weight is None else stats[LOSS] * row_weight
@@ -366,11 +369,11 @@ class _LinearHead(torch.autograd.Function):
         keep = not traced and graph_is_kept()
         if not ctx.early:
             *tensors, target, row_weight, stats = saved
-            head, later = Head(*tensors), ctx.later
-            if keep and later is not None:
-                later = later._replace(buffer=None)  # written over; the last backward may
+            head, kept_logits = Head(*tensors), ctx.kept_logits
+            if keep and kept_logits is not None:
+                kept_logits = kept_logits._replace(buffer=None)  # written over; the last backward may
             else:
-                ctx.later = None
+                ctx.kept_logits = None
             g = torch.zeros_like(stats[LOSS]) if g_loss is None else g_loss.float()
             if ctx.mode == "uniform" and g.stride(0) != 0:  # else it is one number expanded
                 g = _one_number(g, target != spec.rows.ignore_index).expand(g.shape)
@@ -379,8 +382,8 @@ class _LinearHead(torch.autograd.Function):
             if traced:
                 grads = _backward_op(*head, target, stats, g, g_entropy, *spec.flat())
             else:
-                grads = _gradients(head, target, later, stats, g, g_entropy, spec)
-            del later  # its logits, before an fp32 sum is rounded
+                grads = _gradients(head, target, kept_logits, stats, g, g_entropy, spec)
+            del kept_logits  # its logits, before an fp32 sum is rounded
             out = [g.to(d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
             return *out, *(None,) * 5
         target, *grads = saved
@@ -402,10 +405,10 @@ class _LinearHead(torch.autograd.Function):
         return *out, *(None,) * 5
 
 
-def run_head(prepared, row_weight, rows: RowSpec, known_upstream, accumulate, chunk_rows, one_call=True):
+def run_head(prepared, row_weight, rows: RowSpec, known_upstream, accumulate, chunk_rows, may_keep_logits=True):
     """(loss, entropy, stats), of T rows each; picks the mode. `prepared` is what `prepare` returned, `known_upstream`
-    says that the upstream gradient of the loss is one number for all rows, `one_call` that not many such calls wait for
-    one backward pass, each with a chunk of logits."""
+    says that the upstream gradient of the loss is one number for all rows, `may_keep_logits` that not many such calls
+    wait for one backward pass, each with a chunk of logits."""
     x, weight, bias, u, lora_b, target, dtype = prepared
     grads_on = torch.is_grad_enabled()
     needs = sum(
@@ -421,7 +424,7 @@ def run_head(prepared, row_weight, rows: RowSpec, known_upstream, accumulate, ch
         mode = "rows"
     else:
         mode = "recompute"
-    return _LinearHead.apply(x, weight, bias, u, lora_b, target, row_weight, mode, spec, one_call)
+    return _LinearHead.apply(x, weight, bias, u, lora_b, target, row_weight, mode, spec, may_keep_logits)
 
 
 def prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows):

@@ -14,17 +14,17 @@ from ._row_pass import IS_TOP1, LOSS, N_STATS, RowSpec
 from .known_gradients import with_gradients
 
 
-def _head(x, weight, target, share, rows, accumulate, chunk_rows, one_call=False):
-    """(loss (), stats) of the rows of x against one weight. `one_call`: no other head waits for a backward pass."""
+def _head(x, weight, target, share, rows, accumulate, chunk_rows, may_keep_logits=False):
+    """(loss (), stats) of the rows of x against one weight. `may_keep_logits`: no other head waits for a backward."""
     prepared = prepare(x, weight, target, None, None, None, accumulate, chunk_rows)
-    loss, _, stats = run_head(prepared, share, rows, True, accumulate, chunk_rows, one_call)
+    loss, _, stats = run_head(prepared, share, rows, True, accumulate, chunk_rows, may_keep_logits)
     return loss.sum(), stats
 
 
 def _head_and_gradients(x, weight, *options):
     """`_head` with its backward pass done, so that its logits, or the fp32 sum of the weight's gradient, are freed."""
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in (x, weight)]
-    loss, stats = _head(*leaves, *options, one_call=True)
+    loss, stats = _head(*leaves, *options, may_keep_logits=True)
     grads = torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
     return with_gradients(loss.detach(), [t for t in (x, weight) if t.requires_grad], grads), stats
 
@@ -97,7 +97,7 @@ def linear_heads_cross_entropy(
     if tied:
         x = hidden if isinstance(hidden, torch.Tensor) else torch.stack(tuple(hidden))
         flat = None if share is None else share.view(-1)
-        loss, stats = _head(x, weight, target, flat, spec, accumulate, chunk_rows, one_call=True)
+        loss, stats = _head(x, weight, target, flat, spec, accumulate, chunk_rows, may_keep_logits=True)
         stats = stats.view(N_STATS, heads, rows)
     else:
         losses, per_head = [], []

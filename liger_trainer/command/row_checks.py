@@ -206,5 +206,3 @@ def _first(mask: pa.BooleanArray) -> int | None:
     """The index of the first true value."""
     index = pc.index(mask, True).as_py()
     return None if index < 0 else index
-
-

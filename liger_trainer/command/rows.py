@@ -13,6 +13,7 @@ from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
+
 class _Template(NamedTuple):
     """A `prompt_template`: `convert(row, index)` turns columns, of which `optional` may be missing, into others.
 

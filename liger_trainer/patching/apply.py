@@ -16,9 +16,7 @@ from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
 KINDS = (norms.KIND, mlps.KIND, experts.KIND)
 
 
-def apply_liger(
-    model: nn.Module, config: dict | None = None, strict: bool = False, head_options=None
-) -> LigerReport:
+def apply_liger(model: nn.Module, config: dict | None = None, strict: bool = False, head_options=None) -> LigerReport:
     """Put fused kernels into this model instance, wherever they are shown to compute what its modules compute.
 
     Norms, gated MLPs, expert gates and rotary functions are nominated by structure. Each original and its replacement

@@ -27,7 +27,8 @@ class LigerArguments:
         default=None,
         metadata={
             "help": "Switches single parts, all on by default: rms_norm, layer_norm, rope, swiglu, geglu, "
-            'fused_linear_cross_entropy. For example {"rope": false}.'
+            'fused_linear_cross_entropy. For example {"rope": false}. And rebuild_above_mib (16): results of norms and '
+            "gates of more MiB are computed again in the backward pass instead of kept."
         },
     )
 

@@ -39,7 +39,7 @@ class LigerTrainerMixin:
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
-        gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_collecting`, as
+        gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched; `None` under `use_liger=False`.
     """
@@ -283,13 +283,13 @@ class LigerTrainerMixin:
             self._predicted = None
         return loss, predictions, predictions.pop("labels")
 
-    def _unmasking(self, model):
+    def _without_needless_mask(self, model):
         """`model`, or where it is compiled for training a stand-in that calls it without masks of ones."""
         if self.args.torch_compile and self.model.training:
             return masks.without_mask_of_ones(model, base_model_of(self.model))
         return model
 
-    def _collecting(self, model):
+    def _gathering_predictions(self, model):
         """`model`, or while token predictions are gathered a stand-in that asks for them in the calls with labels."""
         if self._predicted is None:
             return model

@@ -69,7 +69,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
         return type(self).pair_loss is not LigerDPOTrainer.pair_loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        model = self._collecting(model)
+        model = self._gathering_predictions(model)
         if self.has_own_loss and self.head_is_ours:
             return self._own_loss(model, inputs, return_outputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

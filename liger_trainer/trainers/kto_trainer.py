@@ -33,4 +33,4 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
     ignored_fields = ("label_smoothing_factor",)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(self._collecting(model), inputs, return_outputs, num_items_in_batch)
+        return super().compute_loss(self._gathering_predictions(model), inputs, return_outputs, num_items_in_batch)

@@ -30,10 +30,10 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     gives_token_predictions = True
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        model = self._collecting(model)
+        model = self._gathering_predictions(model)
         if not self.head_is_ours or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        model = self._unmasking(model)
+        model = self._without_needless_mask(model)
         own_loss, smoother = self.has_own_loss, self.label_smoother
         smoothed = not own_loss and smoother is not None and self.args.loss_type == "nll"
         options = {}

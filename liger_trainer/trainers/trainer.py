@@ -56,7 +56,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             inputs = {"skip_logits": True} | inputs
         if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        model = self._unmasking(self._collecting(model))
+        model = self._without_needless_mask(self._gathering_predictions(model))
         wants_logits = return_outputs and not inputs.get("skip_logits", False)
         if self.has_own_loss:
             return super().compute_loss(

@@ -117,9 +117,7 @@ ONE_AFTER_THE_OTHER = [
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize(
-    "first, second", ONE_AFTER_THE_OTHER, ids=lambda trainer: trainer.__name__
-)
+@pytest.mark.parametrize("first, second", ONE_AFTER_THE_OTHER, ids=lambda trainer: trainer.__name__)
 def test_two_trainers_one_after_the_other_on_one_model(first, second, kind, tmp_path, monkeypatch):
     """The second may be a stock one: the model is still patched. Against two stock trainers on one model."""
     # By which the runs of other tests leave their model as it is.

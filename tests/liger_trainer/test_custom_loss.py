@@ -180,9 +180,7 @@ EXPERTS = {"router_aux_loss_coef": 0.1, "output_router_logits": True}
 
 
 @pytest.mark.parametrize("split", SPLITS[:2], ids=str)
-@pytest.mark.parametrize(
-    "ours, stock, run", [(LigerTrainer, Trainer, run_hf), (LigerSFTTrainer, SFTTrainer, run_sft)]
-)
+@pytest.mark.parametrize("ours, stock, run", [(LigerTrainer, Trainer, run_hf), (LigerSFTTrainer, SFTTrainer, run_sft)])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_the_router_s_loss_is_added_to_an_own_loss(ours, stock, run, split, model_type, tmp_path):
     model = tiny_model(model_type, **EXPERTS)

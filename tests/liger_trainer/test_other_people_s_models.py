@@ -102,9 +102,7 @@ def unchecked(classes, method, folder, **options):
     return build(trainer_class, args_class, encoder_decoder(), folder, rows_of(method), **extra, **options)
 
 
-@pytest.mark.parametrize(
-    "trainer_class, args_class", [(LigerTrainer, TrainingArguments), (LigerSFTTrainer, SFTConfig)]
-)
+@pytest.mark.parametrize("trainer_class, args_class", [(LigerTrainer, TrainingArguments), (LigerSFTTrainer, SFTConfig)])
 def test_liger_kernel_on_top_is_refused_with_stock_arguments_too(trainer_class, args_class, tmp_path):
     options = {} if args_class is TrainingArguments else {"bf16": False}
     args = args_class(output_dir=str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to="none", **options)

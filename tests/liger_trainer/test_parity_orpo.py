@@ -214,8 +214,8 @@ def test_a_recipe(keys, tmp_path, capsys):
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     margins = [log["rewards/margins"] for log in state["log_history"] if "rewards/margins" in log]
     assert len(margins) == 8 and margins[-1] > margins[0] + 0.1
-    code, _, err = command(capsys, "train", path, "--load_in_4bit", "true")
-    assert code == 2 and "quantization_config" in err
+    code, _, err = command(capsys, "train", path, "--load_in_4bit", "true", "--overwrite_output_dir", "true")
+    assert code == 2 and "load_in_4bit is True, which has no effect without use_peft: true" in err
 
 
 REFUSED = {

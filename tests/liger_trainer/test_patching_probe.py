@@ -514,7 +514,8 @@ def test_probing_an_8b_model_takes_seconds():
 
 
 def test_check_config():
-    assert check_config(None) == dict.fromkeys(OPERATIONS, True)
+    assert check_config(None) == dict.fromkeys(OPERATIONS, True) | {"rebuild_above_mib": 16}
+    assert check_config({"rebuild_above_mib": 0.5})["rebuild_above_mib"] == 0.5
     assert check_config({"rope": False})["rope"] is False
 
 
@@ -523,6 +524,9 @@ def test_check_config():
     [
         ({"rmsnorm": False}, "unknown key 'rmsnorm'; did you mean 'rms_norm'?.*rms_norm, layer_norm, rope"),
         ({"cross_entropy": True}, "did you mean 'fused_linear_cross_entropy'"),
+        ({"rebuild_above_mib": True}, "is True; expected a number of MiB, 0 or more"),
+        ({"rebuild_above_mib": -1}, "is -1; expected a number of MiB"),
+        ({"rebuild_above_mib": float("nan")}, "is nan; expected a number of MiB"),
         ({"rope": 0}, r"\['rope'\] is 0; expected True or False"),
         ({"rope": "no"}, "'no'; expected True or False"),
         (["rope"], "expected a dict"),
