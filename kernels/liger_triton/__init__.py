@@ -3,20 +3,20 @@
 Needs torch; Triton where the tensors are on a GPU. One operation, one file, one function of the same name.
 """
 
-from ._heads import HeadsLoss
 from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
 from .geglu import geglu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
-from .linear_divergence import Divergence, linear_divergence
+from .linear_divergence import linear_divergence
 from .linear_heads_cross_entropy import linear_heads_cross_entropy
 from .linear_heads_kl import linear_heads_kl
-from .linear_logprobs import LogProbs, linear_logprobs
+from .linear_logprobs import linear_logprobs
+from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import rms_norm
 from .rope import rope
 from .swiglu import swiglu
-from .token_ranks import TokenRanks, linear_token_ranks, token_ranks
+from .token_ranks import linear_token_ranks, token_ranks
 
 __all__ = [
     "Divergence",

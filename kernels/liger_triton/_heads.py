@@ -4,23 +4,9 @@ Heads are `hidden`, one tensor (K, T, H) or K tensors (T, H), against `weight`, 
 ("tied") or K tensors (V, H) ("untied").
 """
 
-from typing import NamedTuple
-
 import torch
 
 from ._head_checks import check_device, weight_dtypes
-
-
-class HeadsLoss(NamedTuple):
-    """`loss` (), fp32 (float64 for float64), differentiable: the sum over all rows that count of row_weight * loss.
-    Without a gradient, each (K,): `head_losses`, of the dtype of `loss`, the sums of the rows' losses without
-    row_weight; `head_top1`, int64, how many rows have their target as the first largest logit; `head_rows`, int64, how
-    many rows count."""
-
-    loss: torch.Tensor
-    head_losses: torch.Tensor
-    head_top1: torch.Tensor
-    head_rows: torch.Tensor
 
 
 def check_heads(hidden, weight) -> tuple[int, int, bool]:

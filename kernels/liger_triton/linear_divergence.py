@@ -28,13 +28,7 @@ from . import reference
 from ._dispatch import graph_is_kept, takes_twin
 from ._linear_head import DB, DBIAS, DU, DW, DX, Head, _Accumulator, _one_number, chunk_size, prepare
 from ._scale import scaled
-
-
-class Divergence(NamedTuple):
-    """Each of the shape of `hidden` without its last dimension, fp32 or float64, zero where `mask` is False."""
-
-    divergence: torch.Tensor
-    entropy: torch.Tensor
+from .results import Divergence
 
 
 class _Transform(NamedTuple):

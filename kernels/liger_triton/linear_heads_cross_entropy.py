@@ -8,10 +8,11 @@ import torch
 from . import reference
 from ._dispatch import takes_twin
 from ._head_checks import check_options, check_target_of_twin, compute_dtype
-from ._heads import HeadsLoss, check_heads, check_per_row, spread
+from ._heads import check_heads, check_per_row, spread
 from ._linear_head import prepare, run_head
 from ._row_pass import IS_TOP1, LOSS, N_STATS, RowSpec
 from .known_gradients import with_gradients
+from .results import HeadsLoss
 
 
 def _head(x, weight, target, share, rows, accumulate, chunk_rows, may_keep_logits=False):

@@ -23,11 +23,12 @@ import torch
 from . import reference
 from ._dispatch import kernel_op, takes_twin, use_triton
 from ._head_checks import check_options, check_target, compute_dtype
-from ._heads import HeadsLoss, check_heads, check_per_row, spread
+from ._heads import check_heads, check_per_row, spread
 from ._kl_pass import kl_pass, teacher_pass
 from ._linear_head import _Accumulator, _sum_dtype, chunk_size
 from ._products import back, project
 from .known_gradients import with_gradients
+from .results import HeadsLoss
 
 
 def _windows(valid, size):

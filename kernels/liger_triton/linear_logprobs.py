@@ -1,8 +1,6 @@
 """Log-probabilities of given tokens under an LM head, without its logits, and what else a row of logits tells. How it
 is computed, in what precision and memory: `_linear_head.py`; the formulas: `_row_pass.py`."""
 
-from typing import NamedTuple
-
 import torch
 
 from . import reference
@@ -10,18 +8,7 @@ from ._dispatch import takes_twin
 from ._head_checks import check_options, check_target_of_twin
 from ._linear_head import prepare, run_head
 from ._row_pass import ENTROPY, IS_TOP1, LOG_SUM_SQ, MEAN_LOGITS, RowSpec
-
-
-class LogProbs(NamedTuple):
-    """Each of the shape of `target`, fp32 or, for float64, that (`is_top1` bool), zero at ignored positions; None where
-    not asked for."""
-
-    log_probs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    log_sum_sq_probs: torch.Tensor | None = None
-    mean_logits: torch.Tensor | None = None
-    is_top1: torch.Tensor | None = None
-
+from .results import LogProbs
 
 _STATISTIC = {"entropy": ENTROPY, "log_sum_sq_probs": LOG_SUM_SQ, "mean_logits": MEAN_LOGITS, "is_top1": IS_TOP1}
 

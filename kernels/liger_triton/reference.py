@@ -9,6 +9,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from .results import Divergence, HeadsLoss, LogProbs
+
 
 def _wide(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic: fp32, or float64 where an input is float64."""
@@ -144,8 +146,6 @@ def linear_logprobs(
     chunk_rows=None,
 ):  # fmt: skip
     """See `liger_triton.linear_logprobs`, which runs without Triton too; this one makes all logits."""
-    from .linear_logprobs import LogProbs
-
     z = _transformed(_head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
     ignored = target == ignore_index
     y = torch.where(ignored, 0, target).unsqueeze(-1)
@@ -168,8 +168,6 @@ def linear_divergence(
     teacher_lora=None, teacher_lora_input=None, mask=None, uniform_grad=False, accumulate="fp32", chunk_rows=None,
 ):  # fmt: skip
     """See `liger_triton.linear_divergence`; this one makes all logits of both heads."""
-    from .linear_divergence import Divergence
-
     wide = _wide(hidden.dtype, teacher_hidden.dtype)
 
     def log_softmax(head, cap, scale):
@@ -196,8 +194,6 @@ def linear_divergence(
 
 def _heads_loss(hidden, weight, rows_of_head, row_weight, counted):
     """`rows_of_head(k, logits)` gives loss and top-1 of the rows of head k, of which `counted` (K, T) enter."""
-    from ._heads import HeadsLoss
-
     weights = weight if isinstance(weight, list | tuple) else [weight] * len(hidden)
     per_head = [rows_of_head(k, F.linear(x, w)) for k, (x, w) in enumerate(zip(hidden, weights, strict=True))]
     loss, top1 = (torch.stack(t) for t in zip(*per_head, strict=True))

@@ -3,30 +3,14 @@
 Plain PyTorch in chunks of rows, for any device: it runs where metrics are computed, not in training.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
 from ._head_checks import check_options, compute_dtype
 from .reference import _wide
+from .results import TokenRanks
 
 _CHUNK_BYTES = 256 * 2**20  # of fp32 logits
-
-
-class TokenRanks(NamedTuple):
-    """Each of the shape of `target`; -100 at ignored positions.
-
-    Args:
-        argmax (`torch.Tensor`): int64, the first of the largest logits.
-        log_probs (`torch.Tensor`): fp32 or float64, `log_softmax(z)[target]`, in nats.
-        rank (`torch.Tensor`): int64, how many logits are larger than the target's: 0 for the most likely token, and
-            for every one of several that tie with it.
-    """
-
-    argmax: torch.Tensor
-    log_probs: torch.Tensor
-    rank: torch.Tensor
 
 
 @torch.no_grad()
