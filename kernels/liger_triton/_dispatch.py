@@ -50,6 +50,27 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def once_differentiable(backward):
+    """Marks the `backward` of an `autograd.Function` whose gradients have no derivative that PyTorch knows.
+
+    It raises under `create_graph=True`. PyTorch's own decorator waits until a second backward pass comes to the
+    gradients, which `torch.autograd.grad` never does, and it does nothing where the upstream gradient is the 1 of a
+    loss: the gradients would count as constants, and a gradient penalty would be wrong in silence.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx, *upstream):
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "A second derivative was asked for (create_graph=True) through a fused kernel of liger_triton, which "
+                "has none. Use the plain PyTorch operation there; in a patched model, switch it off in liger_config."
+            )
+        with torch.no_grad():
+            return backward(ctx, *upstream)
+
+    return once
+
+
 def _device_guard(x: torch.Tensor):
     """Triton launches on the current device, which under `device_map` need not be the one that holds `x`."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():

@@ -35,9 +35,8 @@ copy of dW until the backward pass rounds it, and the converted weight under aut
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ._dispatch import _device_guard, graph_is_kept, kernel_op, takes_twin, use_triton
+from ._dispatch import _device_guard, graph_is_kept, kernel_op, once_differentiable, takes_twin, use_triton
 from ._head_checks import FLOAT_DTYPES, check_device, check_target, check_target_range, compute_dtype
 from ._products import add_outer, back, project
 from ._row_pass import ENTROPY, LOSS, N_STATS, RowSpec, row_pass

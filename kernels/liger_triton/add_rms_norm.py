@@ -12,7 +12,7 @@ Bytes   b per element, n = M * N. Forward reads x, residual, writes s, y: 4nb (t
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl
+from ._dispatch import jit, kernel_op, once_differentiable, tl
 from ._launch import MAX_COLUMNS, as_rows, cdiv, row_tile, runs_triton
 from .rms_norm import check_rms_norm, norm_dtype, rms_norm_backward, scale_row
 
@@ -73,7 +73,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return y, s
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy, ds):
         s, weight, rstd = ctx.saved_tensors
         ds, dw = rms_norm_backward(dy, ds, s, weight, rstd, ctx.offset, ctx.needs_input_grad[2])

@@ -10,10 +10,9 @@ Bytes   b per element. Forward reads TVb. Backward reads TVb and writes the grad
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import reference
-from ._dispatch import kernel_op, takes_twin, use_triton
+from ._dispatch import kernel_op, once_differentiable, takes_twin, use_triton
 from ._head_checks import check_options, check_target_of_twin, check_target_range
 from ._row_pass import LOSS, N_STATS, RowSpec, row_pass
 from ._scale import scaled

@@ -14,7 +14,7 @@ Shapes, dtypes, bytes: as in swiglu.py.
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl
+from ._dispatch import jit, kernel_op, once_differentiable, tl
 from ._launch import check_gate, gate_gradients, gate_tiles, runs_triton
 
 APPROXIMATIONS = ("tanh", "none")
@@ -103,7 +103,7 @@ class _GeGLU(torch.autograd.Function):
         return _forward(gate, up, tanh)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return *_backward(dy, *ctx.saved_tensors, ctx.tanh, ctx.reuse), None, None
 

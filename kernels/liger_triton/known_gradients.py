@@ -1,9 +1,8 @@
 """A loss whose gradients are known when it is: for code that computes both in one go."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ._dispatch import graph_is_kept
+from ._dispatch import graph_is_kept, once_differentiable
 from ._scale import scaled
 
 

@@ -14,7 +14,7 @@ Bytes   b per element, n = M * N. Forward reads x, writes y: 2nb. Backward reads
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl
+from ._dispatch import jit, kernel_op, once_differentiable, tl
 from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, persistent_grid, row_tile, runs_triton
 
 
@@ -138,7 +138,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, mean, rstd = ctx.saved_tensors
         _, need_dw, need_db, _ = ctx.needs_input_grad

@@ -22,10 +22,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from . import reference
-from ._dispatch import graph_is_kept, takes_twin
+from ._dispatch import graph_is_kept, once_differentiable, takes_twin
 from ._linear_head import DB, DBIAS, DU, DW, DX, Head, _Accumulator, _one_number, chunk_size, prepare
 from ._scale import scaled
 from .results import Divergence

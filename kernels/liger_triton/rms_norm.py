@@ -15,7 +15,7 @@ Bytes   b per element, n = M * N. Forward reads x, writes y: 2nb. Backward reads
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl
+from ._dispatch import jit, kernel_op, once_differentiable, tl
 from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, persistent_grid, row_tile, runs_triton
 
 CASTS = ("llama", "gemma", "none")
@@ -147,7 +147,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         dx, dw = rms_norm_backward(dy, None, x, weight, rstd, ctx.offset, ctx.needs_input_grad[1])

@@ -18,7 +18,7 @@ import math
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl
+from ._dispatch import jit, kernel_op, once_differentiable, tl
 from ._launch import TILE, cdiv, next_power_of_2, runs_triton
 
 CASTS = ("promote", "input")
@@ -187,7 +187,7 @@ class _Rope(torch.autograd.Function):
         return qy, ky if k is not None else None
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dqy, dky):
         dky = dky if ctx.has_k else None
         dq, dk = _rotate(dqy, dky, *ctx.saved_tensors, *ctx.layouts, -1.0)

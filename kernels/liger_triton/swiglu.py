@@ -13,7 +13,7 @@ Bytes   b per element. Forward reads g, u and writes y: 3nb (eager 5nb). Backwar
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, tl
+from ._dispatch import jit, kernel_op, once_differentiable, tl
 from ._launch import check_gate, gate_gradients, gate_tiles, runs_triton
 
 
@@ -81,7 +81,7 @@ class _SwiGLU(torch.autograd.Function):
         return _forward(gate, up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return *_backward(dy, *ctx.saved_tensors, ctx.reuse), None
 

@@ -16,6 +16,7 @@ Calls with labels take `token_predictions=True`, for metrics: the output then ha
 """
 
 import functools
+import inspect
 
 import torch
 from transformers.utils import ModelOutput
@@ -24,7 +25,7 @@ from liger_trainer._logging import logger
 from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.find import KEY, head_options, head_reason, output_head
-from liger_trainer.head.module import bind_head, innermost, why_not_fusable
+from liger_trainer.head.module import capture, innermost, is_captured, why_not_fusable
 from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput
 from liger_trainer.head.real_logits import scores_of_logits, smoothed_loss_sum
 from liger_trainer.head.vocab_mean import vocab_mean
@@ -58,7 +59,7 @@ def fused_forward_of(model_class):
             return _smoothed(self, args, kwargs, label_smoothing, token_predictions)
         skip_logits = self.training if skip_logits is None else skip_logits
         if (labels is None and shift_labels is None) or not skip_logits:
-            return call_previous(self, KEY, args, kwargs)
+            return _plain(self, args, kwargs)
         outputs = _captured(self, args, kwargs)
         if isinstance(outputs, ModelOutput):
             predictions = _predictions(*_shifted(outputs.logits, labels, shift_labels)) if token_predictions else None
@@ -69,7 +70,18 @@ def fused_forward_of(model_class):
         return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
 
     forward.__name__ = "forward"
+    # In place of `__wrapped__`, by which accelerate's `unwrap_model` would take our forward for a wrapper of its own.
+    forward.__signature__ = inspect.signature(model_class.forward)
+    del forward.__wrapped__
     return forward
+
+
+def _plain(model, args, kwargs):
+    """The model's own forward with its own logits, also from inside another call of it."""
+    head = output_head(model)
+    if head is None or not is_captured(innermost(head)):
+        return call_previous(model, KEY, args, kwargs)
+    return capture(innermost(head), None, functools.partial(_call_own, model, args, kwargs))
 
 
 def _captured(model, args, kwargs):
@@ -81,13 +93,10 @@ def _captured(model, args, kwargs):
     if reason is not None:
         _say_unfused(model, reason)
         return call_previous(model, KEY, args, kwargs)
-    capture = bind_head(head)
     # What PEFT wraps around a head that it saves may be the unit that is sharded: parameters are read in calls of that.
-    capture.stand_in = DeferredLogits if outer is head else functools.partial(_deferred, outer)
-    try:
-        return masks.run_plain(functools.partial(_call_own, model), model, args, kwargs)
-    finally:
-        capture.stand_in = None
+    stand_in = DeferredLogits if outer is head else functools.partial(_deferred, outer)
+    run = functools.partial(masks.run_plain, functools.partial(_call_own, model), model, args, kwargs)
+    return capture(head, stand_in, run)
 
 
 def _call_own(model, args, kwargs):

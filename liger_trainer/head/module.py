@@ -6,6 +6,7 @@ in a normal forward.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 
 import torch
@@ -182,9 +183,9 @@ def _ignoring_argument(run: Callable):
 def _captured_forward(self, *args, **kwargs):
     if len(args) == 2 and isinstance(args[1], HeadCall):
         return args[1].compute(args[0])
-    binding = binding_of(self, _KEY)
-    if binding.stand_in is not None and len(args) == 1 and not kwargs:
-        return binding.stand_in(args[0], self, self.out_features)
+    stand_in = _stand_in(binding_of(self, _KEY).stand_ins)
+    if stand_in is not None and len(args) == 1 and not kwargs:
+        return stand_in(args[0], self, self.out_features)
     return call_previous(self, _KEY, args, kwargs)
 
 
@@ -192,14 +193,44 @@ _captured_forward.__name__ = "forward"
 
 
 def bind_head(module: nn.Module) -> Binding:
-    """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures.
-
-    A capture is on while `stand_in` of the binding is set: what it makes of the call is returned in place of logits.
-    """
+    """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures."""
     binding = binding_of(module, _KEY)
     if binding is not None or torch.compiler.is_compiling():  # no compiled graph may bind; see `bind_all`
         return binding
-    return bind(module, _KEY, _captured_forward, stand_in=None)
+    return bind(module, _KEY, _captured_forward, stand_ins={})
+
+
+def capture(head: nn.Module, stand_in: Callable | None, run: Callable):
+    """`run()`, in which calls of `head` return `stand_in(hidden, head, vocab_size)` in place of logits; None: logits.
+
+    This holds for the calls of this thread, and for those within that are not themselves inside another `capture`: a
+    hook may call the model while it runs, and gets what it asks for.
+    """
+    stand_ins = bind_head(head).stand_ins
+    thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+    outer = stand_ins.pop(thread, None)
+    if stand_in is not None:
+        stand_ins[thread] = stand_in
+    try:
+        return run()
+    finally:
+        stand_ins.pop(thread, None)
+        if outer is not None:
+            stand_ins[thread] = outer
+
+
+def is_captured(head: nn.Module) -> bool:
+    """Whether a `capture` of `head` is on."""
+    binding = binding_of(head, _KEY)
+    return binding is not None and bool(binding.stand_ins)
+
+
+def _stand_in(stand_ins: dict) -> Callable | None:
+    if not stand_ins:
+        return None
+    if torch.compiler.is_compiling():  # one thread traces, and it cannot be asked which
+        return next(iter(stand_ins.values()))
+    return stand_ins.get(threading.get_ident())
 
 
 def bind_all(head: nn.Module) -> None:

@@ -19,10 +19,13 @@ class Binding:
         slot (`str`): The attribute of the instance that holds the method.
         function: Our method, unbound.
         previous: What the attribute held before, or None where the class's own method was in effect.
+        aside (`bool`): Whether our method leaves its calls to the class's own one, for good: a hook would be missed, or
+            it has been removed but somebody has wrapped it. It does not come back in the middle, since a checkpoint
+            that recomputes a call must take the same path again.
     """
 
     def __init__(self, slot: str, function, previous, **notes):
-        self.slot, self.function, self.previous = slot, function, previous
+        self.slot, self.function, self.previous, self.aside = slot, function, previous, False
         self.__dict__.update(notes)
 
     def __reduce__(self):
@@ -63,10 +66,23 @@ def is_bound(module, binding: Binding) -> bool:
     return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
 
 
+def is_aside(module, key: str = KEY) -> bool:
+    """Whether our method on `module` must leave a call to the class's own. Unbound, as in a proof, it need not."""
+    binding = module.__dict__.get(key)
+    return binding is not None and binding.aside
+
+
 def unbind(module, key: str) -> None:
-    """Undo `bind`: the `__dict__` of the instance is as before, unless somebody has replaced our method since."""
+    """Undo `bind`: the `__dict__` of the instance is as before.
+
+    Where somebody has wrapped our method since, the wrapper stays, and so does the method inside, which steps aside.
+    """
     binding = module.__dict__.pop(key, None)
-    if binding is None or not is_bound(module, binding):
+    if binding is None:
+        return
+    if not is_bound(module, binding):
+        binding.aside = True
+        module.__dict__[key] = binding
         return
     if binding.previous is None and binding.slot != "_old_forward":
         del module.__dict__[binding.slot]

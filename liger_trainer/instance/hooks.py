@@ -6,6 +6,7 @@ own code runs. Hooks by which FSDP2 and DeepSpeed gather weights are no such hoo
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -54,22 +55,28 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: str | None 
     return None
 
 
-def seen_by_others(module: nn.Module, left_out: tuple[tuple[str, type], ...]) -> str | None:
-    """Why a forward that calls none of the children `left_out`, (name, class) each, would not do now, or None."""
-    for name, known in left_out:
+def seen_by_others(module: nn.Module, left_out: tuple[tuple[str, type, Callable], ...]) -> str | None:
+    """Why a forward that calls none of the children `left_out` would not do now, or None.
+
+    `left_out`: name, class and the class's forward of each child, as they were when the replacement was proven.
+    """
+    for name, known, forward in left_out:
         child = module._modules.get(name)
         if type(child) is not known:
             return f"{name} is a {type(child).__name__} now; it was a {known.__name__}"
+        if known.forward is not forward:
+            return f"the forward of {known.__name__}, which {name} is, has been replaced"
         if (attached := hook_on(child)) is not None:
             return f"{attached} on {name} would not be called"
     return None
 
 
 def step_aside(module: nn.Module, reason: str) -> None:
-    """Say that `module`, which is swapped, runs its own code, in the log and in its report."""
+    """Have `module`, which is swapped, run its own code from now on; said in the log and in its report."""
     if torch.compiler.is_compiling():
         return
-    place = binding_of(module, KEY).place
+    binding = binding_of(module, KEY)
+    binding.aside, place = True, binding.place
     if place is not None:
         place.kept(reason)
     logger.warning_once(f"{type(module).__name__} runs its own code instead of a fused kernel: {reason}.")

@@ -1,11 +1,13 @@
 """The gates of blocks of experts: the method `_apply_gate` of `use_experts_implementation` in transformers."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from liger_trainer.instance.binding import is_aside
 from liger_trainer.instance.hooks import seen_by_others, step_aside
 from liger_trainer.patching import probe
 from liger_trainer.patching.gates import GATES, SCALES, children_but, guessed_operation
@@ -20,7 +22,7 @@ class ExpertGate:
 
     operation: str
     approximate: str
-    left_out: tuple[tuple[str, type], ...]
+    left_out: tuple[tuple[str, type, Callable], ...]
 
     def __str__(self):
         act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
@@ -77,6 +79,8 @@ def build(expert_gate: ExpertGate, rebuild_above: int = ABOVE):
     gate = GATES[expert_gate.operation, expert_gate.approximate]
 
     def _apply_gate(self, gate_up):
+        if is_aside(self):
+            return type(self)._apply_gate(self, gate_up)
         if (reason := seen_by_others(self, expert_gate.left_out)) is not None:
             step_aside(self, reason)
             return type(self)._apply_gate(self, gate_up)

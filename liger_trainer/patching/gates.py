@@ -1,6 +1,7 @@
 """What gated MLPs and blocks of experts have in common: act(gate) * up."""
 
 import functools
+from collections.abc import Callable
 
 from torch import nn
 
@@ -22,6 +23,6 @@ def guessed_operation(module: nn.Module) -> str:
     return "swiglu"
 
 
-def children_but(module, names) -> tuple[tuple[str, type], ...]:
-    """Name and class of the children of `module` that are not in `names`."""
-    return tuple((n, type(c)) for n, c in module._modules.items() if n not in names and c is not None)
+def children_but(module, names) -> tuple[tuple[str, type, Callable], ...]:
+    """Name, class and the class's forward of the children of `module` that are not in `names`."""
+    return tuple((n, type(c), type(c).forward) for n, c in module._modules.items() if n not in names and c is not None)

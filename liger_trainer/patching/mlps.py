@@ -7,11 +7,13 @@ called as modules, in the same order: adapters in and around them keep working.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from liger_trainer.instance.binding import is_aside
 from liger_trainer.instance.hooks import seen_by_others, step_aside
 from liger_trainer.patching import probe
 from liger_trainer.patching.gates import GATES, SCALES, children_but, guessed_operation
@@ -35,7 +37,7 @@ class MLP:
     inner: tuple[str, ...]
     down: str
     gate_first: bool
-    left_out: tuple[tuple[str, type], ...]
+    left_out: tuple[tuple[str, type, Callable], ...]
 
     def __str__(self):
         act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
@@ -172,12 +174,14 @@ def build(mlp: MLP, rebuild_above: int = ABOVE):
     def projected(self, x):
         """What the projections before the gate return, in the order of their calls, and whether to write over it."""
         projections = [getattr(self, name) for name in mlp.inner]
-        with rebuilding(x):
+        with rebuilding(x, self, *projections):
             outputs = [projection(x) for projection in projections]
         reuse = all(map(nobody_else_reads, projections, outputs))
         return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
 
     def forward(self, x):
+        if is_aside(self):
+            return type(self).forward(self, x)
         if (reason := seen_by_others(self, mlp.left_out)) is not None:
             step_aside(self, reason)
             return type(self).forward(self, x)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from liger_trainer.instance.binding import is_aside
 from liger_trainer.instance.hooks import has_hooks
 from liger_trainer.patching import probe
 from liger_trainer.patching.kind import Kind
@@ -106,6 +107,8 @@ def build(norm: Norm, rebuild_above: int = ABOVE):
         return lambda x, w, b: layer_norm(x, w, b, e)
 
     def forward(self, x):
+        if is_aside(self):
+            return type(self).forward(self, x)
         if norm.wide_autocast and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         make = formula(self)

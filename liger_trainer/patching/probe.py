@@ -12,6 +12,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
+from liger_trainer.instance.binding import KEY
+
 SEED = 20240817
 FP32_RTOL = 2e-5  # a few roundings of fp32 in another order; a wrong formula is off by 1e-4 and more
 
@@ -51,7 +53,7 @@ def clone(module: nn.Module, source: torch.Generator, parameters=True, children=
     for name, value in state.items():
         if name.endswith("_hooks") or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
             state[name] = OrderedDict() if isinstance(value, dict) else value
-    for slot in ("forward", "_old_forward", "_hf_hook", "_apply_gate"):
+    for slot in ("forward", "_old_forward", "_hf_hook", "_apply_gate", KEY):
         state.pop(slot, None)
     copy.__dict__.update(state)
     children = children or {}

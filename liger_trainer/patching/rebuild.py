@@ -19,8 +19,11 @@ import weakref
 
 import torch
 
+from liger_trainer.instance.hooks import has_hooks
+
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 _RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0")
+_FORWARDS_THAT_KEEP_NOTHING = ("torch.nn.", "peft.", "transformers.pytorch_utils")
 ABOVE = 16 << 20  # bytes; what has no more is kept, unless a caller says otherwise
 
 
@@ -35,6 +38,10 @@ class _Rebuilt:
         self.numel = tensor.numel()
         self.kept = self.used = 0
         self.value = None
+
+    def __reduce__(self):
+        """A tensor takes its attributes along into a pickle; this one stays behind."""
+        return type(None), ()
 
     def is_of(self, tensor) -> bool:
         """Whether `tensor` is this one, or a view of all of it, and still has the values that `make` gives."""
@@ -78,14 +85,17 @@ def _applies(tensor) -> bool:
     return not torch.compiler.is_compiling() and tensor.requires_grad and not _other_hooks_active()
 
 
-def rebuilding(tensor):
+def rebuilding(tensor, *consumers: torch.nn.Module):
     """Context in which autograd keeps the note of `rebuildable` in place of `tensor` itself, or of a view of all of it.
+
+    Not where one of the `consumers`, to which `tensor` goes, has a hook: it may change the values in a way that
+    autograd does not see, through `tensor.data` or NumPy.
 
     A tensor that has been changed in place since the note was made is kept as it is, like all others. Changing a kept
     tensor in place before the backward pass is an error, as without this context.
     """
     rebuilt = None if torch.compiler.is_compiling() else getattr(tensor, "_liger_rebuilt", None)
-    if rebuilt is None or not _applies(tensor):
+    if rebuilt is None or not _applies(tensor) or any(map(has_hooks, consumers)):
         return contextlib.nullcontext()
 
     def pack(kept):
@@ -117,7 +127,7 @@ def forward_rebuilding(forward):
         if not torch.compiler.is_compiling():
             for given in (*args, *kwargs.values()):
                 if isinstance(given, torch.Tensor) and hasattr(given, "_liger_rebuilt"):
-                    with rebuilding(given):
+                    with rebuilding(given, self, *self.children()):
                         return forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -133,23 +143,27 @@ def call_rebuilding(
     `above` bytes is kept.
     """
     x = gate(a, b, reuse_inputs=reuse)
-    with rebuilding(rebuildable(x, gate, a, b, above=above)):
+    consumers = [module] if isinstance(module, torch.nn.Module) else []
+    with rebuilding(rebuildable(x, gate, a, b, above=above), *consumers):
         return module(x)
 
 
 def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool:
     """Whether the caller alone reads this `output` of `projection`, in the backward pass too.
 
-    A matrix product does not keep its result, nor does the sum behind an adapter. A forward hook may.
+    A matrix product does not keep its result, nor does the sum behind an adapter. A forward hook may, and so may a
+    forward of somebody else.
     """
     if torch.compiler.is_compiling() or torch.nn.modules.module._global_forward_hooks:
         return False
+    for module in projection.modules():
+        known = str(type(module).forward.__module__).startswith(_FORWARDS_THAT_KEEP_NOTHING)
+        if module._forward_hooks or "forward" in module.__dict__ or not known:
+            return False
     node = output.grad_fn
     if node is not None and node.name() in _VIEWS:  # of the rows of a product
         node = node.next_functions[0][0]
-    return (
-        node is not None and node.name() in _RESULT_NOT_KEPT and not any(m._forward_hooks for m in projection.modules())
-    )
+    return node is not None and node.name() in _RESULT_NOT_KEPT
 
 
 def _other_hooks_active() -> bool:

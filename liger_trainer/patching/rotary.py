@@ -10,7 +10,7 @@ import types
 
 from torch import nn
 
-from liger_trainer.instance.binding import KEY, bind, binding_of
+from liger_trainer.instance.binding import KEY, bind, binding_of, is_aside
 from liger_trainer.instance.hooks import hook_on, step_aside
 from liger_trainer.instance.report import Place
 from liger_trainer.patching import probe
@@ -49,7 +49,7 @@ def swap(model: nn.Module, report, wanted: dict) -> None:
             continue
         near = _nearest(name, layouts)
         seen = frozenset().union(*(layouts[other] for other in near))
-        watched = [makers[other] for other in near]
+        watched = [(makers[other], type(makers[other]).forward) for other in near]
         functions = [own.__globals__[rotary_name] for rotary_name in names]
         replaced, texts, reasons = [], [], []
         for rotary_name in names:
@@ -96,7 +96,9 @@ def _seen_by_others(functions, makers) -> str | None:
     A hook on what makes cos and sin may change them, and ours reads half of their numbers. With the library `kernels` a
     rotary function is a module, which has hooks too.
     """
-    for module in makers:
+    for module, known in makers:
+        if type(module).forward is not known:
+            return f"the forward of {type(module).__name__}, which makes the angles, has been replaced"
         if (attached := hook_on(module)) is not None:
             return f"{attached} on {type(module).__name__} may change the angles"
     for function in functions:
@@ -111,6 +113,8 @@ def _unless_seen_by_others(forward):
 
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
+        if is_aside(self):
+            return type(self).forward(self, *args, **kwargs)
         binding = binding_of(self)
         if (reason := _seen_by_others(binding.functions, binding.makers)) is not None:
             step_aside(self, reason)

@@ -170,11 +170,15 @@ class LigerTrainerMixin:
         def filtered_step(*args, **kwargs):
             return FilteredLoss.of(step(*args, **kwargs), 1 + self.state.global_step - self._globalstep_last_logged)
 
+        replaced = vars(self).get("training_step")
         self.training_step = filtered_step
         try:
             return super().train(*args, **kwargs)
         finally:
-            del self.training_step
+            if vars(self).get("training_step") is filtered_step:  # else somebody has wrapped or removed it
+                del self.training_step
+                if replaced is not None:
+                    self.training_step = replaced
             vars(self).update(before)
 
     def _wants(self, part: str) -> bool:

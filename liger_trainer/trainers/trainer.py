@@ -69,6 +69,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             self.label_smoother = partial(smoother, shift_labels=True)
         else:  # the model keeps its labels and smooths them itself
             self.label_smoother, inputs = None, {**inputs, "label_smoothing": smoother.epsilon}
+            model = _that_smooths(model)
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
@@ -119,3 +120,18 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
                 if (weight := getattr(owner, name, None)) is not None:
                     return weight
         return 0.0
+
+
+def _that_smooths(model):
+    """`model`, which is asked for a smoothed loss; RuntimeError where it answers as a model that does not know how."""
+
+    def forward(**call):
+        outputs = model(**call)
+        if outputs.get("logits") is not None:
+            raise RuntimeError(
+                "label_smoothing_factor had no effect: model.forward has been replaced since the trainer was built, "
+                "by one that does not smooth labels. Build the trainer after replacing it."
+            )
+        return outputs
+
+    return forward

@@ -215,3 +215,28 @@ def test_nothing_is_held_without_the_results(name, run, device, triton_only):
         assert not after, [t.shape for t in after]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_second_derivative_is_right_or_an_error(name, device):
+    """Under `create_graph=True` gradients may not pass for constants: a gradient penalty would be wrong in silence."""
+    call, shapes = OPS[name]
+    results = []
+    for ops in (reference, lt):
+        generator = torch.Generator().manual_seed(3)
+        leaves = [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
+        inputs = [leaf * 1.5 for leaf in leaves]
+        result = call(ops, *inputs)
+        loss = result.square().sum() if isinstance(result, torch.Tensor) else result[0].square().sum()
+        try:
+            first = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+            penalty = sum(g.square().sum() for g in first)
+            if not penalty.requires_grad:  # rope is linear
+                return
+            second = torch.autograd.grad(penalty, leaves, allow_unused=True)
+        except RuntimeError as error:
+            assert ops is lt and "A second derivative was asked for" in str(error)
+            return
+        results.append([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(second, leaves, strict=True)])
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())

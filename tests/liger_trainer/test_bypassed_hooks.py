@@ -4,13 +4,15 @@ Every case compares loss and gradients with the unpatched model under the same h
 the model was patched or came afterwards, and asks the report.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
-from liger_trainer import apply_liger
+from liger_trainer import apply_liger, remove_liger
 from liger_trainer.head.install import install_fused_head
 
 HEAD = "fused_linear_cross_entropy"
@@ -209,3 +211,100 @@ def test_a_copy_steps_aside_by_itself():
     assert_same(step(twin), step(stock))
     assert report.skipped == {}
     assert_same(step(model), step(llama()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.act_fn", "model.rotary_emb"])
+def test_a_hook_that_goes_between_forward_and_recomputation(name, reentrant):
+    """The recomputation of a checkpoint takes the path that the forward pass took."""
+    results = []
+    for patched in (False, True):
+        model = llama()
+        model.set_attn_implementation("sdpa")
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        if patched:
+            apply_liger(model)
+        handle = model.get_submodule(name).register_forward_hook(lambda module, args, output: None)
+        loss = model(**collate(ragged_rows(4))).loss
+        handle.remove()
+        loss.backward()
+        results.append({"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()})
+    assert_same(results[1], results[0])
+
+
+def around(module):
+    """A wrapper such as profilers and accelerate put around a forward."""
+    own = module.forward
+    module.forward = lambda *args, **kwargs: own(*args, **kwargs)
+
+
+@pytest.mark.parametrize("undo", [remove_liger, apply_liger])
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp", "model.layers.0.self_attn", "model.norm"])
+def test_a_patched_forward_that_somebody_wrapped(name, undo):
+    """Our method is still inside of the wrapper, and leaves the call to the module's own code."""
+    model = llama()
+    apply_liger(model)
+    around(model.get_submodule(name))
+    undo(model)
+    handle = model.model.layers[0].mlp.act_fn.register_forward_hook(halve)
+    stock = llama()
+    stock.model.layers[0].mlp.act_fn.register_forward_hook(halve)
+    assert_same(step(model), step(stock))
+    handle.remove()
+    assert_same(step(model), step(llama()))
+
+
+def test_a_class_whose_forward_is_replaced(monkeypatch):
+    """After patching, by somebody who wants another activation or other angles everywhere."""
+    model = llama()
+    report = apply_liger(model)
+    act, rotary = type(model.model.layers[0].mlp.act_fn), type(model.model.rotary_emb)
+    own = rotary.forward
+
+    def turned(self, *args, **kwargs):
+        cos, sin = own(self, *args, **kwargs)
+        return cos * torch.linspace(0.5, 1.0, cos.shape[-1]), sin
+
+    monkeypatch.setattr(act, "forward", lambda self, x: x.relu())
+    monkeypatch.setattr(rotary, "forward", turned)
+    assert_same(step(model), step(llama()))
+    assert len(report["swiglu"].skipped) == len(report["rope"].skipped) == 2
+
+
+def test_the_model_called_from_inside_its_own_call():
+    """A hook gets the logits it asks for, whose graph is its own."""
+    results = []
+    for patched in (False, True):
+        model, kept = llama(), []
+        if patched:
+            apply_liger(model)
+        ids = torch.tensor([[5, 6, 7]])
+
+        def ask(module, args, output, model=model, kept=kept, ids=ids):
+            if not kept:
+                kept.append(None)
+                with torch.no_grad():
+                    kept[0] = model(input_ids=ids).logits
+
+        model.model.norm.register_forward_hook(ask)
+        loss = model(**collate(ragged_rows(4))).loss
+        assert isinstance(kept[0], torch.Tensor) and not kept[0].requires_grad
+        (loss + kept[0].mean()).backward()
+        results.append({"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()})
+    assert_same(results[1], results[0])
+
+
+def test_another_thread_gets_logits():
+    """While one thread is inside a call that returns no logits."""
+    model, seen = llama(), []
+    apply_liger(model)
+
+    def elsewhere(module, args, output):
+        with ThreadPoolExecutor(1) as pool:
+            seen.append(pool.submit(model.lm_head, torch.ones(1, 2, 32)).result())
+
+    handle = model.model.norm.register_forward_hook(elsewhere)
+    assert model(**collate(ragged_rows(4))).logits is None
+    handle.remove()
+    assert isinstance(seen[0], torch.Tensor)

@@ -148,6 +148,20 @@ def with_hook_inside(module):
     return module
 
 
+class Keeping(nn.Linear):
+    """Somebody's projection that keeps what it returns, to look at it later."""
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+def with_own_forward(module):
+    own = module.forward
+    module.forward = lambda x: own(x)
+    return module
+
+
 @pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6)], ids=str)
 @pytest.mark.parametrize(
     "make, expected",
@@ -159,8 +173,10 @@ def with_hook_inside(module):
         (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU()), False),
         (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Flatten(0, -2)), False),
         (nn.Identity, False),
+        (lambda: Keeping(6, 8), False),
+        (lambda: with_own_forward(nn.Linear(6, 8)), False),
     ],
-    ids=["bias", "no-bias", "lora", "lora-hook", "relu", "view-of-tanh", "identity"],
+    ids=["bias", "no-bias", "lora", "lora-hook", "relu", "view-of-tanh", "identity", "subclass", "own-forward"],
 )
 def test_who_else_reads_a_projection(make, expected, shape):
     module, x = make(), torch.randn(shape, requires_grad=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -223,8 +224,16 @@ def double(x):
     x.mul_(2)
 
 
+# Through `data`, which autograd does not see, by a pre-hook of what a norm's output or a product goes to.
+DATA_OF = ("self_attn", "self_attn.q_proj", "mlp", "mlp.gate_proj", "mlp.down_proj")
+
+
+def double_data(module, args, kwargs):
+    (args[0] if args else kwargs["hidden_states"]).data.mul_(2)
+
+
 @pytest.mark.parametrize("above", [0, 16])
-@pytest.mark.parametrize("how", ["in-place", "data", "pre-hook-of-a-projection", "product"])
+@pytest.mark.parametrize("how", ["in-place", "data", "pre-hook-of-a-projection", "product", *DATA_OF])
 def test_a_tensor_changed_in_place_is_not_made_again_as_it_was(how, above):
     """A hook changes the output of a norm, or what a projection is given: the gradients are stock's."""
     batch, results = collate(ragged_rows(4)), []
@@ -239,6 +248,8 @@ def test_a_tensor_changed_in_place_is_not_made_again_as_it_was(how, above):
             layer.input_layernorm.register_forward_hook(lambda module, args, y: double(y.data))
         elif how == "pre-hook-of-a-projection":
             layer.self_attn.q_proj.register_forward_pre_hook(lambda module, args: double(args[0]))
+        elif how in DATA_OF:
+            layer.get_submodule(how).register_forward_pre_hook(double_data, with_kwargs=True)
         else:
             layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: double(args[0]))
         results.append(gradients(model, batch))
@@ -257,3 +268,18 @@ def test_parents_changed_in_place_raise():
     parent.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_a_tensor_with_a_note_can_be_pickled():
+    x = torch.randn(3, 8, requires_grad=True)
+    y = rebuild.rebuildable(x.exp(), torch.exp, x, above=0)
+    assert y._liger_rebuilt is not None
+    for copied in (pickle.loads(pickle.dumps(y.detach())), pickle.loads(pickle.dumps(with_note_of(y)))):
+        assert torch.equal(copied, y)
+
+
+def with_note_of(y):
+    """A leaf that carries the same attribute: only leaves can be pickled."""
+    leaf = y.detach()
+    leaf._liger_rebuilt = y._liger_rebuilt
+    return leaf
