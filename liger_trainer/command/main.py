@@ -1,4 +1,4 @@
-"""The command `liger-trainer`: train a recipe, list the recipes, say what would be patched in a model; Medusa heads."""
+"""The command `liger-trainer`: train a recipe, list and copy what ships, say what would be patched; Medusa heads."""
 
 import argparse
 import contextlib
@@ -10,7 +10,8 @@ import threading
 from liger_trainer.command.launch import is_main_process, join_processes_without_gpu
 from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
-from liger_trainer.command.recipe import describe, parse_recipe, recipe_names
+from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.command.shipped_files import add_shipped_commands
 from liger_trainer.errors import RecipeError, RunError
 
 
@@ -55,8 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE")
     train.set_defaults(run=_train)
 
-    recipes = commands.add_parser("recipes", help="list the recipes that ship with the package")
-    recipes.set_defaults(run=_recipes)
+    add_shipped_commands(commands)
 
     doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not")
     doctor.add_argument("model", metavar="MODEL", help="a folder or a name on the Hub; only its config is read")
@@ -143,14 +143,6 @@ def _sigterm_interrupts():
         yield
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
-
-
-def _recipes(args) -> int:
-    names = recipe_names()
-    width = max(map(len, names))
-    for name, path in names.items():
-        print(f"{name:{width}}  {describe(path)}")
-    return 0
 
 
 def _doctor(args) -> int:

@@ -195,7 +195,7 @@ def find_recipe(name: str) -> Path:
     if (key := name.removesuffix(".yaml")) in names:
         return names[key]
     raise RecipeError(
-        f"RECIPE is {name!r}: no such file, and no shipped recipe of that name.{_nearest(key, names)} "
+        f"RECIPE is {name!r}: no such file, and no shipped recipe of that name.{nearest(key, names)} "
         f"Shipped: {', '.join(names)}."
     )
 
@@ -314,7 +314,7 @@ def _trainer_entry(path: Path, values: dict, overrides: list[str]) -> TrainerEnt
     return TRAINERS[name]
 
 
-def _nearest(key: str, known, form: str = "Did you mean {}?") -> str:
+def nearest(key: str, known, form: str = "Did you mean {}?") -> str:
     match = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
     return " " + form.format(match[0]) if match else ""
 
@@ -323,7 +323,7 @@ def _unknown_option(option: str, owners) -> str:
     if not option.startswith("--"):
         return f"{option!r} on the command line belongs to no option; options after RECIPE are written --key value."
     key = option[2:].partition("=")[0].replace("-", "_")
-    if not (near := _nearest(key, owners, "Did you mean --{}?")):
+    if not (near := nearest(key, owners, "Did you mean --{}?")):
         near = " `liger-trainer train RECIPE --help` lists all options."
     return f"--{key} is not an option.{near}"
 
@@ -342,7 +342,7 @@ def _refuse_unknown_keys(path: Path, values: dict, owners) -> None:
                 f"{path}: {key!r} is not a key, and a recipe has no sections. Move {', '.join(inside)} to the left "
                 "margin."
             )
-        near = _nearest(key, owners) or " `liger-trainer train RECIPE --help` lists all keys."
+        near = nearest(key, owners) or " `liger-trainer train RECIPE --help` lists all keys."
         raise RecipeError(f"{path}: {key!r} (with value {value!r}) is not a key of a recipe.{near}")
     init = values.get("model_init_kwargs")
     for key in init if isinstance(init, dict) else ():

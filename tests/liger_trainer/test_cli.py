@@ -282,13 +282,6 @@ def write_gguf(gguf, path):
     writer.close()
 
 
-def test_recipes_lists_names_and_descriptions(capsys):
-    code, out, _ = command(capsys, "recipes")
-    assert code == 0
-    assert re.search(r"^quickstart +\S.*SmolLM2", out, re.M)
-    assert re.search(r"^llama3_8b/sft_alpaca_lora +LoRA", out, re.M)
-
-
 def test_doctor_needs_only_a_config(folder, capsys):
     (folder / "model" / "model.safetensors").unlink()
     code, out, err = command(capsys, "doctor", folder / "model")

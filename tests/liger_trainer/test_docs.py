@@ -13,6 +13,7 @@ from recipe_fixtures import command, write_model
 import liger_trainer
 import liger_triton
 from liger_trainer.command.recipe import recipe_names
+from liger_trainer.command.shipped_files import find_shipped
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -82,6 +83,7 @@ def test_lines_added_in_a_diff_import_what_exists(page):
 def commands_in(page):
     for text in blocks(page, "bash"):
         for line in text.replace("\\\n", " ").splitlines():
+            line = re.sub(r"\$\(liger-trainer path (\S+)\)", lambda named: str(find_shipped(named[1])[1]), line)
             yield line.partition(" #")[0].split()
 
 
@@ -106,6 +108,8 @@ def test_commands_name_what_exists(page, capsys):
             assert name in known or name == "--help", words
             if name == "train" and not rest[0].endswith(".yaml") and rest[0] != "RECIPE":
                 assert rest[0] in recipe_names(), words
+            if name in ("init", "path"):
+                find_shipped(rest[0])
 
 
 def test_every_page_is_in_the_site():

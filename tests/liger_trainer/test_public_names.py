@@ -31,12 +31,13 @@ KERNELS = {
     "linear_token_ranks", "rms_norm", "rope", "swiglu", "token_ranks",
 }  # fmt: skip
 OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions"}
-COMMANDS = {"train", "recipes", "doctor", "merge", "medusa-data", "medusa-eval", "medusa-export"}
+COMMANDS = {"train", "recipes", "init", "path", "doctor", "merge", "medusa-data", "medusa-eval", "medusa-export"}
 RECIPES = {
     "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
     "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",
     "llama3_8b/medusa_stage2",
 }  # fmt: skip
+CONFIGS = {"configs/single_gpu", "configs/ddp", "configs/fsdp2", "configs/zero2", "configs/zero3"}
 
 
 def test_names_of_the_package():
@@ -76,4 +77,6 @@ def test_commands_and_recipes():
     text = output("--help")
     listed = {line.split()[0] for line in text.splitlines() if line.startswith("    ") and line[4] != " "}
     assert listed == COMMANDS, text
-    assert {line.split()[0] for line in output("recipes").splitlines()} == RECIPES
+    recipes, configs = output("recipes").split("\n\n")
+    assert {line.split()[0] for line in recipes.splitlines()} == RECIPES
+    assert {line.split()[0] for line in configs.splitlines()} == CONFIGS
