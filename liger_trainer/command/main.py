@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 
 from liger_trainer.command.launch import is_main_process, join_processes_without_gpu
 from liger_trainer.command.medusa import add_medusa_commands
@@ -73,6 +74,7 @@ def _train(args) -> int:
     # Without a GPU: OpenMP threads that spin at every barrier make a step several times slower as soon as another
     # process wants a core, and sleeping instead costs little on idle ones. Read when torch loads, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _keep_the_log_short()
     join_processes_without_gpu()
     preview_rows, options = _take_preview(args.options)
     dry = [word for word in options if word in ("--dry_run", "--dry-run")]
@@ -102,6 +104,14 @@ def _train(args) -> int:
     if summary is not None:
         print(f"\n{summary}")
     return 0
+
+
+def _keep_the_log_short() -> None:
+    """Leave out lines that a user can do nothing about. What the user has set in the environment stands."""
+    # Seconds before a progress bar is drawn: a dozen of the libraries' are full at once. Read when tqdm loads, later.
+    os.environ.setdefault("TQDM_DELAY", "2")
+    # Newer transformers has another name for it and warns of the old one, which TRL uses, and which all versions know.
+    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
 
 
 def _take_preview(words: list[str]) -> tuple[int | None, list[str]]:

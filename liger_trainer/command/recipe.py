@@ -7,6 +7,7 @@ the wrong heading, and values of the wrong YAML type.
 import argparse
 import dataclasses
 import difflib
+import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,7 @@ class TrainerEntry:
     trainer: str
     columns: tuple[tuple[str, ...], ...]
     rewards: bool = False  # whether it wants `reward_funcs`
+    experimental: bool = False  # whether TRL has it in `trl.experimental`
 
 
 TRAINERS = {
@@ -126,8 +128,8 @@ TRAINERS = {
         "LigerSFTConfig", "LigerSFTTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
     ),
     "dpo": TrainerEntry("LigerDPOConfig", "LigerDPOTrainer", (("chosen", "rejected"),)),
-    "orpo": TrainerEntry("LigerORPOConfig", "LigerORPOTrainer", (("chosen", "rejected"),)),
-    "cpo": TrainerEntry("LigerCPOConfig", "LigerCPOTrainer", (("chosen", "rejected"),)),
+    "orpo": TrainerEntry("LigerORPOConfig", "LigerORPOTrainer", (("chosen", "rejected"),), experimental=True),
+    "cpo": TrainerEntry("LigerCPOConfig", "LigerCPOTrainer", (("chosen", "rejected"),), experimental=True),
     "kto": TrainerEntry(
         "LigerKTOConfig", "LigerKTOTrainer", (("prompt", "completion", "label"), ("chosen", "rejected"))
     ),
@@ -215,7 +217,9 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
     values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
     parser.set_defaults_with_config(**values)  # what --help shows
     defaults = {key: owner.defaults[key] for key, owner in owners.items()}
-    chosen = settle(path, values, _given(parser, owners, overrides), defaults)
+    given = _given(parser, owners, overrides)
+    _check_two_names(path, values, given)
+    chosen = settle(path, values, given, defaults)
     settle_precision(chosen.get("bf16"), chosen.get("fp16"))
     try:
         args, training, model = parser.parse_dict(chosen)
@@ -246,6 +250,27 @@ def _given(parser, owners, overrides: list[str]) -> dict[str, Any]:
     if rest:
         raise RecipeError(_unknown_option(rest[0], owners))
     return {key: value for key, value in vars(namespace).items() if key in owners and value is not _NOT_GIVEN}
+
+
+# Two names of transformers' for one option; where both are set, it takes the second.
+_TWO_NAMES = (
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+)
+
+
+def _check_two_names(path: Path, filed: dict[str, Any], given: dict[str, Any]) -> None:
+    """Let the command line beat the file under either name of an option. RecipeError where two names disagree."""
+    for names in _TWO_NAMES:
+        if any(name in given for name in names):
+            for name in names:
+                filed.pop(name, None)
+        values = [(filed | given).get(name) for name in names]
+        if None not in values and values[0] != values[1]:
+            raise RecipeError(
+                f"{path}: {names[0]} is {values[0]} and {names[1]} is {values[1]}, which are two names of one option; "
+                "keep one of them."
+            )
 
 
 def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, training) -> None:
@@ -286,6 +311,8 @@ def _parser(entry: TrainerEntry):
 
     import liger_trainer
 
+    if entry.experimental:  # who names this trainer has chosen it, and need not be warned that TRL may change it
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
     parser = TrlParser(
         dataclass_types,
