@@ -7,11 +7,11 @@ import shlex
 import shutil
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from liger_trainer.command.launch import is_main_process, launched_processes
 from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.whole_files import fault_of_checkpoint, fault_of_file, matches
 from liger_trainer.errors import RecipeError, RunError
 
 # What a finished run leaves beside its checkpoints, as glob patterns. The first line is the model itself.
@@ -30,7 +30,7 @@ def check_output_dir(recipe: Recipe) -> None:
         raise RecipeError(
             f"{recipe.path}: overwrite_output_dir is true and resume_from_checkpoint is {resumes}; keep one of them."
         )
-    found = _checkpoints(folder) + _matches(folder, (*_WEIGHTS, "trainer_state.json"))
+    found = _checkpoints(folder) + matches(folder, (*_WEIGHTS, "trainer_state.json"))
     own = resumes == "true" or (resumes != "false" and _is_inside(resumes, folder))
     if found and not overwrite and not own:
         names = ", ".join(path.name for path in found)
@@ -62,9 +62,9 @@ def check_output_dir(recipe: Recipe) -> None:
 def remove_earlier_run(output_dir: str) -> None:
     """Delete the checkpoints and the model in `output_dir`, as `overwrite_output_dir` asks; other files stay."""
     folder = Path(output_dir)
-    model = _matches(folder, _WEIGHTS)
+    model = matches(folder, _WEIGHTS)
     if model:  # else a config.json there is somebody else's
-        model += _matches(folder, _BESIDE_WEIGHTS)
+        model += matches(folder, _BESIDE_WEIGHTS)
     for path in _checkpoints(folder) + model:
         if path.is_dir():
             shutil.rmtree(path)
@@ -84,7 +84,7 @@ def find_checkpoint(training) -> str | None:
     needs_optimizer = not training.save_only_model
     if str(wanted).lower() != "true":
         path = Path(wanted).expanduser()
-        if fault := _fault(path, needs_optimizer):
+        if fault := fault_of_checkpoint(path, needs_optimizer):
             raise RecipeError(
                 f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint ({fault}). Give a path "
                 "such as OUTPUT_DIR/checkpoint-100, or true for the newest whole one."
@@ -92,7 +92,7 @@ def find_checkpoint(training) -> str | None:
         return str(path)
     faults = []
     for path in reversed(_checkpoints(Path(training.output_dir))):
-        if not (fault := _fault(path, needs_optimizer)):
+        if not (fault := fault_of_checkpoint(path, needs_optimizer)):
             if faults and is_main_process():
                 print(f"liger-trainer: {'; '.join(faults)}. Resuming from {path.name}.", file=sys.stderr)
             return str(path)
@@ -108,7 +108,7 @@ def check_same_model(checkpoint: str, config, recipe: Recipe) -> None:
     """RecipeError where `checkpoint` is that of another model, or has an adapter where the recipe has none."""
     folder = Path(checkpoint)
     has_adapter, uses_peft = (folder / "adapter_config.json").is_file(), recipe.model.use_peft
-    has_model = bool(_matches(folder, ("model*.safetensors", "pytorch_model*.bin")))
+    has_model = bool(matches(folder, ("model*.safetensors", "pytorch_model*.bin")))
     differences = []
     if has_adapter != uses_peft and (has_adapter or has_model):
         differences.append(f"use_peft is {str(uses_peft).lower()} and was {str(has_adapter).lower()}")
@@ -136,15 +136,17 @@ def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
     """Train, and save the model in `output_dir`.
 
     Raises:
-        RunError: The disk does not take a checkpoint or the model. Of a model that was trained to the end, a checkpoint
-            of the last step is saved then, where that is possible.
+        RunError: The disk does not take a checkpoint or the model. What was trained is saved then, where that is
+            possible: the model without its optimizer, or, where the checkpoints fitted, a checkpoint of the last step.
     """
     try:
         if not _is_finished(trainer, checkpoint):
             trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as error:
         if _is_of_the_disk(error):
-            raise RunError(f"A checkpoint cannot be written: {error}. {what_is_left(recipe)}") from error
+            reason = _reason(error, trainer.args.output_dir)
+            left = " ".join(filter(None, (_keep_model(trainer), what_is_left(recipe))))
+            raise RunError(f"A checkpoint cannot be written: {reason}. {left}") from error
         raise
     failure = None
     try:
@@ -157,7 +159,8 @@ def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
         if failure is None:
             raise RunError("The trained model cannot be written; the main process says why.")
         if _is_of_the_disk(failure):
-            raise RunError(f"The trained model cannot be written to output_dir: {failure}. {kept}") from failure
+            reason = _reason(failure, trainer.args.output_dir)
+            raise RunError(f"The trained model cannot be written to output_dir: {reason}. {kept}") from failure
         failure.add_note(kept)
         raise failure
 
@@ -187,7 +190,7 @@ def what_is_left(recipe: Recipe) -> str:
         return "Training had not begun."
     training = recipe.training
     for path in reversed(_checkpoints(Path(training.output_dir))):
-        if not _fault(path, needs_optimizer=not training.save_only_model):
+        if not fault_of_checkpoint(path, needs_optimizer=not training.save_only_model):
             return f"The last checkpoint is {path}. {_how_to_resume(recipe)}"
     return f"No checkpoint was saved (save_strategy is {training.save_strategy.value!r})."
 
@@ -214,18 +217,44 @@ def _keep_last_step(trainer, recipe: Recipe) -> str:
     folder = Path(trainer.args.output_dir)
     last = folder / f"checkpoint-{trainer.state.global_step}"
     if trainer.is_world_process_zero():
-        for path in _matches(folder, _WEIGHTS):
-            if path.is_file() and _file_fault(path):
-                path.unlink()  # half a model looks like one, and its room is needed
-    existed = not _fault(last, needs_optimizer=not trainer.args.save_only_model)
+        _remove_half_model(folder)
+    existed = not fault_of_checkpoint(last, needs_optimizer=not trainer.args.save_only_model)
     if not existed:
         try:
             trainer._save_checkpoint(trainer.model, trial=None)
         except Exception as error:
             shutil.rmtree(last, ignore_errors=True)
-            reason = f"A checkpoint of the last step cannot be written either: {error}."
+            reason = f"A checkpoint of the last step cannot be written either: {_reason(error, folder)}."
             return f"{reason} {_keep_elsewhere(trainer)} {what_is_left(recipe)}"
     return f"The last step is saved as a checkpoint: {last}. Make room first. {_how_to_resume(recipe)}"
+
+
+def _keep_model(trainer) -> str:
+    """After a checkpoint failed: the model alone, which is smaller, in `output_dir` or else elsewhere; says where.
+
+    The half checkpoint is deleted first, because its room is needed. A model that an earlier run has left in
+    `output_dir` is not risked.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
+        return ""  # the other processes are not here to save their parts
+    folder = Path(trainer.args.output_dir)
+    checkpoint = folder / f"checkpoint-{trainer.state.global_step}"
+    if fault_of_checkpoint(checkpoint, needs_optimizer=not trainer.args.save_only_model):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    if not matches(folder, _WEIGHTS):
+        try:
+            trainer._save(str(folder))
+        except Exception:  # the disk, once more, of which the message speaks already
+            _remove_half_model(folder)
+        else:
+            return f"The model of step {trainer.state.global_step} is saved in {folder}, without its optimizer."
+    return _keep_elsewhere(trainer)
+
+
+def _remove_half_model(folder: Path) -> None:
+    for path in matches(folder, _WEIGHTS):
+        if path.is_file() and fault_of_file(path):
+            path.unlink()  # half a model looks like one, and its room is needed
 
 
 def _keep_elsewhere(trainer) -> str:
@@ -259,66 +288,18 @@ def _is_of_the_disk(error: BaseException) -> bool:
     return any(sign in str(error) for sign in ("Error while serializing: I/O error", "inline_container.cc"))
 
 
+def _reason(error: BaseException, folder) -> str:
+    """Why a write into `folder` failed. torch says no more than how many bytes are missing."""
+    if "inline_container.cc" in str(error):
+        return f"no space left on {folder}, or its files may not become that large"
+    return str(error) if getattr(error, "filename", None) else f"{error} (in {folder})"
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     """The folders `checkpoint-N` in `folder`, by their step."""
     steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
     return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
 
 
-def _matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
-
-
 def _is_inside(path: str, folder: Path) -> bool:
     return Path(path).expanduser().resolve().is_relative_to(folder.resolve())
-
-
-def _fault(checkpoint: Path, needs_optimizer: bool) -> str | None:
-    """What is missing or cut off in `checkpoint`, or None. Reads sizes and headers, not the weights."""
-    if not (checkpoint / "trainer_state.json").is_file():
-        return "no trainer_state.json in it"
-    if not _matches(checkpoint, ("*.safetensors", "pytorch_model*", "adapter_model*", "medusa_heads", "global_step*")):
-        if not _matches(checkpoint, ("*/adapter_model*",)):
-            return "no weights in it"
-    if needs_optimizer and not _matches(checkpoint, ("optimizer*", "global_step*")):
-        return "no optimizer.pt in it"
-    for index in checkpoint.glob("*.index.json"):
-        if not (fault := _file_fault(index)):
-            missing = set(json.loads(index.read_text())["weight_map"].values()) - set(os.listdir(checkpoint))
-            fault = f"no {min(missing)} in it" if missing else None
-        if fault:
-            return fault
-    for folder in _matches(checkpoint, ("pytorch_model_fsdp*", "optimizer_*")):
-        if folder.is_dir() and not (folder / ".metadata").is_file():  # written last
-            return f"{folder.name} is cut off"
-    return next((fault for path in sorted(checkpoint.rglob("*")) if (fault := _file_fault(path))), None)
-
-
-def _file_fault(path: Path) -> str | None:
-    """That a file of weights, of states or of JSON is cut off, or None."""
-    whole = True
-    if path.suffix == ".safetensors":
-        whole = _is_whole_safetensors(path)
-    elif path.suffix in (".pt", ".pth", ".bin") and path.is_file():
-        whole = zipfile.is_zipfile(path)
-    elif path.suffix == ".json":
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            whole = False
-    return None if whole else f"{path.name} is cut off"
-
-
-def _is_whole_safetensors(path: Path) -> bool:
-    """Whether the file is as long as its header says: 8 bytes of length, the header in JSON, the tensors."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= size - 8:
-            return False
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            return False
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return size == 8 + length + max(ends, default=0)

@@ -172,20 +172,68 @@ def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, mon
     assert (folder / "out" / "model.safetensors").is_file()
 
 
-def test_a_disk_that_takes_no_checkpoint(saved_run, folder):  # noqa: F811
+def run_with_files_up_to(limit, folder, **keys):  # noqa: F811
     """A limit on the size of files stands for the full disk: safetensors and torch raise errors of their own for it."""
+    recipe = write_recipe(folder, **keys)
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f {limit // 1024}; exec {sys.executable} -m liger_trainer train {recipe}"],
+        cwd=folder, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("liger-trainer: error: A checkpoint cannot be written")
+    assert "No checkpoint was saved" in last and "inline_container" not in last and str(folder / "out") in last
+    assert not steps_of(folder / "out"), "half a checkpoint fills the disk"
+    return last
+
+
+def test_a_disk_that_takes_neither_checkpoint_nor_model(saved_run, folder):  # noqa: F811
+    limit = (saved_run / "checkpoint-2" / "model.safetensors").stat().st_size // 2
+    last = run_with_files_up_to(limit, folder, **SAVING)
+    assert f"Nor does {folder} take the model" in last
+    assert not (folder / "out" / "model.safetensors").exists() and not list(folder.glob("liger-trainer-*"))
+
+
+@pytest.mark.parametrize("saving", [SAVING, {"save_strategy": None}], ids=["every two steps", "by default"])
+def test_a_disk_that_takes_the_model_without_its_optimizer(saving, saved_run, folder):  # noqa: F811
+    from transformers import AutoModelForCausalLM
+
     sizes = [(saved_run / "checkpoint-2" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")]
-    for limit in (sizes[0] // 2, sum(sizes) // 2):
-        recipe = write_recipe(folder, **SAVING, overwrite_output_dir=True)
-        done = subprocess.run(
-            ["bash", "-c", f"ulimit -f {limit // 1024}; exec {sys.executable} -m liger_trainer train {recipe}"],
-            cwd=folder, capture_output=True, text=True, timeout=300,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        assert done.returncode == 1, done.stderr
-        last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith("liger-trainer: error: A checkpoint cannot be written")
-        assert "No checkpoint was saved" in last
+    last = run_with_files_up_to(sum(sizes) // 2, folder, **saving)
+    assert f"The model of step {2 if saving == SAVING else 4} is saved in {folder / 'out'}" in last
+    AutoModelForCausalLM.from_pretrained(folder / "out")
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["new folder", "with a finished model"])
+def test_a_model_that_output_dir_does_not_take_is_kept_elsewhere(finished, saved_run, folder, capsys, monkeypatch):  # noqa: F811
+    from transformers import AutoModelForCausalLM, Trainer
+
+    plain = Trainer._save
+
+    def save(self, output_dir=None, state_dict=None):
+        if Path(output_dir or self.args.output_dir).is_relative_to(folder / "out"):
+            os.makedirs(output_dir, exist_ok=True)
+            (Path(output_dir) / "model.safetensors").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return plain(self, output_dir, state_dict)
+
+    resume = ()
+    if finished:
+        shutil.copytree(saved_run, folder / "out")
+        resume = ("--resume_from_checkpoint", "true", "--max_steps", "6")
+    monkeypatch.setattr(Trainer, "_save", save)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    code, _, err = command(capsys, "train", write_recipe(folder, save_strategy=None), *resume)
+    last = err.strip().splitlines()[-1]
+    assert code == 1 and "No space left on device" in last and str(folder / "out") in last
+    kept = re.search(r"The trained model is in (\S+);", last)
+    AutoModelForCausalLM.from_pretrained(kept[1])
+    assert steps_of(folder / "out") == ([2, 4] if finished else [])
+    if finished:
+        AutoModelForCausalLM.from_pretrained(folder / "out")
+    else:
+        assert not (folder / "out" / "model.safetensors").exists()
 
 
 def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, folder, capsys, monkeypatch):  # noqa: F811
