@@ -76,7 +76,7 @@ def find_checkpoint(training) -> str | None:
     """The folder that `resume_from_checkpoint` means: `true` is the newest whole one in `output_dir`.
 
     Raises:
-        RecipeError: There is none, or the one that is named is not whole.
+        RecipeError: There is none; or the one that is named is not whole, or is not the newest in `output_dir`.
     """
     wanted = training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
@@ -89,6 +89,7 @@ def find_checkpoint(training) -> str | None:
                 f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint ({fault}). Give a path "
                 "such as OUTPUT_DIR/checkpoint-100, or true for the newest whole one."
             )
+        _check_newest(path, training, needs_optimizer)
         return str(path)
     faults = []
     for path in reversed(_checkpoints(Path(training.output_dir))):
@@ -102,6 +103,24 @@ def find_checkpoint(training) -> str | None:
         f"resume_from_checkpoint is true, but output_dir {training.output_dir!r} has no checkpoint{found}. Train "
         "without it first, or give the path of a checkpoint."
     )
+
+
+def _check_newest(checkpoint: Path, training, needs_optimizer: bool) -> None:
+    """RecipeError where the steps after `checkpoint` would be trained beside others that are there already.
+
+    `true` would later go on from the highest step, whichever of the two runs has made it.
+    """
+    here = [path for path in _checkpoints(Path(training.output_dir)) if not fault_of_checkpoint(path, needs_optimizer)]
+    places = [path.resolve() for path in here]
+    if checkpoint.resolve() not in places:
+        return
+    if newer := [path.name for path in here[places.index(checkpoint.resolve()) + 1 :]]:
+        raise RecipeError(
+            f"resume_from_checkpoint is {training.resume_from_checkpoint!r}, but output_dir "
+            f"{training.output_dir!r} holds the steps after it too ({', '.join(newer)}), and the two runs would be "
+            "mixed. Set another output_dir, or delete those checkpoints, or go on from the newest with "
+            "resume_from_checkpoint: true."
+        )
 
 
 def check_same_model(checkpoint: str, config, recipe: Recipe) -> None:

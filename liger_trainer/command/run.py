@@ -16,6 +16,7 @@ from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
+from liger_trainer.command.resuming import check_same_trainer, say_what_the_checkpoint_decides
 from liger_trainer.command.rewards import check_columns, find_reward
 from liger_trainer.command.row_counts import account_for_rows, counting
 from liger_trainer.command.rows import load_rows
@@ -54,7 +55,9 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
     )
     config = source.load(AutoConfig)
     if checkpoint is not None:
+        check_same_trainer(checkpoint, recipe)
         check_same_model(checkpoint, config, recipe)
+        say_what_the_checkpoint_decides(checkpoint, recipe)
     columns = tuple(
         tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
         for needed in recipe.entry.columns

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from recipe_fixtures import command, write_model, write_recipe, write_rows
-from test_cli import folder, run_elsewhere  # noqa: F401 - folder is a fixture
+from test_cli import folder, losses, run_elsewhere  # noqa: F401 - folder is a fixture
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -170,6 +170,61 @@ def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, mon
     assert code == 0, err
     assert re.search(r"steps +0, resumed at step 4$", out, re.M)
     assert (folder / "out" / "model.safetensors").is_file()
+
+
+def test_going_on_beside_newer_checkpoints_is_refused(saved_run, folder, capsys):  # noqa: F811
+    shutil.copytree(saved_run, folder / "out")
+    path = write_recipe(folder, **SAVING)
+    older = ("--resume_from_checkpoint", folder / "out" / "checkpoint-2", "--max_steps", "3")
+    code, _, err = command(capsys, "train", path, *older)
+    assert code == 2 and "checkpoint-4" in err and "another output_dir" in err, "true would go on from either later"
+    assert command(capsys, "train", path, *older, "--output_dir", folder / "other")[0] == 0
+    truncate(folder / "out" / "checkpoint-4" / "optimizer.pt")
+    assert command(capsys, "train", path, *older)[0] == 0, "nothing goes on from half a checkpoint"
+    (folder / "out" / "checkpoint-4").rename(folder / "gone")
+    newest = folder / "out" / "checkpoint-3"
+    code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", newest, "--max_steps", "5")
+    assert code == 0 and re.search(r"steps +2, resumed at step 3$", out, re.M), err
+
+
+def test_resume_from_another_trainer(saved_run, folder, capsys):  # noqa: F811
+    (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 4)
+    path = write_recipe(folder, **SAVING, trainer="dpo", dataset_name="pairs.jsonl", prompt_template=None)
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-4")
+    assert code == 2 and "'sft'" in err and "'dpo'" in err and str(saved_run / "checkpoint-4") in err
+    shutil.copytree(saved_run, folder / "out", dirs_exist_ok=True)
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
+    assert code == 2 and "'sft'" in err and "'dpo'" in err
+    (folder / "out" / "checkpoint-4" / "training_args.bin").unlink()
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true", "--max_steps", "5")
+    assert code == 0, f"a checkpoint that does not say whose it is: {err}"
+
+
+def test_resume_says_what_the_checkpoint_decides(saved_run, folder, capsys):  # noqa: F811
+    path = write_recipe(folder, **SAVING)
+    resume = ("--resume_from_checkpoint", saved_run / "checkpoint-2")
+    code, _, err = command(capsys, "train", path, *resume, "--learning_rate", "9e-3", "--weight_decay", "0.5")
+    assert code == 0, err
+    assert losses(folder / "out") == losses(saved_run), "the states decide"
+    line = next(line for line in err.splitlines() if "learning_rate" in line)
+    assert "learning_rate stays 0.01 and not 0.009, weight_decay stays 0.0 and not 0.5" in line
+    shutil.rmtree(folder / "out")
+    code, _, err = command(capsys, "train", path, *resume)
+    assert code == 0 and "stays" not in err
+
+
+def test_the_arguments_of_a_checkpoint_run_no_code(tmp_path):
+    import torch
+
+    from liger_trainer.command.resuming import _saved_arguments
+
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "sprung"),)
+
+    torch.save(Trap(), tmp_path / "training_args.bin")
+    _saved_arguments(str(tmp_path))
+    assert not (tmp_path / "sprung").exists()
 
 
 def run_with_files_up_to(limit, folder, **keys):  # noqa: F811
