@@ -24,6 +24,8 @@ _BESIDE_WEIGHTS = (
 
 def check_output_dir(recipe: Recipe) -> None:
     """RecipeError where `output_dir` cannot be written, or holds a run that this one would mix with."""
+    if not recipe.training.output_dir:
+        raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
     folder, overwrite = Path(recipe.training.output_dir), recipe.args.overwrite_output_dir
     resumes = str(recipe.training.resume_from_checkpoint or "false").lower()
     if overwrite and resumes != "false":
@@ -161,6 +163,10 @@ def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
     try:
         if not _is_finished(trainer, checkpoint):
             trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise RecipeError(f"{recipe.path}: {error.args[0]} {what_is_left(recipe)}") from error
     except Exception as error:
         if _is_of_the_disk(error):
             reason = _reason(error, trainer.args.output_dir)

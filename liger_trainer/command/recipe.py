@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from liger_trainer.command.launch import settle_precision
-from liger_trainer.command.recipe_checks import settle
+from liger_trainer.command.recipe_checks import check_scheduler, settle
 from liger_trainer.command.recipe_values import checked, dump_yaml, load_yaml
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside, shipped
@@ -226,6 +226,8 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise RecipeError(f"{path}: {error}{_bf16_hint(error)}") from error
     _check_needs(path, entry, args, training)
+    if {"lr_scheduler_type", "lr_scheduler_kwargs"} & set(chosen):
+        check_scheduler(path, training)
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
         # TRL makes a string of a list of one, which peft takes for a pattern of full names: no layer's name is q_proj.
         model.lora_target_modules = [model.lora_target_modules]

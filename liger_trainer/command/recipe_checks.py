@@ -23,6 +23,10 @@ class _Switch(NamedTuple):
     on: Callable[..., bool] = bool
 
 
+_OPTIMIZERS_WITHOUT_ARGS = {
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "lomo", "adalomo",
+}  # fmt: skip
+
 _SWITCHES = (
     _Switch(
         ("lora_*", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"), ("use_peft",),
@@ -52,6 +56,14 @@ _SWITCHES = (
         lambda old, new: old if new is None else new,
     ),
     _Switch(("hub_model_id", "hub_revision", "hub_strategy"), ("push_to_hub",), "push_to_hub: true"),
+    _Switch(
+        ("lr_scheduler_kwargs",), ("lr_scheduler_type",), "an lr_scheduler_type that has options, such as cosine",
+        lambda scheduler: scheduler not in ("constant", "constant_with_warmup"),
+    ),
+    _Switch(
+        ("optim_args",), ("optim",), "an optim that reads it, such as sgd",
+        lambda optim: optim not in _OPTIMIZERS_WITHOUT_ARGS,
+    ),
     _Switch(("fsdp_config",), ("fsdp",), "fsdp"),
     _Switch(("liger_kernel_config",), ("use_liger_kernel",), "use_liger_kernel: true"),
     _Switch(("vllm_*",), ("use_vllm",), "use_vllm: true"),
@@ -82,7 +94,8 @@ _RANGES = (
     ("dataloader_num_workers", 0, math.inf, "0 or more"),
     ("seed", 0, 2**32 - 1, "a number from 0 to 4294967295"),
     ("lora_r", 1, math.inf, "1 or more"),
-    ("lora_dropout", 0, 1, "a number from 0 to 1"),
+    ("lora_alpha", 1, math.inf, "1 or more; with 0 the adapter would have no effect"),
+    ("lora_dropout", 0, 1 - 1e-12, "a number from 0 up and below 1"),
 )
 
 
@@ -147,6 +160,11 @@ def settle(path: Path, filed: dict[str, Any], given: dict[str, Any], defaults: d
                 f"{path}: {key} is {value(key)!r}, which has no effect without {switch.needs}. Set that, or remove "
                 f"{key}."
             )
+    if value("use_peft") and value("lora_task_type") != "CAUSAL_LM":
+        raise RecipeError(
+            f"{path}: lora_task_type is {value('lora_task_type')!r}; expected CAUSAL_LM, because every trainer here "
+            "trains a causal language model. Remove lora_task_type."
+        )
     if value("save_strategy") == "best" and value("eval_strategy") == "no":
         raise RecipeError(
             f"{path}: save_strategy is 'best', which saves nothing without evaluation. Set eval_strategy: steps or "
@@ -214,6 +232,23 @@ def _check_reports(path: Path, report_to, need: Callable) -> None:
             raise RecipeError(f"{path}: report_to is {name!r}; expected one of {expected}.")
         if name not in ("flyte", "kubeflow"):  # these are where the run is, or are not
             need("report_to", name, packages.get(name, name), name in get_available_reporting_integrations())
+
+
+def check_scheduler(path: Path, training) -> None:
+    """RecipeError where `lr_scheduler_kwargs` are not what `lr_scheduler_type` takes; the first step would say it."""
+    import torch
+    from transformers import get_scheduler
+
+    name, options = training.lr_scheduler_type.value, training.lr_scheduler_kwargs
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
+    try:
+        get_scheduler(
+            name, optimizer, num_warmup_steps=0, num_training_steps=10**9, scheduler_specific_kwargs=dict(options or {})
+        )
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{path}: lr_scheduler_kwargs is {options!r}, which does not fit lr_scheduler_type {name!r}: {error}"
+        ) from error
 
 
 def check_rows(recipe, columns: list[str]) -> None:

@@ -105,12 +105,18 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
             f"{recipe.path}: the chat template of the model refuses a row: {error}. Mend the row, or set "
             "chat_template_path to another template, where the trainer has that key."
         ) from error
+    except TypeError as error:
+        keys = ("model_init_kwargs", "teacher_model_init_kwargs")
+        if not (unknown := [key for key in keys if _names_one_of(error, getattr(training, key, None))]):
+            raise
+        raise RecipeError(f"{recipe.path}: {unknown[0]} has a key that the model does not know: {error}") from error
     except RuntimeError as error:
         if "assistant_only_loss" not in str(error):
             raise
         raise RecipeError(f"{recipe.path}: {error}") from error  # TRL, of a row in which the assistant says nothing
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
+    _check_modules_to_save(trainer.model, recipe)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
     recorder.parameters = count_parameters(trainer.model)
     evaluation = _heads_evaluation(trainer, eval_rows)
@@ -131,6 +137,22 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         time.sleep(0.5)
     trainer.accelerator.end_training()
     return summary
+
+
+def _names_one_of(error: TypeError, options: dict | None) -> bool:
+    """Whether Python refuses one of `options` as a keyword."""
+    return any(f"unexpected keyword argument '{key}'" in str(error) for key in options or ())
+
+
+def _check_modules_to_save(model, recipe: Recipe) -> None:
+    """RecipeError where `lora_modules_to_save` names what the model does not have, which peft ignores."""
+    names = recipe.model.lora_modules_to_save if recipe.model.use_peft else None
+    for name in names or ():
+        if not any(path.endswith(name) for path, _ in model.named_modules()):
+            raise RecipeError(
+                f"{recipe.path}: lora_modules_to_save names {name!r}, and the model has no module of that name. Give "
+                "names such as lm_head or embed_tokens."
+            )
 
 
 def _check_evaluation(recipe: Recipe) -> None:

@@ -38,6 +38,11 @@ WITHOUT_EFFECT = {
         {"vllm_mode": "colocate", "trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": None},
         "use_vllm: true",
     ),
+    "lr_scheduler_kwargs": (
+        {"lr_scheduler_kwargs": {"num_cycles": 2}, "lr_scheduler_type": "constant"},
+        "an lr_scheduler_type that has options",
+    ),
+    "optim_args": ({"optim_args": "foo=1", "optim": "adamw_torch"}, "an optim that reads it"),
     "ref_model_sync_steps": ({"ref_model_sync_steps": 8, "trainer": "dpo"}, "sync_ref_model: true"),
     "save_strategy": ({"save_strategy": "best"}, "eval_strategy: steps"),
     "num_train_epochs": ({"num_train_epochs": 2}, "max_steps is 4"),
@@ -96,7 +101,8 @@ OUT_OF_RANGE = {
     "max_grad_norm": -1.0,
     "adam_beta2": 1.0,
     "lora_r": 0,
-    "lora_dropout": 1.5,
+    "lora_alpha": 0,
+    "lora_dropout": 1.0,
     "max_length": 0,
     "warmup_steps": -3,
     "seed": -1,
@@ -111,6 +117,44 @@ def test_a_value_out_of_range(key, tmp_path, capsys):
     code, _, err = command(capsys, "train", write_recipe(tmp_path, **keys, **{key: OUT_OF_RANGE[key]}), "--dry_run")
     assert code == 2 and f"{key} is {OUT_OF_RANGE[key]}; expected" in err
     assert len(err.strip().splitlines()) == 1
+
+
+SCHEDULERS = {
+    "an option that cosine does not have": ("cosine", {"foo": 1}, "unexpected keyword argument 'foo'"),
+    "none where one is needed": ("cosine_with_min_lr", None, "min_lr"),
+    "above the learning rate": ("polynomial", {"lr_end": 1.0}, "lr_end"),
+}
+
+
+@pytest.mark.parametrize("name, options, says", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_options_of_a_scheduler(name, options, says, tmp_path, capsys):
+    path = write_recipe(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=options)
+    code, _, err = command(capsys, "train", path, "--dry_run")
+    assert code == 2 and f"lr_scheduler_kwargs is {options!r}" in err and repr(name) in err and says in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("cosine", {"num_cycles": 2}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 2}),
+        ("polynomial", {"lr_end": 1e-3}),
+        ("inverse_sqrt", {"timescale": 2}),
+    ],
+)
+def test_options_that_a_scheduler_has(name, options, tmp_path):
+    path = write_recipe(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=options)
+    assert parse_recipe(str(path)).training.lr_scheduler_kwargs == options
+
+
+def test_a_task_type_that_no_trainer_has(tmp_path, capsys):
+    path = write_recipe(tmp_path, use_peft=True)
+    for name in ("FOO", "SEQ_CLS"):
+        code, _, err = command(capsys, "train", path, "--lora_task_type", name, "--dry_run")
+        assert code == 2 and f"lora_task_type is {name!r}; expected CAUSAL_LM" in err
+    assert command(capsys, "train", path, "--lora_task_type", "CAUSAL_LM", "--dry_run")[0] == 0
 
 
 def test_a_value_that_is_no_number(tmp_path):
@@ -153,6 +197,38 @@ def test_an_output_dir_that_cannot_be_written(folder, capsys):  # noqa: F811
     for output_dir in (folder / "file", folder / "file" / "below", "/proc/nothing/here"):
         code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(output_dir)))
         assert code == 2 and f"output_dir is {str(output_dir)!r}, which cannot be written" in err
+
+
+def test_an_output_dir_without_a_name(folder, capsys):  # noqa: F811
+    code, _, err = command(capsys, "train", write_recipe(folder), "--output_dir", "")
+    assert code == 2 and "output_dir is empty. Set it" in err
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_a_key_that_the_model_does_not_know(trainer, folder, capsys):  # noqa: F811
+    (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 4)
+    pairs = {"dataset_name": "pairs.jsonl", "prompt_template": None} if trainer == "dpo" else {}
+    path = write_recipe(folder, trainer=trainer, model_init_kwargs={"foo": 1}, **pairs)
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and "model_init_kwargs has a key that the model does not know" in err and "'foo'" in err
+
+
+def test_modules_to_save_that_are_not_there(folder, capsys):  # noqa: F811
+    path = write_recipe(folder, use_peft=True)
+    code, _, err = command(capsys, "train", path, "--lora_modules_to_save", "foo")
+    assert code == 2 and "lora_modules_to_save names 'foo'" in err
+    code, _, err = command(capsys, "train", path, "--lora_modules_to_save", "lm_head")
+    assert code == 0, err
+
+
+def test_a_metric_that_the_evaluation_does_not_have(folder, capsys):  # noqa: F811
+    path = write_recipe(folder, eval_fraction=0.25, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+                        save_steps=2, load_best_model_at_end=True)  # fmt: skip
+    code, _, err = command(capsys, "train", path, "--metric_for_best_model", "foo")
+    last = err.strip().splitlines()[-1]
+    assert code == 2 and "'eval_foo'" in last and "eval_mean_token_accuracy" in last
+    code, _, err = command(capsys, "train", path, "--metric_for_best_model", "mean_token_accuracy")
+    assert code == 0, err
 
 
 def test_completion_only_loss_without_completions(folder, capsys):  # noqa: F811
