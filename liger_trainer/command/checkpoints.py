@@ -1,5 +1,6 @@
 """The folder of a run: whose it is, which checkpoint to resume from, and what is left when a run ends early."""
 
+import contextlib
 import errno
 import json
 import os
@@ -59,6 +60,21 @@ def check_output_dir(recipe: Recipe) -> None:
                 f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {error.strerror}. Set another "
                 "output_dir."
             ) from error
+
+
+@contextlib.contextmanager
+def no_empty_folder(output_dir: str | None):
+    """Where a run is refused or stopped before it has saved anything, remove the folders that were made for it."""
+    folder = Path(output_dir or ".")
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in new if is_main_process() else ():
+            if not path.is_dir() or any(path.iterdir()):
+                break
+            path.rmdir()
+        raise
 
 
 def remove_earlier_run(output_dir: str) -> None:

@@ -79,21 +79,25 @@ def _train(args) -> int:
     preview_rows, options = _take_preview(args.options)
     dry = [word for word in options if word in ("--dry_run", "--dry-run")]
     recipe = parse_recipe(args.recipe, [word for word in options if word not in dry])
+    if dry and preview_rows is not None:
+        raise RecipeError("--preview and --dry_run are both given, and each shows something else; keep one of them.")
     if dry:
         if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
         return 0
-    if preview_rows is not None:
-        from liger_trainer.command.preview import preview
-
-        if (text := preview(recipe, preview_rows)) is not None:
-            print(f"\n{text}")
-        return 0
-    from liger_trainer.command.checkpoints import what_is_left
+    from liger_trainer.command.checkpoints import no_empty_folder, what_is_left
     from liger_trainer.command.run import run
 
+    if preview_rows is not None:
+        from liger_trainer.command.preview import without_a_trace
+
+        with without_a_trace(recipe):
+            text = run(recipe, preview_rows)
+        if text is not None:
+            print(f"\n{text}")
+        return 0
     try:
-        with _sigterm_interrupts():
+        with _sigterm_interrupts(), no_empty_folder(recipe.training.output_dir):
             summary = run(recipe)
     except RunError as error:
         return _say(f"error: {error}", 1)

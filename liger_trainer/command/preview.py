@@ -3,6 +3,7 @@
 The rows are those that the trainer prepared, the masks those that its collator makes: nothing is tokenised here.
 """
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,14 +18,13 @@ ROW = "row_of_preview"  # a column that says which of the given rows a prepared 
 _LEGEND = "What the loss counts stands between « and »; the rest is context."
 
 
-def preview(recipe: Recipe, count: int) -> str | None:
-    """The first `count` rows of a recipe, as text; None on other processes than the main one. Nothing is trained.
+@contextlib.contextmanager
+def without_a_trace(recipe: Recipe):
+    """While this is open, a run of `recipe` for its preview begins anew, and in a folder that is deleted afterwards.
 
     Raises:
-        RecipeError: As `run` does, or the trainer has no completions before it trains.
+        RecipeError: The trainer has no completions before it trains.
     """
-    from liger_trainer.command.run import run
-
     if not {"completion", "chosen"} & {name for needed in recipe.entry.columns for name in needed}:
         raise RecipeError(
             f"--preview shows what is learned from each row, and {recipe.entry.trainer} writes its completions while "
@@ -33,7 +33,7 @@ def preview(recipe: Recipe, count: int) -> str | None:
     recipe.training.resume_from_checkpoint = None
     with tempfile.TemporaryDirectory() as folder:
         recipe.training.output_dir = folder
-        return run(recipe, preview_rows=count)
+        yield
 
 
 def first_rows(rows, count: int):

@@ -52,6 +52,14 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
         RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is malformed.
     """
 
+    named = [args.dataset_name] if isinstance(args.dataset_name, str) else args.dataset_name or []
+    files = [name for name in named if (path := find_beside(name, folder)) is not None and path.is_file()]
+    if args.dataset_config is not None and files and files == named:
+        raise RecipeError(
+            f"dataset_config is {args.dataset_config!r}, which has no effect on a file, and dataset_name is "
+            f"{args.dataset_name!r}. Remove dataset_config."
+        )
+
     def rows_of(key: str, split: str, max_rows: int | None = None):
         names = getattr(args, key)
         names = names if names and isinstance(names, list) else [names or None]

@@ -33,6 +33,9 @@ class RunRecorder(TrainerCallback):
                 file=sys.stderr,
             )
 
+        if state.is_world_process_zero:
+            _say_where_warmup_never_ends(args, state.max_steps)
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
@@ -105,6 +108,16 @@ class Summary:
                 f"  model    {self.output_dir}",
                 *([] if self.evaluation is None else ["", str(self.evaluation)]),
             )
+        )
+
+
+def _say_where_warmup_never_ends(args, max_steps: int) -> None:
+    with_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau", "greedy")
+    if with_warmup and 0 < max_steps <= (warmup := args.get_warmup_steps(max_steps)):
+        print(
+            f"liger-trainer: warmup_steps is {warmup}, and the run has {max_steps} steps: the warm-up never ends, and "
+            f"learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps.",
+            file=sys.stderr,
         )
 
 

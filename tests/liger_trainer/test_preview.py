@@ -133,6 +133,12 @@ def test_refusals(folder, capsys, monkeypatch):
     assert code == 2 and "so they would never be used" in err, "the recipe is checked as for a training"
 
 
+def test_with_dry_run(folder, capsys):
+    for words in (("1", "--dry_run"), ("--dry_run",)):
+        code, out, err = preview(capsys, folder, [PAIR], *words)
+        assert code == 2 and "--preview and --dry_run are both given" in err and not out
+
+
 def test_a_checkpoint_is_not_asked_for(folder, capsys):
     code, out, err = preview(capsys, folder, [PAIR], "1", "--resume_from_checkpoint", "true")
     assert code == 0 and "Row 0" in out, err

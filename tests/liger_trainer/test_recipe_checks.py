@@ -199,6 +199,37 @@ def test_an_output_dir_that_cannot_be_written(folder, capsys):  # noqa: F811
         assert code == 2 and f"output_dir is {str(output_dir)!r}, which cannot be written" in err
 
 
+def test_a_warmup_that_never_ends(folder, capsys):  # noqa: F811
+    path = write_recipe(folder)
+    code, _, err = command(capsys, "train", path, "--warmup_steps", "4")
+    assert code == 0 and "warmup_steps is 4, and the run has 4 steps" in err and "learning_rate 0.01" in err
+    again = ("--overwrite_output_dir", "true")
+    for words in (("--warmup_steps", "3"), ("--warmup_steps", "9", "--lr_scheduler_type", "constant")):
+        code, _, err = command(capsys, "train", path, *words, *again)
+        assert code == 0 and "warmup_steps is" not in err
+
+
+def test_a_configuration_of_a_file(folder, capsys):  # noqa: F811
+    path = write_recipe(folder, dataset_config="foo")
+    for words in ((), ("--dataset_name", folder / "rows.jsonl", folder / "rows.jsonl")):
+        code, _, err = command(capsys, "train", path, *words)
+        assert code == 2 and "dataset_config is 'foo', which has no effect on a file" in err
+
+
+def test_a_refused_run_leaves_no_folder(folder, capsys):  # noqa: F811
+    new = {"output_dir": str(folder / "new" / "out")}
+    refused = {
+        "before the model is loaded": {"dataset_name": "missing.jsonl"},
+        "after it is loaded": {"use_peft": True, "lora_modules_to_save": ["foo"]},
+    }
+    for when, keys in refused.items():
+        assert command(capsys, "train", write_recipe(folder, **new, **keys))[0] == 2
+        assert not (folder / "new").exists(), when
+    (folder / "new").mkdir()
+    assert command(capsys, "train", write_recipe(folder, **new, **keys))[0] == 2
+    assert list(folder.glob("new/*")) == [] and (folder / "new").is_dir(), "a folder of the user's own stays"
+
+
 def test_an_output_dir_without_a_name(folder, capsys):  # noqa: F811
     code, _, err = command(capsys, "train", write_recipe(folder), "--output_dir", "")
     assert code == 2 and "output_dir is empty. Set it" in err

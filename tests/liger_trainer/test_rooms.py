@@ -79,6 +79,20 @@ def test_nothing_is_imported_from_above_or_from_another_room_s_private_names(pat
         assert not private, f"{here} imports {'.'.join(private)} of {there}, which is private there"
 
 
+def test_no_two_modules_of_the_command_import_each_other():
+    folder = ROOT / "liger_trainer" / "command"
+    package = "liger_trainer.command."
+    graph = {
+        path.stem: {module.removeprefix(package) for module, _ in imports(path) if module.startswith(package)}
+        for path in folder.glob("*.py")
+    }
+    reached = {name: set(others) for name, others in graph.items()}
+    for _ in graph:
+        for name in graph:
+            reached[name] |= set().union(*(graph[other] for other in reached[name]))
+    assert not [name for name in graph if name in reached[name]]
+
+
 def test_files_can_be_read_at_a_sitting():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
     assert {name for name, lines in lengths.items() if lines > LONGEST} == set(REASONS)
