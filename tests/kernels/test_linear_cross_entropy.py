@@ -416,8 +416,8 @@ def test_chunk_size():
     assert chunk_size(8192, 128256, *bf16) == 2048
     assert chunk_size(2500, 128256, *bf16) == 2500  # 612 MiB
     assert chunk_size(8192, 128256, *bf16, of_sum) == 4096
-    assert chunk_size(8192, 128256, *bf16, of_sum, whole=True) == 8192
-    assert chunk_size(8193, 128256, *bf16, of_sum, whole=True) == 4096
+    assert chunk_size(8192, 128256, *bf16, of_sum, all_rows=True) == 8192
+    assert chunk_size(8193, 128256, *bf16, of_sum, all_rows=True) == 4096
     assert chunk_size(8192, 6 * 128256, *bf16) == 384
 
 

@@ -134,9 +134,8 @@ def test_second_backward_raises(device):
 def test_double_backward_raises(device, triton_only):
     """The kernels have no second derivative; it must not be taken for zero."""
     x, w = inputs((5, 24), torch.float32, device)
-    (grad,) = torch.autograd.grad(rms_norm(x, w, 1e-6).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="A second derivative was asked for"):
+        torch.autograd.grad(rms_norm(x, w, 1e-6).pow(2).sum(), x, create_graph=True)
 
 
 def test_nan_stays_in_its_row(device):
