@@ -150,9 +150,10 @@ class LigerTrainerMixin:
         """Adds the ways out to an error of somebody's `compute_loss` that met `None` for logits."""
         try:
             yield
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             of_none = "NoneType" in str(error) or error.args == ("logits",)
-            if of_none and self.head_is_ours and self._overrides_compute_loss:
+            unpacked = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
+            if (of_none or unpacked) and self.head_is_ours and self._overrides_compute_loss:
                 error.add_note(self._ways_to_a_loss_of_logits())
             raise
 

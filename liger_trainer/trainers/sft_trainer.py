@@ -28,6 +28,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     """
 
     gives_token_predictions = True
+    untrue_warnings = ("`label_smoothing_factor` is deprecated in `SFTTrainer`",)  # of full logits and a second forward
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         model = self._gathering_predictions(model)

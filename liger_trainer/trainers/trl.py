@@ -8,9 +8,11 @@ wants for which model, and each model is patched before anything shards or wraps
 
 import functools
 import inspect
+import re
 import sys
 import threading
 import types
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -107,19 +109,25 @@ class LigerTRLMixin(LigerTrainerMixin):
     Attributes:
         ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
             one is an error.
+        untrue_warnings (`tuple[str, ...]`): How warnings of the stock `__init__` begin that are not true of
+            a fused head.
     """
 
     ignored_fields: tuple[str, ...] = ()
+    untrue_warnings: tuple[str, ...] = ()
 
     def __init__(self, *args, **kwargs):
         stock_init = super().__init__
-        position = list(inspect.signature(stock_init).parameters).index("args")
-        self.args = args[position] if len(args) > position else kwargs.get("args")  # `uses_liger` and `_wants` read it
+        given = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
+        self.args = given.get("args")  # `uses_liger` and `_wants` read it
         if self.uses_liger:
             self._refuse_compute_loss_func(kwargs, stock_init)
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
-            with replaced_in(sys.modules[self._stock_class().__module__], self._seam()):
+            with replaced_in(sys.modules[self._stock_class().__module__], self._seam()), warnings.catch_warnings():
+                if self._wants("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
+                    for beginning in self.untrue_warnings:
+                        warnings.filterwarnings("ignore", re.escape(beginning))
                 stock_init(*args, **kwargs)
             if self.liger_report is None:
                 self._apply_liger(self.model)

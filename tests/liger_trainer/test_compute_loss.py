@@ -21,6 +21,11 @@ def focal(logits, labels, num_items_in_batch):
     return -(((1 - log_probs.exp()) ** 2) * log_probs * mask).sum() / num_items_in_batch
 
 
+def unpacked(outputs):
+    _, logits = outputs[:2]
+    return logits
+
+
 class FromLogits:
     """The usual way."""
 
@@ -33,6 +38,7 @@ class FromLogits:
             "method": lambda: outputs.logits.float(),
             "key": lambda: outputs["logits"],
             "function": lambda: F.log_softmax(outputs.logits, -1) and None,
+            "unpacked": lambda: unpacked(outputs),
         }[self.how]()
         count = (inputs["labels"][:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
         loss = focal(logits, inputs["labels"], count)
@@ -43,12 +49,12 @@ def mixed(trainer_class, **own):
     return type("FromLogitsTrainer", (FromLogits, trainer_class), own)
 
 
-@pytest.mark.parametrize("how", ["attribute", "method", "key", "function"])
+@pytest.mark.parametrize("how", ["attribute", "method", "key", "function", "unpacked"])
 @BOTH
 def test_the_error_names_the_ways_out(ours, run, how, tmp_path):
-    with pytest.raises((TypeError, AttributeError, KeyError)) as error:
+    with pytest.raises((TypeError, AttributeError, KeyError, ValueError)) as error:
         run(mixed(ours, how=how), tiny_model("llama"), tmp_path)
-    note = "\n".join(error.value.__notes__)
+    note = "\n".join(getattr(error.value, "__notes__", ["no note"]))
     for way in ("token_loss", "skip_logits=False", '"fused_linear_cross_entropy": false'):
         assert way in note, note
 
