@@ -258,9 +258,10 @@ def check_rows(recipe, columns: list[str]) -> None:
             return
         mend = "Remove completion_only_loss."
         if "messages" in columns:
+            last = "prompt_template: last_turn to learn the last answer of each row, or "
             mend = (
-                "Set assistant_only_loss: true to learn the assistant's turns, or prompt_template: last_turn to learn "
-                "the last one."
+                f"Set {last if recipe.args.prompt_template == 'none' else ''}assistant_only_loss: true to learn all "
+                "answers, for which the chat template must mark them with {% generation %}."
             )
         raise RecipeError(
             f"{recipe.path}: completion_only_loss is true, but the rows have {', '.join(columns)} and no completion, "

@@ -99,7 +99,7 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
     try:
         trainer = counting(getattr(liger_trainer, recipe.entry.trainer))(args=training, **given)
     except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"{recipe.path}: {error}") from error
+        raise RecipeError(f"{recipe.path}: {error}{_template_hint(error, recipe)}") from error
     except TemplateError as error:
         raise RecipeError(
             f"{recipe.path}: the chat template of the model refuses a row: {error}. Mend the row, or set "
@@ -153,6 +153,14 @@ def _check_modules_to_save(model, recipe: Recipe) -> None:
                 f"{recipe.path}: lora_modules_to_save names {name!r}, and the model has no module of that name. Give "
                 "names such as lm_head or embed_tokens."
             )
+
+
+def _template_hint(error: Exception, recipe: Recipe) -> str:
+    """What to do about a chat template that does not mark answers, beside rewriting it as TRL says."""
+    splits = getattr(recipe.training, "assistant_only_loss", False) and recipe.args.prompt_template == "none"
+    if "not training-compatible" not in str(error) or not splits:
+        return ""
+    return " Or remove assistant_only_loss, and set prompt_template: last_turn to learn the last answer of each row."
 
 
 def _check_evaluation(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ class RunRecorder(TrainerCallback):
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
         self.first_step = self.last_step = 0
-        self.tokens = self.seconds = None
+        self.tokens = self.seconds = self.mean_loss = None
         self._start = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -28,8 +28,8 @@ class RunRecorder(TrainerCallback):
         by_steps = args.logging_strategy == "steps" and not args.logging_first_step
         if by_steps and state.logging_steps > state.max_steps and state.is_world_process_zero:
             print(
-                f"liger-trainer: logging_steps is {state.logging_steps}, and the run has {state.max_steps} steps: no "
-                "loss is logged. Set a smaller logging_steps.",
+                f"liger-trainer: logging_steps is {state.logging_steps}, and the run has {state.max_steps} steps: only "
+                "their mean loss is logged. Set a smaller logging_steps.",
                 file=sys.stderr,
             )
 
@@ -40,6 +40,10 @@ class RunRecorder(TrainerCallback):
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
             if "num_tokens" in logs:  # counted by TRL over all processes
+                self.tokens, self.seconds = logs["num_tokens"], time.perf_counter() - self._start
+        if logs and "train_loss" in logs and not self.losses and state.global_step > self.first_step:
+            self.mean_loss = logs["train_loss"]
+            if "num_tokens" in logs:
                 self.tokens, self.seconds = logs["num_tokens"], time.perf_counter() - self._start
         if logs and "eval_loss" in logs:
             self.eval_losses.append(float(logs["eval_loss"]))
@@ -70,6 +74,7 @@ class Summary:
     rows: object | None = None
     parameters: tuple[int, int] | None = None
     eval_losses: tuple[float, ...] = ()
+    mean_loss: float | None = None  # where no loss was logged on the way
     evaluation: object | None = None  # printed below the rest
 
     @classmethod
@@ -87,12 +92,14 @@ class Summary:
             rows=recorder.rows,
             parameters=recorder.parameters,
             eval_losses=tuple(recorder.eval_losses),
+            mean_loss=recorder.mean_loss,
             evaluation=evaluation,
         )
 
     def __str__(self) -> str:
         resumed = f", resumed at step {self.resumed_at}" if self.resumed_at else ""
-        loss = _first_to_last(self.losses) if self.losses else "not logged"
+        loss = "not logged" if self.mean_loss is None else f"{self.mean_loss:.3f}, the mean of all steps"
+        loss = _first_to_last(self.losses) if self.losses else loss
         speed = f"{self.tokens_per_second:.0f} tokens/s" if self.tokens_per_second else "not counted"
         return "\n".join(
             (

@@ -140,7 +140,7 @@ def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "tiny")
     keys = yaml.safe_load(recipe)
-    assert len(keys) == 8, "a recipe of eight lines"
+    assert len(keys) == 9, "a recipe of nine lines"
     Path(keys["dataset_name"]).write_text(rows)
     assert all(json.loads(line)["output"] for line in rows.splitlines())
     Path("my_recipe.yaml").write_text(recipe)
@@ -149,6 +149,7 @@ def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     assert code == 0, err
     assert f"model    {keys['output_dir']}" in out
+    assert "not logged" not in out and "not counted" not in out, "the page says that the loss and the speed are printed"
     (load,) = (text for text in blocks(DOCS / "get_started.md", "python") if "from_pretrained" in text)
     told = {}
     exec(load, told)

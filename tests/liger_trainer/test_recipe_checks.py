@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 
 import pytest
 import yaml
@@ -268,7 +269,17 @@ def test_completion_only_loss_without_completions(folder, capsys):  # noqa: F811
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = write_recipe(folder, prompt_template="none", completion_only_loss=True)
     code, _, err = command(capsys, "train", path)
-    assert code == 2 and "completion_only_loss is true" in err and "assistant_only_loss: true" in err
+    assert code == 2 and "completion_only_loss is true" in err
+    assert "Set prompt_template: last_turn to learn the last answer of each row, or assistant_only_loss: true" in err
+    assert "the chat template must mark them with {% generation %}" in err
+    (folder / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    path = write_recipe(folder, prompt_template="none", assistant_only_loss=True)
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and "The chat template is not training-compatible" in err
+    assert "Or remove assistant_only_loss, and set prompt_template: last_turn" in err
+    code, _, err = command(capsys, "train", write_recipe(folder, prompt_template="last_turn"))
+    assert code == 0, err
+    shutil.rmtree(folder / "out")
     path = write_recipe(folder, prompt_template="none", dataset_text_field="text")
     code, _, err = command(capsys, "train", path)
     assert code == 2 and "dataset_text_field is 'text'" in err and "messages" in err
@@ -298,8 +309,17 @@ def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):  # noqa:
 
 
 def test_a_run_too_short_to_log_a_loss(folder, capsys):  # noqa: F811
-    code, out, err = command(capsys, "train", write_recipe(folder, logging_steps=10))
+    """The mean that transformers logs at the end is said, and the speed."""
+    assert command(capsys, "train", write_recipe(folder))[0] == 0
+    each = list(losses(folder / "out").values())
+    mean = sum(each) / 4
+    path = write_recipe(folder, logging_steps=10, overwrite_output_dir=True, save_strategy="steps", save_steps=2)
+    code, out, err = command(capsys, "train", path)
     assert code == 0 and "logging_steps is 10, and the run has 4 steps" in err
-    assert re.search(r"^  loss +not logged$", out, re.M)
+    assert f"  loss     {mean:.3f}, the mean of all steps\n" in out
+    assert re.search(r"^  speed +\d+ tokens/s$", out, re.M)
+    resumed = ("--overwrite_output_dir", "false", "--resume_from_checkpoint", str(folder / "out" / "checkpoint-2"))
+    code, out, err = command(capsys, "train", path, *resumed)
+    assert code == 0 and f"  loss     {sum(each[2:]) / 2:.3f}, the mean of all steps\n" in out, err
     code, _, err = command(capsys, "train", write_recipe(folder, logging_steps=4, overwrite_output_dir=True))
     assert code == 0 and "logging_steps" not in err
