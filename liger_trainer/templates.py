@@ -19,12 +19,14 @@ def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
     """An Alpaca row as `{"prompt", "completion"}`; TRL adds the end-of-text token. `input` may be empty or missing.
 
     Raises:
-        RecipeError: `instruction` or `output` is not a string, or `instruction` is empty.
+        RecipeError: One of the three is not a string, or `instruction` is empty.
     """
-    for key in ("instruction", "output"):
-        if not isinstance(row[key], str) or (key == "instruction" and not row[key].strip()):
+    for key in ("instruction", "input", "output"):
+        value = row.get(key)
+        missing = key == "input" and value is None
+        if not missing and not isinstance(value, str) or (key == "instruction" and not value.strip()):
             raise RecipeError(
-                f"Row {index} of the dataset has {key} {short(row[key])}; expected text. Mend or remove the row."
+                f"Row {index} of the dataset has {key} {short(value)}; expected text. Mend or remove the row."
             )
     template = _ALPACA_WITH_INPUT if row.get("input") else _ALPACA_WITHOUT_INPUT
     # Not str.format on the row's text: braces in it are text, and format leaves inserted values alone.

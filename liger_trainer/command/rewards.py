@@ -11,7 +11,8 @@ from liger_trainer.errors import RecipeError
 from liger_trainer.rewards import REWARDS
 
 # What TRL passes beside the columns of the rows.
-_GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_GIVEN = {*_ALWAYS_GIVEN, "environments"}
 
 
 def find_reward(name: str, folder: Path | None = None) -> Callable:
@@ -73,12 +74,21 @@ def _place(error: Exception) -> str:
 
 
 def check_columns(reward: Callable, columns: list[str]) -> None:
-    """RecipeError where `reward` needs an argument that neither TRL nor the rows' `columns` give it."""
+    """RecipeError where `reward` needs an argument that neither TRL nor the rows' `columns` give, or refuses one."""
     name = getattr(reward, "__name__", type(reward).__name__)
-    for parameter in inspect.signature(reward).parameters.values():
+    parameters = inspect.signature(reward).parameters
+    for parameter in parameters.values():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and parameter.name not in _GIVEN | set(columns):
             raise RecipeError(
                 f"reward_funcs has {name!r}, which reads the column {parameter.name!r}, and the rows have "
                 f"{', '.join(columns)}. Add that column, or choose another function."
             )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    passed = (*_ALWAYS_GIVEN, *(column for column in columns if column not in ("prompt", "completion")))
+    if refused := [argument for argument in dict.fromkeys(passed) if argument not in parameters]:
+        raise RecipeError(
+            f"reward_funcs has {name!r}, which does not take all that TRL passes by keyword: {', '.join(refused)} "
+            "would be refused. Add **columns as its last argument."
+        )

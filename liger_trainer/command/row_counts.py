@@ -6,7 +6,7 @@ prepare them, so there the preparation runs in two steps, the first one without 
 
 import copy
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow.compute as pc
@@ -16,6 +16,9 @@ from liger_trainer.errors import RecipeError, short
 
 UNCUT = "tokens_before_max_length"  # a column of the prepared rows
 _BATCH = 10_000  # rows
+_TOKENISED = (
+    "input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class RowCounts:
     cut: int = 0  # of those used
     empty: int = 0  # of those used: no token counts in the loss
     equal: int = 0  # of those used: chosen and rejected are the same tokens
+    blank: int = 0  # of those given: the completion is an empty text, and the end token all there is to learn
 
     @property
     def dropped(self) -> int:
@@ -35,7 +39,7 @@ class RowCounts:
 
     @property
     def remarkable(self) -> bool:
-        return bool(self.dropped or self.cut or self.empty or self.equal)
+        return bool(self.dropped or self.cut or self.empty or self.equal or self.blank)
 
     def __str__(self) -> str:
         parts = [f"{self.used} used of {self.given}"]
@@ -48,6 +52,8 @@ class RowCounts:
             parts.append(f"{self.empty} {'has' if self.empty == 1 else 'have'} nothing to learn")
         if self.equal:
             parts.append(f"{self.equal} {'has' if self.equal == 1 else 'have'} equal chosen and rejected")
+        if self.blank:
+            parts.append(f"{self.blank} {'has' if self.blank == 1 else 'have'} nothing to learn but the end token")
         return "; ".join(parts)
 
 
@@ -89,6 +95,11 @@ def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
         RecipeError: No row has anything to learn, or KTO's have one label only.
     """
     counts = _checked_counts(trainer, train_rows, "train")
+    if "label" in train_rows.column_names and hasattr(trainer, "uncut_rows") and trainer.is_world_process_zero():
+        logger.warning(
+            f"The rows have a column label, which {type(trainer).__name__} does not read: bad answers are learned as "
+            "good ones are. To learn the difference, set trainer: kto."
+        )
     if "label" in trainer.train_dataset.column_names and "completion_ids" in trainer.train_dataset.column_names:
         _check_labels(trainer.train_dataset["label"])
     if eval_rows is not None and trainer.eval_dataset is not None:
@@ -96,8 +107,53 @@ def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
     return counts
 
 
+def check_token_ids(trainer, given_rows, name: str) -> None:
+    """RecipeError where a token id of the rows is none of the model's, which would fail within a step."""
+    size = getattr(trainer.model.get_input_embeddings(), "num_embeddings", None)
+    if size is None:
+        return
+    expected = f"expected token ids of the model, from 0 to {size - 1}"
+    for column in ("input_ids", "labels"):
+        if column in given_rows.column_names and (found := _first_outside(given_rows, column, size)) is not None:
+            index, token = found
+            raise RecipeError(
+                f"Row {index} of the {name} rows has {token} in {column}; {expected}. Tokenise the rows with the "
+                "tokenizer of this model."
+            )
+    prepared = getattr(trainer, f"{name}_dataset")
+    for column in _TOKENISED:
+        if column in prepared.column_names and (found := _first_outside(prepared, column, size)) is not None:
+            raise RecipeError(
+                f"The tokenizer makes the token {found[1]} of a text of the {name} rows; {expected}. Use the tokenizer "
+                "that belongs to the model, or give the model more embeddings with resize_token_embeddings."
+            )
+
+
+def _first_outside(rows, column: str, size: int) -> tuple[int, int] | None:
+    """The first row with a token id below 0 or from `size` on, and that id. In labels, -100 leaves a token out."""
+    start = 0
+    for ((tokens, lengths),) in _lists(rows, column):
+        outside = ((tokens < 0) | (tokens >= size)) & ((tokens != -100) | (column != "labels"))
+        if outside.any():
+            place = int(outside.argmax())
+            return start + int(np.searchsorted(np.cumsum(lengths), place, side="right")), int(tokens[place])
+        start += len(lengths)
+    return None
+
+
 def count_rows(trainer, given_rows, name: str) -> RowCounts:
     """The counts of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
+    return replace(_count_prepared(trainer, given_rows, name), blank=_count_blank(given_rows))
+
+
+def _count_blank(given_rows) -> int:
+    if getattr(given_rows.features.get("completion"), "dtype", None) != "string":
+        return 0  # lists of messages, to which the chat template adds more than the end token
+    batches = given_rows.select_columns(["completion"]).with_format("arrow").iter(_BATCH)
+    return sum(pc.sum(pc.equal(table.column(0), "")).as_py() or 0 for table in batches)
+
+
+def _count_prepared(trainer, given_rows, name: str) -> RowCounts:
     rows = getattr(trainer, f"{name}_dataset")
     columns, given = set(rows.column_names), len(given_rows)
     limit = max_length_of(trainer)
@@ -155,6 +211,11 @@ def _checked_counts(trainer, given_rows, name: str) -> RowCounts:
             f"Nothing can be learned from the data: none of the {counts.given} {name} rows has a token to learn, since "
             f"no token after the first counts in the loss. The first row is {short(given_rows[0])}. Fill in the text "
             "to learn, or check masks and labels."
+        )
+    if counts.blank == counts.given:
+        raise RecipeError(
+            f"completion is empty in all {counts.given} {of_all}, so they have nothing to learn but the end token. "
+            "Fill in the text to learn (output, in Alpaca rows)."
         )
     if counts.equal == counts.used:
         within = f", once they are cut to max_length {counts.max_length}" if counts.cut else ""

@@ -18,7 +18,7 @@ from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
 from liger_trainer.command.resuming import check_same_trainer, say_what_the_checkpoint_decides
 from liger_trainer.command.rewards import check_columns, find_reward
-from liger_trainer.command.row_counts import account_for_rows, counting
+from liger_trainer.command.row_counts import account_for_rows, check_token_ids, counting
 from liger_trainer.command.rows import load_rows
 from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
 from liger_trainer.errors import RecipeError
@@ -114,6 +114,9 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         if "assistant_only_loss" not in str(error):
             raise
         raise RecipeError(f"{recipe.path}: {error}") from error  # TRL, of a row in which the assistant says nothing
+    check_token_ids(trainer, train_rows, "train")
+    if eval_rows is not None and trainer.eval_dataset is not None:
+        check_token_ids(trainer, eval_rows, "eval")
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
     _check_modules_to_save(trainer.model, recipe)

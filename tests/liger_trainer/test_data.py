@@ -148,6 +148,13 @@ def test_columns(tmp_path):
         load(tmp_path, dataset_name=write(tmp_path / "alpaca.jsonl", ALPACA))
 
 
+@pytest.mark.parametrize("value", [["x"], [], 5])
+def test_an_alpaca_input_that_is_no_text(value, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"instruction": "a", "input": value, "output": "b"}])
+    with pytest.raises(RecipeError, match=r"Row 0 of the dataset has input .*; expected text"):
+        load(tmp_path, dataset_name=path, prompt_template="alpaca")
+
+
 def test_rows_that_are_not_text(tmp_path):
     for row, message in (
         ({"instruction": "a", "output": None}, "Row 1 of the dataset has output None; expected text"),

@@ -50,6 +50,21 @@ def test_columns_that_a_reward_reads():
         check_columns(boxed_answer, ["prompt", "answer"])
 
 
+def test_a_reward_that_does_not_take_all_that_trl_passes():
+    def brief(completion_ids):
+        return [-float(len(ids)) for ids in completion_ids]
+
+    with pytest.raises(RecipeError, match=r"'brief', which does not take all .* solution .*Add \*\*columns as its"):
+        check_columns(brief, ["prompt", "solution"])
+
+    def all_named(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+        return [0.0 for _ in prompts]
+
+    check_columns(all_named, ["prompt"])
+    with pytest.raises(RecipeError, match="solution"):
+        check_columns(all_named, ["prompt", "solution"])
+
+
 def test_last_turn():
     turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     assert last_turn_row({"messages": turns, "label": True}) == {"prompt": turns[:2], "completion": turns[2:]}

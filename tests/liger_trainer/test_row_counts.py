@@ -172,6 +172,23 @@ EMPTY = {
     ),
 }  # fmt: skip
 
+EMPTY |= {
+    "empty completions": (
+        "sft", [{"prompt": "w4 ", "completion": ""}] * 4, "completion is empty in all 4 rows, so they have nothing",
+    ),
+    "empty completions for kto": (
+        "kto", [{"prompt": "w4 ", "completion": "", "label": i % 2 == 0} for i in range(4)], "empty in all 4 rows",
+    ),
+    "a token id outside the vocabulary": (
+        "sft", [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 999999]}] * 2,
+        "Row 1 of the train rows has 999999 in input_ids; expected token ids of the model, from 0 to ",
+    ),
+    "a negative token id": ("sft", [{"input_ids": [5, -1, 7]}] * 4, "Row 0 of the train rows has -1 in input_ids"),
+    "a label outside the vocabulary": (
+        "sft", [{"input_ids": [5, 6, 7], "labels": [-100, 6, -7]}] * 4, "Row 0 of the train rows has -7 in labels",
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("trainer, rows, message", EMPTY.values(), ids=EMPTY)
 def test_nothing_to_learn_is_an_error(trainer, rows, message, folder, capsys, request):
@@ -185,6 +202,38 @@ def test_rows_without_anything_to_learn_are_counted(folder, capsys):
     code, out, err = train(capsys, folder, [{"text": ""}, {"text": "w4 w5"}, {"text": ""}], max_length=None)
     assert code == 0, err
     assert rows_line(out) == "3 used of 3; 2 have nothing to learn"
+
+
+def test_empty_completions_are_counted(folder, capsys, caplog):
+    rows = [{"prompt": "w4 ", "completion": text} for text in ("w5", "", "w6", "")]
+    code, out, err = train(capsys, folder, rows)
+    assert code == 0, err
+    assert rows_line(out) == "4 used of 4; 2 have nothing to learn but the end token"
+    assert "train rows: 4 used of 4; 2 have nothing to learn but the end token" in caplog.messages
+
+
+def test_a_label_that_the_trainer_does_not_read(folder, capsys, caplog):
+    rows = [{"prompt": "w4 ", "completion": f"w{5 + i}", "label": i % 2 == 0} for i in range(4)]
+    for trainer in ("kto", "sft"):
+        assert "column label" not in caplog.text
+        code, _, err = train(capsys, folder, rows, trainer=trainer)
+        assert code == 0, err
+    assert "The rows have a column label, which LigerSFTTrainer does not read" in caplog.text
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(base, tmp_path, capsys):
+    """Added tokens without new embeddings would be an IndexError in the first step, on a GPU a device assert."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(base / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens([f"<new{i}>" for i in range(200)])
+    tokenizer.save_pretrained(tmp_path / "model")
+    pair = {"prompt": "w4 ", "chosen": "<new199>", "rejected": ""}
+    for trainer, row in (("sft", {"text": "w4 <new199>"}), ("dpo", pair)):
+        code, _, err = train(capsys, tmp_path, [row] * 4, trainer=trainer)
+        assert code == 2, err
+        assert "The tokenizer makes the token" in err and "resize_token_embeddings" in err
 
 
 @pytest.mark.parametrize("trainer", ["dpo", "orpo", "cpo"])
