@@ -56,8 +56,9 @@ def check_output_dir(recipe: Recipe) -> None:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
+            reason = "it is a file" if folder.is_file() else error.strerror
             raise RecipeError(
-                f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {error.strerror}. Set another "
+                f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {reason}. Set another "
                 "output_dir."
             ) from error
 

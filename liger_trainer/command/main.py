@@ -54,7 +54,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
-    train.add_argument("options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE")
+    options = train.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
+    )
+    options.required = False  # argparse would ask for them where RECIPE is missing
     train.set_defaults(run=_train)
 
     add_shipped_commands(commands)

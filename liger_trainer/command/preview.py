@@ -60,7 +60,10 @@ def show_rows(trainer, given, total: int) -> str | None:
     else:
         shown, dropped = range(len(rows)), []
         titles = [f"Sequence {i}" for i in shown]
-        lines[0] = f"Preview of {len(given)} of {total} rows, {len(given)} rows in {len(rows)} sequences: {counts}."
+        lines[0] = (
+            f"Preview of {len(given)} of {total} rows, {_number(len(given), 'row')} in "
+            f"{_number(len(rows), 'sequence')}: {counts}."
+        )
     collated = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     for i, title in zip(shown, titles, strict=True):
         for sequence in _sequences(trainer, rows[i], trainer.data_collator([collated[i]])):
@@ -99,6 +102,10 @@ def _sequences(trainer, row: dict, batch: dict) -> Iterator[_Sequence]:
             mask = batch["attention_mask"][0].bool()
             ids, learned = ids[mask], learned[mask]
         yield _Sequence("", ids, learned, row.get("seq_lengths") or [len(ids)], row.get(UNCUT))
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _described(trainer, title: str, sequence: _Sequence) -> str:

@@ -213,11 +213,11 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
     values = load_yaml(path)
     entry = _trainer_entry(path, values, overrides)
     parser, owners = _parser(entry)
-    _refuse_unknown_keys(path, values, owners)
+    _refuse_unknown_keys(path, values, owners, entry)
     values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
     parser.set_defaults_with_config(**values)  # what --help shows
     defaults = {key: owner.defaults[key] for key, owner in owners.items()}
-    given = _given(parser, owners, overrides)
+    given = _given(parser, owners, overrides, entry)
     _check_two_names(path, values, given)
     chosen = settle(path, values, given, defaults)
     settle_precision(chosen.get("bf16"), chosen.get("fp16"))
@@ -237,7 +237,7 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
 _NOT_GIVEN = object()
 
 
-def _given(parser, owners, overrides: list[str]) -> dict[str, Any]:
+def _given(parser, owners, overrides: list[str], entry: TrainerEntry) -> dict[str, Any]:
     """What the command line sets, also where that is the default.
 
     Every key starts with a mark that is nobody's value, because afterwards a value cannot be told from a default (and
@@ -245,13 +245,16 @@ def _given(parser, owners, overrides: list[str]) -> dict[str, Any]:
     """
 
     def refuse(message):
-        raise RecipeError(f"{message}. `liger-trainer train RECIPE --help` says what each option takes.")
+        raise RecipeError(f"{message.rstrip('.')}. `liger-trainer train RECIPE --help` says what each option takes.")
 
     parser.error = refuse  # argparse would print the usage and exit
     namespace, rest = parser.parse_known_args(list(overrides), argparse.Namespace(**dict.fromkeys(owners, _NOT_GIVEN)))
     if rest:
-        raise RecipeError(_unknown_option(rest[0], owners))
-    return {key: value for key, value in vars(namespace).items() if key in owners and value is not _NOT_GIVEN}
+        raise RecipeError(_unknown_option(rest[0], owners, entry))
+    given = {key: value for key, value in vars(namespace).items() if key in owners and value is not _NOT_GIVEN}
+    # argparse makes 20.0 of the 20 in `--save_steps 20`; messages and --dry_run show it as a file has it.
+    whole = {key: int(value) for key, value in given.items() if isinstance(value, float) and value.is_integer()}
+    return given | whole
 
 
 # Two names of transformers' for one option; where both are set, it takes the second.
@@ -348,10 +351,12 @@ def nearest(key: str, known, form: str = "Did you mean {}?") -> str:
     return " " + form.format(match[0]) if match else ""
 
 
-def _unknown_option(option: str, owners) -> str:
+def _unknown_option(option: str, owners, entry: TrainerEntry) -> str:
     if not option.startswith("--"):
         return f"{option!r} on the command line belongs to no option; options after RECIPE are written --key value."
     key = option[2:].partition("=")[0].replace("-", "_")
+    if (elsewhere := _elsewhere(key, entry)) is not None:
+        return f"--{key} {elsewhere}"
     if not (near := nearest(key, owners, "Did you mean --{}?")):
         near = " `liger-trainer train RECIPE --help` lists all options."
     return f"--{key} is not an option.{near}"
@@ -361,7 +366,19 @@ def _unknown_option(option: str, owners) -> str:
 _SHARED_WITH_MODEL_INIT = {"dtype", "attn_implementation", "trust_remote_code", "router_aux_loss_coef"}
 
 
-def _refuse_unknown_keys(path: Path, values: dict, owners) -> None:
+def _elsewhere(key: str, entry: TrainerEntry) -> str | None:
+    """What to say of a key that `entry` does not have, and other trainers have."""
+    import liger_trainer
+
+    configs = {name: getattr(liger_trainer, other.config) for name, other in TRAINERS.items()}
+    having = [name for name, config in configs.items() if key in {field.name for field in dataclasses.fields(config)}]
+    if not having:
+        return None
+    (name,) = (name for name, other in TRAINERS.items() if other is entry)
+    return f"is a key of the trainers {', '.join(having)}, and not of {name}. Remove it, or set another trainer."
+
+
+def _refuse_unknown_keys(path: Path, values: dict, owners, entry: TrainerEntry) -> None:
     for key, value in values.items():
         if key in owners:
             continue
@@ -371,6 +388,8 @@ def _refuse_unknown_keys(path: Path, values: dict, owners) -> None:
                 f"{path}: {key!r} is not a key, and a recipe has no sections. Move {', '.join(inside)} to the left "
                 "margin."
             )
+        if (elsewhere := _elsewhere(key, entry)) is not None:
+            raise RecipeError(f"{path}: {key!r} (with value {value!r}) {elsewhere}")
         near = nearest(key, owners) or " `liger-trainer train RECIPE --help` lists all keys."
         raise RecipeError(f"{path}: {key!r} (with value {value!r}) is not a key of a recipe.{near}")
     init = values.get("model_init_kwargs")

@@ -63,7 +63,8 @@ def _not_a_reward(found) -> str | None:
         return "it is a class; name a function, or an object of the class that can be called"
     if inspect.isbuiltin(found):
         return "it is a function built into Python, which takes no columns"
-    return None if callable(found) else f"it is a {type(found).__name__}, not a function"
+    kind = type(found).__name__
+    return None if callable(found) else f"it is {'an' if kind[0] in 'aeiou' else 'a'} {kind}, not a function"
 
 
 def _place(error: Exception) -> str:

@@ -12,11 +12,12 @@ TEXT, MESSAGES, LABEL, TOKENS = "text", "messages", "label", "tokens"
 _DESCRIBED = {
     TEXT: "text",
     MESSAGES: "a list of messages, each with role and content",
-    LABEL: "true or false, without quotes",
+    LABEL: "true or false, without quotes (or 1 and 0)",
     TOKENS: "a list of token ids",
 }
 _NAMED = {TEXT: "text", MESSAGES: "a list of messages", LABEL: "a truth value", TOKENS: "a list of token ids"}
 _KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
+_FORMS = (("messages",), ("prompt", "completion"), ("text",))  # a row has the columns of one of them
 _EITHER = ("prompt", "completion", "chosen", "rejected")
 _BATCH = 100_000  # rows
 
@@ -152,7 +153,8 @@ def _wrong(rows, column: str, index: int, wanted: tuple[str, ...]) -> RecipeErro
             else "Set prompt_template: sharegpt, and name the column of the turns conversations."
         )
         return RecipeError(f"{message} It has turns of from and value. {mend}")
-    others = [name for name in ("messages", "prompt", "text") if name in rows.column_names and name != column]
+    mine = next((form for form in _FORMS if column in form), None)
+    others = [form[0] for form in _FORMS if mine is not None and form != mine and form[0] in rows.column_names]
     if value is None and others:
         return RecipeError(
             f"{message} The rows have {others[0]} too; every row needs the same. Mend or remove the row."

@@ -101,7 +101,7 @@ def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
             "good ones are. To learn the difference, set trainer: kto."
         )
     if "label" in trainer.train_dataset.column_names and "completion_ids" in trainer.train_dataset.column_names:
-        _check_labels(trainer.train_dataset["label"])
+        check_labels(trainer.train_dataset["label"])
     if eval_rows is not None and trainer.eval_dataset is not None:
         _checked_counts(trainer, eval_rows, "eval")
     return counts
@@ -204,8 +204,8 @@ def _checked_counts(trainer, given_rows, name: str) -> RowCounts:
         uncut = getattr(trainer, "uncut_rows", {}).get(name)
         if counts.max_length is not None and (uncut is None or _has_labels(uncut).any()):
             raise RecipeError(
-                f"max_length is {counts.max_length}, which cuts off the part to learn of all {counts.given} {of_all}. "
-                "Set a longer max_length."
+                f"max_length is {counts.max_length}, which cuts off the part to learn of "
+                f"{_every(counts.given, of_all)}. Set a longer max_length."
             )
         raise RecipeError(
             f"Nothing can be learned from the data: none of the {counts.given} {name} rows has a token to learn, since "
@@ -214,27 +214,32 @@ def _checked_counts(trainer, given_rows, name: str) -> RowCounts:
         )
     if counts.blank == counts.given:
         raise RecipeError(
-            f"completion is empty in all {counts.given} {of_all}, so they have nothing to learn but the end token. "
-            "Fill in the text to learn (output, in Alpaca rows)."
+            f"completion is empty in {_every(counts.given, of_all)}: there is nothing to learn but the end "
+            "token. Fill in the text to learn (output, in Alpaca rows)."
         )
     if counts.equal == counts.used:
         within = f", once they are cut to max_length {counts.max_length}" if counts.cut else ""
         mend = "Set a longer max_length" if counts.cut else "Choose pairs that differ"
         raise RecipeError(
-            f"chosen and rejected are equal in all {counts.used} {of_all}{within}, so they prefer nothing. {mend}."
+            f"chosen and rejected are equal in {_every(counts.used, of_all)}{within}: nothing is preferred. {mend}."
         )
     if counts.remarkable and trainer.is_world_process_zero():
         logger.warning(f"{name} rows: {counts}")
     return counts
 
 
-def _check_labels(labels) -> None:
+def _every(count: int, of_all: str) -> str:
+    return f"the only {of_all.removesuffix('s')}" if count == 1 else f"all {count} {of_all}"
+
+
+def check_labels(labels) -> None:
+    """RecipeError where KTO's labels are all true or all false."""
     found = {bool(label) for label in labels}
     if len(found) == 1:
         (only,) = found
         raise RecipeError(
-            f"label is {str(only).lower()} in all {len(labels)} rows, and KTO learns from the difference between true "
-            f"and false ones. Add rows with label: {str(not only).lower()}."
+            f"label is {str(only).lower()} in {_every(len(labels), 'rows')}, and KTO learns from the difference "
+            f"between true and false ones. Add rows with label: {str(not only).lower()}."
         )
 
 

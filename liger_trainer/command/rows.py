@@ -131,7 +131,8 @@ def _source(key: str, name: str | None, folder: Path) -> str:
     ):
         hint = " For a split of a Hub dataset set dataset_eval_split." if key == "eval_dataset_name" else ""
         raise RecipeError(
-            f"{key} is {name!r}, and there is no such file, neither from the working directory nor in {folder}.{hint}"
+            f"{key} is {name!r}, and there is no such file, neither from the working directory nor in "
+            f"{folder.absolute()}.{hint}"
         )
     return name
 

@@ -18,7 +18,7 @@ from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
 from liger_trainer.command.resuming import check_same_trainer, say_what_the_checkpoint_decides
 from liger_trainer.command.rewards import check_columns, find_reward
-from liger_trainer.command.row_counts import account_for_rows, check_token_ids, counting
+from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids, counting
 from liger_trainer.command.rows import load_rows
 from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
 from liger_trainer.errors import RecipeError
@@ -65,6 +65,9 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
     check_rows(recipe, train_rows.column_names)
+    reads_label = any("label" in needed for needed in recipe.entry.columns) and "label" in train_rows.column_names
+    if reads_label and preview_rows is None:
+        check_labels(train_rows["label"])  # TRL would recommend weights first
 
     total = len(train_rows)
     if preview_rows is not None:

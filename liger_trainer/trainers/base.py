@@ -228,7 +228,8 @@ class LigerTrainerMixin:
             part.enabled, part.skipped = True, {"lm_head": unfused}
         if has_fused_head(model):
             self._patched.remember(model, options or HeadOptions(), instead=self.model_init is not None)
-        logger.info(self.liger_report.one_line())
+        if self.args.process_index == 0:
+            logger.info(self.liger_report.one_line())
 
     def _why_unfused(self, model) -> str | None:
         """Why the stock trainer's loss needs the logits of `model`, so that its head stays as it is; or None."""

@@ -140,6 +140,7 @@ def test_two_processes_print_one_summary(folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1
+    assert done.stderr.count("[liger_trainer] LlamaForCausalLM:") == 1, done.stderr
     assert re.search(r"^  steps +3$", done.stdout, re.M), done.stdout
 
 

@@ -79,7 +79,7 @@ def test_the_command_line_turns_off_what_the_file_has(tmp_path, capsys):
     assert code == 2 and "lora_r is 4" in err
     path = write_recipe(tmp_path, max_steps=28)
     code, _, err = command(capsys, "train", path, "--num_train_epochs", "1", "--dry_run")
-    assert code == 2 and "num_train_epochs is 1.0 and max_steps is 28" in err
+    assert code == 2 and "num_train_epochs is 1 and max_steps is 28" in err
     code, out, err = command(capsys, "train", path, "--num_train_epochs", "1", "--max_steps", "-1", "--dry_run")
     assert code == 0, err
 
@@ -198,6 +198,7 @@ def test_an_output_dir_that_cannot_be_written(folder, capsys):  # noqa: F811
     for output_dir in (folder / "file", folder / "file" / "below", "/proc/nothing/here"):
         code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(output_dir)))
         assert code == 2 and f"output_dir is {str(output_dir)!r}, which cannot be written" in err
+        assert ("it is a file" in err) == (output_dir == folder / "file")
 
 
 def test_a_warmup_that_never_ends(folder, capsys):  # noqa: F811

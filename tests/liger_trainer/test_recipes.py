@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from recipe_fixtures import command, write_recipe
+from recipe_fixtures import command, write_model, write_recipe
 
 from liger_trainer.command.recipe import TRAINERS, RecipeArguments, describe, parse_recipe, recipe_names
 from liger_trainer.command.run import _needs_reference
@@ -212,3 +212,23 @@ def test_docs_page_words_the_keys_as_help_does():
         assert f"| `{field.name}` | {default} | {field.metadata['help']} |" in page, field.name
     for name, entry in TRAINERS.items():
         assert f"| `{name}` | `{entry.trainer}`, `{entry.config}` |" in page, name
+
+
+def test_messages_of_the_command_line(tmp_path, capsys, monkeypatch):
+    """Keys of another trainer, numbers as they were written, one full stop, and the folder in full."""
+    monkeypatch.chdir(tmp_path)
+    path = write_recipe(tmp_path, trainer="distillation", max_length=64)
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and "'max_length' (with value 64) is a key of the trainers sft, dpo" in err
+    assert "and not of distillation. Remove" in err and "Did you mean" not in err
+    code, _, err = command(capsys, "train", write_recipe(tmp_path), "--reward_weights", "1")
+    assert code == 2 and "--reward_weights is a key of the trainers grpo, rloo, and not of sft." in err
+    code, _, err = command(capsys, "train", write_recipe(tmp_path), "--save_steps", "20")
+    assert code == 2 and "save_steps is 20, which has no effect" in err
+    code, _, err = command(capsys, "train", write_recipe(tmp_path), "--bf16", "maybe")
+    assert code == 2 and "maybe" in err and ".." not in err
+    write_model(tmp_path / "model")
+    code, _, err = command(capsys, "train", write_recipe(tmp_path).name, "--dataset_name", "nothing.jsonl")
+    assert code == 2 and f"nor in {tmp_path}." in err
+    code, _, err = command(capsys, "train")
+    assert code == 2 and "required: RECIPE\n" in err

@@ -39,6 +39,8 @@ def test_found_by_name_or_dotted_path():
         ("no_such_module.reward", "No module named 'no_such_module'"),
         ("liger_trainer.rewards.length", "has no attribute 'length'"),
         ("liger_trainer.rewards.REWARDS", "it is a dict, not a function"),
+        ("math.pi", "it is a float, not a function"),
+        ("sys.maxsize", "it is an int, not a function"),
     ):
         with pytest.raises(RecipeError, match=message):
             find_reward(name)

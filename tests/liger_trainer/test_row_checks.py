@@ -34,7 +34,7 @@ BAD = {
     "null completion": (
         "sft",
         [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
-        "Row 1 of the dataset has completion None; expected text, or a list of messages",
+        r"Row 1 of the dataset has completion None; expected text, .*role and content\. Mend or remove the row",
     ),
     "number as prompt": ("sft", [{"prompt": 3, "completion": "b"}], "Row 0 of the dataset has prompt 3; expected"),
     "no messages": ("sft", [{"messages": []}], r"Row 0 of the dataset has messages \[\]; expected a list of messages"),
@@ -95,7 +95,7 @@ BAD = {
     "number as label": (
         "kto",
         [{"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "completion": "b", "label": 2}],
-        "Row 1 of the dataset has label 2; expected true or false",
+        r"Row 1 of the dataset has label 2; expected true or false, without quotes \(or 1 and 0\)\. Mend",
     ),
     "null chosen": (
         "dpo",

@@ -174,7 +174,7 @@ EMPTY = {
 
 EMPTY |= {
     "empty completions": (
-        "sft", [{"prompt": "w4 ", "completion": ""}] * 4, "completion is empty in all 4 rows, so they have nothing",
+        "sft", [{"prompt": "w4 ", "completion": ""}] * 4, "completion is empty in all 4 rows: there",
     ),
     "empty completions for kto": (
         "kto", [{"prompt": "w4 ", "completion": "", "label": i % 2 == 0} for i in range(4)], "empty in all 4 rows",
@@ -260,7 +260,7 @@ def test_evaluation_rows_are_counted_too(folder, capsys, caplog):
     assert rows_line(out) == "5 used of 5; 2 cut to max_length 10"
     (folder / "eval.jsonl").write_text(json.dumps(PAIRS["dropped"]) + "\n")
     code, out, err = train(capsys, folder, SETS["sft"][:5], **keys)
-    assert code == 2 and "max_length is 10, which cuts off the part to learn of all 1 eval rows" in err
+    assert code == 2 and "max_length is 10, which cuts off the part to learn of the only eval row" in err
 
 
 def test_parameters_and_evaluation_in_the_summary(folder, capsys):
@@ -314,6 +314,12 @@ def test_a_chat_template_that_refuses_a_row(trainer, base, tmp_path, capsys):
     assert (
         "the chat template of the model refuses a row: System role not supported. Mend the row, or set chat_temp" in err
     )
+
+
+def test_one_label_is_said_before_trl_recommends_weights(folder, capsys, caplog):
+    code, _, err = train(capsys, folder, [{"prompt": "w4 ", "completion": "w5", "label": True}], trainer="kto")
+    assert code == 2 and "label is true in the only row, and KTO learns" in err
+    assert "recommend" not in err + caplog.text
 
 
 def test_a_conversation_without_the_assistant(folder, capsys):
