@@ -91,6 +91,8 @@ def test_packed_rows(folder, capsys):
     assert code == 0, err
     assert "Sequence 1: 10 tokens, 6 of them learned; 2 rows packed\nw4 w5« w6 w7 </s>»\nw4 w5« w6 w7 </s>»\n" in out
     assert "3 rows in 2 sequences" in out and "1 cut to max_length 10" in out
+    _, out, _ = preview(capsys, folder, [PAIR, PAIR], packing=True)
+    assert "Preview of 1 of 2 rows, 1 row in 1 sequence: 1 used of 1." in out
 
 
 def test_preferences(folder, capsys):

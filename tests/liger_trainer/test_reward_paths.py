@@ -81,7 +81,7 @@ def test_what_counts_as_a_function(tmp_path, module):
         ("Length", "it is a class; name a function, or an object of the class"),
         ("os", "it is a module"),
         ("system", "it is a function built into Python"),
-        ("number", "it is a int, not a function"),
+        ("number", "it is an int, not a function"),
         ("missing", "has no attribute 'missing'"),
     ):
         with pytest.raises(RecipeError, match=message):
