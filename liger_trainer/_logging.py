@@ -11,10 +11,21 @@ class _Logger(logging.LoggerAdapter):
         self.warning(message)
 
 
+class _StderrHandler(logging.StreamHandler):
+    """Writes to what `sys.stderr` is when it writes, which may have been replaced since the package was imported."""
+
+    def __init__(self):
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):
+        return sys.stderr
+
+
 def _build() -> _Logger:
     base = logging.getLogger("liger_trainer")
     if not base.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("[liger_trainer] %(message)s"))
         base.addHandler(handler)
         base.setLevel(logging.INFO)
