@@ -8,7 +8,8 @@ arXiv:1606.08415.
 
     du = dy * gelu(g),  dg = dy * u * gelu'(g)
 
-Shapes, dtypes, bytes: as in swiglu.py.
+Shapes, dtypes, bytes: as in swiglu.py. A file apart from it, since beyond the host code, which is in
+`_launch.py`, two formulas and their derivatives have nothing in common.
 """
 
 import torch

@@ -15,6 +15,8 @@ divergence is a small difference of large numbers, and of 16-bit logits it is no
 before the products with it. As in `_linear_head.py` the gradient comes with the values where the upstream gradient is
 known to be one number, or the head is frozen (four products a chunk, one of them the teacher's), else from a second
 walk (six). Memory beyond inputs and gradients: about six tensors of C * V in fp32.
+
+Its walk over the chunks is not that of `_linear_head.py`, because every chunk needs the logits of two heads at once.
 """
 
 import math

@@ -14,6 +14,8 @@ Memory beyond inputs and gradients: the logits of a window in the compute dtype,
 and of the student, 640 MiB in all on a GPU whatever K (CPU: 64 MiB of fp32; plain PyTorch about eight times its rows of
 the student); the fp32 sums of the trained weights' gradients, until the backward pass rounds them; converted weights
 under autocast.
+
+Its walk over the chunks is not that of `_linear_head.py`, because all heads share a chunk of the teacher.
 """
 
 from collections.abc import Sequence

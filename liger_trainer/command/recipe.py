@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from liger_trainer.command.early_keys import refuse_unknown
 from liger_trainer.command.launch import settle_precision
 from liger_trainer.command.recipe_checks import check_scheduler, settle
 from liger_trainer.command.recipe_values import checked, dump_yaml, load_yaml
@@ -212,6 +213,7 @@ def parse_recipe(name: str, overrides: list[str] = ()) -> Recipe:
     path = find_recipe(name)
     values = load_yaml(path)
     entry = _trainer_entry(path, values, overrides)
+    refuse_unknown(path, values, list(overrides), nearest)
     parser, owners = _parser(entry)
     _refuse_unknown_keys(path, values, owners, entry)
     values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}

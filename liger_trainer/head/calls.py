@@ -26,7 +26,7 @@ from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.find import KEY, head_options, head_reason, output_head
 from liger_trainer.head.module import capture, innermost, is_captured, why_not_fusable
-from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput
+from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput, LossRequest
 from liger_trainer.head.real_logits import scores_of_logits, smoothed_loss_sum
 from liger_trainer.head.vocab_mean import vocab_mean
 from liger_trainer.instance.binding import binding_of, call_previous
@@ -45,6 +45,8 @@ def fused_forward_of(model_class):
         skip_logits=None,
         label_smoothing=0.0,
         token_predictions=False,
+        token_outputs=None,
+        uniform_grad=False,
         scored_by=None,
         **kwargs,
     ):
@@ -53,10 +55,13 @@ def fused_forward_of(model_class):
         if scored_by is not None:
             return scored_by(lambda: _captured(self, args, kwargs))
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
-        if fused_lm_head:
-            return _token_outputs(self, args, kwargs, label_smoothing, token_predictions)
-        if label_smoothing:
-            return _smoothed(self, args, kwargs, label_smoothing, token_predictions)
+        if fused_lm_head or label_smoothing:
+            count = kwargs.pop("num_items_in_batch", None)
+            labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+            asked = LossRequest(
+                labels, shift_labels, count, label_smoothing, token_predictions, token_outputs, uniform_grad
+            )
+            return (_token_outputs if fused_lm_head else _smoothed)(self, args, kwargs, asked)
         skip_logits = self.training if skip_logits is None else skip_logits
         if (labels is None and shift_labels is None) or not skip_logits:
             return _plain(self, args, kwargs)
@@ -118,15 +123,14 @@ def _say_unfused(model, reason: str) -> None:
     )
 
 
-def _logits_and_targets(model, args, kwargs):
+def _logits_and_targets(model, args, kwargs, asked: LossRequest):
     """Run the backbone without labels; returns the outputs, the (deferred) logits and the label of each row."""
-    labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-    if labels is None and shift_labels is None:
+    if asked.labels is None and asked.shift_labels is None:
         raise ValueError(
             "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
         )
     outputs = _captured(model, args, kwargs)
-    return outputs, *_shifted(outputs.logits, labels, shift_labels)
+    return outputs, *_shifted(outputs.logits, asked.labels, asked.shift_labels)
 
 
 def _shifted(logits, labels, shift_labels):
@@ -145,20 +149,18 @@ def _predictions(logits, target) -> dict[str, torch.Tensor]:
     return {"token_ids": token_ids, "log_probs": log_probs, "ranks": ranks, "labels": target.to(token_ids.device)}
 
 
-def _token_outputs(model, args, kwargs, label_smoothing, token_predictions) -> FusedLMOutput:
+def _token_outputs(model, args, kwargs, asked: LossRequest) -> FusedLMOutput:
     options = head_options(model)
-    wanted = kwargs.pop("token_outputs", options.outputs)
-    uniform_grad = kwargs.pop("uniform_grad", False)
-    num_items = kwargs.pop("num_items_in_batch", None)
-    outputs, logits, target = _logits_and_targets(model, args, kwargs)
-    scoring = {"temperature": options.temperature, "label_smoothing": label_smoothing}
+    wanted = options.outputs if asked.token_outputs is None else asked.token_outputs
+    outputs, logits, target = _logits_and_targets(model, args, kwargs, asked)
+    scoring = {"temperature": options.temperature, "label_smoothing": asked.label_smoothing}
     per_token = [name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"]
     if isinstance(logits, DeferredLogits) and not logits.is_materialized:
         scores = logits.fused(
             _fp32_logprobs if options.cast_lm_head_to_fp32 else linear_logprobs,
             target,
             outputs=tuple(per_token),
-            uniform_grad=uniform_grad,
+            uniform_grad=asked.uniform_grad,
             **scoring,
         )
         scores = dict(zip(TOKEN_OUTPUTS, scores, strict=True))
@@ -168,7 +170,7 @@ def _token_outputs(model, args, kwargs, label_smoothing, token_predictions) -> F
         )
     target = target.to(scores["log_probs"].device)
     mask = target != -100
-    count = mask.sum().clamp(min=1) if num_items is None else num_items
+    count = mask.sum().clamp(min=1) if asked.num_items_in_batch is None else asked.num_items_in_batch
     loss = -scores["log_probs"].sum() / count
     aux_loss = outputs.get("aux_loss")
     if aux_loss is not None:
@@ -180,26 +182,25 @@ def _token_outputs(model, args, kwargs, label_smoothing, token_predictions) -> F
         hidden = logits.hidden
     scores = {name: value if name in per_token else None for name, value in scores.items()}
     scores["vocab_mean"] = vocab_mean(outputs.logits, options.temperature) if "vocab_mean" in wanted else None
-    predictions = _predictions(logits, target) if token_predictions else None
+    predictions = _predictions(logits, target) if asked.token_predictions else None
     return FusedLMOutput(
         loss=loss, label_mask=mask, aux_loss=aux_loss, hidden_states=hidden, predictions=predictions, **scores
     )
 
 
-def _smoothed(model, args, kwargs, label_smoothing, token_predictions):
+def _smoothed(model, args, kwargs, asked: LossRequest) -> FusedLMOutput:
     """`transformers.trainer_pt_utils.LabelSmoother` on the next-token labels.
 
     There is no auxiliary loss in it, as in the stock trainer.
     """
-    num_items = kwargs.pop("num_items_in_batch", None)
-    _, logits, target = _logits_and_targets(model, args, kwargs)
+    _, logits, target = _logits_and_targets(model, args, kwargs, asked)
     if isinstance(logits, DeferredLogits) and not logits.is_materialized:
-        total = logits.fused(linear_cross_entropy, target, reduction="sum", label_smoothing=label_smoothing)
+        total = logits.fused(linear_cross_entropy, target, reduction="sum", label_smoothing=asked.label_smoothing)
     else:
         logits = logits.materialize() if isinstance(logits, DeferredLogits) else logits
-        total = smoothed_loss_sum(logits, target, label_smoothing)
-    count = (target != -100).sum().clamp(min=1) if num_items is None else num_items
-    predictions = _predictions(logits, target) if token_predictions else None
+        total = smoothed_loss_sum(logits, target, asked.label_smoothing)
+    count = (target != -100).sum().clamp(min=1) if asked.num_items_in_batch is None else asked.num_items_in_batch
+    predictions = _predictions(logits, target) if asked.token_predictions else None
     return FusedLMOutput(loss=total / torch.as_tensor(count, device=total.device), predictions=predictions)
 
 

@@ -1,6 +1,7 @@
-"""What calls of a fused head return, and the options that stay the same from call to call."""
+"""What calls of a fused head ask for and return, and the options that stay the same from call to call."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers.utils import ModelOutput
@@ -57,3 +58,24 @@ class HeadOptions:
     temperature: float = 1.0
     cast_lm_head_to_fp32: bool = False
     outputs: tuple[str, ...] = ("log_probs",)
+
+
+class LossRequest(NamedTuple):
+    """What one call of the model asks of its head, beside the arguments of the model's own forward.
+
+    Attributes:
+        labels, shift_labels (`torch.Tensor` or `None`): (B, S), to be shifted by one, or shifted already.
+        num_items_in_batch: What the sum over the labels is divided by; None: their number.
+        label_smoothing (`float`): Between 0 and 1.
+        token_predictions (`bool`): Whether the output has `predictions`.
+        token_outputs (`tuple` or `None`): Fields of `FusedLMOutput`; None: those of `HeadOptions`.
+        uniform_grad (`bool`): The promise that all labels get one upstream gradient, which spares a product.
+    """
+
+    labels: torch.Tensor | None
+    shift_labels: torch.Tensor | None
+    num_items_in_batch: torch.Tensor | int | None
+    label_smoothing: float
+    token_predictions: bool
+    token_outputs: tuple[str, ...] | None
+    uniform_grad: bool

@@ -20,6 +20,9 @@ _OFF = 'liger_config={"fused_linear_cross_entropy": false}'
 class ScoredLogits:
     """Stands for logits (..., V) that do not exist, by what is known of each of their rows.
 
+    Not a `DeferredLogits`, which holds hidden states and can still become logits: TRL's method runs outside of the
+    model's call, where the head's weights may be sharded, so that everything it asks for has been computed before.
+
     Args:
         log_probs (`torch.Tensor`): Log-probability of `target` in each row (...), fp32, differentiable.
         target (`torch.Tensor`): Token of each row (...), int64; -100 where no log-probability is known.
