@@ -319,6 +319,7 @@ def test_a_run_too_short_to_log_a_loss(folder, capsys):  # noqa: F811
     assert code == 0 and "logging_steps is 10, and the run has 4 steps" in err
     assert f"  loss     {mean:.3f}, the mean of all steps\n" in out
     assert re.search(r"^  speed +\d+ tokens/s$", out, re.M)
+    shutil.rmtree(folder / "out" / "checkpoint-4")
     resumed = ("--overwrite_output_dir", "false", "--resume_from_checkpoint", str(folder / "out" / "checkpoint-2"))
     code, out, err = command(capsys, "train", path, *resumed)
     assert code == 0 and f"  loss     {sum(each[2:]) / 2:.3f}, the mean of all steps\n" in out, err
