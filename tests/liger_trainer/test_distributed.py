@@ -1,6 +1,7 @@
 """Two gloo ranks with different rows, one step: the gradients are bit-equal across ranks, and those of one process."""
 
 import shutil
+
 import pytest
 import torch
 from launching import HERE, accelerate_fsdp2, torchrun
