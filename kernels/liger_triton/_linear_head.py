@@ -126,8 +126,8 @@ class Head(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """`target` (T,); `kept`: indices of the rows that count, None for all; `rows`: their number; `size`: how many are
-    walked at a time."""
+    """`target` (T,), the indices `kept` of the rows that count (None if all do), how many `rows` these are, and the
+    `size` of a chunk."""
 
     target: torch.Tensor
     kept: torch.Tensor | None
@@ -154,8 +154,11 @@ def _chunks_of(head: Head, target, spec: HeadSpec, all_rows: bool) -> _Chunks:
 
 
 def _walk(head: Head, chunks: _Chunks, needs, lean, spec: HeadSpec, g_loss, g_entropy, stats=None, buffer=None):
-    """Statistics (7, T), computed unless they are given, the gradients in `needs` (None where not wanted), and the
-    buffer of the logits. With given statistics the walk begins at the last chunk, whose logits `buffer` may hold."""
+    """(statistics (7, T), gradients in `needs`, buffer of the logits); a gradient that is not wanted is None.
+
+    Statistics that are given are not computed again. The walk then begins at the last chunk, whose logits may still be
+    in `buffer`.
+    """
     x, weight, bias, u, lora_b = head
     total, vocab, dtype = x.shape[0], weight.shape[0], spec.compute_dtype
     target, kept, rows, size = chunks
@@ -291,8 +294,8 @@ def _one_number(g, counted):
 
 
 class _KeptLogits(NamedTuple):
-    """What the forward pass leaves to a backward pass that computes the gradients: the logits of the last chunk, None
-    for a backward pass that may not write over them."""
+    """What the forward pass leaves to a backward pass that computes the gradients: the logits of the last chunk, or
+    None where that backward pass may not write over them."""
 
     chunks: _Chunks
     buffer: torch.Tensor | None
@@ -405,9 +408,12 @@ class _LinearHead(torch.autograd.Function):
 
 
 def run_head(prepared, row_weight, rows: RowSpec, known_upstream, accumulate, chunk_rows, may_keep_logits=True):
-    """(loss, entropy, stats), of T rows each; picks the mode. `prepared` is what `prepare` returned, `known_upstream`
-    says that the upstream gradient of the loss is one number for all rows, `may_keep_logits` that not many such calls
-    wait for one backward pass, each with a chunk of logits."""
+    """(loss, entropy, stats), each of T rows, in the mode that fits.
+
+    `prepared` is what `prepare` returned. `known_upstream` promises that the upstream gradient of the loss is one
+    number for all rows. `may_keep_logits` allows the call to hold a chunk of logits until its backward pass; it is
+    False for calls of which several wait for one backward pass.
+    """
     x, weight, bias, u, lora_b, target, dtype = prepared
     grads_on = torch.is_grad_enabled()
     needs = sum(

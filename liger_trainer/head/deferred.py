@@ -1,11 +1,11 @@
 """The stand-in for logits that a captured LM head returns.
 
-`DeferredLogits` has the shape, dtype and device of the logits and none of their storage: it holds the head's input.
-What models do to logits before the loss is recorded: scaling, soft-capping (`c * tanh(z / c)`), casts, a vocabulary
-slice, and any choice or reshaping of rows, which is applied to the head's input at once, since a row of logits is a
-function of a row of input. When it meets `torch.nn.functional.cross_entropy`, the loss is computed from the recorded
-hidden states by the fused kernel. Whatever else touches it gets the real logits, computed by the module's own forward:
-slower, never wrong.
+`DeferredLogits` has the shape, dtype and device of the logits, but it holds the head's input and no logits. It records
+what models do to logits before the loss: scaling, soft-capping (`c * tanh(z / c)`), casts, and a slice of the
+vocabulary. A choice of rows, or another shape for them, is applied to the head's input at once, because each row of
+logits depends on one row of input. When `torch.nn.functional.cross_entropy` is called with it, the fused kernel
+computes the loss from the recorded hidden states. Whatever else touches it gets the real logits from the module's own
+forward, which is slower and never wrong.
 
 It is a plain class with `__torch_function__` and not a tensor subclass: a tensor without storage answers C++ code that
 should have failed, and `torch.compile` traces the methods of a plain class without a graph break.

@@ -1,10 +1,11 @@
 """No mask in memory where attention is plainly causal, under torch.compile too.
 
-Uncompiled, transformers looks at the values of `attention_mask` and `position_ids`, and where nothing is masked and
-nothing packed, SDPA is told `is_causal=True`, which skips half of the work. What is traced cannot look: each layer then
-reads a (B, 1, S, S) mask, and computes both halves. But a call of a patched model without the two is known to be plain.
-It is given a mask of ones, so that transformers takes nothing for packed, and its `sdpa_mask` is told that they are.
-Whatever else makes a mask necessary (a sliding window, tokens of an image that see each other) transformers decides.
+Without torch.compile, transformers looks at the values of `attention_mask` and `position_ids`. Where nothing is masked
+and nothing packed, it tells SDPA `is_causal=True`, which skips half of the work. Traced code cannot look at values, so
+each layer reads a (B, 1, S, S) mask and computes both halves. But when a patched model is called without these two
+arguments, nothing can be masked or packed. The model is then given a mask of ones, by which transformers sees that
+nothing is packed, and `sdpa_mask` of transformers is told that the mask is all ones. transformers still decides whether
+anything else needs a mask, such as a sliding window or tokens of an image that see each other.
 """
 
 import functools

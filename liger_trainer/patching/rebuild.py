@@ -1,16 +1,17 @@
-"""What the backward pass can rebuild by elementwise work is not kept.
+"""Tensors that the backward pass can compute again by elementwise work are not kept for it.
 
-- The input of a down projection. `down(act(gate) * up)` would keep three tensors of the intermediate width: gate and
-  up, for the gradient of the product, and the product, for the gradient of `down`'s weight. The product is made again.
-- The output of a norm, which the projections after it would keep for the gradients of their weights. The norm keeps its
-  own input anyway, so its output is made again, once for all projections that need it.
+There are two of them. `down(act(gate) * up)` would keep three tensors of the intermediate width: gate and up for the
+gradient of their product, and the product for the gradient of `down`'s weight. The product is computed again. The
+output of a norm would be kept by the projections after it. The norm keeps its own input anyway, so that its output is
+computed again, once for all the projections that need it.
 
-And the gradients of gate and up are written over them, where nobody else reads the two: four tensors of the
-intermediate width at the peak of a layer's backward pass instead of five.
+In addition, the gradients of gate and up are written over gate and up where nobody else reads these. A layer's backward
+pass then holds four tensors of the intermediate width at its peak, not five.
 
-Outside torch.compile, which does as much by itself, and outside the saved-tensor hooks of others (checkpointing,
-offloading), which have their own way with what is kept. And only large tensors: each one made again costs the host some
-0.1 ms, for which a step of few rows waits, and the memory of such a step is weights.
+Nothing of this happens under torch.compile, which does as much by itself, nor inside the saved-tensor hooks of others,
+such as checkpointing and offloading, which decide for themselves what is kept. It also leaves small tensors alone. To
+compute one again costs the host about 0.1 ms, which a step of few rows would wait for, and the memory of such a step is
+taken by its weights.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ ABOVE = 16 << 20  # bytes; what has no more is kept, unless a caller says otherw
 
 
 class _Rebuilt:
-    """A tensor that can be made again: stands for it among the tensors that autograd keeps."""
+    """Stands for a tensor that can be computed again, among those that autograd keeps."""
 
     def __init__(self, tensor, make, parents):
         self.tensor, self.version = weakref.ref(tensor), tensor._version
@@ -120,7 +121,7 @@ def rebuilding(tensor, *consumers: torch.nn.Module):
 
 @functools.cache
 def forward_rebuilding(forward):
-    """The method `forward`, called so that a tensor among its arguments that can be made again is not kept."""
+    """The method `forward`, called so that an argument that can be computed again is not kept."""
 
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
