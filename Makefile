@@ -31,11 +31,11 @@ test-kernels: $(READY)
 	TRITON_INTERPRET=$(if $(GPU),0,1) $(PYTEST) tests/kernels
 
 test-trainer: $(READY)
-	$(PYTEST) tests/liger_trainer
+	$(PYTEST) tests/liger_trainer tests/project
 
 # What `make test` runs and what is marked slow: every architecture of transformers, every option of TRL's trainers.
 test-all: test-kernels
-	$(PYTEST) -m "" tests/liger_trainer
+	$(PYTEST) -m "" tests/liger_trainer tests/project
 
 check: lint types test
 

@@ -3,7 +3,7 @@
 TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the reference model while they
 are built. During that time the name is ours, so that TRL keeps deciding which outputs, temperature and precision it
 wants for which model, and each model is patched before anything shards or wraps it.
-`tests/liger_trainer/test_contracts.py` fails when a TRL release moves what this stands on.
+`tests/liger_trainer/trainers/test_contracts.py` fails when a TRL release moves what this stands on.
 """
 
 import functools

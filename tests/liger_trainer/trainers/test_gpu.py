@@ -1,4 +1,7 @@
-"""The trainers on a GPU, where the Triton kernels run: CUDA_VISIBLE_DEVICES=0 pytest tests/liger_trainer/test_gpu.py"""
+"""The trainers on a GPU, where the Triton kernels run:
+
+CUDA_VISIBLE_DEVICES=0 pytest tests/liger_trainer/trainers/test_gpu.py
+"""
 
 import copy
 

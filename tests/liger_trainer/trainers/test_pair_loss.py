@@ -14,7 +14,7 @@ from trl import DPOTrainer
 
 from liger_trainer import LigerDPOTrainer
 
-DOCS = Path(__file__).parents[2] / "docs" / "custom_loss.md"
+DOCS = Path(__file__).parents[3] / "docs" / "custom_loss.md"
 
 
 def margin_dpo():

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HAS_NEW_NAMES = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
 needs_new_names = pytest.mark.skipif(not HAS_NEW_NAMES, reason="this transformers has the old names only")
 

@@ -3,7 +3,7 @@
 `compare(model_type)` is one of them. As a script this file compares those that are named, or all of them, and with
 `--write` it writes docs/architectures.md:
 
-    python tests/liger_trainer/architectures.py [--write] [model type ...]
+    python tests/support/architectures.py [--write] [model type ...]
 """
 
 import functools
@@ -292,7 +292,7 @@ kind was swapped; empty: the model has none. What keeps its own code is right, o
 
 {ran} model types ran: {same} the same, {wrong} not. Complete, of those that have it: {counts}.
 
-This page is written by `python tests/liger_trainer/architectures.py --write` (a minute), and `make test-all` checks it
+This page is written by `python tests/support/architectures.py --write` (a minute), and `make test-all` checks it
 line by line.
 
 | model type | step | LM head | norms | rotary | gated MLPs | experts | what is kept, and why |

@@ -12,7 +12,7 @@ from liger_trainer.command.run import _needs_reference
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(recipe_names())
 CONFIGS = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 

@@ -22,7 +22,7 @@ import liger_trainer
 from liger_trainer.losses import cpo_loss, dpo_loss, kto_loss, linear_loss, orpo_loss, sequence_logprobs, simpo_loss
 
 PAIRS = 7
-DOCS = Path(__file__).parents[2] / "docs" / "preference_losses.md"
+DOCS = Path(__file__).parents[3] / "docs" / "preference_losses.md"
 
 
 def random_logps(n, seed, scale=20.0):

@@ -3,7 +3,7 @@
 The same test at two sizes: tiny on the CPU, with the limit of rebuilding at 0, and two layers of the width of Llama 3
 8B on a GPU, where the limit is what it is for users and Triton's kernels run:
 
-    CUDA_VISIBLE_DEVICES=0 pytest -s -m gpu tests/liger_trainer/test_twenty_steps.py
+    CUDA_VISIBLE_DEVICES=0 pytest -s -m gpu tests/liger_trainer/trainers/test_twenty_steps.py
 
 In fp32 every logged loss and gradient norm agrees with stock's to 1e-4. In bf16 ours and stock's round differently, so
 both are compared with stock's in fp32 from the same weights: ours may be twice as far off as stock is at worst.

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import HERE
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_trainer.command.model_source import find_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_two_processes_print_one_summary(folder):
     done = run_elsewhere(
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "configs" / "ddp.yaml",
         "--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0",
-        Path(__file__).with_name("launched_cli.py"), "train", recipe, cwd=folder,
+        HERE / "launched_cli.py", "train", recipe, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1
