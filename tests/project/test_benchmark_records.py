@@ -6,11 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 # What a figure with a unit may be in a record.
 FIELDS = {

@@ -5,16 +5,16 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import matplotlib
 import pytest
 import torch
 import yaml
+from checkout import ROOT
 
 from liger_trainer.paths import shipped
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(ROOT / "benchmarks")
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from checkout import ROOT
 from recipe_fixtures import command, write_model
 
 import liger_trainer
@@ -15,7 +16,6 @@ import liger_triton
 from liger_trainer.command.recipe import recipe_names
 from liger_trainer.command.shipped_files import find_shipped
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 # Linked already and not written yet; the page that ends its being missing is taken out of here.

@@ -4,11 +4,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+from checkout import ROOT
 from recipe_fixtures import write_model, write_recipe, write_rows
 
-ROOT = Path(__file__).parents[2]
 NO_TRITON = "import sys; sys.modules['triton'] = None\n"  # as if it were not installed
 
 

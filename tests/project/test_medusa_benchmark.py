@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
 import matplotlib
 import pytest
+from checkout import ROOT
 from recipe_fixtures import write_model, write_rows
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+BENCHMARKS = str(ROOT / "benchmarks")
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 SHIPPED = {
     "recipes/quickstart.yaml",
     "recipes/data/alpaca_quickstart.jsonl",

@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 LAYERS = (  # a module imports from its own layer and from those before it
     ("liger_triton",),
     ("_logging", "errors", "paths"),
@@ -96,3 +96,13 @@ def test_no_two_modules_of_the_command_import_each_other():
 def test_files_can_be_read_at_a_sitting():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
     assert {name for name, lines in lengths.items() if lines > LONGEST} == set(REASONS)
+
+
+def test_no_test_imports_another():
+    """What tests share is in tests/support or in a conftest.py, so that each file of tests can be moved or split."""
+    found = {}
+    for path in (ROOT / "tests").rglob("*.py"):
+        parts = {part for module, name in imports(path) for part in (*(module or "").split("."), name or "")}
+        if names := sorted(part for part in parts if part.startswith("test_")):
+            found[str(path.relative_to(ROOT))] = names
+    assert not found

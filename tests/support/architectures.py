@@ -13,11 +13,11 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from checkout import ROOT
 from parity_models import largest_difference
 from step_parity import LogitRows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -33,7 +33,7 @@ LIMIT = 2e-4  # fp32, of the largest element of a gradient; a wrong stand-in is 
 CHUNK = 3  # rows of logits that the fused head has at a time here
 MAX_PARAMETERS = 30_000_000
 MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
-PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "architectures.md"
 
 # What a config has of these is set: sizes, and scales and caps that show when they are left out.
 SMALL = {

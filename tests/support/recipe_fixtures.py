@@ -1,8 +1,12 @@
 """A tiny model, rows and a recipe on disk, for tests that run the command as a user does."""
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import yaml
+from checkout import ROOT
 from tiny_models import tiny_model, tiny_tokenizer
 
 from liger_trainer.command.main import main
@@ -61,3 +65,20 @@ def command(capsys, *argv):
         code = end.code
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def run_elsewhere(*argv, cwd, **env):
+    """Run a command in a process of its own, away from the checkout, with the checkout importable."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    env = (
+        os.environ
+        | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        | env
+    )
+    return subprocess.run([str(word) for word in argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def losses(output_dir):
+    """The logged loss of each step of a finished run."""
+    history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}

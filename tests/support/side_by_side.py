@@ -3,8 +3,8 @@
 import pytest
 import torch
 from step_parity import assert_same_gradients
-from test_gate_reuse import Gate
 from tiny_models import collate, ragged_rows, tiny_model
+from writing_gate import Gate
 
 from liger_trainer import apply_liger
 from liger_trainer.patching import apply, mlps

@@ -35,6 +35,15 @@ def words(generator, low, high):
     return " ".join(f"w{int(i)}" for i in torch.randint(3, VOCAB, (length,), generator=generator))
 
 
+def kto_rows(n=8, seed=4):
+    """Prompts with a completion each and its label, two good ones to a bad one."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"prompt": words(generator, 2, 8), "completion": " " + words(generator, 2, 9), "label": i % 3 != 1}
+        for i in range(n)
+    ]
+
+
 def build(trainer_class, args_class, model, folder, rows, split=(4, 1), trainer_options=None, **options):
     """A trainer of plain SGD, which hands an error in a gradient on as it is; Adam would enlarge that of a tiny one."""
     defaults = {

@@ -4,7 +4,14 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB = 131  # a prime: no block size divides it
 _DECODER = {
@@ -112,6 +119,26 @@ def tiny_model(model_type, dtype=torch.float32, seed=0, **config):
             elif "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def masked_lm():
+    """A BERT, whose labels are not the next tokens."""
+    options = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=131, **options))
+
+
+def classifier():
+    """A Llama that sorts sequences into two classes; it has no LM head."""
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=131,
+        num_labels=2,
+    )
+    return AutoModelForSequenceClassification.from_config(config)
 
 
 def tiny_tokenizer():

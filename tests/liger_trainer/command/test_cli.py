@@ -3,46 +3,18 @@
 import importlib.machinery
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from launching import HERE
-from recipe_fixtures import command, write_model, write_recipe, write_rows
+from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_trainer.command.model_source import find_model
-
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    write_model(tmp_path / "model")
-    write_rows(tmp_path / "rows.jsonl")
-    return tmp_path
-
-
-def run_elsewhere(*argv, cwd, **env):
-    """Run a command in a process of its own, away from the checkout, with the checkout importable."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    env = (
-        os.environ
-        | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        | env
-    )
-    return subprocess.run([str(word) for word in argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
-
-
-def losses(output_dir):
-    history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
-    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
 
 
 def test_train_saves_a_model_that_plain_transformers_loads(folder, capsys):

@@ -5,16 +5,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from transformers import TrainingArguments
 
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
 
-ROOT = Path(__file__).parents[3]
 HAS_NEW_NAMES = "activation_checkpointing" in {f.name for f in dataclasses.fields(TrainingArguments)}
 needs_new_names = pytest.mark.skipif(not HAS_NEW_NAMES, reason="this transformers has the old names only")
 

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 import yaml
-from recipe_fixtures import command, write_recipe, write_rows
-from test_cli import folder, losses  # noqa: F401 - folder is a fixture
+from recipe_fixtures import command, losses, write_recipe, write_rows
 
 from liger_trainer.command.recipe import parse_recipe, recipe_names
 from liger_trainer.errors import RecipeError
@@ -193,7 +192,7 @@ def test_reports_that_nobody_knows(tmp_path, capsys):
     assert code == 2 and "report_to is 'tensorbord'; expected one of none, all, azure_ml" in err
 
 
-def test_an_output_dir_that_cannot_be_written(folder, capsys):  # noqa: F811
+def test_an_output_dir_that_cannot_be_written(folder, capsys):
     (folder / "file").write_text("")
     for output_dir in (folder / "file", folder / "file" / "below", "/proc/nothing/here"):
         code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(output_dir)))
@@ -201,7 +200,7 @@ def test_an_output_dir_that_cannot_be_written(folder, capsys):  # noqa: F811
         assert ("it is a file" in err) == (output_dir == folder / "file")
 
 
-def test_a_warmup_that_never_ends(folder, capsys):  # noqa: F811
+def test_a_warmup_that_never_ends(folder, capsys):
     path = write_recipe(folder)
     code, _, err = command(capsys, "train", path, "--warmup_steps", "4")
     assert code == 0 and "warmup_steps is 4, and the run has 4 steps" in err and "learning_rate 0.01" in err
@@ -211,14 +210,14 @@ def test_a_warmup_that_never_ends(folder, capsys):  # noqa: F811
         assert code == 0 and "warmup_steps is" not in err
 
 
-def test_a_configuration_of_a_file(folder, capsys):  # noqa: F811
+def test_a_configuration_of_a_file(folder, capsys):
     path = write_recipe(folder, dataset_config="foo")
     for words in ((), ("--dataset_name", folder / "rows.jsonl", folder / "rows.jsonl")):
         code, _, err = command(capsys, "train", path, *words)
         assert code == 2 and "dataset_config is 'foo', which has no effect on a file" in err
 
 
-def test_a_refused_run_leaves_no_folder(folder, capsys):  # noqa: F811
+def test_a_refused_run_leaves_no_folder(folder, capsys):
     new = {"output_dir": str(folder / "new" / "out")}
     refused = {
         "before the model is loaded": {"dataset_name": "missing.jsonl"},
@@ -232,13 +231,13 @@ def test_a_refused_run_leaves_no_folder(folder, capsys):  # noqa: F811
     assert list(folder.glob("new/*")) == [] and (folder / "new").is_dir(), "a folder of the user's own stays"
 
 
-def test_an_output_dir_without_a_name(folder, capsys):  # noqa: F811
+def test_an_output_dir_without_a_name(folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder), "--output_dir", "")
     assert code == 2 and "output_dir is empty. Set it" in err
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
-def test_a_key_that_the_model_does_not_know(trainer, folder, capsys):  # noqa: F811
+def test_a_key_that_the_model_does_not_know(trainer, folder, capsys):
     (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 4)
     pairs = {"dataset_name": "pairs.jsonl", "prompt_template": None} if trainer == "dpo" else {}
     path = write_recipe(folder, trainer=trainer, model_init_kwargs={"foo": 1}, **pairs)
@@ -246,7 +245,7 @@ def test_a_key_that_the_model_does_not_know(trainer, folder, capsys):  # noqa: F
     assert code == 2 and "model_init_kwargs has a key that the model does not know" in err and "'foo'" in err
 
 
-def test_modules_to_save_that_are_not_there(folder, capsys):  # noqa: F811
+def test_modules_to_save_that_are_not_there(folder, capsys):
     path = write_recipe(folder, use_peft=True)
     code, _, err = command(capsys, "train", path, "--lora_modules_to_save", "foo")
     assert code == 2 and "lora_modules_to_save names 'foo'" in err
@@ -254,7 +253,7 @@ def test_modules_to_save_that_are_not_there(folder, capsys):  # noqa: F811
     assert code == 0, err
 
 
-def test_a_metric_that_the_evaluation_does_not_have(folder, capsys):  # noqa: F811
+def test_a_metric_that_the_evaluation_does_not_have(folder, capsys):
     path = write_recipe(folder, eval_fraction=0.25, eval_strategy="steps", eval_steps=2, save_strategy="steps",
                         save_steps=2, load_best_model_at_end=True)  # fmt: skip
     code, _, err = command(capsys, "train", path, "--metric_for_best_model", "foo")
@@ -264,7 +263,7 @@ def test_a_metric_that_the_evaluation_does_not_have(folder, capsys):  # noqa: F8
     assert code == 0, err
 
 
-def test_completion_only_loss_without_completions(folder, capsys):  # noqa: F811
+def test_completion_only_loss_without_completions(folder, capsys):
     """TRL ignores it there: every token of the messages would count."""
     rows = [{"messages": [{"role": r, "content": "w3 w4"} for r in ("user", "assistant")]}] * 8
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -289,14 +288,14 @@ def test_completion_only_loss_without_completions(folder, capsys):  # noqa: F811
     assert code == 0, err
 
 
-def test_one_target_module(folder, capsys):  # noqa: F811
+def test_one_target_module(folder, capsys):
     path = write_recipe(folder, use_peft=True, lora_target_modules=["q_proj"])
     code, _, err = command(capsys, "train", path)
     assert code == 0, err
     assert parse_recipe(str(path), ["--lora_target_modules", "all-linear"]).model.lora_target_modules == "all-linear"
 
 
-def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):  # noqa: F811
+def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):
     assert command(capsys, "train", write_recipe(folder))[0] == 0
     fp32 = losses(folder / "out")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` hands on its mixed_precision
@@ -309,7 +308,7 @@ def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):  # noqa:
     assert "mixed_precision" not in err
 
 
-def test_a_run_too_short_to_log_a_loss(folder, capsys):  # noqa: F811
+def test_a_run_too_short_to_log_a_loss(folder, capsys):
     """The mean that transformers logs at the end is said, and the speed."""
     assert command(capsys, "train", write_recipe(folder))[0] == 0
     each = list(losses(folder / "out").values())

@@ -1,10 +1,10 @@
 """Recipes: shipped ones parse; what is misspelt, misplaced or mistyped stops; the command line beats the file."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import yaml
+from checkout import ROOT
 from recipe_fixtures import command, write_model, write_recipe
 
 from liger_trainer.command.recipe import TRAINERS, RecipeArguments, describe, parse_recipe, recipe_names
@@ -12,7 +12,6 @@ from liger_trainer.command.run import _needs_reference
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
 
-ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(recipe_names())
 CONFIGS = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 

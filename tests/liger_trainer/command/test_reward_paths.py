@@ -3,15 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from recipe_fixtures import command, write_model, write_recipe
 
 from liger_trainer.command.rewards import check_columns, find_reward
 from liger_trainer.errors import RecipeError
-
-ROOT = Path(__file__).parents[3]
 
 REWARDS = """
 import functools, os

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from recipe_fixtures import command, write_model, write_recipe, write_rows
-from test_cli import folder, losses, run_elsewhere  # noqa: F401 - folder is a fixture
+from recipe_fixtures import command, losses, run_elsewhere, write_model, write_recipe, write_rows
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -21,7 +20,7 @@ def steps_of(output_dir):
     return sorted(int(path.name.partition("-")[2]) for path in Path(output_dir).glob("checkpoint-*"))
 
 
-def test_torchrun_without_a_gpu_is_one_training(folder):  # noqa: F811
+def test_torchrun_without_a_gpu_is_one_training(folder):
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1)
     done = run_elsewhere(
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
@@ -32,14 +31,14 @@ def test_torchrun_without_a_gpu_is_one_training(folder):  # noqa: F811
     assert re.search(r"^  steps +3$", done.stdout, re.M), "12 rows, 2 at a time, in 2 processes"
 
 
-def test_processes_that_would_train_apart_are_refused(folder, capsys, monkeypatch):  # noqa: F811
+def test_processes_that_would_train_apart_are_refused(folder, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # and no LOCAL_RANK: no launcher that accelerate knows
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 2 and "WORLD_SIZE is 2" in err and "torchrun" in err
     assert not (folder / "out").exists()
 
 
-def test_an_output_dir_that_is_taken_is_refused(folder, capsys):  # noqa: F811
+def test_an_output_dir_that_is_taken_is_refused(folder, capsys):
     path = write_recipe(folder, **SAVING)
     assert command(capsys, "train", path)[0] == 0
     before = (folder / "out" / "model.safetensors").stat().st_mtime_ns
@@ -54,7 +53,7 @@ def test_an_output_dir_that_is_taken_is_refused(folder, capsys):  # noqa: F811
     assert code == 2 and "model.safetensors" in err, "a finished model counts too"
 
 
-def test_overwriting_leaves_nothing_of_the_old_run(folder, capsys):  # noqa: F811
+def test_overwriting_leaves_nothing_of_the_old_run(folder, capsys):
     path = write_recipe(folder, **SAVING)
     assert command(capsys, "train", path)[0] == 0
     (folder / "out" / "notes.txt").write_text("mine")
@@ -76,7 +75,7 @@ def test_overwriting_leaves_nothing_of_the_old_run(folder, capsys):  # noqa: F81
     assert code == 2 and "overwrite_output_dir" in err and "resume_from_checkpoint" in err
 
 
-def test_overwriting_never_deletes_the_model_it_starts_from(folder, capsys):  # noqa: F811
+def test_overwriting_never_deletes_the_model_it_starts_from(folder, capsys):
     path = write_recipe(folder, output_dir=str(folder / "model"))
     code, _, err = command(capsys, "train", path, "--overwrite_output_dir", "true")
     assert code == 2 and "model_name_or_path" in err and "output_dir" in err
@@ -112,7 +111,7 @@ def saved_run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_resume_takes_the_newest_whole_checkpoint(damage, saved_run, folder, capsys):  # noqa: F811
+def test_resume_takes_the_newest_whole_checkpoint(damage, saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     damage(folder / "out" / "checkpoint-4")
     path = write_recipe(folder, **SAVING)
@@ -130,7 +129,7 @@ def test_resume_takes_the_newest_whole_checkpoint(damage, saved_run, folder, cap
     assert code == 2 and "checkpoint-2" in err and "checkpoint-4" in err
 
 
-def test_resume_from_another_model(saved_run, folder, capsys):  # noqa: F811
+def test_resume_from_another_model(saved_run, folder, capsys):
     from tiny_models import tiny_model
 
     tiny_model("llama", num_hidden_layers=1).save_pretrained(folder / "model")
@@ -147,7 +146,7 @@ def test_resume_from_another_model(saved_run, folder, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize("saving", [{}, SAVING], ids=["no checkpoints", "checkpoints"])
-def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, monkeypatch):  # noqa: F811
+def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, monkeypatch):
     from transformers import Trainer
 
     plain = Trainer._save
@@ -172,7 +171,7 @@ def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, mon
     assert (folder / "out" / "model.safetensors").is_file()
 
 
-def test_going_on_beside_newer_checkpoints_is_refused(saved_run, folder, capsys):  # noqa: F811
+def test_going_on_beside_newer_checkpoints_is_refused(saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     path = write_recipe(folder, **SAVING)
     older = ("--resume_from_checkpoint", folder / "out" / "checkpoint-2", "--max_steps", "3")
@@ -187,7 +186,7 @@ def test_going_on_beside_newer_checkpoints_is_refused(saved_run, folder, capsys)
     assert code == 0 and re.search(r"steps +2, resumed at step 3$", out, re.M), err
 
 
-def test_resume_from_another_trainer(saved_run, folder, capsys):  # noqa: F811
+def test_resume_from_another_trainer(saved_run, folder, capsys):
     (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 4)
     path = write_recipe(folder, **SAVING, trainer="dpo", dataset_name="pairs.jsonl", prompt_template=None)
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-4")
@@ -200,7 +199,7 @@ def test_resume_from_another_trainer(saved_run, folder, capsys):  # noqa: F811
     assert code == 0, f"a checkpoint that does not say whose it is: {err}"
 
 
-def test_resume_says_what_the_checkpoint_decides(saved_run, folder, capsys):  # noqa: F811
+def test_resume_says_what_the_checkpoint_decides(saved_run, folder, capsys):
     path = write_recipe(folder, **SAVING)
     resume = ("--resume_from_checkpoint", saved_run / "checkpoint-2")
     code, _, err = command(capsys, "train", path, *resume, "--learning_rate", "9e-3", "--weight_decay", "0.5")
@@ -227,7 +226,7 @@ def test_the_arguments_of_a_checkpoint_run_no_code(tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-def run_with_files_up_to(limit, folder, **keys):  # noqa: F811
+def run_with_files_up_to(limit, folder, **keys):
     """A limit on the size of files stands for the full disk: safetensors and torch raise errors of their own for it."""
     recipe = write_recipe(folder, **keys)
     done = subprocess.run(
@@ -243,7 +242,7 @@ def run_with_files_up_to(limit, folder, **keys):  # noqa: F811
     return last
 
 
-def test_a_disk_that_takes_neither_checkpoint_nor_model(saved_run, folder):  # noqa: F811
+def test_a_disk_that_takes_neither_checkpoint_nor_model(saved_run, folder):
     limit = (saved_run / "checkpoint-2" / "model.safetensors").stat().st_size // 2
     last = run_with_files_up_to(limit, folder, **SAVING)
     assert f"Nor does {folder} take the model" in last
@@ -251,7 +250,7 @@ def test_a_disk_that_takes_neither_checkpoint_nor_model(saved_run, folder):  # n
 
 
 @pytest.mark.parametrize("saving", [SAVING, {"save_strategy": None}], ids=["every two steps", "by default"])
-def test_a_disk_that_takes_the_model_without_its_optimizer(saving, saved_run, folder):  # noqa: F811
+def test_a_disk_that_takes_the_model_without_its_optimizer(saving, saved_run, folder):
     from transformers import AutoModelForCausalLM
 
     sizes = [(saved_run / "checkpoint-2" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")]
@@ -261,7 +260,7 @@ def test_a_disk_that_takes_the_model_without_its_optimizer(saving, saved_run, fo
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["new folder", "with a finished model"])
-def test_a_model_that_output_dir_does_not_take_is_kept_elsewhere(finished, saved_run, folder, capsys, monkeypatch):  # noqa: F811
+def test_a_model_that_output_dir_does_not_take_is_kept_elsewhere(finished, saved_run, folder, capsys, monkeypatch):
     from transformers import AutoModelForCausalLM, Trainer
 
     plain = Trainer._save
@@ -291,7 +290,7 @@ def test_a_model_that_output_dir_does_not_take_is_kept_elsewhere(finished, saved
         assert not (folder / "out" / "model.safetensors").exists()
 
 
-def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, folder, capsys, monkeypatch):  # noqa: F811
+def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, folder, capsys, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
@@ -316,7 +315,7 @@ def stopped(process, number):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
-def test_a_stopped_run_says_how_to_go_on(number, code, folder):  # noqa: F811
+def test_a_stopped_run_says_how_to_go_on(number, code, folder):
     recipe = write_recipe(folder, max_steps=100000, lr_scheduler_type="constant", **SAVING)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(

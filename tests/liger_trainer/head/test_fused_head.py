@@ -10,8 +10,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from largest_tensor import LargestTensor
 from tiny_models import VOCAB, collate, ragged_rows, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_trainer._logging import logger
 from liger_trainer.head import masks
@@ -20,21 +20,6 @@ from liger_trainer.head.find import has_fused_head
 from liger_trainer.head.install import install_fused_head, remove_fused_head
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import apply_liger, remove_liger
-
-
-class LargestTensor(TorchDispatchMode):
-    """Counts the elements of the largest floating-point tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.numel = max(self.numel, x.numel())
-        return result
 
 
 def fused(model_type="llama", **config):

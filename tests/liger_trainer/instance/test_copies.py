@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from sft_runs import run as run_sft
 from side_by_side import (
     FIRST,
     SETTINGS,
@@ -18,9 +19,8 @@ from side_by_side import (
     step,
 )
 from step_parity import LogitRows
-from test_parity_sft import run as run_sft
-from test_parity_trainer import run as run_trainer
 from tiny_models import VOCAB, tiny_model
+from trainer_runs import run as run_trainer
 from transformers import Trainer
 from trl import SFTTrainer
 

@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
+from largest_tensor import LargestTensor
 from pair_parity import pair_rows
-from test_fused_head import LargestTensor
 from tiny_models import VOCAB, tiny_model, tiny_tokenizer
 from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
@@ -22,7 +22,7 @@ import liger_trainer
 from liger_trainer.losses import cpo_loss, dpo_loss, kto_loss, linear_loss, orpo_loss, sequence_logprobs, simpo_loss
 
 PAIRS = 7
-DOCS = Path(__file__).parents[3] / "docs" / "preference_losses.md"
+DOCS = ROOT / "docs" / "preference_losses.md"
 
 
 def random_logps(n, seed, scale=20.0):

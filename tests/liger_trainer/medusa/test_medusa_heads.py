@@ -6,8 +6,8 @@ import pytest
 import torch
 from medusa_brute_force import model_with_heads
 from safetensors.torch import load_file
-from test_parity_trainer import lora
 from tiny_models import VOCAB, tiny_model
+from trainer_runs import lora
 
 from liger_trainer import MedusaHeads
 from liger_trainer.medusa.heads import MedusaHeadsConfig, attach_heads, heads_detached, heads_of

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
+from largest_tensor import LargestTensor
 from medusa_brute_force import (
     assert_gradients,
     brute_force,
@@ -13,7 +14,6 @@ from medusa_brute_force import (
     plain_copy,
     ragged_batch,
 )
-from test_fused_head import LargestTensor
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 

@@ -8,35 +8,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
+from writing_gate import Gate
 
 from liger_trainer import apply_liger
 from liger_trainer.patching import apply, mlps
 from liger_trainer.patching.rebuild import nobody_else_reads
-from liger_triton._launch import gate_gradients
 from liger_triton.halves import halves
-
-
-class Gate(torch.autograd.Function):
-    """silu(g) * u as the kernel does it. `allowed` and `done` count backward passes that may and do write over."""
-
-    allowed = done = 0
-
-    @staticmethod
-    def forward(ctx, gate, up, reuse):
-        ctx.save_for_backward(gate, up)
-        ctx.reuse = reuse
-        return nn.functional.silu(gate) * up
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        gate, up = ctx.saved_tensors
-        s = torch.sigmoid(gate)
-        du, dg = dy * gate * s, dy * up * s * (1 + gate * (1 - s))
-        out = gate_gradients(gate, up, ctx.reuse)
-        Gate.allowed += ctx.reuse
-        Gate.done += out[0].data_ptr() == gate.data_ptr()
-        return out[0].copy_(dg), out[1].copy_(du), None
 
 
 @pytest.fixture

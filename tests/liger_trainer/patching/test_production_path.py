@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from sft_runs import run as run_sft
 from side_by_side import (
     CHECKPOINTING,
     EVERY_SETTING,
@@ -22,7 +23,6 @@ from side_by_side import (
     step,
 )
 from step_parity import assert_same_gradients, trained
-from test_parity_sft import run as run_sft
 from tiny_models import ragged_rows, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

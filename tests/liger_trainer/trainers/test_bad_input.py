@@ -6,8 +6,7 @@ The mend is in the message.
 import tempfile
 
 import pytest
-from tiny_models import collate, ragged_rows, tiny_model
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from tiny_models import classifier, collate, ragged_rows, tiny_model
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 
@@ -37,19 +36,6 @@ def test_arguments(args_class, options, message):
 
 def test_liger_config_from_a_command_line_is_json():
     assert arguments(liger_config='{"rope": false}').liger_config == {"rope": False}
-
-
-def classifier():
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        vocab_size=131,
-        num_labels=2,
-    )
-    return AutoModelForSequenceClassification.from_config(config)
 
 
 def test_a_model_without_an_lm_head(tmp_path):

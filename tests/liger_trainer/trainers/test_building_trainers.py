@@ -8,9 +8,9 @@ import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.sft_trainer as trl_sft
 from peft import LoraConfig, get_peft_model
 from step_parity import assert_same_training, build
-from test_custom_loss import Plain
-from test_use_liger_false import STOCK, one, ours, rows_of
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_runs import Plain
+from trl_trainers import STOCK, one, ours, rows_of
 
 from liger_trainer import LigerMedusaTrainer, LigerTrainer, LigerTrainingArguments, MedusaConfig, apply_liger
 from liger_trainer.head.find import has_fused_head, head_options

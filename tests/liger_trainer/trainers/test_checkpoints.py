@@ -4,18 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import killed_run
 import pytest
 import torch
+from killed_run import train_with_dropout
 from peft import PeftModel
-from test_parity_sft import run as run_sft
-from test_parity_trainer import lora
-from test_parity_trainer import run as run_hf
+from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
+from trainer_runs import lora
+from trainer_runs import run as run_hf
+from transformers import AutoModelForCausalLM, TrainerState
 
-from liger_trainer import LigerTrainer, LigerTrainingArguments, apply_liger, remove_liger
+from liger_trainer import LigerTrainer, apply_liger, remove_liger
 
 
 def logits(model):
@@ -74,32 +75,11 @@ def tiny_sft():
     return LigerSFTTrainer
 
 
-def train_with_dropout(out, callbacks=(), **resume):
-    """Eight steps with attention dropout, a checkpoint every three."""
-    args = LigerTrainingArguments(
-        output_dir=str(out), max_steps=8, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        save_steps=3, report_to="none", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, seed=11,
-    )  # fmt: skip
-    trainer = LigerTrainer(
-        model=tiny_model("llama", attention_dropout=0.1), args=args, train_dataset=ragged_rows(16),
-        data_collator=collate, callbacks=list(callbacks),
-    )  # fmt: skip
-    trainer.train(**resume)
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log], trainer.model
-
-
-class KillAfter(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_killed_run_resumes_to_the_same_losses_and_weights(tmp_path):
     want, model = train_with_dropout(tmp_path / "whole")
-    here = Path(__file__).parent
-    code = "import test_checkpoints as t; t.train_with_dropout({!r}, [t.KillAfter()])".format(str(tmp_path / "killed"))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
-    killed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    code = [sys.executable, killed_run.__file__, str(tmp_path / "killed")]
+    killed = subprocess.run(code, env=env, capture_output=True, text=True, timeout=240)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert TrainerState.load_from_json(tmp_path / "killed/checkpoint-3/trainer_state.json").global_step == 3
     got, resumed = train_with_dropout(tmp_path / "killed", resume_from_checkpoint=True)

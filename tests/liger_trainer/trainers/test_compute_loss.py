@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import torch.nn.functional as F
-from test_parity_sft import run as run_sft
-from test_parity_trainer import assert_same
-from test_parity_trainer import run as run_hf
+from sft_runs import run as run_sft
 from tiny_models import ragged_rows, tiny_model
+from trainer_runs import assert_same
+from trainer_runs import run as run_hf
 from transformers import Trainer
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from test_fused_head import LargestTensor
-from test_parity_sft import run as run_sft
-from test_parity_trainer import SPLITS, assert_same
-from test_parity_trainer import run as run_hf
-from tiny_models import collate, ragged_rows, tiny_model
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, Trainer
+from largest_tensor import LargestTensor
+from sft_runs import run as run_sft
+from tiny_models import collate, masked_lm, ragged_rows, tiny_model
+from trainer_runs import SPLITS, Plain, assert_same
+from trainer_runs import run as run_hf
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, Trainer
 from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
@@ -169,13 +169,6 @@ def test_unknown_token_outputs_are_refused_at_construction(trainer_class, run, n
         run(wrong, tiny_model("llama"), tmp_path)
 
 
-class Plain:
-    """The stock loss, written as one's own: whatever the stock trainer adds to it is to be added to this one too."""
-
-    def token_loss(self, outputs, inputs):
-        return -outputs.log_probs
-
-
 EXPERTS = {"router_aux_loss_coef": 0.1, "output_router_logits": True}
 
 
@@ -189,11 +182,6 @@ def test_the_router_s_loss_is_added_to_an_own_loss(ours, stock, run, split, mode
     assert_same(got, want)
     without, _ = run(stock, tiny_model(model_type, **{**EXPERTS, "router_aux_loss_coef": 0.0}), tmp_path, split)
     assert ((want - without)[:, 0] > 0.05).all(), "the router's loss is too small to be missed"
-
-
-def masked_lm():
-    options = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=131, **options))
 
 
 def encoder_decoder():

@@ -4,15 +4,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import CPTConfig, get_peft_model
+from sft_runs import run as run_sft
 from step_parity import assert_same_training, build, lora
-from test_custom_loss import Plain
-from test_parity_sft import run as run_sft
-from test_parity_trainer import assert_same
-from test_parity_trainer import run as run_hf
-from test_use_liger_false import STOCK, one, ours, rows_of
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
+from trainer_runs import Plain, assert_same
+from trainer_runs import run as run_hf
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, set_seed
 from trl import SFTConfig, SFTTrainer
+from trl_trainers import STOCK, one, ours, rows_of
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer, apply_liger, remove_liger
 

@@ -1,20 +1,20 @@
 """A loss of pairs by overriding `pair_loss`: the margin DPO of the docs on real logits, and TRL's loss as one's own."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checkout import ROOT
 from datasets import Dataset
-from test_parity_dpo import LORA, assert_same_run, build, first_batch, logps_of_logits, pairs, train
-from test_parity_trainer import lora
+from dpo_runs import LORA, assert_same_run, build, first_batch, logps_of_logits, pairs, train
 from tiny_models import tiny_model
+from trainer_runs import lora
 from trl import DPOTrainer
 
 from liger_trainer import LigerDPOTrainer
 
-DOCS = Path(__file__).parents[3] / "docs" / "custom_loss.md"
+DOCS = ROOT / "docs" / "custom_loss.md"
 
 
 def margin_dpo():

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+from largest_tensor import LargestTensor
 from pair_parity import (
     SPLITS,
     assert_head_is_ours,
@@ -16,9 +17,8 @@ from pair_parity import (
     step,
     without_times,
 )
-from test_fused_head import LargestTensor
-from test_parity_trainer import lora
 from tiny_models import tiny_model
+from trainer_runs import lora
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.trainer.base_config import _BaseConfig
 

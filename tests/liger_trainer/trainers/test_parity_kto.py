@@ -10,11 +10,11 @@ from step_parity import (
     assert_same_gradients,
     assert_same_training,
     build,
+    kto_rows,
     lora,
     loss_types,
     moved,
     own_fields,
-    words,
 )
 from tiny_models import VOCAB, tiny_model
 from trl import KTOConfig, KTOTrainer
@@ -23,14 +23,6 @@ from liger_trainer import LigerKTOConfig, LigerKTOTrainer
 
 METRICS = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "logits/chosen", "rewards/rejected", "rewards/margins")
 LOSSES = KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"]
-
-
-def rows(n=8, seed=4):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {"prompt": words(generator, 2, 8), "completion": " " + words(generator, 2, 9), "label": i % 3 != 1}
-        for i in range(n)
-    ]
 
 
 def reference(model_type):
@@ -43,8 +35,8 @@ KINDS = {"full": lambda name: {"ref_model": reference(name)}, "lora": lambda nam
 
 
 def pair(model, folder, part="lora_B", **options):
-    ours = build(LigerKTOTrainer, LigerKTOConfig, model, folder, rows(), **options)
-    stock = build(KTOTrainer, KTOConfig, model, folder, rows(), **options)
+    ours = build(LigerKTOTrainer, LigerKTOConfig, model, folder, kto_rows(), **options)
+    stock = build(KTOTrainer, KTOConfig, model, folder, kto_rows(), **options)
     return moved(ours, part), moved(stock, part)
 
 
@@ -121,10 +113,10 @@ def test_adapter_on_the_head_trains(tmp_path):
     """TRL refuses it. Ours gives the loss and gradients of the same adapter over real logits."""
     given = {"trainer_options": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}}
     with pytest.raises(ValueError, match="adapter to `lm_head`"):
-        build(KTOTrainer, KTOConfig, tiny_model("llama"), tmp_path, rows(), **given)
+        build(KTOTrainer, KTOConfig, tiny_model("llama"), tmp_path, kto_rows(), **given)
     losses, grads = [], []
     for fused in (True, False):
-        trainer = moved(build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), **given))
+        trainer = moved(build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(), **given))
         if not fused:
             head = trainer.model.get_base_model().lm_head
             head.lora_bias["default"] = True  # says that the adapter has a bias, which the fused head cannot have
@@ -156,7 +148,7 @@ def test_no_logits_of_policy_or_reference(kind, precompute, tmp_path, monkeypatc
     monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
     given = {"trainer_options": KINDS[kind]("llama"), "precompute_ref_log_probs": precompute}
     with LogitRows() as seen:
-        ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), **given)
+        ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(), **given)
     assert seen.rows == (3 if precompute else 0)
     batch = next(iter(ours.get_train_dataloader()))
     with LogitRows() as seen:
@@ -167,7 +159,7 @@ def test_no_logits_of_policy_or_reference(kind, precompute, tmp_path, monkeypatc
 
 def test_reference_is_patched_and_survives_a_copy(tmp_path):
     ours = build(
-        LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(),
+        LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(),
         trainer_options={"ref_model": reference("llama")},
     )  # fmt: skip
     batch = next(iter(ours.get_train_dataloader()))
@@ -179,12 +171,12 @@ def test_reference_is_patched_and_survives_a_copy(tmp_path):
 
 def test_use_liger_false_is_the_stock_trainer(tmp_path):
     given = {"trainer_options": {"ref_model": reference("llama")}}
-    ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), use_liger=False, **given)
-    stock = build(KTOTrainer, KTOConfig, tiny_model("llama"), tmp_path, rows(), **given)
+    ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(), use_liger=False, **given)
+    stock = build(KTOTrainer, KTOConfig, tiny_model("llama"), tmp_path, kto_rows(), **given)
     assert_same_training(ours, stock, METRICS, rtol=0)
 
 
 def test_what_has_no_effect_is_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor is 0.1, which KTOTrainer does not use. Remove it."):
-        build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, rows(), label_smoothing_factor=0.1,
+        build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(), label_smoothing_factor=0.1,
               trainer_options={"ref_model": reference("llama")})  # fmt: skip

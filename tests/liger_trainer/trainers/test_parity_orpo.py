@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from pair_parity import (
     SPLITS,
     assert_head_is_ours,
@@ -23,9 +24,8 @@ from pair_parity import (
 )
 from peft import LoraConfig, PromptTuningConfig
 from recipe_fixtures import command, write_model, write_recipe
-from test_fused_head import LargestTensor
-from test_parity_trainer import lora
 from tiny_models import tiny_model, tiny_tokenizer
+from trainer_runs import lora
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
 

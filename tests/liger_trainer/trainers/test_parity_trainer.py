@@ -4,59 +4,11 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tiny_models import PARITY_SET, collate, ragged_rows, tiny_model
+from trainer_runs import MODELS, SPLITS, assert_same, lora, run
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-
-SPLITS = [(8, 1), (4, 2), (1, 8)]
-MODELS = ["llama", "qwen3", "gemma2", "granite"]
-
-
-def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, eval_rows=None, **options):
-    """Train two steps of 8 rows; returns the logged steps, the model and the trainer."""
-    args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
-    args = args_class(
-        output_dir=str(tmp_path / trainer_class.__name__),
-        per_device_train_batch_size=split[0],
-        gradient_accumulation_steps=split[1],
-        num_train_epochs=1,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        remove_unused_columns=False,
-        **options,
-    )
-    trainer = trainer_class(
-        model=copy.deepcopy(model),
-        args=args,
-        train_dataset=rows or ragged_rows(),
-        data_collator=collate,
-        eval_dataset=eval_rows,
-    )
-    trainer.train()
-    steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
-    return torch.tensor(steps, dtype=torch.float64), trainer
-
-
-def assert_same(got, want, rtol=1e-5):
-    torch.testing.assert_close(got, want, rtol=rtol, atol=0)
-
-
-def lora(model, targets):
-    torch.manual_seed(3)
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0))
-    for (
-        name,
-        parameter,
-    ) in model.named_parameters():  # B starts at zero, which would hide a gradient of A that is missing
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

@@ -5,12 +5,12 @@ import importlib
 
 import pytest
 import torch
+from dpo_runs import build as build_dpo
+from dpo_runs import pairs
+from largest_tensor import LargestTensor
+from sft_runs import run as run_sft
 from step_parity import build as build_step
-from test_fused_head import LargestTensor
-from test_parity_dpo import build as build_dpo
-from test_parity_dpo import pairs
-from test_parity_kto import rows as kto_rows
-from test_parity_sft import run as run_sft
+from step_parity import kto_rows
 from tiny_models import collate, ragged_rows, tiny_model
 
 from liger_trainer import (

@@ -2,67 +2,18 @@
 
 import pytest
 import torch
-from pair_parity import pair_rows
-from step_parity import assert_same_training, build, letters, words
-from tiny_models import ragged_rows, text_rows, tiny_model, tiny_tokenizer
+from step_parity import assert_same_training
+from tiny_models import classifier, collate, masked_lm, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from trl import (
-    DistillationConfig,
-    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
 )
-from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl_trainers import STOCK, one, ours
 
 import liger_trainer
 
-STOCK = {
-    "SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig), "KTO": (KTOTrainer, KTOConfig),
-    "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig), "ORPO": (ORPOTrainer, ORPOConfig),
-    "CPO": (CPOTrainer, CPOConfig), "Distillation": (DistillationTrainer, DistillationConfig),
-}  # fmt: skip
 SMOOTHING = {"label_smoothing_factor": 0.1}  # of tokens, which only SFT smooths
-
-
-def ours(method):
-    return getattr(liger_trainer, f"Liger{method}Trainer"), getattr(liger_trainer, f"Liger{method}Config")
-
-
-def rows_of(method):
-    generator = torch.Generator().manual_seed(4)
-    if method == "SFT":
-        return text_rows(8)
-    if method in ("DPO", "ORPO", "CPO"):
-        return pair_rows()
-    rows = [{"prompt": words(generator, 2, 6)} for _ in range(8)]
-    if method == "KTO":
-        return [row | {"completion": f" w{i + 3} w9", "label": i % 3 != 1} for i, row in enumerate(rows)]
-    return rows
-
-
-def one(method, classes, folder, model=None, **options):
-    given = {}
-    if method in ("GRPO", "RLOO"):
-        options = {"num_generations": 2, "max_completion_length": 6} | options
-        given = {"reward_funcs": letters}
-    if method == "Distillation":
-        options = {"max_completion_length": 6} | options
-        given = {"teacher_model": tiny_model("llama", seed=7)}
-    if method in ("DPO", "KTO"):
-        given = {"ref_model": tiny_model("llama", seed=7)}
-    if method == "RLOO":
-        options["beta"] = 0.0  # or it would load a reference
-    model = model or tiny_model("llama")
-    return build(*classes, model, folder, rows_of(method), trainer_options=given, **options)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +81,6 @@ def test_an_unknown_argument_is_the_stock_trainer_s_error(tmp_path):
 
 
 def test_a_masked_language_model_and_a_classifier_train_as_stock(tmp_path):
-    from test_bad_input import classifier
-    from test_custom_loss import masked_lm
-    from test_parity_trainer import collate
-
     def with_class(rows):
         return {**collate(rows), "labels": torch.arange(len(rows)) % 2}
 

@@ -1,0 +1,63 @@
+"""Two steps of `Trainer`, stock or ours, from one seed, and what they logged; an adapter and a loss for such a run."""
+
+import copy
+
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import collate, ragged_rows
+from transformers import TrainingArguments
+
+from liger_trainer import LigerTrainer, LigerTrainingArguments
+
+SPLITS = [(8, 1), (4, 2), (1, 8)]
+MODELS = ["llama", "qwen3", "gemma2", "granite"]
+
+
+def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, eval_rows=None, **options):
+    """Train two steps of 8 rows; returns loss and gradient norm of every step, and the trainer."""
+    args_class = LigerTrainingArguments if issubclass(trainer_class, LigerTrainer) else TrainingArguments
+    args = args_class(
+        output_dir=str(tmp_path / trainer_class.__name__),
+        per_device_train_batch_size=split[0],
+        gradient_accumulation_steps=split[1],
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+        **options,
+    )
+    trainer = trainer_class(
+        model=copy.deepcopy(model),
+        args=args,
+        train_dataset=rows or ragged_rows(),
+        data_collator=collate,
+        eval_dataset=eval_rows,
+    )
+    trainer.train()
+    steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+    return torch.tensor(steps, dtype=torch.float64), trainer
+
+
+def assert_same(got, want, rtol=1e-5):
+    torch.testing.assert_close(got, want, rtol=rtol, atol=0)
+
+
+def lora(model, targets):
+    """`model` with a LoRA on `targets` of which no part is zero."""
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # it starts at zero, which would hide a gradient of A that is missing
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+class Plain:
+    """The stock loss, written as one's own: whatever the stock trainer adds to it is to be added to this one too."""
+
+    def token_loss(self, outputs, inputs):
+        return -outputs.log_probs
