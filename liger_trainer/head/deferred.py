@@ -12,9 +12,12 @@ should have failed, and `torch.compile` traces the methods of a plain class with
 """
 
 import numbers
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from liger_trainer._logging import logger
@@ -28,12 +31,26 @@ class DeferredLogits:
         hidden (`torch.Tensor`): The head's input `(..., H)`.
         head (`nn.Module`): The LM head.
         vocab_size (`int`): V, at most the head's output features.
-        dtype, device, logit_scale, softcap, replay: What the recorded operations amount to; see the module docstring.
-            With raw logits r, the value is `softcap * tanh(logit_scale * r / softcap)`, or `logit_scale * r` without a
-            softcap.
+        dtype, device, logit_scale, softcap: What the recorded operations amount to; see the module docstring. With raw
+            logits r, the value is `softcap * tanh(logit_scale * r / softcap)`, or `logit_scale * r` without a softcap.
+        replay (`tuple`): The recorded operations as functions of logits, in order, which turn the output of the head's
+            own forward into these logits.
     """
 
-    def __init__(self, hidden, head, vocab_size, *, dtype=None, device=None, logit_scale=1.0, softcap=None, replay=()):
+    __hash__ = object.__hash__
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module,
+        vocab_size: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        replay: tuple[Callable, ...] = (),
+    ):
         self.hidden = hidden
         self.head = head
         self.vocab_size = vocab_size
@@ -41,10 +58,21 @@ class DeferredLogits:
         self.device = hidden.device if device is None else device
         self.logit_scale = logit_scale
         self.softcap = softcap
-        self.replay = replay  # functions that turn the module's own output into these logits, in order
-        self._real = None
+        self.replay = replay
+        self._real: torch.Tensor | None = None
 
-    def _but(self, step=None, *, hidden=None, vocab_size=None, dtype=None, device=None, logit_scale=None, softcap=None):
+    def _after(
+        self,
+        step: Callable | None = None,
+        *,
+        hidden: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        logit_scale: float | None = None,
+        softcap: float | None = None,
+    ) -> "DeferredLogits":
+        """The stand-in for what one more operation, `step`, makes of these logits. What is None stays as it is."""
         return DeferredLogits(
             self.hidden if hidden is None else hidden,
             self.head,
@@ -59,59 +87,60 @@ class DeferredLogits:
     # Shape and type
 
     @property
-    def shape(self):
+    def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.vocab_size))
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         return self.hidden.ndim
 
     @property
     def is_materialized(self) -> bool:
         return self._real is not None
 
-    def size(self, dim=None):
+    def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
-    def dim(self):
+    def dim(self) -> int:
         return self.hidden.ndim
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.shape[0]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    # Recorded operations. Once the real logits exist, someone may have written into them: everything goes there.
+    # Operations that are recorded, and give another stand-in. Once the real logits exist, somebody may have written
+    # into them, so from then on every operation is one on them and gives a tensor.
 
-    def __mul__(self, factor):
+    def __mul__(self, factor: Any) -> Any:
         if self._real is not None or not _is_scale(factor):
             return self.materialize("multiplication by a tensor") * _real(factor)
         softcap = None if self.softcap is None else abs(self.softcap * factor)
-        return self._but(lambda z: z * factor, logit_scale=self.logit_scale * factor, softcap=softcap)
+        return self._after(lambda z: z * factor, logit_scale=self.logit_scale * factor, softcap=softcap)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor):
+    def __truediv__(self, divisor: Any) -> Any:
         if self._real is not None or not _is_scale(divisor):
             return self.materialize("division by a tensor") / _real(divisor)
         softcap = None if self.softcap is None else abs(self.softcap / divisor)
-        return self._but(lambda z: z / divisor, logit_scale=self.logit_scale / divisor, softcap=softcap)
+        return self._after(lambda z: z / divisor, logit_scale=self.logit_scale / divisor, softcap=softcap)
 
-    def mul(self, other):
+    def mul(self, other: Any) -> Any:
         return self * other
 
-    def div(self, other, *, rounding_mode=None):
+    def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
         if rounding_mode is not None:
             return self.materialize("div with rounding_mode").div(_real(other), rounding_mode=rounding_mode)
         return self / other
 
-    def tanh(self):
+    def tanh(self) -> Any:
         if self._real is not None or self.softcap is not None:
             return torch.tanh(self.materialize("a second tanh"))
-        return self._but(torch.tanh, softcap=1.0)
+        return self._after(torch.tanh, softcap=1.0)
 
-    def to(self, *args, **kwargs):
+    def to(self, *args: Any, **kwargs: Any) -> Any:
         if self._real is not None:
             return self._real.to(*args, **kwargs)
         dtype, device = kwargs.get("dtype"), kwargs.get("device")
@@ -122,18 +151,18 @@ class DeferredLogits:
                 device = torch.device(arg)
             elif isinstance(arg, (torch.Tensor, DeferredLogits)):
                 dtype, device = arg.dtype, arg.device
-        return self._but(None if dtype is None else lambda z: z.to(dtype), dtype=dtype, device=device)
+        return self._after(None if dtype is None else lambda z: z.to(dtype), dtype=dtype, device=device)
 
-    def float(self):
+    def float(self) -> Any:
         return self.to(torch.float32)
 
-    def contiguous(self):
+    def contiguous(self) -> Any:
         return self if self._real is None else self._real.contiguous()
 
-    def view(self, *shape):
+    def view(self, *shape: Any) -> Any:
         return self.reshape(*shape)
 
-    def reshape(self, *shape):
+    def reshape(self, *shape: Any) -> Any:
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         rows = self.hidden.shape[:-1].numel()
         keeps_rows = len(shape) > 0 and (
@@ -141,39 +170,41 @@ class DeferredLogits:
         )
         if self._real is not None or not keeps_rows:
             return self.materialize(f"reshape to {shape}").reshape(*shape)
-        return self._but(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+        return self._after(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
-    def flatten(self, start_dim=0, end_dim=-1):
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         end = end_dim if end_dim >= 0 else self.ndim + end_dim
         if self._real is not None or end == self.ndim - 1:
             return self.materialize("flatten over the vocabulary").flatten(start_dim, end_dim)
-        return self._but(hidden=self.hidden.flatten(start_dim, end))
+        return self._after(hidden=self.hidden.flatten(start_dim, end))
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         if self._real is not None:
             return self._real[index]
-        used = sum(i.ndim if _is_bool_mask(i) else 1 for i in index if i is not None and i is not Ellipsis)
-        last = index[-1] if index[-1] is not Ellipsis and (used == self.ndim or Ellipsis in _plain(index)) else None
-        if used > self.ndim or not (last is None or _is_leading_slice(last)):
+        has_ellipsis = any(i is Ellipsis for i in index)
+        indexed_dims = sum(i.ndim if _is_bool_mask(i) else 1 for i in index if i is not None and i is not Ellipsis)
+        reaches_vocab = index[-1] is not Ellipsis and (indexed_dims == self.ndim or has_ellipsis)
+        of_vocab = index[-1] if reaches_vocab else None
+        if indexed_dims > self.ndim or not (of_vocab is None or _is_leading_slice(of_vocab)):
             return self.materialize(f"indexing with {_describe(index)}")[index]
-        if last is None:  # the vocabulary is not touched
-            return self._but(hidden=self.hidden[index if Ellipsis in _plain(index) else (*index, Ellipsis)])
-        vocab_size = self.vocab_size if last.stop is None else len(range(*last.indices(self.vocab_size)))
+        if of_vocab is None:
+            return self._after(hidden=self.hidden[index if has_ellipsis else (*index, Ellipsis)])
+        vocab_size = self.vocab_size if of_vocab.stop is None else len(range(*of_vocab.indices(self.vocab_size)))
         step = None if vocab_size == self.vocab_size else lambda z: z[..., :vocab_size]
         rows = self.hidden[(*index[:-1], slice(None))]
-        return self._but(step, hidden=rows, vocab_size=vocab_size)
+        return self._after(step, hidden=rows, vocab_size=vocab_size)
 
-    # The two ways out
+    # What gives real tensors: the fused kernels, and everything that needs the real logits
 
-    def fused(self, function, target: torch.Tensor, **kwargs):
-        """`function(hidden, weight, target, ...)` of `liger_triton` with the head's parameters and recorded transform.
+    def fused(self, function: Callable, target: torch.Tensor, **kwargs: Any) -> Any:
+        """Call `function(hidden, weight, target, ...)` of `liger_triton` for the head and the recorded operations.
 
-        Runs inside a call of the head module (and of the modules of an adapter on it). Returns what `function` returns,
-        a tensor or a tuple, on `self.device`.
+        This happens inside a call of the head (and of the modules of an adapter on it). Returns what `function`
+        returns, a tensor or a tuple, on `self.device`.
         """
 
-        def compute(hidden):
+        def compute(hidden: torch.Tensor) -> Any:
             parameters = HeadParameters(self.head, hidden).kwargs(self.vocab_size)
             hidden = hidden.to(parameters["weight"].device)
             result = function(
@@ -184,7 +215,7 @@ class DeferredLogits:
                 **parameters,
                 **kwargs,
             )
-            return tuple(result) if isinstance(result, tuple) else result  # ZeRO-3's hooks rebuild plain tuples only
+            return tuple(result) if isinstance(result, tuple) else result  # ZeRO-3's hooks cannot rebuild named tuples
 
         return tree_map(
             lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x,
@@ -205,90 +236,86 @@ class DeferredLogits:
             self._real = logits.to(self.device)
         return self._real
 
-    def __setitem__(self, index, value):
+    def __setitem__(self, index: Any, value: Any) -> None:
         self.materialize("assignment into")[index] = _real(value)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.materialize(name), name)
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        known = _KNOWN.get(func)
-        if known is not None:
-            return known(*args, **kwargs)
+        ours = _KNOWN.get(func)
+        if ours is not None:
+            return ours(*args, **kwargs)
         return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
 
-def _delegate(name):
-    """`def __add__(self, other)`, ...: dunders are looked up on the type, where `__getattr__` does not reach."""
+def _delegate(name: str) -> Callable:
+    """A method such as `__add__` that calls the one of the real logits.
 
-    def method(self, *args):
+    Python looks such methods up on the class, so `__getattr__` does not see them.
+    """
+
+    def method(self: DeferredLogits, *args: Any) -> Any:
         return getattr(self.materialize(name), name)(*tree_map(_real, args))
 
     return method
 
 
-for _name in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "rtruediv",
-    "neg",
-    "pow",
-    "matmul",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "iter",
-):
+for _name in "add radd sub rsub rtruediv neg pow matmul eq ne lt le gt ge iter".split():
     setattr(DeferredLogits, f"__{_name}__", _delegate(f"__{_name}__"))
-DeferredLogits.__hash__ = object.__hash__
 
 
-def _real(x):
+def _real(x: Any) -> Any:
     return x.materialize("an operation of torch") if isinstance(x, DeferredLogits) else x
 
 
-def _is_scale(x) -> bool:
+def _is_scale(x: object) -> bool:
     return isinstance(x, numbers.Real) and x != 0
 
 
-def _numel(shape) -> int:
+def _numel(shape: tuple[int, ...]) -> int:
     n = 1
     for size in shape:
         n *= size
     return n
 
 
-def _is_bool_mask(i) -> bool:
+def _is_bool_mask(i: object) -> bool:
     return isinstance(i, torch.Tensor) and i.dtype == torch.bool
 
 
-def _plain(index):
-    """The index without its tensors, whose `==` is elementwise."""
-    return [i for i in index if not isinstance(i, torch.Tensor)]
-
-
-def _is_leading_slice(i) -> bool:
+def _is_leading_slice(i: object) -> bool:
     return isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1)
 
 
-def _describe(index) -> str:
+def _describe(index: tuple) -> str:
     return ", ".join("tensor" if isinstance(i, torch.Tensor) else str(i) for i in index)
 
 
 def _cross_entropy(
-    input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
-):
-    fusable = isinstance(input, DeferredLogits) and not input.is_materialized and input.ndim == 2 and target.ndim == 1
-    if not fusable or target.is_floating_point() or not (weight is size_average is reduce is None):
+    input: torch.Tensor | DeferredLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy`, by the fused kernel where it computes the same."""
+    if (
+        not isinstance(input, DeferredLogits)
+        or input.is_materialized
+        or (input.ndim, target.ndim) != (2, 1)
+        or target.is_floating_point()
+        or not (weight is size_average is reduce is None)
+    ):
         return F.cross_entropy(
             _real(input), _real(target), weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
@@ -300,7 +327,7 @@ def _cross_entropy(
     return loss.to(input.dtype)
 
 
-_KNOWN = {
+_KNOWN: dict[Callable, Callable] = {  # functions of PyTorch that need no real logits
     F.cross_entropy: _cross_entropy,
     torch.tanh: lambda x: x.tanh(),
     torch.mul: lambda x, other: x * other if isinstance(x, DeferredLogits) else other * x,

@@ -14,9 +14,9 @@ EXTRA_OUTPUTS = ("hidden_states", "vocab_mean")
 class FusedLMOutput(ModelOutput):
     """What `model(..., labels=labels, fused_lm_head=True)` returns.
 
-    It has the fields of TRL's `FusedCausalLMOutput`, and the hidden states. Per-token fields are `(B, S - 1)` for
-    next-token labels `(B, S)`, or `(B, S)` with `shift_labels`; they are zero where the label is -100, fp32 (`is_top1`:
-    bool), and `None` where not asked for.
+    It has the fields of TRL's `FusedCausalLMOutput`, and some of its own. Fields with one value per token have the
+    shape `(B, S - 1)` for labels `(B, S)`, which are shifted, or `(B, S)` with `shift_labels`. They are fp32, except
+    `is_top1`, which is bool. They are zero where the label is -100, and `None` where they have not been asked for.
 
     Args:
         loss (`torch.Tensor`): Negative log-likelihood summed over the labels that count and divided by
@@ -31,11 +31,11 @@ class FusedLMOutput(ModelOutput):
         label_mask (`torch.Tensor`): Whether the label is not -100.
         aux_loss (`torch.Tensor`, *optional*): MoE load-balancing loss.
         hidden_states (`torch.Tensor`, *optional*): The head's input `(B, S - 1, H)`, when asked for.
-        vocab_mean (`torch.Tensor`, *optional*): Mean of each row of logits `(B, S)`, with a label or without, when
-            asked for; without gradient.
-        predictions (`dict`, *optional*): Under `token_predictions=True`: `token_ids` (the argmax), `log_probs` (of the
-            model's own distribution, whatever temperature and label smoothing), `ranks` and `labels`, each `(B, S - 1)`
-            and -100 where the label is.
+        vocab_mean (`torch.Tensor`, *optional*): Mean of each row of temperature-scaled logits `(B, S)`, also of rows
+            without a label, when asked for; without gradient.
+        predictions (`dict`, *optional*): With `token_predictions=True`, a dict of `token_ids` (the most likely tokens),
+            `log_probs`, `ranks` and `labels`, each `(B, S - 1)` and -100 where the label is -100. The log-probabilities
+            are those of the model's own distribution, whatever the temperature and the label smoothing are.
     """
 
     loss: torch.Tensor | None = None
@@ -53,7 +53,13 @@ class FusedLMOutput(ModelOutput):
 
 @dataclass
 class HeadOptions:
-    """What TRL fixes once per model in `add_fused_lm_head`."""
+    """The options that TRL's `add_fused_lm_head` sets once for a model.
+
+    Attributes:
+        temperature (`float`): What logits are divided by.
+        cast_lm_head_to_fp32 (`bool`): Whether the head projects in fp32, outside autocast.
+        outputs (`tuple`): Fields of `FusedLMOutput` that a call computes unless it asks for others.
+    """
 
     temperature: float = 1.0
     cast_lm_head_to_fp32: bool = False
@@ -61,15 +67,18 @@ class HeadOptions:
 
 
 class LossRequest(NamedTuple):
-    """What one call of the model asks of its head, beside the arguments of the model's own forward.
+    """What one call of the model asks of its head, in addition to the arguments of the model's own forward.
 
     Attributes:
-        labels, shift_labels (`torch.Tensor` or `None`): (B, S), to be shifted by one, or shifted already.
-        num_items_in_batch: What the sum over the labels is divided by; None: their number.
+        labels, shift_labels (`torch.Tensor` or `None`): (B, S). `labels` are to be shifted by one, and `shift_labels`
+            have been shifted already.
+        num_items_in_batch (`torch.Tensor`, `int` or `None`): The sum over the labels is divided by this; None stands
+            for the number of labels.
         label_smoothing (`float`): Between 0 and 1.
         token_predictions (`bool`): Whether the output has `predictions`.
-        token_outputs (`tuple` or `None`): Fields of `FusedLMOutput`; None: those of `HeadOptions`.
-        uniform_grad (`bool`): The promise that all labels get one upstream gradient, which spares a product.
+        token_outputs (`tuple` or `None`): Fields of `FusedLMOutput` to compute; None stands for those of `HeadOptions`.
+        uniform_grad (`bool`): The promise that the upstream gradients of all labels are equal, which saves a matrix
+            product.
     """
 
     labels: torch.Tensor | None

@@ -1,11 +1,16 @@
-"""The same answers from real logits, for a head that cannot be fused: slower, never wrong."""
+"""The same results as the fused kernels give, from real logits, for a head that cannot be fused.
+
+This takes more time and memory, and the numbers are the same.
+"""
 
 import torch
 import torch.nn.functional as F
 
 
-def scores_of_logits(logits, target, *, temperature, label_smoothing) -> dict:
-    """The per-token outputs from real logits `(..., V)`, for a head that cannot be fused."""
+def scores_of_logits(
+    logits: torch.Tensor, target: torch.Tensor, *, temperature: float, label_smoothing: float
+) -> dict[str, torch.Tensor]:
+    """The fields of `FusedLMOutput` with one value per token (...), from logits (..., V) and labels (...)."""
     target = target.to(logits.device)
     mask = target != -100
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
@@ -24,7 +29,7 @@ def scores_of_logits(logits, target, *, temperature, label_smoothing) -> dict:
 
 
 def smoothed_loss_sum(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """The sum of `F.cross_entropy` over the labels (...) that count, from logits (..., V), in fp32."""
+    """The sum of `F.cross_entropy` in fp32 over the labels (...) that are not -100, from logits (..., V)."""
     return F.cross_entropy(
         logits.float().flatten(0, -2), target.flatten(), reduction="sum", label_smoothing=label_smoothing
     )
