@@ -1,4 +1,4 @@
-"""Recognise, prove, swap: `apply_liger` puts fused kernels into a model instance, `remove_liger` takes them out."""
+"""`apply_liger`, which recognises modules, proves what they compute and swaps in fused kernels, and `remove_liger`."""
 
 from liger_trainer.instance.report import OPERATIONS, LigerReport
 from liger_trainer.patching.apply import apply_liger, remove_liger

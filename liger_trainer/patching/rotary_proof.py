@@ -1,13 +1,15 @@
 """Which rotation a rotary function computes, found by running it, and how the numbers of a cos are laid out.
 
-Our kernel reads one angle per pair. Most rotary functions read two, equal by construction of cos: `[a, b, a, b]`
-("half") or `[a, a, b, b]` ("interleaved"). So a proof says what cos must be like, and `layouts_of` runs the module that
-makes cos.
+Our kernel reads one angle for each pair of numbers. Most rotary functions read two, which are equal because of how cos
+is made: as `[a, b, a, b]` ("half") or as `[a, a, b, b]` ("interleaved"). So a proof says which layout cos must have,
+and `layouts_of` runs the module that makes cos, to see which layout it has.
 """
 
 import inspect
 import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,16 +17,20 @@ from torch import nn
 from liger_trainer.patching import probe
 from liger_triton import rope
 
-COMPLEX = ("freqs_cis", "freqs_ci")
-ANGLES = 8  # numbers in a row of cos. Four pairs: with one, all layouts are the same
+COMPLEX = ("freqs_cis", "freqs_ci")  # names of a parameter that is cos + i sin, in one complex tensor
+ANGLES = 8  # numbers in a row of cos, which make four pairs: all layouts of a single pair are the same
 HEADS, KV_HEADS, BATCH, TOKENS = 4, 2, 3, 5  # all different, so that no wrong broadcast fits
-# kinds of call: (dimensions of q, dimensions of cos, unsqueeze_dim)
+# The kinds of call that are tried: (dimensions of q, dimensions of cos, unsqueeze_dim).
 CALLS = ((4, 3, 1), (4, 3, 2), (3, 2, 1), (3, 2, 0), (4, 2, 0))
+# The sizes of a head that are tried, by how they compare with the numbers in a row of cos.
 HEAD_SIZES = {"equal": ANGLES, "between": ANGLES + 4, "double": 2 * ANGLES, "over": 2 * ANGLES + 4}
+
+Call = tuple[int, int, int]
+Dtypes = tuple[torch.dtype, torch.dtype]  # of q and k, and of cos and sin
 
 
 def size_of(head_size: int, angles: int) -> str | None:
-    """The key of `HEAD_SIZES` for a head and a row of cos."""
+    """The key of `HEAD_SIZES` for a head size and the numbers in a row of cos; None where the head is too small."""
     if head_size <= angles:
         return "equal" if head_size == angles else None
     if head_size <= 2 * angles:
@@ -34,7 +40,10 @@ def size_of(head_size: int, angles: int) -> str | None:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which numbers of a head are turned by which angle; the fields are arguments of `liger_triton.rope`."""
+    """Which numbers of a head are turned by which angle.
+
+    `sign` is 1.0, or -1.0 for a rotation by the negative angles. The other fields are arguments of `liger_triton.rope`.
+    """
 
     interleaved: bool
     out_interleaved: bool
@@ -43,11 +52,12 @@ class Geometry:
     sign: float = 1.0
     cast: str = "promote"
 
-    def arguments(self) -> dict:
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `liger_triton.rope`."""
         names = ("interleaved", "out_interleaved", "cos_layout", "rotate_last", "cast")
         return {name: getattr(self, name) for name in names}
 
-    def __str__(self):
+    def __str__(self) -> str:
         text = "interleaved" if self.interleaved else "half-rotate"
         text += " to half" if self.interleaved and not self.out_interleaved else ""
         text += {"half": "", "interleaved": ", cos interleaved", "single": ", one cos per pair"}[self.cos_layout]
@@ -69,31 +79,47 @@ GEOMETRIES = tuple(
 
 @dataclass(frozen=True)
 class Signature:
-    """Names of a rotary function's parameters: one or two tensors to turn, the angles, and the rest."""
+    """The parameters of a rotary function.
+
+    Attributes:
+        names (`tuple`): The names of all parameters, in order.
+        turned (`tuple`): The names of the one or two tensors that it turns.
+        cos (`str` or `None`): The name of cos; None where `sin` names one complex tensor.
+        sin (`str`): The name of sin, or of the complex tensor.
+        unsqueeze_dim (`int` or `None`): The default of the parameter of this name; None where there is none.
+    """
 
     names: tuple[str, ...]
     turned: tuple[str, ...]
-    cos: str | None  # None: `sin` is then one complex tensor
+    cos: str | None
     sin: str
-    unsqueeze_dim: int | None  # its default; None if it is no parameter
+    unsqueeze_dim: int | None
 
     @classmethod
-    def of(cls, function) -> "Signature | None":
-        forward = function.forward if isinstance(function, nn.Module) else function  # the `kernels` library wraps it
+    def of(cls, function: Callable) -> "Signature | None":
+        """The signature of `function`, or None if it is not that of a rotary function."""
+        forward = function.forward if isinstance(function, nn.Module) else function  # the library `kernels` has modules
         try:
             parameters = inspect.signature(forward).parameters
         except (TypeError, ValueError):
             return None
         names = tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
-        at = [names.index(n) for n in ("cos", "sin", *COMPLEX) if n in names]
-        if not at or not 1 <= min(at) <= 2 or len(at) != (1 if names[at[0]] in COMPLEX else 2):
+        places = [names.index(n) for n in ("cos", "sin", *COMPLEX) if n in names]
+        if not places or not 1 <= min(places) <= 2 or len(places) != (1 if names[places[0]] in COMPLEX else 2):
             return None
         default = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in names else None
-        cos, sin = ("cos", "sin") if len(at) == 2 else (None, names[at[0]])
-        return cls(names, names[: min(at)], cos, sin, default)
+        cos, sin = ("cos", "sin") if len(places) == 2 else (None, names[places[0]])
+        return cls(names, names[: min(places)], cos, sin, default)
 
-    def call(self, function, turned, cos, sin, unsqueeze_dim):
-        """The function on these tensors, as a tuple."""
+    def call(
+        self,
+        function: Callable,
+        turned: Sequence[torch.Tensor],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """Call `function` with these tensors under its own names, and return its results as a tuple."""
         arguments = dict(zip(self.turned, turned, strict=True))
         if self.cos is None:
             arguments[self.sin] = torch.complex(cos.float(), sin.float())
@@ -107,24 +133,31 @@ class Signature:
 
 @dataclass(frozen=True)
 class Proof:
-    """For one kind of call and head size: the geometry, and the layout that cos must have (None: any)."""
+    """Which rotation a function computes in one kind of call, for one size of head.
 
-    call: tuple[int, int, int]
+    Attributes:
+        call (`tuple`): One of `CALLS`.
+        size (`str`): A key of `HEAD_SIZES`.
+        geometry (`Geometry`): The rotation.
+        layout (`str` or `None`): The layout that cos must have; None where any will do.
+    """
+
+    call: Call
     size: str
     geometry: Geometry
     layout: str | None
 
 
-def prove(function) -> tuple[tuple[Proof, ...], str | None]:
-    """(a proof for every kind of call on which `function` is one of ours, None), or ((), why none)."""
+def prove(function: Callable) -> tuple[tuple[Proof, ...], str | None]:
+    """(a proof for each kind of call and size of head for which we have a kernel, None), or ((), why there is none)."""
     signature = Signature.of(function)
     label = getattr(function, "__name__", type(function).__name__)
     if signature is None:
         return (), f"{label} has a signature that is none of (q, k, cos, sin), (x, cos, sin), (q, k, freqs_cis)"
-    proven = []
+    proven: list[Proof] = []
     for call in CALLS:
         if signature.unsqueeze_dim is None and any(p.call[:2] == call[:2] for p in proven):
-            continue  # the place of the heads is fixed in the function, and found
+            continue  # the function itself fixes the place of the heads, which has been found
         for size in HEAD_SIZES:
             likely = [replace(p.geometry, cast="promote") for p in proven]
             proof = _prove_call(function, signature, call, size, dict.fromkeys([*likely, *GEOMETRIES]))
@@ -132,18 +165,20 @@ def prove(function) -> tuple[tuple[Proof, ...], str | None]:
     return tuple(proven), None if proven else f"{label} computes none of the known rotations"
 
 
-def _case(signature, call, size, layout, dtypes=(torch.float32, torch.float32)):
-    """Random q (and k), cos and sin; layout None: all numbers of cos differ."""
-    q_dims, cos_dims, at = call
+def _case(
+    signature: Signature, call: Call, size: str, layout: str | None, dtypes: Dtypes = (torch.float32, torch.float32)
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, int]:
+    """Random ([q] or [q, k], cos, sin), and unsqueeze_dim. Where `layout` is None, all numbers of cos differ."""
+    q_dims, cos_dims, unsqueeze_dim = call
     source = probe.generator()
     head_size = HEAD_SIZES[size]
-    shape = [BATCH, HEADS, TOKENS, head_size] if at != 2 else [BATCH, TOKENS, HEADS, head_size]
+    shape = [BATCH, HEADS, TOKENS, head_size] if unsqueeze_dim != 2 else [BATCH, TOKENS, HEADS, head_size]
     if q_dims == 3:
-        shape = [HEADS, TOKENS, head_size] if at == 0 else [TOKENS, HEADS, head_size]
-    heads_at = shape.index(HEADS)
+        shape = [HEADS, TOKENS, head_size] if unsqueeze_dim == 0 else [TOKENS, HEADS, head_size]
+    heads_dim = shape.index(HEADS)
     turned = []
     for heads in (HEADS, KV_HEADS)[: len(signature.turned)]:
-        shape[heads_at] = heads
+        shape[heads_dim] = heads
         turned.append((10 * probe.randn(shape, source)).to(dtypes[0]))
     angles = []
     for _ in range(2):
@@ -153,45 +188,66 @@ def _case(signature, call, size, layout, dtypes=(torch.float32, torch.float32)):
         elif layout == "interleaved":
             angle[..., 1::2] = angle[..., 0::2]
         angles.append(angle.to(dtypes[1]))
-    return turned, *angles, at
+    cos, sin = angles
+    return turned, cos, sin, unsqueeze_dim
 
 
-def _prove_call(function, signature, call, size, candidates) -> Proof | None:
+def _prove_call(
+    function: Callable, signature: Signature, call: Call, size: str, candidates: Iterable[Geometry]
+) -> Proof | None:
+    """The proof for one kind of call and size of head, or None. Layouts that demand less of cos are tried first."""
     for layout in (None, "half", "interleaved"):
-        turned, cos, sin, at = _case(signature, call, size, layout)
+        turned, cos, sin, unsqueeze_dim = _case(signature, call, size, layout)
         try:
-            want = signature.call(function, turned, cos, sin, at)
+            want = signature.call(function, turned, cos, sin, unsqueeze_dim)
         except (RuntimeError, IndexError, TypeError, ValueError):
-            return None  # not a call it takes
+            return None  # the function does not take this kind of call
         if len(want) != len(turned) or any(not isinstance(w, torch.Tensor) for w in want):
             return None
         for geometry in candidates:
-            if layout in (None, geometry.cos_layout) and _matches(geometry, turned, cos, sin, at, want):
-                geometry = _with_cast(function, signature, call, size, layout, geometry)
-                return geometry and Proof(call, size, geometry, layout)
+            if layout in (None, geometry.cos_layout) and _matches(geometry, turned, cos, sin, unsqueeze_dim, want):
+                with_cast = _with_cast(function, signature, call, size, layout, geometry)
+                return None if with_cast is None else Proof(call, size, with_cast, layout)
     return None
 
 
-def _ours(geometry, turned, cos, sin, at):
+def _turn(
+    geometry: Geometry, turned: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int
+) -> tuple[torch.Tensor, ...]:
+    """What our kernel makes of q (and k)."""
     k = turned[1] if len(turned) > 1 else None
-    q, k = rope(turned[0], k, cos, sin * geometry.sign, unsqueeze_dim=at, **geometry.arguments())
+    q, k = rope(turned[0], k, cos, sin * geometry.sign, unsqueeze_dim=unsqueeze_dim, **geometry.arguments())
     return (q,) if k is None else (q, k)
 
 
-def _matches(geometry, turned, cos, sin, at, want, rtol=probe.FP32_RTOL) -> bool:
+def _matches(
+    geometry: Geometry,
+    turned: Sequence[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int,
+    want: tuple[torch.Tensor, ...],
+    rtol: float = probe.FP32_RTOL,
+) -> bool:
+    """Whether our kernel with this geometry gives what is wanted."""
     try:
-        got = _ours(geometry, turned, cos, sin, at)
+        got = _turn(geometry, turned, cos, sin, unsqueeze_dim)
     except ValueError:  # this geometry does not fit the shapes
         return False
     return all(probe.same(g, w, rtol) for g, w in zip(got, want, strict=True))
 
 
-def _with_cast(function, signature, call, size, layout, geometry):
+def _with_cast(
+    function: Callable, signature: Signature, call: Call, size: str, layout: str | None, geometry: Geometry
+) -> Geometry | None:
     """The geometry with the cast that gives the dtypes of `function` in 16 bit; None if gradients or dtypes differ."""
-    turned, cos, sin, at = _case(signature, call, size, layout)
+    turned, cos, sin, unsqueeze_dim = _case(signature, call, size, layout)
     turned = [t.requires_grad_() for t in turned]
     grads = []
-    for result in (_ours(geometry, turned, cos, sin, at), signature.call(function, turned, cos, sin, at)):
+    for result in (
+        _turn(geometry, turned, cos, sin, unsqueeze_dim),
+        signature.call(function, turned, cos, sin, unsqueeze_dim),
+    ):
         dy = [probe.randn(r.shape, probe.generator()) for r in result]
         grads.append(torch.autograd.grad(result, turned, dy))
     if not all(probe.same(g, w, probe.FP32_RTOL) for g, w in zip(*grads, strict=True)):
@@ -200,11 +256,11 @@ def _with_cast(function, signature, call, size, layout, geometry):
     for cast in ("promote", "input"):
         candidate = replace(geometry, cast=cast)
         for dtypes in ((half, half), (half, full), (full, half)):
-            turned, cos, sin, at = _case(signature, call, size, layout, dtypes)
-            want = signature.call(function, turned, cos, sin, at)
+            turned, cos, sin, unsqueeze_dim = _case(signature, call, size, layout, dtypes)
+            want = signature.call(function, turned, cos, sin, unsqueeze_dim)
             if signature.cos is None:
                 cos, sin = cos.float(), sin.float()
-            if not _matches(candidate, turned, cos, sin, at, want, rtol=0.03):
+            if not _matches(candidate, turned, cos, sin, unsqueeze_dim, want, rtol=0.03):
                 break
         else:
             return candidate
@@ -212,17 +268,20 @@ def _with_cast(function, signature, call, size, layout, geometry):
 
 
 def makes_angles(module: nn.Module) -> bool:
-    """A rotary embedding, by its name and having no parameters."""
+    """Whether `module` looks like a rotary embedding: its class has "rotary" in its name, and it has no parameters."""
     return "rotary" in type(module).__name__.lower() and not any(True for _ in module.parameters())
 
 
 def layouts_of(module: nn.Module) -> frozenset[tuple[int, str]]:
-    """(numbers in a row, layout) of every cos that a rotary embedding makes; empty where it cannot be run here."""
+    """(numbers in a row, layout) of every cos that a rotary embedding makes; empty where it cannot be run here.
+
+    The layout is `"half"`, `"interleaved"`, or `"other"` where cos has neither.
+    """
     source = probe.generator()
     types = getattr(module, "layer_types", None) or getattr(getattr(module, "config", None), "layer_types", None) or ()
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    position_ids = torch.randint(1, 50, (3, 1, 6), generator=source)  # three: the axes of multimodal positions
-    found = set()
+    position_ids = torch.randint(1, 50, (3, 1, 6), generator=source)  # for each of three axes of multimodal positions
+    found: set[tuple[int, str]] = set()
     layer_types = sorted(set(types)) if any(p.name == "layer_type" for p in parameters) else [None]
     for layer_type, ids in itertools.product(layer_types, (position_ids[0], position_ids)):
         arguments = {"position_ids": ids, "layer_type": layer_type}
@@ -234,14 +293,15 @@ def layouts_of(module: nn.Module) -> frozenset[tuple[int, str]]:
                 given[p.name] = torch.zeros(1, 6, 8)
         try:
             made = type(module).forward(probe.clone(module, source), **given)
-        except Exception:  # noqa: BLE001, S112 - another kind of positions, or not runnable at all: nothing is learned
+        except Exception:  # noqa: BLE001, S112 - it takes other positions or cannot run at all, which tells us nothing
             continue
         if isinstance(made, tuple) and len(made) == 2 and all(isinstance(t, torch.Tensor) for t in made):
             found |= {(made[0].shape[-1], layout) for layout in _layouts(*made)}
     return frozenset(found)
 
 
-def _layouts(cos, sin) -> list[str]:
+def _layouts(cos: torch.Tensor, sin: torch.Tensor) -> list[str]:
+    """The layouts that cos and sin have; both of them where all numbers of a row are equal."""
     half = cos.shape[-1] // 2
     if cos.shape[-1] % 2 or cos.shape[-1] == 0 or cos.shape != sin.shape:
         return ["other"]
