@@ -1,15 +1,15 @@
-"""The fused LM head of a model: its own `forward` runs, and the loss is computed where the logits would have been.
+"""The calls that a model with a fused LM head answers: its own `forward` runs, and no logits are built for the loss.
 
 `install_fused_head(model)` binds a forward to the model that answers four kinds of call:
 
-- `model(..., labels=...)`: the model's own loss code meets `DeferredLogits`, so the loss comes from the fused kernel
-  and the output has `logits=None`. In eval mode real logits are returned unless `skip_logits=True` is passed, as in
-  training they are unless `skip_logits=False`.
-- `model(..., labels=..., fused_lm_head=True)`: the contract of TRL's trainers (`trl.trainer.utils.add_fused_lm_head`):
-  per-token `log_probs`, `entropy`, ... of the next-token labels, see `FusedLMOutput`.
-- `model(..., scored_by=f)`: the result of `f(run)`, called inside the model's forward, where hooks and shards have the
-  weights at hand; `run()` is the model's own forward, with `DeferredLogits` for logits.
-- anything else: the model's own forward, untouched.
+- `model(..., labels=...)`: In training mode, the model's own loss code gets `DeferredLogits`, so the fused kernel
+  computes the loss, and the output has `logits=None`. In eval mode, the output has real logits. With `skip_logits=True`
+  or `skip_logits=False` a call chooses one or the other, whatever the mode.
+- `model(..., labels=..., fused_lm_head=True)`: What TRL's trainers ask for (`trl.trainer.utils.add_fused_lm_head`). The
+  output has `log_probs`, `entropy`, ... of each next-token label, see `FusedLMOutput`.
+- `model(..., scored_by=f)`: The result of `f(run)`, which is called inside the model's forward, where weights that are
+  sharded have been gathered. `run()` is the model's own forward, whose logits are then `DeferredLogits`.
+- Any other call is left to the model's own forward.
 
 Calls with labels take `token_predictions=True`, for metrics: the output then has `predictions`, a dict of `token_ids`,
 `log_probs`, `ranks` and `labels`, see `liger_triton.TokenRanks`.
@@ -17,55 +17,63 @@ Calls with labels take `token_predictions=True`, for metrics: the output then ha
 
 import functools
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
 from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import KEY, head_options, head_reason, output_head
-from liger_trainer.head.module import capture, innermost, is_captured, why_not_fusable
-from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput, LossRequest
+from liger_trainer.head.find import FusedHeadBinding, head_options, head_reason, output_head
+from liger_trainer.head.module import LoRA, capture, innermost, is_captured, why_not_fusable
+from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput, HeadOptions, LossRequest
 from liger_trainer.head.real_logits import scores_of_logits, smoothed_loss_sum
 from liger_trainer.head.vocab_mean import vocab_mean
-from liger_trainer.instance.binding import binding_of, call_previous
+from liger_trainer.instance.binding import call_previous
 from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
 
 
 @functools.cache
-def fused_forward_of(model_class):
-    """The forward for one class of model: `functools.wraps` keeps the signature that `Trainer` and `generate` read."""
+def fused_forward_of(model_class: type[nn.Module]) -> Callable:
+    """The forward to bind to models of one class, with the signature of the class's own.
+
+    `Trainer` and `generate` read that signature to see which arguments the model takes.
+    """
 
     @functools.wraps(model_class.forward)
     def forward(
-        self,
-        *args,
-        fused_lm_head=False,
-        skip_logits=None,
-        label_smoothing=0.0,
-        token_predictions=False,
-        token_outputs=None,
-        uniform_grad=False,
-        scored_by=None,
-        **kwargs,
-    ):
-        if head_options(self) is None:  # removed, but still inside somebody's wrapper
-            return call_previous(self, KEY, args, kwargs)
+        self: nn.Module,
+        *args: Any,
+        fused_lm_head: bool = False,
+        skip_logits: bool | None = None,
+        label_smoothing: float = 0.0,
+        token_predictions: bool = False,
+        token_outputs: tuple[str, ...] | None = None,
+        uniform_grad: bool = False,
+        scored_by: Callable[[Callable[[], Any]], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        options = head_options(self)
+        if options is None:  # the head has been removed, but somebody's wrapper still calls this forward
+            return _own_forward(self, args, kwargs)
         if scored_by is not None:
-            return scored_by(lambda: _captured(self, args, kwargs))
+            return scored_by(lambda: _run_deferred(self, args, kwargs, options))
         labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
         if fused_lm_head or label_smoothing:
             count = kwargs.pop("num_items_in_batch", None)
             labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-            asked = LossRequest(
+            request = LossRequest(
                 labels, shift_labels, count, label_smoothing, token_predictions, token_outputs, uniform_grad
             )
-            return (_token_outputs if fused_lm_head else _smoothed)(self, args, kwargs, asked)
+            answer = _token_outputs if fused_lm_head else _smoothed_loss
+            return answer(self, args, kwargs, options, request)
         skip_logits = self.training if skip_logits is None else skip_logits
         if (labels is None and shift_labels is None) or not skip_logits:
-            return _plain(self, args, kwargs)
-        outputs = _captured(self, args, kwargs)
+            return _run_with_logits(self, args, kwargs)
+        outputs = _run_deferred(self, args, kwargs, options)
         if isinstance(outputs, ModelOutput):
             predictions = _predictions(*_shifted(outputs.logits, labels, shift_labels)) if token_predictions else None
             outputs = type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
@@ -75,92 +83,107 @@ def fused_forward_of(model_class):
         return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
 
     forward.__name__ = "forward"
-    # In place of `__wrapped__`, by which accelerate's `unwrap_model` would take our forward for a wrapper of its own.
-    forward.__signature__ = inspect.signature(model_class.forward)
+    # The signature takes the place of `__wrapped__`: accelerate's `unwrap_model` takes forwards that have a
+    # `__wrapped__` for wrappers of its own and removes them.
+    forward.__signature__ = inspect.signature(model_class.forward)  # type: ignore[attr-defined]
     del forward.__wrapped__
     return forward
 
 
-def _plain(model, args, kwargs):
-    """The model's own forward with its own logits, also from inside another call of it."""
+def _own_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call the forward that the model would have without ours."""
+    return call_previous(model, FusedHeadBinding, args, kwargs)
+
+
+def _run_with_logits(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run the model's own forward so that its head returns real logits, even inside another call that defers them."""
     head = output_head(model)
     if head is None or not is_captured(innermost(head)):
-        return call_previous(model, KEY, args, kwargs)
-    return capture(innermost(head), None, functools.partial(_call_own, model, args, kwargs))
+        return _own_forward(model, args, kwargs)
+    return capture(innermost(head), None, functools.partial(_own_forward, model, args, kwargs))
 
 
-def _captured(model, args, kwargs):
-    """The model's own forward with the head returning `DeferredLogits`, where the head of this moment can be fused."""
+def _run_deferred(model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions) -> Any:
+    """Run the model's own forward so that its head returns `DeferredLogits`, or real logits if it cannot be fused now.
+
+    Adapters and hooks come and go after patching, so every call asks again whether the head can be fused.
+    """
     outer = output_head(model)
     head = innermost(outer)
-    # Adapters and hooks come and go after patching: asked again at every call.
-    reason = why_not_fusable(outer, head_options(model).cast_lm_head_to_fp32)
+    reason = why_not_fusable(outer, options.cast_lm_head_to_fp32)
     if reason is not None:
-        _say_unfused(model, reason)
-        return call_previous(model, KEY, args, kwargs)
-    # What PEFT wraps around a head that it saves may be the unit that is sharded: parameters are read in calls of that.
-    stand_in = DeferredLogits if outer is head else functools.partial(_deferred, outer)
-    run = functools.partial(masks.run_plain, functools.partial(_call_own, model), model, args, kwargs)
+        _report_unfused(model, reason)
+        return _own_forward(model, args, kwargs)
+    # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
+    stand_in = DeferredLogits if outer is head else functools.partial(_deferred_logits_of, outer)
+    run = functools.partial(masks.run_without_masks, functools.partial(_own_forward, model), model, args, kwargs)
     return capture(head, stand_in, run)
 
 
-def _call_own(model, args, kwargs):
-    return call_previous(model, KEY, args, kwargs)
-
-
-def _deferred(outer, hidden, _, vocab_size):
+def _deferred_logits_of(outer: nn.Module, hidden: torch.Tensor, _: nn.Module, vocab_size: int) -> DeferredLogits:
+    """The stand-in for the logits of `outer`, whatever module inside it has been called."""
     return DeferredLogits(hidden, outer, vocab_size)
 
 
-def _say_unfused(model, reason: str) -> None:
+def _report_unfused(model: nn.Module, reason: str) -> None:
+    """Say in the log and in the model's report that its head is not fused."""
     if torch.compiler.is_compiling():
         return
-    place = binding_of(model, KEY).place
-    if place is not None:
-        place.kept(reason)
+    binding = FusedHeadBinding.of(model)
+    if binding is not None and binding.place is not None:
+        binding.place.keeps_its_code(reason)
     logger.warning_once(
-        f"The LM head of {type(model).__name__} is not fused: {reason}. Full logits are built; the numbers are right."
+        f"The LM head of {type(model).__name__} is not fused: {reason}. "
+        "Full logits are built instead, so the numbers are right, but no memory is saved."
     )
 
 
-def _logits_and_targets(model, args, kwargs, asked: LossRequest):
-    """Run the backbone without labels; returns the outputs, the (deferred) logits and the label of each row."""
-    if asked.labels is None and asked.shift_labels is None:
+def _logits_and_targets(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, request: LossRequest
+) -> tuple[Any, torch.Tensor | DeferredLogits, torch.Tensor]:
+    """Run the model without labels, and return its outputs, the rows of logits that predict a label, and the labels."""
+    if request.labels is None and request.shift_labels is None:
         raise ValueError(
             "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
         )
-    outputs = _captured(model, args, kwargs)
-    return outputs, *_shifted(outputs.logits, asked.labels, asked.shift_labels)
+    outputs = _run_deferred(model, args, kwargs, options)
+    return outputs, *_shifted(outputs.logits, request.labels, request.shift_labels)
 
 
-def _shifted(logits, labels, shift_labels):
-    """The logits that predict a label, and those labels: the next token's, or `shift_labels` as they are."""
-    return (logits[:, :-1], labels[:, 1:]) if shift_labels is None else (logits, shift_labels)
+def _shifted(
+    logits: torch.Tensor | DeferredLogits, labels: torch.Tensor | None, shift_labels: torch.Tensor | None
+) -> tuple[torch.Tensor | DeferredLogits, torch.Tensor]:
+    """The logits that predict a label, with the labels: those of the next tokens, or `shift_labels` as they are."""
+    if shift_labels is not None:
+        return logits, shift_labels
+    assert labels is not None, "a call has labels or shift_labels"
+    return logits[:, :-1], labels[:, 1:]
 
 
-def _predictions(logits, target) -> dict[str, torch.Tensor]:
-    """`FusedLMOutput.predictions`."""
+def _predictions(logits: torch.Tensor | DeferredLogits, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `FusedLMOutput.predictions` holds, for logits and the labels that they predict."""
     if isinstance(logits, DeferredLogits) and not logits.is_materialized:
-        found = logits.fused(linear_token_ranks, target)
+        token_ids, log_probs, ranks = logits.fused(linear_token_ranks, target)
     else:
         logits = logits.materialize() if isinstance(logits, DeferredLogits) else logits
-        found = token_ranks(logits, target.to(logits.device))
-    token_ids, log_probs, ranks = found
+        token_ids, log_probs, ranks = token_ranks(logits, target.to(logits.device))
     return {"token_ids": token_ids, "log_probs": log_probs, "ranks": ranks, "labels": target.to(token_ids.device)}
 
 
-def _token_outputs(model, args, kwargs, asked: LossRequest) -> FusedLMOutput:
-    options = head_options(model)
-    wanted = options.outputs if asked.token_outputs is None else asked.token_outputs
-    outputs, logits, target = _logits_and_targets(model, args, kwargs, asked)
-    scoring = {"temperature": options.temperature, "label_smoothing": asked.label_smoothing}
+def _token_outputs(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, request: LossRequest
+) -> FusedLMOutput:
+    """Answer a call with `fused_lm_head=True`."""
+    wanted = options.outputs if request.token_outputs is None else request.token_outputs
+    outputs, logits, target = _logits_and_targets(model, args, kwargs, options, request)
+    scoring = {"temperature": options.temperature, "label_smoothing": request.label_smoothing}
     per_token = [name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"]
     if isinstance(logits, DeferredLogits) and not logits.is_materialized:
         scores = logits.fused(
             _fp32_logprobs if options.cast_lm_head_to_fp32 else linear_logprobs,
             target,
             outputs=tuple(per_token),
-            uniform_grad=asked.uniform_grad,
+            uniform_grad=request.uniform_grad,
             **scoring,
         )
         scores = dict(zip(TOKEN_OUTPUTS, scores, strict=True))
@@ -170,7 +193,7 @@ def _token_outputs(model, args, kwargs, asked: LossRequest) -> FusedLMOutput:
         )
     target = target.to(scores["log_probs"].device)
     mask = target != -100
-    count = mask.sum().clamp(min=1) if asked.num_items_in_batch is None else asked.num_items_in_batch
+    count = mask.sum().clamp(min=1) if request.num_items_in_batch is None else request.num_items_in_batch
     loss = -scores["log_probs"].sum() / count
     aux_loss = outputs.get("aux_loss")
     if aux_loss is not None:
@@ -182,30 +205,40 @@ def _token_outputs(model, args, kwargs, asked: LossRequest) -> FusedLMOutput:
         hidden = logits.hidden
     scores = {name: value if name in per_token else None for name, value in scores.items()}
     scores["vocab_mean"] = vocab_mean(outputs.logits, options.temperature) if "vocab_mean" in wanted else None
-    predictions = _predictions(logits, target) if asked.token_predictions else None
+    predictions = _predictions(logits, target) if request.token_predictions else None
     return FusedLMOutput(
         loss=loss, label_mask=mask, aux_loss=aux_loss, hidden_states=hidden, predictions=predictions, **scores
     )
 
 
-def _smoothed(model, args, kwargs, asked: LossRequest) -> FusedLMOutput:
-    """`transformers.trainer_pt_utils.LabelSmoother` on the next-token labels.
+def _smoothed_loss(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, request: LossRequest
+) -> FusedLMOutput:
+    """Answer a call with `label_smoothing` alone: the loss of `transformers.trainer_pt_utils.LabelSmoother`.
 
-    There is no auxiliary loss in it, as in the stock trainer.
+    It does not contain an auxiliary loss, as it does not in the stock trainer.
     """
-    _, logits, target = _logits_and_targets(model, args, kwargs, asked)
+    _, logits, target = _logits_and_targets(model, args, kwargs, options, request)
     if isinstance(logits, DeferredLogits) and not logits.is_materialized:
-        total = logits.fused(linear_cross_entropy, target, reduction="sum", label_smoothing=asked.label_smoothing)
+        loss_sum = logits.fused(linear_cross_entropy, target, reduction="sum", label_smoothing=request.label_smoothing)
     else:
         logits = logits.materialize() if isinstance(logits, DeferredLogits) else logits
-        total = smoothed_loss_sum(logits, target, asked.label_smoothing)
-    count = (target != -100).sum().clamp(min=1) if asked.num_items_in_batch is None else asked.num_items_in_batch
-    predictions = _predictions(logits, target) if asked.token_predictions else None
-    return FusedLMOutput(loss=total / torch.as_tensor(count, device=total.device), predictions=predictions)
+        loss_sum = smoothed_loss_sum(logits, target, request.label_smoothing)
+    count = (target != -100).sum().clamp(min=1) if request.num_items_in_batch is None else request.num_items_in_batch
+    predictions = _predictions(logits, target) if request.token_predictions else None
+    return FusedLMOutput(loss=loss_sum / torch.as_tensor(count, device=loss_sum.device), predictions=predictions)
 
 
-def _fp32_logprobs(hidden, weight, target, bias=None, lora=None, lora_input=None, **kwargs):
-    """`linear_logprobs` with the projection in fp32 outside autocast (TRL's `cast_lm_head_to_fp32`)."""
+def _fp32_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    lora: LoRA | None = None,
+    lora_input: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`linear_logprobs` with the projection in fp32 and outside autocast, which TRL calls `cast_lm_head_to_fp32`."""
     lora = lora and (lora[0].float(), lora[1].float(), lora[2])
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logprobs(

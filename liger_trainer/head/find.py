@@ -1,25 +1,44 @@
-"""Where the LM head of a model is, what is bound to it, and why it might not be fused."""
+"""Finding the LM head of a model and the options of its fused head, and saying why it cannot be fused."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import nn
 
 from liger_trainer.head.module import why_not_fusable
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.instance.binding import binding_of
-
-KEY = "_liger_head"  # of what `install_fused_head` binds
+from liger_trainer.instance.binding import Binding
 
 
-def base_model_of(model):
+class FusedHeadBinding(Binding):
+    """What `install_fused_head` binds to a model.
+
+    Attributes:
+        options (`HeadOptions` or `None`): None once the head has been removed while somebody's wrapper still calls our
+            forward. The binding is kept then, so that a later install does not bind a second forward around the
+            wrapper.
+    """
+
+    key: ClassVar[str] = "_liger_head"
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        self.options: HeadOptions | None = None
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
     """The transformers model inside `torch.compile` and a PEFT wrapper, or the model itself."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def output_head(model):
+def output_head(model: nn.Module) -> nn.Module | None:
     """The module that makes the logits of a transformers model, or None."""
     get_head = getattr(base_model_of(model), "get_output_embeddings", None)
     return None if get_head is None else get_head()
 
 
-def head_reason(model) -> str | None:
+def head_reason(model: nn.Module) -> str | None:
     """Why `model` cannot have a fused head, or None."""
     head = output_head(model)
     if head is None:
@@ -29,22 +48,22 @@ def head_reason(model) -> str | None:
     return None if reason is None else f"the LM head of {type(base_model_of(model)).__name__} cannot be fused: {reason}"
 
 
-def head_options(model) -> HeadOptions | None:
+def head_options(model: nn.Module) -> HeadOptions | None:
     """The options of the fused head of `model`, or None where it has none."""
-    binding = binding_of(base_model_of(model), KEY)
+    binding = FusedHeadBinding.of(base_model_of(model))
     return None if binding is None else binding.options
 
 
-def has_fused_head(model) -> bool:
+def has_fused_head(model: nn.Module) -> bool:
     """Whether `install_fused_head` has been called on `model`.
 
-    Asked of what was remembered, not of `model.forward`: accelerate wraps that one when training starts.
+    The answer comes from the binding and not from `model.forward`, which accelerate wraps when training starts.
     """
     return head_options(model) is not None
 
 
-def why_peft_needs_logits(model) -> str | None:
-    """Why a PEFT wrapper around `model` computes something from logits that have labels, or None."""
+def why_peft_needs_logits(model: nn.Module) -> str | None:
+    """Why the PEFT wrapper `model` needs real logits in calls with labels, or None if it does not."""
     for name, config in getattr(model, "peft_config", {}).items():
         if config.peft_type == "CPT":
             return f"the adapter {name!r} is CPT, which computes its own loss from logits"

@@ -1,34 +1,44 @@
-"""The fused head comes to a model, and goes again."""
+"""Installing the fused head in a model, and removing it."""
+
+from torch import nn
 
 from liger_trainer.head import masks
 from liger_trainer.head.calls import fused_forward_of
-from liger_trainer.head.find import KEY, base_model_of, head_reason, output_head
+from liger_trainer.head.find import FusedHeadBinding, base_model_of, head_reason, output_head
 from liger_trainer.head.module import bind_all, unbind_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, HeadOptions
-from liger_trainer.instance.binding import bind, binding_of, is_bound, unbind
+from liger_trainer.instance.binding import bind, is_bound, unbind
 from liger_trainer.instance.report import Place
 
 
-def install_fused_head(model, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
+def install_fused_head(model: nn.Module, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
     """Bind the fused forward to `model`. Where it is bound already, only `options` and `place` change.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model with an LM head.
         options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`. Unset: those of `HeadOptions`,
             whatever was installed before.
-        place (`Place`, *optional*): Where a report is told that the head stopped being fused. Unset: where it was.
+        place (`Place`, *optional*): The place in a report that is told if the head stops being fused. Unset: the place
+            that was given before.
 
     Returns:
-        `str` or `None`: None where the head is fused, else why real logits are built. With a head that cannot be fused
-        (a DoRA on it, say) the same calls are answered from real logits; a model without any head is left alone.
+        `str` or `None`: None where the head is fused, else why real logits are built. A model whose head cannot be
+        fused, because of a DoRA on it for example, answers the same calls from real logits. A model without a head is
+        left alone.
+
+    Raises:
+        ValueError: `options.outputs` has an unknown name.
     """
     model, options = base_model_of(model), options or HeadOptions()
     if output_head(model) is None:
         return head_reason(model)
     unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}
     if unknown:
-        raise ValueError(f"outputs has {sorted(unknown)}; known are {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
-    binding = binding_of(model, KEY) or bind(model, KEY, fused_forward_of(type(model)), place=None)
+        raise ValueError(f"outputs has {sorted(unknown)}; expected names from {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
+    binding = FusedHeadBinding.of(model)
+    if binding is None:
+        forward = fused_forward_of(type(model))  # type: ignore[arg-type] # mypy takes no class for hashable
+        binding = bind(model, FusedHeadBinding(forward))
     binding.options, binding.place = options, place or binding.place
     reason = head_reason(model)
     if reason is None:
@@ -37,17 +47,18 @@ def install_fused_head(model, options: HeadOptions | None = None, place: Place |
     return reason
 
 
-def remove_fused_head(model) -> None:
+def remove_fused_head(model: nn.Module) -> None:
     """Undo `install_fused_head`: the `__dict__` of the model and of its head are as before.
 
-    Where someone (accelerate) has since wrapped the forward, the wrapper stays and what it wraps calls the model's own.
+    Where somebody has wrapped the forward since, as accelerate does, the wrapper stays. The forward inside it then
+    calls the model's own.
     """
     model = base_model_of(model)
     for module in model.modules():
         unbind_head(module)
     masks.uninstall(model)
-    binding = binding_of(model, KEY)
+    binding = FusedHeadBinding.of(model)
     if binding is None or is_bound(model, binding):
-        unbind(model, KEY)
+        unbind(model, FusedHeadBinding)
     else:
-        binding.options = None  # remembered: a later install must not bind a second forward around the wrapper
+        binding.options = None  # see `FusedHeadBinding`

@@ -1,45 +1,69 @@
 """The LM head as a module: when it can be fused, where its parameters are, and the forward bound to it.
 
-A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top; its parameters are used only
-inside calls of the modules that own them, so that the gathers of FSDP2 and ZeRO-3 and the hooks of anyone else run as
-in a normal forward.
+A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top. Its parameters are used only
+inside calls of the modules that own them, so that FSDP2 and ZeRO-3 gather the parameters, and the hooks of everyone
+else run, as in a normal forward.
 """
 
 import functools
 import threading
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from liger_trainer.instance.binding import Binding, bind, binding_of, call_previous, unbind
+from liger_trainer.instance.binding import Binding, bind, call_previous, unbind
 from liger_trainer.instance.hooks import has_hooks, hook_on
 
-_KEY = "_liger_capture"  # of what `bind_head` binds
+LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
+
+
+class CaptureBinding(Binding):
+    """What `bind_head` binds to an LM head.
+
+    Attributes:
+        stand_ins (`dict`): Id of a thread -> the function whose results calls of the head in this thread return instead
+            of logits. See `capture`.
+    """
+
+    key: ClassVar[str] = "_liger_capture"
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        self.stand_ins: dict[int, Callable] = {}
 
 
 class HeadCall:
-    """Second argument of a head's call: `compute(hidden)` is run inside the module call and its result returned."""
+    """The second argument of a call of a head that shall run `compute(hidden)` and return the result.
+
+    `compute` runs inside the call of the module, where the module's parameters are gathered.
+    """
 
     def __init__(self, compute: Callable):
         self.compute = compute
 
 
 class HeadParameters:
-    """What the fused kernels need of a head, read inside its module call.
+    """The parameters of a head that the fused kernels need, read inside a call of the head.
 
-    These are `weight (V, H)`, `bias (V,)`, `lora` and `lora_input`.
+    Attributes:
+        weight (`torch.Tensor`): (V, H).
+        bias (`torch.Tensor` or `None`): (V,).
+        lora (`tuple` or `None`): A (R, H) and B (V, R) of the active adapter in the dtype of `hidden`, and its scaling.
+        lora_input (`torch.Tensor` or `None`): `hidden` after the adapter's dropout; None where it has none.
     """
 
     def __init__(self, head: nn.Module, hidden: torch.Tensor):
         head = innermost(head)
         base, adapter = _base_and_adapter(head)
         self.weight, self.bias = base.weight, base.bias
-        self.lora = self.lora_input = None
+        self.lora: LoRA | None = None
+        self.lora_input: torch.Tensor | None = None
         if adapter is not None:
-            dtype = hidden.dtype  # PEFT keeps adapters of a 16-bit model in fp32; the products run in the hidden dtype
+            dtype = hidden.dtype  # PEFT keeps adapters of a 16-bit model in fp32, and computes in the dtype of `hidden`
             self.lora = (
                 head.lora_A[adapter].weight.to(dtype),
                 head.lora_B[adapter].weight.to(dtype),
@@ -48,8 +72,8 @@ class HeadParameters:
             dropout = head.lora_dropout[adapter]
             self.lora_input = None if isinstance(dropout, nn.Identity) else dropout(hidden)
 
-    def kwargs(self, vocab_size: int) -> dict:
-        """Keyword arguments of the `liger_triton` functions for the first `vocab_size` rows of the head."""
+    def kwargs(self, vocab_size: int) -> dict[str, Any]:
+        """The keyword arguments of the functions of `liger_triton`, for the first `vocab_size` rows of the head."""
         lora = self.lora
         if vocab_size < self.weight.shape[0]:
             lora = lora and (lora[0], lora[1][:vocab_size], lora[2])
@@ -58,7 +82,10 @@ class HeadParameters:
 
 
 def innermost(head: nn.Module) -> nn.Module:
-    """The module that really projects: PEFT's `modules_to_save` wraps the head in one that only chooses a copy."""
+    """The module that does the projection.
+
+    That is `head` itself, unless PEFT's `modules_to_save` has wrapped it in a module that chooses one of its copies.
+    """
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
         adapters = head.active_adapters
         if head.disable_adapters or len(adapters) != 1 or adapters[0] not in head.modules_to_save:
@@ -68,15 +95,15 @@ def innermost(head: nn.Module) -> nn.Module:
 
 
 def own_class(module: nn.Module) -> type:
-    """The class of `module` before FSDP2 made one of its own out of it, with another name."""
+    """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
     return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
 
 
 def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
-    """None where the fused kernels compute what `head` computes, else the reason why they do not.
+    """The reason why the fused kernels do not compute what `head` computes, or None where they do.
 
-    `cast_to_fp32`: the fused kernels project in fp32, as the forward does that TRL's `cast_lm_head_to_fp32` gives the
-    head.
+    With `cast_to_fp32` the fused kernels project in fp32. So does the forward that TRL's `cast_lm_head_to_fp32` gives
+    to the head, so that forward does not count then.
     """
     outer, head = head, innermost(head)
     if _is_plain_linear(head):
@@ -100,18 +127,18 @@ def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
         return f"its adapter layer is a {own_class(head).__module__}.{own_class(head).__name__}, not a plain LoRA"
     else:
         return f"it is a {type(head).__name__}, not a linear layer"
-    for module in parts_of(outer):
-        attached = hook_on(module, binding_of(module, _KEY), allowed="trl." if cast_to_fp32 else None)
+    for module in modules_called_by(outer):
+        attached = hook_on(module, CaptureBinding.of(module), allowed="trl." if cast_to_fp32 else None)
         if attached is not None:
             return f"{attached} on it would not see logits"
     units = (outer, head, getattr(head, "base_layer", None))
     if isinstance(weight, DTensor) and not _gathered_by_a_call(units, weight):
-        return "its weight is a DTensor outside of its gather (tensor parallelism)"
+        return "its weight is a DTensor that no call of the head gathers, as in tensor parallelism"
     return None
 
 
-def _gathered_by_a_call(units: tuple, weight: DTensor) -> bool:
-    """Whether one of `units` is one of FSDP2, which gathers the weight for its call, and nothing else cuts it."""
+def _gathered_by_a_call(units: tuple[nn.Module | None, ...], weight: DTensor) -> bool:
+    """Whether FSDP2 gathers the whole weight for a call: it shards one of `units`, and nothing else shards it too."""
     is_unit = any(isinstance(unit, FSDPModule) for unit in units)
     return is_unit and sum(not placement.is_replicate() for placement in weight.placements) == 1
 
@@ -121,6 +148,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _base_and_adapter(head: nn.Module) -> tuple[nn.Linear, str | None]:
+    """The linear layer of an innermost head, and the name of the adapter whose LoRA is added to it, or None."""
     if _is_plain_linear(head):
         return head, None
     active = [name for name in head.active_adapters if name in head.lora_A]
@@ -128,21 +156,21 @@ def _base_and_adapter(head: nn.Module) -> tuple[nn.Linear, str | None]:
     return head.base_layer, None if off else active[0]
 
 
-def parts_of(head: nn.Module) -> list[nn.Module]:
-    """The modules that a call of `head` enters, the outermost first: wrapper, projection, and what a LoRA adds."""
+def modules_called_by(head: nn.Module) -> list[nn.Module]:
+    """The modules that a call of `head` calls, `head` first, then what it wraps and the layers of active LoRAs."""
     inner = innermost(head)
     if not hasattr(inner, "base_layer"):
         return list(dict.fromkeys((head, inner)))
-    parts = [head, inner, inner.base_layer]
+    modules = [head, inner, inner.base_layer]
     for name in getattr(inner, "active_adapters", ()):
         for group in ("lora_A", "lora_B", "lora_dropout"):
             if name in getattr(inner, group, ()):
-                parts.append(getattr(inner, group)[name])
-    return list(dict.fromkeys(parts))
+                modules.append(getattr(inner, group)[name])
+    return list(dict.fromkeys(modules))
 
 
-def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
-    """`compute(hidden)`, run inside the calls of all modules that own parameters of `head`."""
+def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable[[torch.Tensor], Any]) -> Any:
+    """Run `compute(hidden)` inside calls of all modules that own parameters of `head`, and return its result."""
     inner = innermost(head)
     base, adapter = _base_and_adapter(inner)
     owners = list(dict.fromkeys((head, inner, base)))
@@ -152,61 +180,67 @@ def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable):
 
 
 def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """The head's own forward inside a call of the module, whether or not a capture is on."""
+    """Real logits: run the head's own forward inside a call of the head, also while a `capture` of it is on."""
     inner = innermost(head)
-    run = functools.partial(call_previous, inner, _KEY, (hidden,), {})
+    run = functools.partial(call_previous, inner, CaptureBinding, (hidden,), {})
     return _call_inside(list(dict.fromkeys((head, inner))), hidden, run)
 
 
-def _call_inside(owners: list[nn.Module], hidden: torch.Tensor, run: Callable):
-    """`run()` inside calls of those `owners` whose parameters are gathered when they are called.
+def _call_inside(owners: list[nn.Module], hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
+    """Run `run()` inside calls of those `owners` whose parameters are gathered when they are called.
 
-    These are units of FSDP, and under ZeRO-3 all modules. Their hooks have seen `hidden` in the call that was captured;
-    here they see it detached. FSDP2 takes the gradient of an argument for the end of the unit's backward pass: of this
-    call's, it would free a norm that is in one unit with the head before the norm's own backward pass. Nor does a unit
-    that is gathered already need the call: to a unit of several modules it would look like the start of another
-    forward pass.
+    These are the units of FSDP, and under ZeRO-3 all modules. Their hooks have seen `hidden` in the call that was
+    captured, and here they get it detached. Otherwise FSDP2 would take the gradient of this argument for the end of
+    the unit's backward pass. Where the unit holds a norm beside the head, the norm's weight would then be freed before
+    the norm's own backward pass.
+
+    A unit that is gathered already is not called, because a unit of several modules would take the call for the start
+    of another forward pass.
     """
     for owner in reversed(owners):
         sharded_by_fsdp1 = isinstance(owner, FullyShardedDataParallel)
-        gathered = isinstance(owner, FSDPModule) and not any(isinstance(p, DTensor) for p in owner.parameters())
-        if (has_hooks(owner) or sharded_by_fsdp1) and not gathered:
+        is_gathered = isinstance(owner, FSDPModule) and not any(isinstance(p, DTensor) for p in owner.parameters())
+        if (has_hooks(owner) or sharded_by_fsdp1) and not is_gathered:
             bind_head(owner.module if sharded_by_fsdp1 else owner)
             run = functools.partial(owner, hidden.detach(), HeadCall(_ignoring_argument(run)))
     return run()
 
 
-def _ignoring_argument(run: Callable):
+def _ignoring_argument(run: Callable[[], Any]) -> Callable[[Any], Any]:
     return lambda _: run()
 
 
 def _captured_forward(self, *args, **kwargs):
     if len(args) == 2 and isinstance(args[1], HeadCall):
         return args[1].compute(args[0])
-    stand_in = _stand_in(binding_of(self, _KEY).stand_ins)
+    stand_in = _stand_in_of_this_thread(CaptureBinding.of(self).stand_ins)
     if stand_in is not None and len(args) == 1 and not kwargs:
         return stand_in(args[0], self, self.out_features)
-    return call_previous(self, _KEY, args, kwargs)
+    return call_previous(self, CaptureBinding, args, kwargs)
 
 
 _captured_forward.__name__ = "forward"
 
 
-def bind_head(module: nn.Module) -> Binding:
-    """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures."""
-    binding = binding_of(module, _KEY)
-    if binding is not None or torch.compiler.is_compiling():  # no compiled graph may bind; see `bind_all`
-        return binding
-    return bind(module, _KEY, _captured_forward, stand_ins={})
+def bind_head(module: nn.Module) -> None:
+    """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures.
 
-
-def capture(head: nn.Module, stand_in: Callable | None, run: Callable):
-    """`run()`, in which calls of `head` return `stand_in(hidden, head, vocab_size)` in place of logits; None: logits.
-
-    This holds for the calls of this thread, and for those within that are not themselves inside another `capture`: a
-    hook may call the model while it runs, and gets what it asks for.
+    Compiled code binds nothing, so `bind_all` does it beforehand.
     """
-    stand_ins = bind_head(head).stand_ins
+    if CaptureBinding.of(module) is None and not torch.compiler.is_compiling():
+        bind(module, CaptureBinding(_captured_forward))
+
+
+def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) -> Any:
+    """Run `run()`, in which calls of `head` return `stand_in(hidden, head, vocab_size)` in place of logits.
+
+    Where `stand_in` is None, they return logits. Calls in other threads are not affected. A hook inside `run` may call
+    the model. That call has a `capture` of its own, in which it gets what it asks for.
+    """
+    bind_head(head)
+    binding = CaptureBinding.of(head)
+    assert binding is not None, "bind_all has to bind the head before it is compiled"
+    stand_ins = binding.stand_ins
     thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
     outer = stand_ins.pop(thread, None)
     if stand_in is not None:
@@ -220,26 +254,26 @@ def capture(head: nn.Module, stand_in: Callable | None, run: Callable):
 
 
 def is_captured(head: nn.Module) -> bool:
-    """Whether a `capture` of `head` is on."""
-    binding = binding_of(head, _KEY)
+    """Whether a `capture` of `head` is on in any thread."""
+    binding = CaptureBinding.of(head)
     return binding is not None and bool(binding.stand_ins)
 
 
-def _stand_in(stand_ins: dict) -> Callable | None:
+def _stand_in_of_this_thread(stand_ins: dict[int, Callable]) -> Callable | None:
     if not stand_ins:
         return None
-    if torch.compiler.is_compiling():  # one thread traces, and it cannot be asked which
+    if torch.compiler.is_compiling():  # only one thread traces, and traced code cannot ask for the thread's id
         return next(iter(stand_ins.values()))
     return stand_ins.get(threading.get_ident())
 
 
 def bind_all(head: nn.Module) -> None:
-    """Bind every part of `head` that a fused call may enter, so that a compiled call finds them bound."""
-    for module in parts_of(head):
+    """Bind every module that a fused call of `head` may call, so that a compiled call finds all of them bound."""
+    for module in modules_called_by(head):
         if not isinstance(module, FullyShardedDataParallel):
             bind_head(module)
 
 
 def unbind_head(module: nn.Module) -> None:
     """Undo `bind_head`: the module's `__dict__` is as before."""
-    unbind(module, _KEY)
+    unbind(module, CaptureBinding)

@@ -1,1 +1,1 @@
-"""What is done to single instances of modules: methods bound to them, hooks seen on them, and the report."""
+"""Work on single instances of modules: binding methods to them, seeing hooks on them, and reporting what was done."""

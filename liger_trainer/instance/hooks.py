@@ -1,97 +1,108 @@
 """Hooks of others on modules that our code does not call, or calls in another way than the model does.
 
-What is swapped leaves out modules (the activation of an MLP, say), and the fused LM head is called with a request
-instead of logits to make. Whoever has a hook there would not see what the model's own code shows, so there the model's
-own code runs. Hooks by which FSDP2 and DeepSpeed gather weights are no such hooks: they are ours to trigger.
+A replacement may leave out a child that the model's own code calls, such as the activation of an MLP, and the fused LM
+head is called to compute a loss and not to return logits. A hook on such a module would miss what the model's own code
+shows it, so the model's own code runs where there is one. Hooks by which FSDP2 and DeepSpeed gather weights do not
+count, because our code calls the modules that own weights, so that these hooks run.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.binding import KEY, Binding, binding_of, is_bound
+from liger_trainer.instance.binding import Binding, is_bound
 
-_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL = [getattr(nn.modules.module, f"_global{kind}") for kind in _KINDS]
-_OURS_TO_TRIGGER = ("torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.")
+_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in _HOOK_DICTS]
+# The hooks of Python modules whose names begin so run in our calls too, or have nothing to see there.
+_HOOKS_THAT_MISS_NOTHING = ("torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.")
+
+# Name, class and the class's forward of each child that a replacement does not call.
+LeftOut = tuple[tuple[str, type[nn.Module], Callable], ...]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything runs when `module` is called beside its forward, or when its gradient is there."""
+    """Whether a call of `module` runs hooks beside its forward, in the forward or in the backward pass."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or any(_GLOBAL)
+        or any(_GLOBAL_HOOKS)
     )
 
 
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: str | None = None) -> str | None:
-    """What somebody has attached to `module` that a call of its own forward would show, or None: a hook, a forward.
+    """Describe what somebody has attached to `module` that the model's own code would run: a hook, or a forward.
+
+    Hooks that gather sharded weights do not count.
 
     Args:
         ours (`Binding`, *optional*): What we have bound to the module, which does not count.
-        allowed (`str`, *optional*): A prefix of modules of Python whose forwards and hooks do not count.
+        allowed (`str`, *optional*): The forwards and hooks of Python modules whose names begin so do not count either.
 
     Returns:
-        `str` or `None`: Such as `"a forward hook (count_calls)"`. Hooks that shard weights are left out.
+        `str` or `None`: A description such as `"a forward hook (count_calls)"`; None where there is nothing.
     """
-    if not has_hooks(module) and "forward" not in module.__dict__:  # nearly always: asked in every call
+    if (
+        not has_hooks(module) and "forward" not in module.__dict__
+    ):  # this is asked in every call, and is nearly always so
         return None
-    known = _OURS_TO_TRIGGER if allowed is None else (*_OURS_TO_TRIGGER, allowed)
-    bound = ours is not None and is_bound(module, ours)
-    forward = ours.previous if bound else module.__dict__.get("forward")
+    not_counted = _HOOKS_THAT_MISS_NOTHING if allowed is None else (*_HOOKS_THAT_MISS_NOTHING, allowed)
+    forward = ours.previous if ours is not None and is_bound(module, ours) else module.__dict__.get("forward")
     function = _function(forward)
-    if forward is not None and function is not type(module).forward and not _is_from(function, known):
+    if forward is not None and function is not type(module).forward and not _is_from(function, not_counted):
         return f"a forward of its own ({_name(function)})"
-    for kind, everywhere in zip(_KINDS, _GLOBAL, strict=True):
-        for hook in (*getattr(module, kind).values(), *everywhere.values()):
-            if not _is_from(_function(hook), known):
-                return f"a {kind.strip('_').removesuffix('s').replace('_', ' ')} ({_name(_function(hook))})"
+    for attribute, global_hooks in zip(_HOOK_DICTS, _GLOBAL_HOOKS, strict=True):
+        for hook in (*getattr(module, attribute).values(), *global_hooks.values()):
+            if not _is_from(_function(hook), not_counted):
+                return f"a {attribute.strip('_').removesuffix('s').replace('_', ' ')} ({_name(_function(hook))})"
     return None
 
 
-def seen_by_others(module: nn.Module, left_out: tuple[tuple[str, type, Callable], ...]) -> str | None:
-    """Why a forward that calls none of the children `left_out` would not do now, or None.
+def why_children_must_run(module: nn.Module, left_out: LeftOut) -> str | None:
+    """Why a forward that calls none of the children `left_out` does not compute what `module` computes, or None.
 
-    `left_out`: name, class and the class's forward of each child, as they were when the replacement was proven.
+    `left_out` has the name, the class and the class's forward of each child, as they were when the replacement was
+    proven. A hook on one of them, which would not be called, is a reason too.
     """
-    for name, known, forward in left_out:
+    for name, proven_class, proven_forward in left_out:
         child = module._modules.get(name)
-        if type(child) is not known:
-            return f"{name} is a {type(child).__name__} now; it was a {known.__name__}"
-        if known.forward is not forward:
-            return f"the forward of {known.__name__}, which {name} is, has been replaced"
+        if type(child) is not proven_class:
+            return f"{name} is a {type(child).__name__} now; it was a {proven_class.__name__}"
+        if proven_class.forward is not proven_forward:
+            return f"the forward of {proven_class.__name__}, which {name} is, has been replaced"
         if (attached := hook_on(child)) is not None:
             return f"{attached} on {name} would not be called"
     return None
 
 
 def step_aside(module: nn.Module, reason: str) -> None:
-    """Have `module`, which is swapped, run its own code from now on; said in the log and in its report."""
+    """Have `module`, which is swapped, run its own code from now on, and say so in the log and in its report."""
     if torch.compiler.is_compiling():
         return
-    binding = binding_of(module, KEY)
-    binding.aside, place = True, binding.place
-    if place is not None:
-        place.kept(reason)
+    binding = Binding.of(module)
+    assert binding is not None, "only a method that is bound steps aside"
+    binding.aside = True
+    if binding.place is not None:
+        binding.place.keeps_its_code(reason)
     logger.warning_once(f"{type(module).__name__} runs its own code instead of a fused kernel: {reason}.")
 
 
-def _function(hook):
+def _function(hook: Any) -> Any:
     """The function behind a bound method or a partial."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__func__", hook)
 
 
-def _is_from(function, prefixes: tuple[str, ...]) -> bool:
+def _is_from(function: object, prefixes: tuple[str, ...]) -> bool:
     return str(getattr(function, "__module__", None)).startswith(prefixes)
 
 
-def _name(function) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__name__)

@@ -1,15 +1,23 @@
-"""What `apply_liger` did: per operation, the modules found, swapped and left alone, and why."""
+"""What `apply_liger` did: for each operation the modules that it found, swapped and left alone, and why."""
 
 import json
+import os
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 OPERATIONS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy")
 
 
 @dataclass
 class OperationReport:
-    """One operation. `swapped`: module name -> variant proven. `skipped`: module name -> reason."""
+    """What happened to the modules of one operation.
+
+    Attributes:
+        enabled (`bool`): Whether the config asked for the operation.
+        swapped (`dict[str, str]`): Module name -> the variant that it was proven to compute.
+        skipped (`dict[str, str]`): Module name -> why it keeps its own code.
+    """
 
     enabled: bool = True
     swapped: dict[str, str] = field(default_factory=dict)
@@ -17,24 +25,25 @@ class OperationReport:
 
     @property
     def found(self) -> int:
+        """How many modules were recognised, whether they could be swapped or not."""
         return len(self.swapped) + len(self.skipped)
 
 
 class Place:
-    """A module's place in a report, for what happens to it after patching.
+    """A module's place in a report, by which the report hears what happens to the module after patching.
 
-    A copy of the module, by `deepcopy` or pickle, is not the module that the report is about: it has none.
+    The report is about this module and not about its copies, so `deepcopy` and pickle leave None in place of it.
     """
 
-    def __init__(self, part: OperationReport, name: str):
-        self.part, self.name = part, name
+    def __init__(self, operation: OperationReport, name: str):
+        self.operation, self.name = operation, name
 
-    def kept(self, reason: str) -> None:
-        """The module runs its own code in spite of being swapped, as a call has found."""
-        if self.part.swapped.pop(self.name, None) is not None:
-            self.part.skipped[self.name] = reason
+    def keeps_its_code(self, reason: str) -> None:
+        """Note that the module, though it was swapped, runs its own code from now on, and why."""
+        if self.operation.swapped.pop(self.name, None) is not None:
+            self.operation.skipped[self.name] = reason
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
 
@@ -42,7 +51,7 @@ class LigerReport:
     """What was patched in one model.
 
     Args:
-        model_name (`str`): Class of the model.
+        model_name (`str`): The name of the model's class.
 
     Attributes:
         operations (`dict[str, OperationReport]`): One entry for each key of the config, in the order of `OPERATIONS`.
@@ -57,66 +66,69 @@ class LigerReport:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Module name -> reason, of all operations."""
-        return {name: why for part in self.operations.values() for name, why in part.skipped.items()}
+        """Module name -> why it keeps its own code, over all operations."""
+        return {name: why for operation in self.operations.values() for name, why in operation.skipped.items()}
 
-    def to_dict(self) -> dict:
-        """Plain dicts and lists, names compressed: `model.layers.*.mlp` stands for `count` modules."""
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dicts and lists. A name such as `model.layers.*.mlp` stands for `count` modules."""
         return {
             "model": self.model_name,
             "operations": {
                 name: {
-                    "enabled": part.enabled,
-                    "found": part.found,
+                    "enabled": operation.enabled,
+                    "found": operation.found,
                     "swapped": [
                         {"modules": modules, "count": count, "variant": text}
-                        for modules, count, text in compress(part.swapped)
+                        for modules, count, text in compress(operation.swapped)
                     ],
                     "skipped": [
                         {"modules": modules, "count": count, "reason": text}
-                        for modules, count, text in compress(part.skipped)
+                        for modules, count, text in compress(operation.skipped)
                     ],
                 }
-                for name, part in self.operations.items()
+                for name, operation in self.operations.items()
             },
         }
 
-    def to_json(self, path) -> None:
+    def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict()` to the file `path`."""
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file, indent=2)
             file.write("\n")
 
     def one_line(self) -> str:
-        """For a log: swapped and found per operation, and how many modules kept their own code."""
-        parts = [
-            f"{name} {len(part.swapped)}/{part.found}" if part.enabled else f"{name} off"
-            for name, part in self.operations.items()
-            if part.found or not part.enabled
+        """The report in one line for a log: modules swapped and found for each operation, and why others were not."""
+        counts = [
+            f"{name} {len(operation.swapped)}/{operation.found}" if operation.enabled else f"{name} off"
+            for name, operation in self.operations.items()
+            if operation.found or not operation.enabled
         ]
-        line = f"{self.model_name}: {', '.join(parts) if parts else 'nothing recognised, nothing swapped'}"
-        reasons = sorted({why for why in self.skipped.values()})
+        line = f"{self.model_name}: {', '.join(counts) if counts else 'nothing recognised, nothing swapped'}"
+        reasons = sorted(set(self.skipped.values()))
         return f"{line} (kept: {'; '.join(reasons)})" if reasons else line
 
     def __str__(self) -> str:
         lines = [self.model_name, f"{'operation':<28}{'found':>6}{'swapped':>9}{'skipped':>9}"]
-        for name, part in self.operations.items():
-            if not part.enabled:
+        for name, operation in self.operations.items():
+            if not operation.enabled:
                 lines.append(f"{name:<28}   off")
                 continue
-            lines.append(f"{name:<28}{part.found:>6}{len(part.swapped):>9}{len(part.skipped):>9}")
-            for sign, modules in (("+", part.swapped), ("-", part.skipped)):
+            swapped, skipped = operation.swapped, operation.skipped
+            lines.append(f"{name:<28}{operation.found:>6}{len(swapped):>9}{len(skipped):>9}")
+            for sign, modules in (("+", swapped), ("-", skipped)):
                 for names, count, text in compress(modules):
                     lines.append(f"  {sign} {names}{f' x{count}' if count > 1 else ''}: {text}")
         return "\n".join(lines)
 
 
 def compress(modules: dict[str, str]) -> list[tuple[str, int, str]]:
-    """(name with `*` for its numbers, how many, text), one for each name and text, in order of appearance.
+    """Put modules together whose names differ only in their numbers and whose texts are equal.
 
-    A name that stands alone keeps its numbers.
+    Returns:
+        `list` of (name, how many modules, text), in order of appearance. The name has `*` in place of its numbers, or
+        keeps them where it stands for one module alone.
     """
-    groups = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for name, text in modules.items():
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         groups[pattern, text].append(name)

@@ -1,36 +1,43 @@
-"""`apply_liger` and `remove_liger`: what is looked at, in which order, and what the report says.
+"""`apply_liger` and `remove_liger`, which walk over the modules of a model and write the report.
 
-A pattern is a file of this folder. One that swaps modules of a kind has a `KIND`, and a line in `KINDS` here; one that
-needs more of the model, as rotary functions and the LM head do, has a function `swap(model, report, wanted)`.
+Each pattern that is recognised has a file in this folder. Where it is one kind of module, the file has a `KIND`, which
+is listed in `KINDS` here. Rotary functions and the LM head need more of the model than one module, so their files have
+a function `swap(model, report, wanted)`.
 """
 
 from torch import nn
 
 from liger_trainer.head.install import remove_fused_head
-from liger_trainer.instance.binding import KEY, bind, unbind
-from liger_trainer.instance.hooks import seen_by_others
+from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.instance.binding import Binding, bind, unbind
+from liger_trainer.instance.hooks import why_children_must_run
 from liger_trainer.instance.report import LigerReport, Place
 from liger_trainer.patching import experts, head, mlps, norms, probe, rotary
 from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
+from liger_trainer.patching.kind import Kind, Proven
 
-KINDS = (norms.KIND, mlps.KIND, experts.KIND)
+KINDS: tuple[Kind, ...] = (norms.KIND, mlps.KIND, experts.KIND)
 
 
-def apply_liger(model: nn.Module, config: dict | None = None, strict: bool = False, head_options=None) -> LigerReport:
+def apply_liger(
+    model: nn.Module, config: dict | None = None, strict: bool = False, head_options: HeadOptions | None = None
+) -> LigerReport:
     """Put fused kernels into this model instance, wherever they are shown to compute what its modules compute.
 
-    Norms, gated MLPs, expert gates and rotary functions are nominated by structure. Each original and its replacement
-    are run on small random inputs on the CPU, values and gradients; only where they agree is the replacement bound to
-    the instance. Other instances, classes and modules of Python stay as they are; with a fused head, transformers asks
-    `liger_trainer.head.masks` for its masks, and gets the same. A second call starts afresh.
+    Norms, gated MLPs, expert gates and rotary functions are nominated by their structure. Each original and its
+    replacement are run on small random inputs on the CPU, and the replacement is bound to the instance only where the
+    values and the gradients agree. Other instances, classes and Python modules stay as they are, with one exception:
+    with a fused head, transformers asks `liger_trainer.head.masks` for its attention masks, and gets the same masks. A
+    second call replaces what the first one has done.
 
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
-        config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. Keys: `rms_norm`,
-            `layer_norm`, `rope`, `swiglu`, `geglu`, `fused_linear_cross_entropy`. And `rebuild_above_mib`, 16 by
-            default: outputs of norms and gates of more MiB are computed again in the backward pass instead of kept.
-        strict (`bool`, *optional*, defaults to `False`): Raise where something recognised keeps its own code, or where
-            nothing is recognised. The model is then unpatched.
+        config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
+            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu` and `fused_linear_cross_entropy`. A further key is
+            `rebuild_above_mib`, 16 by default: outputs of norms and gates that are larger than so many MiB are not kept
+            for the backward pass, which computes them again.
+        strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code, or
+            if nothing is recognised. The model is then unpatched.
         head_options (`HeadOptions`, *optional*): Temperature, precision and outputs of calls with `fused_lm_head=True`,
             which TRL's trainers make. Unset: the defaults of `HeadOptions`.
 
@@ -38,7 +45,8 @@ def apply_liger(model: nn.Module, config: dict | None = None, strict: bool = Fal
         `LigerReport`: What was found, swapped and skipped, and why.
 
     Raises:
-        ValueError: A bad `config`; with `strict`, something was not swapped (the message has names and reasons).
+        ValueError: `config` is not valid, or `model` is no `torch.nn.Module`; with `strict`, something was not swapped,
+            and the message has names and reasons.
     """
     wanted = check_config(config)
     if not isinstance(model, nn.Module):
@@ -47,17 +55,17 @@ def apply_liger(model: nn.Module, config: dict | None = None, strict: bool = Fal
         )
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     report = LigerReport(type(model).__name__)
-    for name, part in report.operations.items():
-        part.enabled = wanted[name]
+    for name, operation in report.operations.items():
+        operation.enabled = bool(wanted[name])
     _unbind_all(model)
     with probe.isolated():
         _swap_kinds(model, report, wanted)
         rotary.swap(model, report, wanted)
     head.swap(model, report, wanted, head_options)
-    if strict and (report.skipped or not any(part.swapped for part in report.operations.values())):
+    if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
         remove_liger(model)
-        what = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
-        raise ValueError(f"strict=True, but in {report.model_name} {what}.\n{report}")
+        problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
+        raise ValueError(f"strict=True, but in {report.model_name} {problem}.\n{report}")
     return report
 
 
@@ -68,14 +76,15 @@ def remove_liger(model: nn.Module) -> None:
     remove_fused_head(model)
 
 
-def _unbind_all(model):
+def _unbind_all(model: nn.Module) -> None:
     for module in model.modules():
-        unbind(module, KEY)
+        unbind(module, Binding)
 
 
-def _swap_kinds(model, report, wanted):
-    """The modules of `KINDS`. One proof for each fingerprint."""
-    proofs, rebuild_above = {}, int(wanted[REBUILD_ABOVE_MIB] * 2**20)
+def _swap_kinds(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float]) -> None:
+    """Swap the modules of `KINDS`. Modules with equal fingerprints share one proof."""
+    proofs: dict[tuple, tuple[Proven | None, str | None]] = {}
+    rebuild_above = int(wanted[REBUILD_ABOVE_MIB] * 2**20)
     for name, module in model.named_modules():
         for kind in KINDS:
             if not kind.nominated(module):
@@ -87,13 +96,13 @@ def _swap_kinds(model, report, wanted):
                 if key not in proofs:
                     proofs[key] = probe.attempt(kind.prove, module)
                 proven, reason = proofs[key]
-            part = report[proven.operation if proven else kind.guessed_operation(module)]
-            if not part.enabled:
+            operation = report[proven.operation if proven else kind.guessed_operation(module)]
+            if not operation.enabled:
                 continue
             if proven:
-                reason = seen_by_others(module, proven.left_out)
+                reason = why_children_must_run(module, proven.left_out)
             if reason is None:
-                bind(module, KEY, kind.build(proven, rebuild_above), slot, place=Place(part, name))
-                part.swapped[name] = str(proven)
+                bind(module, Binding(kind.build(proven, rebuild_above), slot, Place(operation, name)))
+                operation.swapped[name] = str(proven)
             else:
-                part.skipped[name] = reason
+                operation.skipped[name] = reason

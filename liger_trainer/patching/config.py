@@ -1,4 +1,4 @@
-"""`liger_config`: which operations are swapped, and above what size their results are rebuilt."""
+"""`liger_config`: which operations are swapped, and above what size their results are computed again, not kept."""
 
 import difflib
 
@@ -10,15 +10,18 @@ _KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)
 
 
 def check_config(config: dict | None) -> dict[str, bool | float]:
-    """Every operation and whether it is on, and `rebuild_above_mib`.
+    """Check a `liger_config` and fill in its defaults.
 
     Args:
-        config (`dict`, *optional*): Operation -> bool, `rebuild_above_mib` -> number; what it leaves out has its
-            default.
+        config (`dict`, *optional*): Operation -> bool, and `rebuild_above_mib` -> number. Keys that it leaves out have
+            their defaults.
+
+    Returns:
+        `dict`: Every operation and whether it is on, and `rebuild_above_mib`.
 
     Raises:
-        ValueError: `config` is no dict, has an unknown key (the nearest known one is named), or a value not a bool (of
-            `rebuild_above_mib`: not a number of 0 or more).
+        ValueError: `config` is no dict, or has an unknown key (the message names the nearest known one), or the value
+            of an operation is no bool, or that of `rebuild_above_mib` no number of 0 or more.
     """
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"liger_config is {config!r}; expected a dict such as {{'rope': False}}, or None.")
@@ -33,4 +36,6 @@ def check_config(config: dict | None) -> dict[str, bool | float]:
                 raise ValueError(f"liger_config[{key!r}] is {value!r}; expected a number of MiB, 0 or more.")
         elif not isinstance(value, bool):
             raise ValueError(f"liger_config[{key!r}] is {value!r}; expected True or False.")
-    return {name: True for name in OPERATIONS} | {REBUILD_ABOVE_MIB: rebuild.ABOVE / 2**20} | (config or {})
+    return (
+        {name: True for name in OPERATIONS} | {REBUILD_ABOVE_MIB: rebuild.REBUILD_ABOVE_BYTES / 2**20} | (config or {})
+    )

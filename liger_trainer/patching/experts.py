@@ -3,39 +3,46 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from liger_trainer.instance.binding import is_aside
-from liger_trainer.instance.hooks import seen_by_others, step_aside
+from liger_trainer.instance.hooks import LeftOut, step_aside, why_children_must_run
 from liger_trainer.patching import probe
-from liger_trainer.patching.gates import GATES, SCALES, children_but, guessed_operation
+from liger_trainer.patching.gates import GATES, SCALES, children_except, guessed_operation
 from liger_trainer.patching.kind import Kind
-from liger_trainer.patching.rebuild import ABOVE
+from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton.halves import halves
 
 
 @dataclass(frozen=True)
 class ExpertGate:
-    """The gate of a block of experts: the two halves of what `_apply_gate` gets, gate first."""
+    """The gate of a block of experts, whose `_apply_gate` gets one tensor with the gate in its first half and up after.
+
+    Attributes:
+        operation (`str`): `"swiglu"` or `"geglu"`.
+        approximate (`str`): Which GELU it is, `"tanh"` or `"none"`; empty for SwiGLU.
+        left_out (`tuple`): The block's children, none of which our method calls.
+    """
 
     operation: str
     approximate: str
-    left_out: tuple[tuple[str, type, Callable], ...]
+    left_out: LeftOut
 
-    def __str__(self):
+    def __str__(self) -> str:
         act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
         return f"{act}, experts' _apply_gate"
 
 
 def nominated(module: nn.Module) -> bool:
-    """A block of experts of transformers (`use_experts_implementation`) with a gate."""
+    """Whether `module` is a block of experts of transformers (`use_experts_implementation`) with a gate."""
     return callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
 
 
 def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
-    """As `prove`, for the `_apply_gate(self, gate_up)` of a block of experts."""
+    """(what the `_apply_gate(self, gate_up)` of these experts computes, None), or (None, why it is none of ours)."""
     weight = module._parameters.get("gate_up_proj")
     if weight is None or len(probe.full_shape(weight)) != 3:
         return None, "it has no gate_up_proj of three dimensions"
@@ -49,7 +56,7 @@ def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
         )
     width = probe.full_shape(weight)[2 if getattr(module, "is_transposed", False) else 1]
     copy = probe.clone(module, probe.generator(), parameters=False)
-    candidates = [ExpertGate(*key, children_but(module, ())) for key in GATES]
+    candidates = [ExpertGate(*key, children_except(module, ())) for key in GATES]
     for training in (True, False):
         probe.set_training(copy, training)
         for scale in SCALES:
@@ -67,21 +74,27 @@ def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
     return candidates[0], None
 
 
-def _gate_and_grad(function, module, x, dy):
+def _gate_and_grad(
+    function: Callable, module: nn.Module, x: torch.Tensor, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `function`, an `_apply_gate`, returns for `x`, and the gradient of `x`."""
     x = x.clone().requires_grad_()
     y = function(module, x)
     return y, torch.autograd.grad(y, x, dy)[0] if y.shape == dy.shape else torch.zeros(())
 
 
 @functools.cache
-def build(expert_gate: ExpertGate, rebuild_above: int = ABOVE):
-    """The `_apply_gate` of a block of experts. What the experts make of its result is not ours to rebuild."""
+def build(expert_gate: ExpertGate, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
+    """The `_apply_gate` to bind to a block of experts.
+
+    `rebuild_above` has no effect here: the block's own code keeps the result for the backward pass, and not ours.
+    """
     gate = GATES[expert_gate.operation, expert_gate.approximate]
 
-    def _apply_gate(self, gate_up):
+    def _apply_gate(self, gate_up: torch.Tensor) -> Any:
         if is_aside(self):
             return type(self)._apply_gate(self, gate_up)
-        if (reason := seen_by_others(self, expert_gate.left_out)) is not None:
+        if (reason := why_children_must_run(self, expert_gate.left_out)) is not None:
             step_aside(self, reason)
             return type(self)._apply_gate(self, gate_up)
         return gate(*halves(gate_up))

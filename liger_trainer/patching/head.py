@@ -1,22 +1,27 @@
-"""The LM head: fused with the loss where the fused kernels compute what it computes."""
+"""The LM head, which is fused with the loss where the fused kernels compute what the head computes."""
+
+from torch import nn
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.install import install_fused_head, remove_fused_head
-from liger_trainer.instance.report import Place
+from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.instance.report import LigerReport, Place
 
 
-def swap(model, report, wanted: dict, options=None) -> None:
-    """Install the fused head in `model`, with `HeadOptions`, or take it out where it is not wanted."""
+def swap(
+    model: nn.Module, report: LigerReport, wanted: dict[str, bool | float], options: HeadOptions | None = None
+) -> None:
+    """Install the fused head in `model`, or remove it where `wanted`, the checked config, switches it off."""
     if not wanted["fused_linear_cross_entropy"]:
         remove_fused_head(model)
         return
     head = output_head(model)
     if head is None:
         return
-    part = report["fused_linear_cross_entropy"]
+    operation = report["fused_linear_cross_entropy"]
     name = next((name for name, module in model.named_modules() if module is head), type(head).__name__)
-    reason = install_fused_head(model, options, Place(part, name))
+    reason = install_fused_head(model, options, Place(operation, name))
     if reason is None:
-        part.swapped[name] = "captured at the head"
+        operation.swapped[name] = "captured at the head"
     else:
-        part.skipped[name] = reason
+        operation.skipped[name] = reason

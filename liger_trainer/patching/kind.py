@@ -1,24 +1,41 @@
-"""One kind of module that is swapped: what a file of patterns hands to `apply_liger`."""
+"""One kind of module that is swapped: what the file of a pattern hands to `apply_liger`."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from liger_trainer.instance.hooks import LeftOut
+
+
+class Proven(Hashable, Protocol):
+    """What a module was proven to compute. Its `str()` is the variant that the report names.
+
+    Attributes:
+        operation (`str`): A key of the report.
+        left_out (`tuple`): The children that our forward does not call.
+    """
+
+    @property
+    def operation(self) -> str: ...
+
+    @property
+    def left_out(self) -> LeftOut: ...
 
 
 class Kind(NamedTuple):
     """How modules of one kind are found, proven and replaced.
 
     Attributes:
-        nominated: Module -> whether it looks like one.
-        prove: Module -> (what it computes, None), or (None, why it is none of ours). What it computes is hashable, has
-            an `operation` (a key of the report), `left_out` (children that our forward does not call, each with its
-            class), and a `str()` for the report.
-        build: What was proven, and the bytes above which a result is rebuilt -> the method to bind.
-        guessed_operation: Module -> the operation under which one without proof is reported.
-        method: Name of the method that is replaced; None: the forward.
+        nominated: Tells whether a module looks like one of this kind.
+        prove: Returns (what the module computes, None), or (None, the reason why we have no kernel for it).
+        build: Makes the method to bind from what was proven and the bytes above which a result is computed again.
+        guessed_operation: Names the operation under which a module is reported that could not be proven.
+        method (`str` or `None`): The name of the method that is replaced; None stands for the forward.
     """
 
-    nominated: Callable
-    prove: Callable
-    build: Callable
-    guessed_operation: Callable
+    nominated: Callable[[nn.Module], bool]
+    prove: Callable[[nn.Module], tuple[Proven | None, str | None]]
+    build: Callable[[Any, int], Callable]
+    guessed_operation: Callable[[nn.Module], str]
     method: str | None = None

@@ -1,24 +1,26 @@
 """Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections.
 
-For the proof the projections are replaced by recorders that hand out random tensors, so no weight matters: shown is
-that x goes to the projections unchanged, and act(gate) * up, unchanged, to the last one, whose output is the result.
-Dropout, clamps, scales or norms in between make a difference and keep the module's own code. The projections are still
-called as modules, in the same order: adapters in and around them keep working.
+For the proof, the projections are replaced by recorders that return random tensors, so that the weights do not matter.
+It shows that x goes to the first projections unchanged, that act(gate) * up goes to the last one unchanged, and that
+the output of the last one is the result. With a dropout, a clamp, a scale or a norm in between the results differ, and
+the module keeps its own code. Our forward calls the projections as modules and in the same order, so adapters in them
+and around them keep working.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from liger_trainer.instance.binding import is_aside
-from liger_trainer.instance.hooks import seen_by_others, step_aside
+from liger_trainer.instance.hooks import LeftOut, step_aside, why_children_must_run
 from liger_trainer.patching import probe
-from liger_trainer.patching.gates import GATES, SCALES, children_but, guessed_operation
+from liger_trainer.patching.gates import GATES, SCALES, children_except, guessed_operation
 from liger_trainer.patching.kind import Kind
-from liger_trainer.patching.rebuild import ABOVE, call_rebuilding, nobody_else_reads, rebuilding
+from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, nobody_else_reads, rebuilding
 from liger_triton.halves import halves
 
 TOKENS = (2, 3)
@@ -26,10 +28,15 @@ TOKENS = (2, 3)
 
 @dataclass(frozen=True)
 class MLP:
-    """One gated MLP. `inner`: the projections before the gate, in the order of their calls, one if they are fused.
+    """What a gated MLP computes, and the names of the children that do it.
 
-    `gate_first`: the gate is the first of the two, or the first half of the fused one. `left_out`: name and class of
-    the other children, such as the activation, which our forward does not call.
+    Attributes:
+        operation (`str`): `"swiglu"` or `"geglu"`.
+        approximate (`str`): Which GELU it is, `"tanh"` or `"none"`; empty for SwiGLU.
+        inner (`tuple`): The projections before the gate, in the order of their calls: two, or one if they are fused.
+        down (`str`): The projection after the gate.
+        gate_first (`bool`): Whether the gate is the first of the two, or the first half of the fused one.
+        left_out (`tuple`): The other children, such as the activation, which our forward does not call.
     """
 
     operation: str
@@ -37,9 +44,9 @@ class MLP:
     inner: tuple[str, ...]
     down: str
     gate_first: bool
-    left_out: tuple[tuple[str, type, Callable], ...]
+    left_out: LeftOut
 
-    def __str__(self):
+    def __str__(self) -> str:
         act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
         names = [*self.inner, self.down]
         if len(self.inner) == 1:
@@ -47,111 +54,141 @@ class MLP:
         return f"{act}: {', '.join(names if self.gate_first else [names[1], names[0], names[2]])}"
 
 
-def _widths(module) -> tuple[int, int] | None:
+def _widths(module: nn.Module | None) -> tuple[int, int] | None:
+    """(width of the input, width of the output) of a linear layer or of a `Conv1D` of transformers, else None."""
     if module is None:
         return None
     for names in (("in_features", "out_features"), ("nx", "nf")):
-        widths = tuple(getattr(module, name, None) for name in names)
-        if all(isinstance(w, int) for w in widths):
-            return widths
+        width_in, width_out = (getattr(module, name, None) for name in names)
+        if isinstance(width_in, int) and isinstance(width_out, int):
+            return width_in, width_out
     return None
 
 
-def _has_parameters(module) -> bool:
+def _widths_of(module: nn.Module, name: str) -> tuple[int, int]:
+    """The widths of the child `name`, which is a projection."""
+    widths = _widths(module._modules[name])
+    assert widths is not None, f"{name} is no projection"
+    return widths
+
+
+def _has_parameters(module: nn.Module | None) -> bool:
     return module is not None and any(True for _ in module.parameters())
 
 
-def roles(module: nn.Module) -> tuple[list[str], str] | None:
-    """(projections before the gate, projection after it) if the widths are those of a gated MLP, else None."""
+def projections_of(module: nn.Module) -> tuple[list[str], str] | None:
+    """(names of the projections before the gate, name of the one after it), or None if the widths do not fit an MLP."""
     if any(p is not None for p in module._parameters.values()):
         return None
-    linear = {name: _widths(child) for name, child in module._modules.items() if _widths(child)}
-    weighted = [n for n, c in module._modules.items() if c is not None and n not in linear and _has_parameters(c)]
+    linear: dict[str, tuple[int, int]] = {}
+    for name, child in module._modules.items():
+        if (widths := _widths(child)) is not None:
+            linear[name] = widths
+    others = [name for name, child in module._modules.items() if name not in linear and _has_parameters(child)]
     if len(linear) == 3:
         for down, (wide, narrow) in linear.items():
             inner = [name for name in linear if name != down]
             looks_gated = all(linear[name] == (narrow, wide) for name in inner)
             if looks_gated and (wide != narrow or down == list(linear)[-1]):
                 return inner, down
-    if len(linear) == 2 and not weighted:
-        (first, (h, double)), (down, (wide, out)) = linear.items()
-        if double == 2 * wide and h == out:
-            return [first], down
+    if len(linear) == 2 and not others:
+        (fused, (width_in, double)), (down, (wide, width_out)) = linear.items()
+        if double == 2 * wide and width_in == width_out:
+            return [fused], down
     return None
 
 
 def nominated(module: nn.Module) -> bool:
-    return roles(module) is not None and probe.inputs_of(type(module).forward) is not None
+    """Whether `module` has projections of the widths of a gated MLP, and a forward without `*args` and `**kwargs`."""
+    return projections_of(module) is not None and probe.inputs_of(type(module).forward) is not None
 
 
 class _Recorder(nn.Module):
-    """Stands for a projection: keeps its input and returns `value`, or the input itself where there is none."""
+    """Stands in for a projection: notes its input in `calls`, and returns `value`, or the input where that is None."""
 
-    def __init__(self, name, width_in, width_out, value, calls):
+    def __init__(
+        self,
+        name: str,
+        width_in: int,
+        width_out: int,
+        value: torch.Tensor | None,
+        calls: list[tuple[str, torch.Tensor]],
+    ):
         super().__init__()
         self.in_features, self.out_features = width_in, width_out
         self.name, self.value, self.calls = name, value, calls
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.append((self.name, x))
         return x if self.value is None else self.value.reshape(*x.shape[:-1], -1)
 
 
 def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
-    """(what this MLP computes, None), or (None, why it is not one of ours)."""
-    inner, down = roles(module)
-    inputs = probe.inputs_of(type(module).forward)
+    """(what this MLP computes, None), or (None, why it is none of ours)."""
+    projections, inputs = projections_of(module), probe.inputs_of(type(module).forward)
+    assert projections is not None and inputs is not None, "the module is not nominated"
+    inner, down = projections
     if len(inputs) != 1:
         return None, f"its forward takes {len(inputs)} inputs ({', '.join(inputs)}), a plain MLP takes one"
     extra = [n for n, c in module._modules.items() if n not in (*inner, down) and _has_parameters(c)]
     if extra:
         return None, f"it has more than its projections: {', '.join(extra)}"
-    calls, _ = _calls(module, inner, down, type(module).forward, *_values(module, inner, 1.0), True)
+    x, values = _input_and_values(module, inner, 1.0)
+    calls, _ = _recorded_calls(module, inner, down, type(module).forward, x, values, True)
     order = [name for name, _ in calls]
     if sorted(order) != sorted((*inner, down)) or order[-1] != down:
         return None, f"it calls its projections in the order {', '.join(order)}; expected each once, {down} last"
     for operation, approximate in GATES:
         for gate_first in (True, False):
-            left_out = children_but(module, order)
+            left_out = children_except(module, order)
             mlp = MLP(operation, approximate, tuple(order[:-1]), down, gate_first, left_out)
             if _agrees(module, mlp):
                 return mlp, None
     return None, "it is not down(act(gate) * up) with silu or gelu: a clamp, a scale, dropout or another activation"
 
 
-def _values(module, inner, scale):
-    """x and what the projections before the gate return, the same for equal shapes and scale."""
+def _input_and_values(module: nn.Module, inner: Sequence[str], scale: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A random x, and what the projections before the gate shall return. Equal shapes and scales give equal numbers."""
     source = probe.generator()
-    widths = [_widths(module._modules[name]) for name in inner]
+    widths = [_widths_of(module, name) for name in inner]
     x = probe.randn((*TOKENS, widths[0][0]), source)
     return x, [probe.randn((*TOKENS, out), source) * scale for _, out in widths]
 
 
-def _calls(module, inner, down, forward, x, values, training):
-    """(calls of the projections, result) of `forward` on a clone whose projections are recorders."""
-    calls = []
+def _recorded_calls(
+    module: nn.Module,
+    inner: Sequence[str],
+    down: str,
+    forward: Callable,
+    x: torch.Tensor,
+    values: list[torch.Tensor],
+    training: bool,
+) -> tuple[list[tuple[str, torch.Tensor]], Any]:
+    """Run `forward` on a clone whose projections are recorders. Returns (the calls of the projections, the result)."""
+    calls: list[tuple[str, torch.Tensor]] = []
     children = {}
     for name, value in (*zip(inner, values, strict=True), (down, None)):
-        children[name] = _Recorder(name, *_widths(module._modules[name]), value, calls)
+        children[name] = _Recorder(name, *_widths_of(module, name), value, calls)
     copy = probe.clone(module, probe.generator(), children=children)
     probe.set_training(copy, training)
     return calls, forward(copy, x)
 
 
-def _agrees(module, mlp) -> bool:
+def _agrees(module: nn.Module, mlp: MLP) -> bool:
+    """Whether our forward for `mlp` makes the calls that the module's own makes, with its values and gradients."""
     ours = build(mlp)
     for training in (True, False):
         for scale in SCALES:
-            x, values = _values(module, mlp.inner, scale)
-            dy = probe.randn((*TOKENS, _widths(module._modules[mlp.down])[0]), probe.generator())
+            x, values = _input_and_values(module, mlp.inner, scale)
+            dy = probe.randn((*TOKENS, _widths_of(module, mlp.down)[0]), probe.generator())
             for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
                 results = []
                 for forward in (ours, type(module).forward):
                     leaves = [v.to(dtype).requires_grad_() for v in values]
                     given = x.to(dtype)
-                    calls, out = _calls(module, mlp.inner, mlp.down, forward, given, leaves, training)
+                    calls, out = _recorded_calls(module, mlp.inner, mlp.down, forward, given, leaves, training)
                     if not all(torch.equal(seen.reshape(-1), given.reshape(-1)) for _, seen in calls[:-1]):
-                        return False  # something before a projection
+                        return False  # something has changed x in front of a projection
                     if (
                         not isinstance(out, torch.Tensor)
                         or out.shape != dy.shape
@@ -166,27 +203,30 @@ def _agrees(module, mlp) -> bool:
 
 
 @functools.cache
-def build(mlp: MLP, rebuild_above: int = ABOVE):
-    """The `forward` of a gated MLP; its gated product is not kept for the backward pass above so many bytes."""
+def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
+    """The `forward` to bind to a gated MLP.
+
+    A gated product of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
+    """
     gate = GATES[mlp.operation, mlp.approximate]
     first, second, down, gate_first = mlp.inner[0], mlp.inner[-1], mlp.down, mlp.gate_first
 
-    def projected(self, x):
-        """What the projections before the gate return, in the order of their calls, and whether to write over it."""
+    def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """The two results before the gate, in the order of their calls, and whether they may be written over."""
         projections = [getattr(self, name) for name in mlp.inner]
         with rebuilding(x, self, *projections):
             outputs = [projection(x) for projection in projections]
         reuse = all(map(nobody_else_reads, projections, outputs))
         return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         if is_aside(self):
             return type(self).forward(self, x)
-        if (reason := seen_by_others(self, mlp.left_out)) is not None:
+        if (reason := why_children_must_run(self, mlp.left_out)) is not None:
             step_aside(self, reason)
             return type(self).forward(self, x)
         a, b, reuse = projected(self, x)
-        if a.dtype != b.dtype:  # an adapter on one of the two may return fp32: their product would too
+        if a.dtype != b.dtype:  # an adapter on one of the two may return fp32, which their product would be as well
             dtype = torch.promote_types(a.dtype, b.dtype)
             a, b = a.to(dtype), b.to(dtype)
         a, b = (a, b) if gate_first else (b, a)

@@ -1,23 +1,25 @@
-"""RMSNorm and LayerNorm: nominated by name and shape, swapped where one row of `VARIANTS` computes the same.
+"""RMSNorm and LayerNorm, nominated by name and shape, and swapped where a row of `VARIANTS` computes the same.
 
-The variants differ in what bf16 shows exactly: where fp32 is rounded (25 to 36 % of the elements change), whether 1 is
-added to the weight, and what an fp32 weight does to a bf16 input.
+The variants differ in where fp32 is rounded, in whether 1 is added to the weight, and in what an fp32 weight does to a
+bf16 input. Results in bf16 tell them apart: a rounding in another place changes 25 to 36 % of the elements.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from liger_trainer.instance.binding import is_aside
-from liger_trainer.instance.hooks import has_hooks
+from liger_trainer.instance.hooks import LeftOut, has_hooks
 from liger_trainer.patching import probe
 from liger_trainer.patching.kind import Kind
-from liger_trainer.patching.rebuild import ABOVE, rebuildable
+from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, rebuildable
 from liger_triton import layer_norm, rms_norm
 
-# (operation, offset, cast) in the order of how many model families have them
+# (operation, offset, cast), ordered by how many families of models have them, most first
 VARIANTS = (
     ("rms_norm", 0.0, "llama"),
     ("rms_norm", 1.0, "gemma"),
@@ -25,14 +27,24 @@ VARIANTS = (
     ("layer_norm", 0.0, ""),
     ("rms_norm", 1.0, "llama"),
 )
-LITERAL_EPS = (1e-5, 1e-6)  # of norms that keep it in their code (olmo)
+LITERAL_EPS = (1e-5, 1e-6)  # for norms that have a number in their code and no attribute, as in olmo
 MAX_CHANGED = 0.02  # bf16 elements that another order of summation may flip; a wrong cast flips a quarter of them
 NOT_OURS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """One way to compute a norm: `weight`, `bias` and `eps` are attributes of the module (`eps` may be a number)."""
+    """One way to compute a norm.
+
+    Attributes:
+        operation (`str`): `"rms_norm"` or `"layer_norm"`.
+        offset, cast: Arguments of `liger_triton.rms_norm`.
+        weight, bias (`str` or `None`): Names of the module's parameters; None where it has no such parameter.
+        eps (`str` or `float`): The name of the module's attribute, or a number.
+        wide_autocast (`bool`): Whether it is `F.layer_norm`, which autocast runs in fp32 on accelerators, with an fp32
+            result.
+        left_out (`tuple`): Empty, since a norm has no children that our forward could leave out.
+    """
 
     operation: str
     offset: float
@@ -40,10 +52,10 @@ class Norm:
     weight: str | None
     bias: str | None
     eps: str | float
-    wide_autocast: bool  # autocast runs `F.layer_norm` in fp32 on accelerators, and returns fp32
-    left_out = ()  # children that our forward does not call: a norm has none
+    wide_autocast: bool
+    left_out: ClassVar[LeftOut] = ()
 
-    def __str__(self):
+    def __str__(self) -> str:
         parts = [f"cast={self.cast}"] if self.cast else []
         parts += [f"offset={self.offset:g}"] if self.offset else []
         parts += [] if self.weight else ["no weight"]
@@ -52,7 +64,7 @@ class Norm:
 
 
 def nominated(module: nn.Module) -> bool:
-    """A leaf whose class is called a norm, with at most a weight and a bias of one dimension."""
+    """Whether `module` has "norm" in the name of its class, no children, and at most a 1D weight and a 1D bias."""
     return (
         "norm" in type(module).__name__.lower()
         and not isinstance(module, NOT_OURS)
@@ -65,16 +77,16 @@ def nominated(module: nn.Module) -> bool:
 
 
 def guessed_operation(module: nn.Module) -> str:
-    """Under which operation a norm without proof is reported."""
+    """The operation under which a norm is reported that could not be proven."""
     return "layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"
 
 
 def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
-    """(the variant that this norm is, None), or (None, why none)."""
+    """(what this norm computes, None), or (None, why it is none of ours)."""
     inputs = probe.inputs_of(type(module).forward)
     if inputs is None or len(inputs) != 1:
-        what = "an open list of inputs" if inputs is None else f"{len(inputs)} inputs ({', '.join(inputs)})"
-        return None, f"its forward takes {what}, a plain norm takes one"
+        taken = "an open list of inputs" if inputs is None else f"{len(inputs)} inputs ({', '.join(inputs)})"
+        return None, f"its forward takes {taken}, a plain norm takes one"
     names = [name for name, p in module._parameters.items() if p is not None]
     weight = next((n for n in names if "bias" not in n), None)
     bias = next((n for n in names if "bias" in n), None)
@@ -94,19 +106,21 @@ def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
 
 
 @functools.cache
-def build(norm: Norm, rebuild_above: int = ABOVE):
-    """The `forward` of a norm, whose output is not kept for the backward pass above so many bytes."""
-    weight, bias, eps = norm.weight, norm.bias, norm.eps
-    literal = isinstance(eps, float)
+def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
+    """The `forward` to bind to a norm.
 
-    def formula(self):
-        """x, weight, bias -> y, with the eps that the module has now."""
-        e = eps if literal else getattr(self, eps)
+    An output of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
+    """
+    weight, bias, eps = norm.weight, norm.bias, norm.eps
+
+    def formula(self) -> Callable:
+        """The function of (x, weight, bias) that gives y, with the eps that the module has now."""
+        e = getattr(self, eps) if isinstance(eps, str) else eps
         if norm.operation == "rms_norm":
             return lambda x, w, b: rms_norm(x, w, e, offset=norm.offset, cast=norm.cast)
         return lambda x, w, b: layer_norm(x, w, b, e)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         if is_aside(self):
             return type(self).forward(self, x)
         if norm.wide_autocast and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
@@ -114,7 +128,7 @@ def build(norm: Norm, rebuild_above: int = ABOVE):
         make = formula(self)
         parameters = [None if name is None else getattr(self, name) for name in (weight, bias)]
         y = make(x, *parameters)
-        if has_hooks(self):  # one of them may change y, through `y.data` even unseen by autograd
+        if has_hooks(self):  # a hook may change y, even without autograd seeing it, through `y.data`
             return y
         return rebuildable(y, make, x, *parameters, above=rebuild_above)
 
@@ -122,9 +136,9 @@ def build(norm: Norm, rebuild_above: int = ABOVE):
 
 
 class _Cases:
-    """A norm's own results on random rows, computed once; `agree` compares a candidate with all of them."""
+    """A norm's own results on random rows, which are computed once and compared with those of each candidate."""
 
-    def __init__(self, module):
+    def __init__(self, module: nn.Module):
         source = probe.generator()
         wide = probe.clone(module, source)
         narrow = probe.clone(module, source)
@@ -133,20 +147,21 @@ class _Cases:
         normalized = getattr(module, "normalized_shape", None)
         n = shapes[0] if shapes else normalized[-1] if isinstance(normalized, tuple) and normalized else 64
         rows = max(8, 8192 // n)
-        scale = torch.tensor([1.0, 30.0, 1e-3, 3e-3]).repeat(rows // 4 + 1)[:rows, None]  # small: where eps shows
+        scale = torch.tensor([1.0, 30.0, 1e-3, 3e-3]).repeat(rows // 4 + 1)[:rows, None]  # in small rows eps shows
         x = probe.randn((rows, n), source) * scale
         self.dy = probe.randn((1, rows, n), source)
         self.cases = [(wide, x[None], True), (wide, x[None], False), (narrow, x.bfloat16()[None, None], True)]
         forward = type(module).forward
         self.wanted = [self._run(forward, *case) for case in self.cases]
-        mixed = (wide, x.bfloat16()[None, None], True)  # fp32 weight, bf16 rows: some norms do not take that
+        mixed = (wide, x.bfloat16()[None, None], True)  # an fp32 weight and bf16 rows, which some norms do not take
         try:
             self.wanted.append(self._run(forward, *mixed))
             self.cases.append(mixed)
         except RuntimeError:
             return
 
-    def _run(self, forward, module, x, training):
+    def _run(self, forward: Callable, module: nn.Module, x: torch.Tensor, training: bool) -> list[torch.Tensor]:
+        """The result of `forward`, and for fp32 rows also the gradients of the rows and of the parameters."""
         probe.set_training(module, training)
         if x.dtype != torch.float32:
             return [forward(module, x.clone()).detach()]
@@ -155,10 +170,11 @@ class _Cases:
         leaves = [x, *(p for p in module._parameters.values() if p is not None)]
         return [y.detach(), *torch.autograd.grad(y, leaves, self.dy)]
 
-    def agree(self, forward) -> bool:
+    def agree(self, forward: Callable) -> bool:
+        """Whether `forward` gives the norm's own results in all cases."""
         for case, want in zip(self.cases, self.wanted, strict=True):
             got = self._run(forward, *case)
-            if len(want) == 1:  # 16 bit: every rounding in its place
+            if len(want) == 1:  # 16-bit rows, for which every rounding has to be in its place
                 if probe.changed_share(got[0], want[0]) > MAX_CHANGED or not probe.same(got[0], want[0], 0.02, True):
                     return False
             elif not all(probe.same(g, w, probe.FP32_RTOL, by_row=g.ndim > 1) for g, w in zip(got, want, strict=True)):

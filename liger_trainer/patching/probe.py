@@ -1,28 +1,30 @@
-"""How a module is run beside its replacement: on clones with small random parameters on the CPU.
+"""Running a module and its replacement side by side, on clones with small random parameters on the CPU.
 
-What is proven is the formula of the module, so neither its real weights nor its device are touched: a model on `meta`,
-sharded by FSDP or ZeRO-3, or quantised is probed like any other. That a kernel computes what its CPU twin does is shown
-by the tests of `liger_triton`.
+A proof is about the formula of the module and needs neither its weights nor its device. So it works in the same way for
+models that are on `meta`, sharded by FSDP or ZeRO-3, or quantised. That a kernel computes the same as its CPU twin is
+shown by the tests of `liger_triton`.
 """
 
 import contextlib
 import inspect
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.instance.binding import KEY
+from liger_trainer.instance.binding import Binding
 
 SEED = 20240817
 FP32_RTOL = 2e-5  # a few roundings of fp32 in another order; a wrong formula is off by 1e-4 and more
 
 
 @contextlib.contextmanager
-def isolated():
-    """CPU, gradients on, no autocast, and the random state of the process as before on leaving."""
+def isolated() -> Iterator[None]:
+    """A context for proofs: on the CPU, with gradients, without autocast. It leaves the global random state alone."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))  # dropout of a probed module draws from the global one
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # a module with dropout draws from the global generator
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.device("cpu"))
@@ -31,29 +33,40 @@ def isolated():
 
 
 def generator() -> torch.Generator:
+    """A source of random numbers that gives the same ones in every proof."""
     return torch.Generator("cpu").manual_seed(SEED)
 
 
-def randn(shape, source: torch.Generator, dtype=torch.float32) -> torch.Tensor:
+def randn(shape: Sequence[int], source: torch.Generator, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal numbers on the CPU, drawn in fp32 whatever `dtype` is."""
     return torch.randn(shape, generator=source, dtype=torch.float32, device="cpu").to(dtype)
 
 
-def full_shape(parameter) -> tuple[int, ...]:
-    """The shape of a parameter that ZeRO-3 may have emptied (FSDP2 keeps the whole shape on the shard)."""
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a whole parameter, also where it is sharded.
+
+    ZeRO-3 leaves an empty parameter, with the shape in `ds_shape`. FSDP2 keeps the whole shape on the shard.
+    """
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def clone(module: nn.Module, source: torch.Generator, parameters=True, children=None) -> nn.Module:
+def clone(
+    module: nn.Module,
+    source: torch.Generator,
+    parameters: bool = True,
+    children: dict[str, nn.Module] | None = None,
+) -> nn.Module:
     """A module of the same class and attributes, with fresh random parameters and buffers on the CPU and no hooks.
 
-    `parameters=False` leaves them out: reading one then raises. `children` replaces children by name.
+    With `parameters=False` it has neither parameters nor buffers, so that reading one raises. `children` are put in the
+    place of the module's own children of these names.
     """
     copy = object.__new__(type(module))
     state = dict(module.__dict__)
     for name, value in state.items():
         if name.endswith("_hooks") or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
             state[name] = OrderedDict() if isinstance(value, dict) else value
-    for slot in ("forward", "_old_forward", "_hf_hook", "_apply_gate", KEY):
+    for slot in ("forward", "_old_forward", "_hf_hook", "_apply_gate", Binding.key):
         state.pop(slot, None)
     copy.__dict__.update(state)
     children = children or {}
@@ -75,6 +88,7 @@ def clone(module: nn.Module, source: torch.Generator, parameters=True, children=
 
 
 def set_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters of a clone. Its buffers stay as they are."""
     for child in module.modules():
         for name, p in child._parameters.items():
             if p is not None:
@@ -82,19 +96,23 @@ def set_dtype(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def set_training(module: nn.Module, training: bool) -> None:
+    """Set the mode of a clone and its children, without `train()`, which a class may have overridden."""
     for child in module.modules():
         child.__dict__["training"] = training
 
 
 def fingerprint(module: nn.Module) -> tuple:
-    """Class, parameter shapes and every plain attribute of a module and its children: equal ones behave alike."""
+    """Class, shapes of the parameters, and attributes of a module and its children.
+
+    Two modules with equal fingerprints compute the same formula.
+    """
     attributes = []
     for name, value in sorted(module.__dict__.items()):
         if name == "training" or name.startswith("_") and name.lstrip("_") in _MODULE_STATE:
             continue
         if name in ("forward", "_old_forward", "_apply_gate"):
             continue
-        attributes.append((name, _plain(value)))
+        attributes.append((name, _comparable(value)))
     return (
         type(module),
         tuple((name, None if p is None else full_shape(p)) for name, p in module._parameters.items()),
@@ -107,15 +125,16 @@ def fingerprint(module: nn.Module) -> tuple:
 _MODULE_STATE = {name.lstrip("_") for name in nn.Module().__dict__}
 
 
-def _plain(value):
+def _comparable(value: Any) -> Any:
+    """Something hashable that is equal for attributes that mean the same."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype) or inspect.isroutine(value):
         return value
     if isinstance(value, list | tuple | dict | set | frozenset) and len(value) < 64:
         return repr(value)
-    return id(value)  # a config, say: one object, one meaning
+    return id(value)  # of a config, for example, which means the same only if it is the same object
 
 
-def inputs_of(forward) -> list[str] | None:
+def inputs_of(forward: Callable) -> list[str] | None:
     """Names of the positional inputs of an unbound `forward` after `self`; None if it takes `*args` or `**kwargs`."""
     names = []
     for parameter in list(inspect.signature(forward).parameters.values())[1:]:
@@ -125,48 +144,51 @@ def inputs_of(forward) -> list[str] | None:
     return names
 
 
-def attempt(prove, subject) -> tuple:
-    """`prove(subject)`; where a stranger's code raises on the probe, no proof, and the error as the reason."""
+def attempt(prove: Callable[[Any], tuple[Any, str | None]], subject: Any) -> tuple[Any, str | None]:
+    """Return `prove(subject)`, or (None, a reason that names the error) if the code of `subject` raises one."""
     try:
         return prove(subject)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the module keeps its own code, and the report says why
+    except Exception as error:  # noqa: BLE001 - whatever it is, the module keeps its own code and the report says why
         text = str(error).strip().split("\n")[0][:120]
         return None, f"it raised {type(error).__name__} on random inputs: {text}"
 
 
 def same(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = False) -> bool:
-    """Equal shape and dtype, and no element further apart than rtol times the largest one (of its row, or of all)."""
+    """Whether shapes and dtypes are equal, and no element differs by more than `rtol` times the largest one.
+
+    That is the largest of all elements or, with `by_row`, of the row. A NaN in either tensor counts as a difference.
+    """
     if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
         return False
     if got.shape != want.shape or got.dtype != want.dtype:
         return False
     got, want = got.detach().double(), want.detach().double()
     scale = want.abs().amax(-1, keepdim=True) if by_row and want.ndim else want.abs().max()
-    return bool(((got - want).abs() <= rtol * scale).all())  # False where either has a NaN
+    return bool(((got - want).abs() <= rtol * scale).all())
 
 
 def changed_share(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Share of the elements that are not bit for bit equal; 1.0 if shape or dtype differ."""
+    """The share of the elements that are not equal bit for bit, or 1.0 if shape or dtype differ."""
     if not isinstance(want, torch.Tensor) or got.shape != want.shape or got.dtype != want.dtype:
         return 1.0
     return float((got != want).float().mean())
 
 
-def slot_of(module: nn.Module) -> tuple[str | None, str | None]:
-    """(attribute that holds the forward to swap, None), or (None, why it cannot be swapped).
+def slot_of(module: nn.Module) -> tuple[str, str | None]:
+    """(the attribute that is to hold our forward, None), or (that attribute, why we cannot put a forward there).
 
-    Under accelerate's hooks (`device_map`) that is `_old_forward`, which the hook calls. A bound method of the class
-    itself, as unpickling leaves it, counts as none.
+    The attribute is `forward`, or `_old_forward` under accelerate's hooks (`device_map`), which call it. A forward that
+    somebody has put on the instance stays, unless it is the class's own method, which unpickling leaves there.
     """
     hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
     slot = "_old_forward" if hooked else "forward"
     present = module.__dict__.get(slot)
     if present is None or getattr(present, "__func__", None) is type(module).forward:
         return slot, None
-    return None, f"its forward was replaced on the instance by {getattr(present, '__qualname__', present)!s}"
+    return slot, f"its forward was replaced on the instance by {getattr(present, '__qualname__', present)!s}"
 
 
-def named(function, name: str):
-    """`function` with the name of the class's method that it replaces: pickle stores no more than that."""
+def named(function: Callable, name: str) -> Callable:
+    """Give `function` the name of the class's method that it replaces, since pickle stores no more than that."""
     function.__name__ = name
     return function

@@ -17,6 +17,8 @@ taken by its weights.
 import contextlib
 import functools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,32 +27,37 @@ from liger_trainer.instance.hooks import has_hooks
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 _RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0")
 _FORWARDS_THAT_KEEP_NOTHING = ("torch.nn.", "peft.", "transformers.pytorch_utils")
-ABOVE = 16 << 20  # bytes; what has no more is kept, unless a caller says otherwise
+REBUILD_ABOVE_BYTES = 16 << 20  # smaller tensors, and those of just this size, are kept unless a caller says otherwise
 
 
 class _Rebuilt:
-    """Stands for a tensor that can be computed again, among those that autograd keeps."""
+    """What autograd keeps in place of a tensor that can be computed again.
 
-    def __init__(self, tensor, make, parents):
+    Attributes:
+        kept (`int`): How many operations keep this for their backward pass.
+        used (`int`): How many of them have asked for the value since it was computed.
+    """
+
+    def __init__(self, tensor: torch.Tensor, make: Callable, parents: tuple[torch.Tensor | None, ...]):
         self.tensor, self.version = weakref.ref(tensor), tensor._version
         self.make = make
         self.parents = [None if t is None else t.detach() for t in parents]  # a detached tensor shares the version
-        self.parent_versions = [None if t is None else t._version for t in self.parents]
+        self.parent_versions = [0 if t is None else t._version for t in self.parents]
         self.numel = tensor.numel()
         self.kept = self.used = 0
-        self.value = None
+        self.value: torch.Tensor | None = None
 
-    def __reduce__(self):
-        """A tensor takes its attributes along into a pickle; this one stays behind."""
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Become None in a pickle, since pickle stores the attributes of a tensor too, and this is one of them."""
         return type(None), ()
 
-    def is_of(self, tensor) -> bool:
+    def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is this one, or a view of all of it, and still has the values that `make` gives."""
         same = tensor is self.tensor() or (tensor._base is not None and tensor._base is self.tensor())
         return same and tensor.numel() == self.numel and tensor.is_contiguous() and tensor._version == self.version
 
-    def get(self, shape):
-        """Made for the first of those that keep it, and dropped after the last."""
+    def get(self, shape: torch.Size) -> torch.Tensor:
+        """The value, which is computed for the first operation that asks, and dropped after the last."""
         if self.value is None:
             for parent, version in zip(self.parents, self.parent_versions, strict=True):
                 if parent is not None and parent._version != version:
@@ -64,33 +71,36 @@ class _Rebuilt:
         return value.view(shape)
 
 
-def _modified(tensor, version) -> RuntimeError:
+def _modified(tensor: torch.Tensor, version: int) -> RuntimeError:
     return RuntimeError(
         f"A tensor {tuple(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it "
         f"is at version {tensor._version}, expected {version}."
     )
 
 
-def rebuildable(tensor: torch.Tensor, make, *parents: torch.Tensor | None, above: int = ABOVE) -> torch.Tensor:
-    """`tensor`, with the note that `make(*parents)` gives it again: modules inside `rebuilding` need not keep it.
+def rebuildable(
+    tensor: torch.Tensor, make: Callable, *parents: torch.Tensor | None, above: int = REBUILD_ABOVE_BYTES
+) -> torch.Tensor:
+    """Return `tensor` with the note that `make(*parents)` computes it again, so that `rebuilding` need not keep it.
 
-    `make` must compute the same bits from `parents`, which are kept anyway, and which it gets detached. Nothing is
-    noted of a tensor that has no more than `above` bytes.
+    `make` must compute the same bits from `parents`, which are kept anyway, and which it gets detached. A tensor of no
+    more than `above` bytes gets no note.
     """
     if _applies(tensor) and tensor.nbytes > above:
         tensor._liger_rebuilt = _Rebuilt(tensor, make, parents)
     return tensor
 
 
-def _applies(tensor) -> bool:
+def _applies(tensor: torch.Tensor) -> bool:
+    """Whether what autograd keeps of `tensor` is ours to decide."""
     return not torch.compiler.is_compiling() and tensor.requires_grad and not _other_hooks_active()
 
 
-def rebuilding(tensor, *consumers: torch.nn.Module):
-    """Context in which autograd keeps the note of `rebuildable` in place of `tensor` itself, or of a view of all of it.
+def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.AbstractContextManager:
+    """A context in which autograd keeps the note of `rebuildable` and not `tensor` itself or a view of all of it.
 
-    Not where one of the `consumers`, to which `tensor` goes, has a hook: it may change the values in a way that
-    autograd does not see, through `tensor.data` or NumPy.
+    The context does nothing where one of the `consumers`, the modules to which `tensor` goes, has a hook, because a
+    hook may change the values without autograd seeing it, through `tensor.data` or NumPy.
 
     A tensor that has been changed in place since the note was made is kept as it is, like all others. Changing a kept
     tensor in place before the backward pass is an error, as without this context.
@@ -99,16 +109,17 @@ def rebuilding(tensor, *consumers: torch.nn.Module):
     if rebuilt is None or not _applies(tensor) or any(map(has_hooks, consumers)):
         return contextlib.nullcontext()
 
-    def pack(kept):
+    def pack(kept: torch.Tensor) -> Any:
         if rebuilt.is_of(kept):
             rebuilt.kept += 1
             return kept.shape
-        # Detached, because an operation that keeps its own result would own itself through Python, where neither
-        # autograd nor the garbage collector finds the cycle: a forward pass without a backward pass would leak. Leaves
-        # are no such results, and ZeRO-3 exchanges the data of its parameters, which a detached one would not follow.
+        # Tensors are kept detached, because an operation that keeps its own result would own itself through Python,
+        # where neither autograd nor the garbage collector finds the cycle, and a forward pass without a backward pass
+        # would leak. Leaves are no such results, and they must not be detached: ZeRO-3 exchanges the data of its
+        # parameters, which a detached tensor would not follow.
         return kept if kept.is_leaf else kept.detach(), kept._version
 
-    def unpack(packed):
+    def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Size):
             return rebuilt.get(packed)
         kept, version = packed
@@ -120,7 +131,7 @@ def rebuilding(tensor, *consumers: torch.nn.Module):
 
 
 @functools.cache
-def forward_rebuilding(forward):
+def forward_rebuilding(forward: Callable) -> Callable:
     """The method `forward`, called so that an argument that can be computed again is not kept."""
 
     @functools.wraps(forward)
@@ -136,12 +147,17 @@ def forward_rebuilding(forward):
 
 
 def call_rebuilding(
-    module, gate, a: torch.Tensor, b: torch.Tensor, reuse: bool = False, above: int = ABOVE
+    module: Callable,
+    gate: Callable,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    reuse: bool = False,
+    above: int = REBUILD_ABOVE_BYTES,
 ) -> torch.Tensor:
-    """`module(gate(a, b))`, keeping a and b for the backward pass but not the product, whatever `module` is.
+    """Return `module(gate(a, b))`, keeping a and b for the backward pass but not the product, whatever `module` is.
 
-    `reuse`: the gradients of a and b may be written over them, see `nobody_else_reads`. A product of no more than
-    `above` bytes is kept.
+    With `reuse`, the gradients of a and b may be written over a and b, see `nobody_else_reads`. A product of no more
+    than `above` bytes is kept.
     """
     x = gate(a, b, reuse_inputs=reuse)
     consumers = [module] if isinstance(module, torch.nn.Module) else []
@@ -152,17 +168,17 @@ def call_rebuilding(
 def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool:
     """Whether the caller alone reads this `output` of `projection`, in the backward pass too.
 
-    A matrix product does not keep its result, nor does the sum behind an adapter. A forward hook may, and so may a
-    forward of somebody else.
+    A matrix product does not keep its result, nor does the sum that adds the output of an adapter. A forward hook may
+    keep it, and so may a forward of somebody else.
     """
     if torch.compiler.is_compiling() or torch.nn.modules.module._global_forward_hooks:
         return False
     for module in projection.modules():
-        known = str(type(module).forward.__module__).startswith(_FORWARDS_THAT_KEEP_NOTHING)
-        if module._forward_hooks or "forward" in module.__dict__ or not known:
+        keeps_nothing = str(type(module).forward.__module__).startswith(_FORWARDS_THAT_KEEP_NOTHING)
+        if module._forward_hooks or "forward" in module.__dict__ or not keeps_nothing:
             return False
     node = output.grad_fn
-    if node is not None and node.name() in _VIEWS:  # of the rows of a product
+    if node is not None and node.name() in _VIEWS:  # the output is a product whose rows have another shape
         node = node.next_functions[0][0]
     return node is not None and node.name() in _RESULT_NOT_KEPT
 

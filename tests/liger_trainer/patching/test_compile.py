@@ -204,8 +204,8 @@ def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
     """Rows of one length, then ragged ones: the first are attended without a mask, and the losses are those of a run
     that is not compiled."""
     rows = EVEN + [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in ragged_rows(8)]
-    asked, own = [], masks._needless
-    monkeypatch.setattr(masks, "_needless", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
+    asked, own = [], masks._is_needless
+    monkeypatch.setattr(masks, "_is_needless", lambda **kwargs: asked.append(own(**kwargs)) or asked[-1])
     want = losses(trainer_class, tmp_path, rows, compiled=False)
     assert not asked
     assert losses(trainer_class, tmp_path, rows, compiled=True) == pytest.approx(want, rel=1e-4)
