@@ -96,6 +96,7 @@ class DeferredLogits:
 
     @property
     def is_materialized(self) -> bool:
+        """Whether the real logits have been built."""
         return self._real is not None
 
     def size(self, dim: int | None = None) -> torch.Size | int:
@@ -272,6 +273,7 @@ for _name in "add radd sub rsub rtruediv neg pow matmul eq ne lt le gt ge iter".
 
 
 def _real(x: Any) -> Any:
+    """The real logits if `x` is a stand-in for logits, else `x`."""
     return x.materialize("an operation of torch") if isinstance(x, DeferredLogits) else x
 
 

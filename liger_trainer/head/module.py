@@ -211,6 +211,7 @@ def _ignoring_argument(run: Callable[[], Any]) -> Callable[[Any], Any]:
 
 
 def _captured_forward(self, *args, **kwargs):
+    """Run a `HeadCall`, or return a stand-in for logits, or call the forward in whose place this one is bound."""
     if len(args) == 2 and isinstance(args[1], HeadCall):
         return args[1].compute(args[0])
     stand_in = _stand_in_of_this_thread(CaptureBinding.of(self).stand_ins)
