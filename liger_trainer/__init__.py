@@ -1,11 +1,40 @@
 """Fine-tune language models with `transformers` and `trl`, faster and in less memory, with the same numbers.
 
-Importing the package imports neither: every public name is resolved on first use (PEP 562).
+Importing this package imports neither of them: each public name is imported when it is first used (PEP 562).
 """
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
-_WHERE = {
+if TYPE_CHECKING:  # what editors and type checkers see; a test compares these names with those of `_WHERE`
+    from liger_trainer import losses as losses
+    from liger_trainer.auto import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
+    from liger_trainer.medusa.config import MedusaConfig as MedusaConfig
+    from liger_trainer.medusa.heads import MedusaHeads as MedusaHeads
+    from liger_trainer.medusa.trainer import LigerMedusaTrainer as LigerMedusaTrainer
+    from liger_trainer.patching import LigerReport as LigerReport
+    from liger_trainer.patching import apply_liger as apply_liger
+    from liger_trainer.patching import remove_liger as remove_liger
+    from liger_trainer.trainers.cpo_trainer import LigerCPOConfig as LigerCPOConfig
+    from liger_trainer.trainers.cpo_trainer import LigerCPOTrainer as LigerCPOTrainer
+    from liger_trainer.trainers.distillation_trainer import LigerDistillationConfig as LigerDistillationConfig
+    from liger_trainer.trainers.distillation_trainer import LigerDistillationTrainer as LigerDistillationTrainer
+    from liger_trainer.trainers.dpo_trainer import LigerDPOConfig as LigerDPOConfig
+    from liger_trainer.trainers.dpo_trainer import LigerDPOTrainer as LigerDPOTrainer
+    from liger_trainer.trainers.grpo_trainer import LigerGRPOConfig as LigerGRPOConfig
+    from liger_trainer.trainers.grpo_trainer import LigerGRPOTrainer as LigerGRPOTrainer
+    from liger_trainer.trainers.kto_trainer import LigerKTOConfig as LigerKTOConfig
+    from liger_trainer.trainers.kto_trainer import LigerKTOTrainer as LigerKTOTrainer
+    from liger_trainer.trainers.orpo_trainer import LigerORPOConfig as LigerORPOConfig
+    from liger_trainer.trainers.orpo_trainer import LigerORPOTrainer as LigerORPOTrainer
+    from liger_trainer.trainers.rloo_trainer import LigerRLOOConfig as LigerRLOOConfig
+    from liger_trainer.trainers.rloo_trainer import LigerRLOOTrainer as LigerRLOOTrainer
+    from liger_trainer.trainers.sft_trainer import LigerSFTConfig as LigerSFTConfig
+    from liger_trainer.trainers.sft_trainer import LigerSFTTrainer as LigerSFTTrainer
+    from liger_trainer.trainers.trainer import LigerTrainer as LigerTrainer
+    from liger_trainer.trainers.trainer import LigerTrainingArguments as LigerTrainingArguments
+
+_WHERE = {  # public name: module below this package
     "LigerTrainer": "trainers.trainer",
     "LigerTrainingArguments": "trainers.trainer",
     "LigerSFTConfig": "trainers.sft_trainer",
@@ -36,7 +65,7 @@ __all__ = list(_WHERE)
 __version__ = "0.1.0"
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(f"liger_trainer.{_WHERE[name]}"), name)
     if name == "losses":
@@ -46,5 +75,5 @@ def __getattr__(name):
     raise AttributeError(f"module 'liger_trainer' has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])

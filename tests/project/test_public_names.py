@@ -1,9 +1,11 @@
 """What users import and type. A name that goes, or comes, is a decision: change the list here, and CHANGELOG.md."""
 
+import ast
 import dataclasses
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,18 @@ def test_names_of_the_package():
         assert getattr(liger_trainer, name).__name__ == name
     assert liger_trainer.losses is losses
     assert callable(liger_trainer.apply_liger_kernel_to_llama)
+
+
+def test_type_checkers_see_the_names_of_the_package():
+    """The imports under `TYPE_CHECKING` and the table that is used when a program runs name the same, and no more."""
+    body = ast.parse(Path(liger_trainer.__file__).read_text()).body
+    (block,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imported = [(alias.name, alias.asname, node.module) for node in block.body for alias in node.names]
+    assert {name: module for name, _, module in imported} == {
+        "losses": "liger_trainer",
+        **{name: f"liger_trainer.{module}" for name, module in liger_trainer._WHERE.items()},
+    }
+    assert all(name == again for name, again, _ in imported), "`import X as X` is what makes a name public to a checker"
 
 
 @pytest.mark.parametrize("module", MODULES)
