@@ -1,4 +1,4 @@
-"""`python -m liger_trainer` and `accelerate launch -m liger_trainer`: the same command as `liger-trainer`."""
+"""`python -m liger_trainer` and `accelerate launch -m liger_trainer`: they run the command `liger-trainer`."""
 
 import sys
 

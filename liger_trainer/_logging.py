@@ -1,24 +1,25 @@
-"""The package's logger: one line of what happened is shown by default (level INFO), as `Trainer` shows its own."""
+"""The package's logger. Unless you set another level, it writes messages from INFO upwards to standard error."""
 
 import functools
 import logging
 import sys
+from typing import TextIO
 
 
 class _Logger(logging.LoggerAdapter):
-    @functools.cache  # noqa: B019 - one adapter for the life of the process
+    @functools.cache  # noqa: B019 - there is one adapter, and it lives as long as the process
     def warning_once(self, message: str) -> None:
         self.warning(message)
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to what `sys.stderr` is when it writes, which may have been replaced since the package was imported."""
+    """Looks `sys.stderr` up for each message, because it may have been replaced since the package was imported."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
-    def stream(self):
+    def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
 
 

@@ -1,9 +1,12 @@
-"""`AutoLigerKernelForCausalLM`, and `apply_liger_kernel_to_llama(model=...)` and so on for every model type."""
+"""`AutoLigerKernelForCausalLM`, and a function per model type, such as `apply_liger_kernel_to_llama(model=...)`."""
 
 import difflib
 import functools
+from collections.abc import Callable
+from typing import Any
 
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from liger_trainer.patching import LigerReport, apply_liger, check_config
@@ -12,21 +15,21 @@ _PREFIX = "apply_liger_kernel_to_"
 
 
 class AutoLigerKernelForCausalLM:
-    """[`~transformers.AutoModelForCausalLM`] whose models come out patched: the same arguments, and `liger_config`."""
+    """[`~transformers.AutoModelForCausalLM`] that patches its models. Takes the same arguments, and `liger_config`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         raise OSError(f"{type(self).__name__} is not instantiated; call its from_pretrained or from_config.")
 
     @classmethod
-    def from_pretrained(cls, *args, liger_config: dict | None = None, **kwargs):
+    def from_pretrained(cls, *args: Any, liger_config: dict | None = None, **kwargs: Any) -> PreTrainedModel:
         """`AutoModelForCausalLM.from_pretrained(...)`, then `apply_liger(model, liger_config)`."""
-        check_config(liger_config)  # before minutes of loading
+        check_config(liger_config)  # before the model is loaded, which may take minutes
         model = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
         apply_liger(model, liger_config)
         return model
 
     @classmethod
-    def from_config(cls, *args, liger_config: dict | None = None, **kwargs):
+    def from_config(cls, *args: Any, liger_config: dict | None = None, **kwargs: Any) -> PreTrainedModel:
         """`AutoModelForCausalLM.from_config(...)`, then `apply_liger(model, liger_config)`."""
         check_config(liger_config)
         model = AutoModelForCausalLM.from_config(*args, **kwargs)
@@ -35,23 +38,27 @@ class AutoLigerKernelForCausalLM:
 
 
 def _model_types() -> dict[str, str]:
-    """How a model type is written in the name of a function -> the model type."""
+    """Maps each model type, spelt as in the name of its function, to the model type itself."""
     return {name.replace("-", "_").replace(".", "_"): name for name in CONFIG_MAPPING_NAMES}
 
 
 @functools.cache
-def _function_for(model_type: str, name: str):
-    def apply_liger_kernel(model=None, *, strict: bool = False, **config: bool) -> LigerReport:
+def _function_for(model_type: str, name: str) -> Callable[..., LigerReport]:
+    def apply_liger_kernel(model: nn.Module | None = None, *, strict: bool = False, **config: bool) -> LigerReport:
         check_config(config)
         if model is None:
-            raise ValueError(f"{name} patches one model: pass it, {name}(model=model). No class is patched here.")
+            raise ValueError(
+                f"{name} patches one model, not the classes of transformers: pass it, {name}(model=model)."
+            )
         own = getattr(model, "config", None)
         types = {getattr(own, "model_type", None)}
-        if hasattr(own, "get_text_config"):
+        if own is not None and hasattr(own, "get_text_config"):
             types.add(own.get_text_config().model_type)
         if model_type not in types:
             found = ", ".join(sorted(map(str, types)))
-            raise ValueError(f"{name} got a model of type {found}; use apply_liger(model), which takes any.")
+            raise ValueError(
+                f"{name} got a model of type {found}; use apply_liger(model), which takes a model of any type."
+            )
         return apply_liger(model, config, strict)
 
     apply_liger_kernel.__name__ = apply_liger_kernel.__qualname__ = name
@@ -61,16 +68,18 @@ def _function_for(model_type: str, name: str):
     return apply_liger_kernel
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Callable[..., LigerReport]:
     if not name.startswith(_PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     types, wanted = _model_types(), name.removeprefix(_PREFIX)
     if wanted not in types:
         near = difflib.get_close_matches(wanted, types, n=1)
         hint = f"; did you mean {_PREFIX}{near[0]}?" if near else "."
-        raise AttributeError(f"transformers has no model type {wanted!r}{hint} apply_liger(model) takes any model.")
+        raise AttributeError(
+            f"transformers has no model type {wanted!r}{hint} apply_liger(model) takes a model of any type."
+        )
     return _function_for(types[wanted], name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*globals(), *(_PREFIX + name for name in _model_types())])

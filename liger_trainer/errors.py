@@ -1,22 +1,24 @@
-"""Errors that the command shows in one line, and values as such a line shows them."""
+"""The errors that the command shows in one line, and how it writes values in such a line."""
+
+from typing import Any
 
 
 class RecipeError(ValueError):
-    """Something in a recipe, or in what it names, that the user can mend; the message names key, value and mend."""
+    """A recipe, or a file that it names, has something that the user can mend. The message says which key and how."""
 
 
 class RunError(RuntimeError):
-    """A run ended for a reason outside the recipe, such as a full disk; the message says what is left of it."""
+    """A run ended for a reason outside the recipe, such as a full disk. The message says what is left of the run."""
 
 
-def short(value) -> str:
-    """The `repr` of a value, cut to what fits into a line."""
+def short(value: Any) -> str:
+    """The `repr` of a value, cut to 100 characters so that it fits into a line."""
     text = repr(without_nulls(value))
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def without_nulls(value):
-    """A value without the fields that Arrow adds where other rows have them."""
+def without_nulls(value: Any) -> Any:
+    """A value without the empty fields that Arrow adds to a row because other rows have them."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Where files lie: shipped recipes and accelerate configs, and what a recipe names by a relative path."""
+"""Where files lie: the recipes and accelerate configs that ship, and files that a recipe names by a relative path."""
 
 from pathlib import Path
 
@@ -6,10 +6,12 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped(folder: str) -> Path:
-    """The folder `"recipes"` or `"configs"` of this installation: at the root of a checkout, in the package in a wheel.
+    """The folder `"recipes"` or `"configs"` of this installation.
+
+    A checkout has it at its root, an installed wheel inside the package.
 
     Raises:
-        FileNotFoundError: Neither the package nor its parent has the folder: the installation is broken.
+        FileNotFoundError: Neither the package nor its parent has the folder, so the installation is broken.
     """
     for place in (PACKAGE / folder, PACKAGE.parent / folder):
         if place.is_dir():
@@ -21,5 +23,5 @@ def shipped(folder: str) -> Path:
 
 
 def find_beside(name: str, folder: Path) -> Path | None:
-    """The file or folder that `name` means, from the working directory or else from `folder`; None: neither has it."""
+    """The file or folder `name`, looked for in the working directory and then in `folder`. None if neither has it."""
     return next((path for path in (Path(name).expanduser(), folder / name) if path.exists()), None)

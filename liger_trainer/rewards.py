@@ -1,21 +1,23 @@
-"""Reward functions that ship, for `reward_funcs` of a trainer or of a recipe.
+"""The reward functions of this package, for `reward_funcs` of a trainer or of a recipe.
 
-A reward function is TRL's: called with `prompts`, `completions` (a list of texts, or of lists of messages), and each
-column of the rows, a list each, by keyword, it returns one number per completion, or None to leave one out.
+A reward function is called as TRL calls it, by keyword: with `prompts`, with `completions` (a list of texts, or of
+lists of messages), and with one list for each column of the rows. It returns one number per completion, or None for
+one that it does not judge.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 
-def boxed_answer(completions: list, solution: list[str], **columns) -> list[float]:
+def boxed_answer(completions: list, solution: list[str], **columns: Any) -> list[float]:
     """1.0 for a completion whose last `\\boxed{...}` holds the row's `solution`, else 0.0.
 
-    Compared as text: spaces, dollar signs and a `\\boxed{}` around the solution do not count, another way to write the
-    same number does.
+    The two are compared as text. Spaces, dollar signs and a `\\boxed{}` around the solution make no difference, but the
+    same number written in another way does not match.
 
     Args:
-        completions (`list`): Texts, or lists of messages, of which the last counts.
-        solution (`list[str]`): The right answer to each.
+        completions (`list`): Texts, or lists of messages, of which the last one counts.
+        solution (`list[str]`): The right answer for each completion.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     given = [_bare(_last_boxed(text)) for text in texts]
@@ -24,7 +26,7 @@ def boxed_answer(completions: list, solution: list[str], **columns) -> list[floa
 
 
 def _last_boxed(text: str) -> str | None:
-    """What stands between the braces of the last `\\boxed{`, braces within it included; None without a whole one."""
+    """What stands between the braces of the last `\\boxed{`, with any braces inside it; None if no brace closes it."""
     start, mark = text.rfind("\\boxed{"), len("\\boxed{")
     if start < 0:
         return None

@@ -1,4 +1,6 @@
-"""Rows of other formats as rows of TRL: Alpaca, ShareGPT, and conversations whose last turn is to be learned."""
+"""Turns rows of other formats into rows for TRL: Alpaca, ShareGPT, and conversations whose last turn is learned."""
+
+from typing import Any
 
 from liger_trainer.errors import RecipeError, short
 
@@ -19,17 +21,18 @@ def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
     """An Alpaca row as `{"prompt", "completion"}`; TRL adds the end-of-text token. `input` may be empty or missing.
 
     Raises:
-        RecipeError: One of the three is not a string, or `instruction` is empty.
+        RecipeError: `instruction`, `input` or `output` is not a string, or `instruction` is empty.
     """
     for key in ("instruction", "input", "output"):
         value = row.get(key)
-        missing = key == "input" and value is None
-        if not missing and not isinstance(value, str) or (key == "instruction" and not value.strip()):
+        if key == "input" and value is None:
+            continue
+        if not isinstance(value, str) or (key == "instruction" and not value.strip()):
             raise RecipeError(
                 f"Row {index} of the dataset has {key} {short(value)}; expected text. Mend or remove the row."
             )
     template = _ALPACA_WITH_INPUT if row.get("input") else _ALPACA_WITHOUT_INPUT
-    # Not str.format on the row's text: braces in it are text, and format leaves inserted values alone.
+    # Braces in the row's text are safe here: format reads those of the template and leaves inserted values alone.
     prompt = template.format(instruction=row["instruction"], input=row.get("input") or "")
     return {"prompt": prompt, "completion": row["output"]}
 
@@ -41,15 +44,15 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
     """A ShareGPT row as messages of `role` and `content`.
 
     Args:
-        row (`dict`): `conversations`, a list of turns `{"from", "value"}`; optionally `chosen` and `rejected`, one turn
-            each, which answer them; optionally `system`, text that goes before the first turn.
+        row (`dict`): Has `conversations`, a list of turns `{"from", "value"}`. It may have `chosen` and `rejected`, a
+            turn each, which answer the conversation, and `system`, a text that goes before the first turn.
         index (`int`): The row's number, for error messages.
 
     Returns:
-        `dict`: `prompt`, `chosen` and `rejected`, or `messages` for a row without a preference.
+        `dict`: `prompt`, `chosen` and `rejected`; or `messages` alone, for a row without a preference.
 
     Raises:
-        RecipeError: A turn is not of that form, is empty or out of place, or only one answer is there.
+        RecipeError: A turn does not have that form, is empty or is out of place, or one of the two answers is missing.
     """
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
@@ -57,8 +60,8 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
     messages = [sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
-    last, answers = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
-    if not any(answers.values()):
+    last, given = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
+    if not any(given.values()):
         if last != "assistant":
             raise RecipeError(
                 f"Row {index} of the dataset ends with a turn of {last!r}, and there is nothing to learn from it. End "
@@ -70,15 +73,15 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
             f"Row {index} of the dataset has chosen and rejected answers to a turn of {last!r}; expected the last of "
             "the conversations to be from 'human'."
         )
-    answers = {name: [sharegpt_message(turn, name, index)] for name, turn in answers.items()}
+    answers = {name: [sharegpt_message(turn, name, index)] for name, turn in given.items()}
     for name, (message,) in answers.items():
         if message["role"] != "assistant":
             raise RecipeError(f"Row {index} of the dataset has {name} from {row[name]['from']!r}; expected 'gpt'.")
     return {"prompt": messages, **answers}
 
 
-def sharegpt_message(turn, where: str, index: int) -> dict[str, str]:
-    """A ShareGPT turn `{"from", "value"}` as `{"role", "content"}`; `where` and `index` are for the RecipeError."""
+def sharegpt_message(turn: Any, where: str, index: int) -> dict[str, str]:
+    """A ShareGPT turn `{"from", "value"}` as `{"role", "content"}`. In a RecipeError, `where` and `index` say which."""
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES or not isinstance(turn.get("value"), str):
         other_form = isinstance(turn, dict) and turn.get("role") is not None
         mend = "For role and content, name the column messages, and unset prompt_template." if other_form else (
@@ -94,10 +97,11 @@ def sharegpt_message(turn, where: str, index: int) -> dict[str, str]:
 
 
 def last_turn_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
-    """A row of `messages` as `prompt`, all turns but the last, and `completion`, the last, which is the assistant's.
+    """Splits a row of `messages` into `completion`, the last turn, which is the assistant's, and `prompt`, the others.
 
     Raises:
-        RecipeError: `messages` is no list of two or more turns of `role` and `content`, or the assistant's is not last.
+        RecipeError: `messages` is not a list of two or more turns of `role` and `content`, or does not end with the
+            assistant's.
     """
     messages = row["messages"]
     well_formed = isinstance(messages, list) and all(
