@@ -1,54 +1,62 @@
-"""The flag: `use_liger` and `liger_config`, added to the argument classes of transformers and TRL."""
+"""The fields `use_liger`, `liger_config` and `eval_predictions`, which every arguments class of this package has."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from liger_trainer.patching import check_config
 
+if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
+    from transformers import TrainingArguments as _StockArguments
+else:
+    _StockArguments = object
+
 
 @dataclass
-class LigerArguments:
+class LigerArguments(_StockArguments):
     """The fields that every arguments class of this package adds to the stock one.
 
-    One stock option has another default with `use_liger`, so that a step does not wait for the GPU: on a GPU,
-    `accelerator_config` has `non_blocking=True` unless it is set.
+    One stock option gets another default with `use_liger`, so that a step does not wait for the GPU: where there is a
+    GPU, `accelerator_config` has `non_blocking=True` unless you set it.
     """
 
     use_liger: bool = field(
         default=True,
         metadata={
             "help": "Patch the model with fused kernels and compute the loss without logits. "
-            "False: the stock trainer, exactly."
+            "False: this is exactly the stock trainer."
         },
     )
     liger_config: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Switches single parts, all on by default: rms_norm, layer_norm, rope, swiglu, geglu, "
-            'fused_linear_cross_entropy. For example {"rope": false}. And rebuild_above_mib (16): results of norms and '
-            "gates of more MiB are computed again in the backward pass instead of kept."
+            "help": "Switches single parts off; all are on by default: rms_norm, layer_norm, rope, swiglu, geglu, "
+            'fused_linear_cross_entropy. For example {"rope": false}. It may also have rebuild_above_mib, 16 by '
+            "default: results of norms and gates that take more MiB than that are computed again in the backward pass "
+            "instead of being kept."
         },
     )
 
     eval_predictions: Literal["logits", "tokens"] = field(
         default="logits",
         metadata={
-            "help": "What `compute_metrics` gets: 'logits' as in the stock trainer, or 'tokens', a dict of `token_ids` "
-            "(argmax), `log_probs` and `ranks` of the labels, without logits and without a second forward."
+            "help": "What `compute_metrics` gets. 'logits': logits, as in the stock trainer. 'tokens': a dict of "
+            "`token_ids` (argmax), `log_probs` and `ranks` of the labels, which costs neither logits nor a second "
+            "forward."
         },
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
-            self.accelerator_config = {"non_blocking": True} | (self.accelerator_config or {})
+            self.accelerator_config: Any = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()
         if not isinstance(self.use_liger, bool):
             raise ValueError(f"use_liger is {self.use_liger!r}; expected true or false.")
         if self.eval_predictions not in ("logits", "tokens"):
             raise ValueError(f"eval_predictions is {self.eval_predictions!r}; expected 'logits' or 'tokens'.")
-        check_config(self.liger_config)
+        config: Any = self.liger_config  # None, a dict, or text that was no JSON, which is refused
+        check_config(config)
         if self.use_liger and self.use_liger_kernel:
             raise ValueError(
                 "use_liger and use_liger_kernel are both true, and each patches the same modules; "

@@ -1,15 +1,19 @@
-"""What every Liger trainer shares: its models are patched at init, and a subclass may change the loss."""
+"""What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss."""
 
 import difflib
 import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.trainer_utils import TrainOutput
 
 from liger_trainer._logging import logger
 from liger_trainer.head import masks
@@ -18,14 +22,20 @@ from liger_trainer.head.module import own_class
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.trainers.logged_loss import FilteredLoss
+from liger_trainer.trainers.patched_models import PatchedModels
+
+if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
+    from transformers import Trainer as _StockTrainer
+else:
+    _StockTrainer = object
 
 
-class LigerTrainerMixin:
-    """What every Liger trainer shares: patching at init, and the hook for a loss of one's own.
+class LigerTrainerMixin(_StockTrainer):
+    """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss.
 
-    A subclass changes the loss by overriding `token_loss`, which sees per-token quantities and never logits; the sum
-    over tokens, the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the
-    stock trainer's:
+    A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over
+    tokens, the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the stock
+    trainer's:
 
     ```python
     class FocalTrainer(LigerSFTTrainer):
@@ -35,19 +45,20 @@ class LigerTrainerMixin:
     ```
 
     Attributes:
-        token_outputs (`tuple[str, ...]`): What `token_loss` needs of `FusedLMOutput` beside `log_probs` and
+        token_outputs (`tuple[str, ...]`): The fields of `FusedLMOutput` that `token_loss` needs beside `log_probs` and
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
-        liger_report (`LigerReport` or `None`): What was patched; `None` under `use_liger=False`.
+        liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
     """
 
     token_outputs: tuple[str, ...] = ()
     loss_hook: str | None = "token_loss"
     gives_token_predictions: bool = False
-    _predicted: list | None = None  # filled while `prediction_step` gathers what `compute_metrics` gets
+    _predicted: list[dict[str, torch.Tensor]] | None = None  # a list while `prediction_step` gathers predictions
+    _patched: PatchedModels
     liger_report: LigerReport | None = None
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
@@ -57,16 +68,16 @@ class LigerTrainerMixin:
         computes one (`output_router_logits` in its config; `router_aux_loss_coef` in the arguments of TRL's trainers).
 
         Args:
-            outputs (`FusedLMOutput`): Per-token fields, each (B, S - 1), fp32, for the labels `inputs["labels"][:, 1:]`
-                ((B, S) for `inputs["shift_labels"]` where the batch has them); zero where `outputs.label_mask` is
-                False.
+            outputs (`FusedLMOutput`): Per-token fields, each (B, S - 1), fp32, for the labels
+                `inputs["labels"][:, 1:]`. If the batch has `inputs["shift_labels"]`, they are (B, S), for those labels.
+                They are zero where `outputs.label_mask` is False.
             inputs (`dict`): The batch as given to the model.
 
         Returns:
-            `torch.Tensor`: The shape of `outputs.label_mask`, not reduced. What it says where `label_mask` is False
-            does not count.
+            `torch.Tensor`: The loss of each label, in the shape of `outputs.label_mask`, not reduced. Values where
+            `label_mask` is False are ignored.
         """
-        return -outputs.log_probs
+        return -outputs.log_probs  # type: ignore[operator]  # always asked for, so it is not None
 
     @classmethod
     def _stock_class(cls) -> type:
@@ -75,7 +86,7 @@ class LigerTrainerMixin:
 
     @property
     def uses_liger(self) -> bool:
-        """Whether this is more than the stock trainer; arguments without `use_liger` say so."""
+        """Whether models are patched, which is also the case for stock arguments, which have no `use_liger`."""
         return getattr(self.args, "use_liger", True)
 
     @property
@@ -83,8 +94,9 @@ class LigerTrainerMixin:
         return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
 
     def _token_loss_of(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
-        """What `token_loss` returns, zero where there is no label. ValueError where it is not one loss per label."""
-        per_token, mask = self.token_loss(outputs, inputs), outputs.label_mask
+        """What `token_loss` returns, with zeros where there is no label. ValueError if it is not one loss per label."""
+        per_token: Any = self.token_loss(outputs, inputs)  # a user's method, which may return anything
+        mask: Any = outputs.label_mask
         shape = getattr(per_token, "shape", None)
         if shape != mask.shape:
             came = f"the {type(per_token).__name__} {per_token!r}" if shape is None else f"shape {tuple(shape)}"
@@ -99,28 +111,28 @@ class LigerTrainerMixin:
         return self.liger_report is not None and has_fused_head(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the stock trainer does, but losses and log-probs stay fp32 under FSDP2 with 16-bit arithmetic.
+        """Do what the stock trainer does, but keep losses and log-probabilities in fp32 under 16-bit FSDP2.
 
-        accelerate has FSDP2 round all that a unit returns to the 16-bit type, in bf16 a sum of log-probs between 512
-        and 1,024 nats to steps of 4. Hidden states are of that type anyhow.
+        accelerate has FSDP2 round everything that a unit returns to the 16-bit type. In bf16, a sum of
+        log-probabilities between 512 and 1,024 nats would become a multiple of 4. Hidden states have that type anyhow.
         """
         super().create_accelerator_and_postprocess()
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        policy = getattr(plugin, "mixed_precision_policy", None)
+        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy: Any = getattr(plugin, "mixed_precision_policy", None)
         rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
         if rounds and self.uses_liger:
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
-    def training_step(self, *args, **kwargs):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._use_own_heads()
         with self._explaining_missing_logits():
             return super().training_step(*args, **kwargs)
 
     def _use_own_heads(self) -> None:
-        """Score with this trainer's options, on models that another trainer may have been built for since.
+        """Give the heads the options of this trainer, since another one may have been built on the same models.
 
         Raises:
-            RuntimeError: The head was removed, and the trainer has a loss that needs it.
+            RuntimeError: The fused head was removed from the model, and the loss of this trainer needs it.
         """
         if self.liger_report is None:
             return
@@ -146,8 +158,8 @@ class LigerTrainerMixin:
         )
 
     @contextmanager
-    def _explaining_missing_logits(self):
-        """Adds the ways out to an error of somebody's `compute_loss` that met `None` for logits."""
+    def _explaining_missing_logits(self) -> Iterator[None]:
+        """Adds advice to the error of a `compute_loss` of the user's that found `None` in the place of logits."""
         try:
             yield
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -157,38 +169,35 @@ class LigerTrainerMixin:
                 error.add_note(self._ways_to_a_loss_of_logits())
             raise
 
-    def _without_head(self, model, options: HeadOptions) -> None:
-        """`model` has lost its fused head since it was patched: see to it that the stock trainer's code runs."""
+    def _without_head(self, model: nn.Module, options: HeadOptions) -> None:
+        """Have the stock trainer's code run on `model`, which has lost its fused head since it was patched."""
 
-    def train(self, *args, **kwargs):
-        """As the stock trainer does; with `logging_nan_inf_filter`, what is logged is filtered without a wait."""
-        self._use_own_heads()  # rows may be scored while the data is loaded
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train as the stock trainer does, but filter logged losses (`logging_nan_inf_filter`) without waiting."""
+        self._use_own_heads()  # now, because TRL may score rows while it loads the data
         if not (self.uses_liger and self.args.logging_nan_inf_filter):
             return super().train(*args, **kwargs)
-        step = self.training_step  # an override of it sees each loss as it is
+        step = self.training_step  # a subclass that overrides it gets each loss as it is
         before = {name: value for name, value in vars(self).items() if name == "training_step"}
 
-        def filtered_step(*args, **kwargs):
+        def filtered_step(*args: Any, **kwargs: Any) -> torch.Tensor:
             return FilteredLoss.of(step(*args, **kwargs), 1 + self.state.global_step - self._globalstep_last_logged)
 
-        replaced = vars(self).get("training_step")
-        self.training_step = filtered_step
+        self.__dict__["training_step"] = filtered_step
         try:
             return super().train(*args, **kwargs)
         finally:
-            if vars(self).get("training_step") is filtered_step:  # else somebody has wrapped or removed it
-                del self.training_step
-                if replaced is not None:
-                    self.training_step = replaced
-            vars(self).update(before)
+            if vars(self).get("training_step") is filtered_step:  # otherwise somebody has wrapped or removed it
+                del self.__dict__["training_step"]
+            self.__dict__.update(before)
 
     def _wants(self, part: str) -> bool:
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
 
-    def _apply_liger(self, model, options: HeadOptions | None = None) -> None:
+    def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         """Patch `model` as `args` say, and refuse what would leave the user's own loss unused.
 
-        `options` are those of calls with `fused_lm_head=True`; unset, the defaults of `HeadOptions`.
+        `options` hold for calls with `fused_lm_head=True`. None stands for the defaults of `HeadOptions`.
         """
         if not self.uses_liger:
             if self.has_own_loss:
@@ -231,12 +240,12 @@ class LigerTrainerMixin:
         if self.args.process_index == 0:
             logger.info(self.liger_report.one_line())
 
-    def _why_unfused(self, model) -> str | None:
-        """Why the stock trainer's loss needs the logits of `model`, so that its head stays as it is; or None."""
+    def _why_unfused(self, model: nn.Module) -> str | None:
+        """Why the loss needs the logits of `model`, so that its head stays as it is, or None if it needs none."""
         return None
 
     def _refuse_a_second_loss(self) -> None:
-        """ValueError where another option for the loss comes with a `token_loss`: one of them would be ignored."""
+        """ValueError if an option that decides the loss is set beside `token_loss`: one of them would be ignored."""
         others = {
             "label_smoothing_factor": self.args.label_smoothing_factor or None,
             "loss_type": None if getattr(self.args, "loss_type", "nll") == "nll" else self.args.loss_type,
@@ -262,7 +271,7 @@ class LigerTrainerMixin:
                 )
 
     def _why_not_next_tokens(self) -> str | None:
-        """Why the labels of the model are not the tokens that follow in its input, or None where they are."""
+        """Why the labels of the model are not the tokens that follow in its input, or None if they are."""
         model = base_model_of(self.model)
         name = own_class(model).__name__
         if getattr(model.config, "is_encoder_decoder", False):
@@ -276,7 +285,13 @@ class LigerTrainerMixin:
     def _wants_tokens(self) -> bool:
         return getattr(self.args, "eval_predictions", "logits") == "tokens"
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
         self._use_own_heads()
         if prediction_loss_only or not self._wants_tokens:
             with self._explaining_missing_logits():
@@ -289,28 +304,29 @@ class LigerTrainerMixin:
             self._predicted = None
         return loss, predictions, predictions.pop("labels")
 
-    def _without_needless_mask(self, model):
-        """`model`, or where it is compiled for training a stand-in that calls it without masks of ones."""
+    def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """`model` or, if it is compiled for training, a stand-in that calls it without attention masks of ones."""
         if self.args.torch_compile and self.model.training:
             return masks.without_mask_of_ones(model, base_model_of(self.model))
         return model
 
-    def _gathering_predictions(self, model):
-        """`model`, or while token predictions are gathered a stand-in that asks for them in the calls with labels."""
-        if self._predicted is None:
+    def _gathering_predictions(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """`model` or, while token predictions are gathered, a stand-in that asks for them in calls with labels."""
+        predicted = self._predicted
+        if predicted is None:
             return model
 
-        def forward(**call):
+        def forward(**call: Any) -> Any:
             if call.get("labels") is None and call.get("shift_labels") is None:
                 return model(**call)
             outputs = model(**call, token_predictions=True)
-            self._predicted.append(outputs["predictions"])
+            predicted.append(outputs["predictions"])
             return outputs
 
         return forward
 
     def _refuse_token_predictions(self) -> None:
-        """ValueError where `eval_predictions="tokens"` has no meaning."""
+        """ValueError if `eval_predictions="tokens"` has no meaning here."""
         why = None
         if not self.gives_token_predictions:
             why = f"{type(self).__name__} does not compute metrics of tokens"
@@ -344,16 +360,19 @@ class LigerTrainerMixin:
             logger.info(self._ways_to_a_loss_of_logits())
         if self.head_is_ours and self.compute_loss_func is not None:
             also = " and TRL's metrics cost a second forward" if self._stock_class() is not Trainer else ""
-            logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to spare that.")
+            logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to avoid that.")
 
 
 class _ReportCallback(TrainerCallback):
     """Writes `liger_report.json` into `output_dir` when training starts."""
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: LigerTrainerMixin) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and args.output_dir is not None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        report = self.trainer.liger_report
+        if state.is_world_process_zero and args.output_dir is not None and report is not None:
             os.makedirs(args.output_dir, exist_ok=True)
-            self.trainer.liger_report.to_json(os.path.join(args.output_dir, "liger_report.json"))
+            report.to_json(os.path.join(args.output_dir, "liger_report.json"))

@@ -1,4 +1,4 @@
-"""`LigerCPOTrainer`: TRL's CPO, SimPO and AlphaPO without their logits. Importing this imports `trl.experimental`."""
+"""`LigerCPOTrainer`: TRL's CPO, SimPO and AlphaPO without logits. Importing this imports `trl.experimental`."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,11 @@ class LigerCPOConfig(LigerArguments, CPOConfig):
 class LigerCPOTrainer(LigerPairMixin, CPOTrainer):
     """[`~trl.experimental.cpo.CPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    SimPO is `loss_type="simpo", cpo_alpha=0.0`, CPO-SimPO the same with `cpo_alpha` above 0, AlphaPO
-    `loss_type="alphapo"` with an `alpha`. Takes the arguments of `CPOTrainer`; `args` is a [`LigerCPOConfig`] (a plain
-    `CPOConfig` counts as `use_liger=True`). No (B, S, V) logits are built, in training or evaluation, but for an
-    encoder-decoder, whose layers alone are patched. A loss of one's own overrides `cpo_loss`.
+    For SimPO set `loss_type="simpo"` and `cpo_alpha=0.0`, for CPO-SimPO the same with `cpo_alpha` above 0, and for
+    AlphaPO `loss_type="alphapo"` and an `alpha`. The trainer takes the arguments of `CPOTrainer`, with a
+    [`LigerCPOConfig`] as `args`; a plain `CPOConfig` counts as one with `use_liger=True`. It builds no (B, S, V) logits
+    in training or evaluation, unless the model is an encoder-decoder, of which only the layers are patched. A subclass
+    changes the loss by overriding `cpo_loss`.
 
     Raises:
         ValueError: An option is set that CPO ignores.

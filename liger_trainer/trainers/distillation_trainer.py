@@ -1,16 +1,20 @@
-"""`LigerDistillationTrainer`: `trl.DistillationTrainer` with the divergence of two captured heads.
+"""`LigerDistillationTrainer`: `trl.DistillationTrainer` with a divergence that both LM heads compute without logits.
 
 TRL's trainer asks `_get_last_hidden_state` for the hidden states of student and teacher, and gives them with the
-weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards run instead, with deferred
-logits, which go through TRL's loss in the place of the hidden states, down to that function: ours, which calls both
-heads. So masks, reduction and metrics stay TRL's, while adapters, prompt learning and what a model does to its logits
-count.
+weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards run instead and return deferred
+logits. These go through TRL's loss in the place of the hidden states, down to that function, for which we put one that
+calls both heads. So masks, reduction and metrics stay TRL's, while adapters, prompt learning and whatever a model does
+to its logits take effect.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import nn
 from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer.head.deferred import DeferredLogits
@@ -30,42 +34,46 @@ class LigerDistillationConfig(LigerArguments, DistillationConfig):
 class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     """[`~trl.DistillationTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    Student and teacher are patched, and neither builds logits but for the tokens being generated. Takes the arguments
-    of `DistillationTrainer`; `args` is a [`LigerDistillationConfig`] (a plain `DistillationConfig` counts as
-    `use_liger=True`). Beyond stock: a LoRA on `lm_head` and prompt-learning adapters train, and logits are scaled and
-    capped by the models themselves instead of by fields of their configs.
+    Student and teacher are patched, and neither builds logits except for the tokens that it generates. The trainer
+    takes the arguments of `DistillationTrainer`, with a [`LigerDistillationConfig`] as `args`; a plain
+    `DistillationConfig` counts as one with `use_liger=True`. Unlike the stock trainer, it can train a LoRA on `lm_head`
+    and prompt-learning adapters, and has the models scale and cap their logits themselves, where the stock trainer goes
+    by fields of their configs.
 
     Raises:
-        ValueError: Student and teacher have vocabularies of two sizes, a head that cannot be fused, or an option that
-            would have no effect.
+        ValueError: Student and teacher have vocabularies of different sizes, one of their heads cannot be fused, or an
+            option would have no effect.
     """
 
     loss_hook = None
     ignored_fields = ("label_smoothing_factor",)
 
-    def _seam(self) -> dict:
+    def _replaced_globals(self) -> dict[str, Any]:
         if not self.uses_liger:
             return {}
         stock = vars(_stock_module())["prepare_deepspeed"]
 
-        def patch_and_prepare(teacher, accelerator):
+        def patch_and_prepare(teacher: nn.Module, accelerator: Any) -> nn.Module:
             self._patch_frozen(teacher)  # its weights are sharded afterwards
             return stock(teacher, accelerator)
 
-        seam = {"prepare_deepspeed": patch_and_prepare}
+        replaced: dict[str, Any] = {"prepare_deepspeed": patch_and_prepare}
         if self._wants("fused_linear_cross_entropy"):
-            seam |= {"BaseTunerLayer": _NoAdapterIsRefused, "PromptLearningConfig": _NoAdapterIsRefused}
-        return seam
+            replaced |= {"BaseTunerLayer": _NoAdapterIsRefused, "PromptLearningConfig": _NoAdapterIsRefused}
+        return replaced
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the stock trainer does; what it has prepared for evaluation alone, the teacher, is patched first.
+        """Do what the stock trainer does, but have the teacher patched before accelerate prepares it.
 
-        Afterwards our forward would lie around the autocast that accelerate wraps around the teacher's.
+        The teacher is the model that is prepared for evaluation only. If it were patched later, our forward would lie
+        outside of the autocast that accelerate puts around the teacher's.
         """
         super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare_model
 
-        def patch_and_prepare(model, device_placement=None, evaluation_mode=False):
+        def patch_and_prepare(
+            model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
+        ) -> nn.Module:
             if evaluation_mode:
                 self._patch_frozen(model)
             return prepare(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
@@ -73,7 +81,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
         self.accelerator.prepare_model = patch_and_prepare
 
     def _finish_init(self) -> None:
-        del self.accelerator.prepare_model  # the class's own again
+        del self.accelerator.prepare_model  # brings back the method of the class
         if self.head_is_ours and self.teacher_model is not None:
             self._refuse_unlike_heads()
         super()._finish_init()
@@ -90,18 +98,20 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
         if sizes["student"] != sizes["teacher"]:
             raise ValueError(
                 f"The LM head of the student has {sizes['student']} outputs, that of the teacher {sizes['teacher']}. A "
-                "divergence needs one vocabulary: use a teacher of the student's, or resize_token_embeddings of one."
+                "divergence needs one vocabulary: use a teacher with the student's, or resize one of the two with "
+                "resize_token_embeddings."
             )
 
-    def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):
+    def _get_last_hidden_state(self, unwrapped_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.head_is_ours:
             unwrapped_model = _LogitsForHiddenStates(unwrapped_model)
         return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
 
-    def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
+    def _compute_loss(self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         if not self.head_is_ours:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
-        # TRL drops the positions outside of the mask before the function where `_use_triton` says that Triton runs.
+        # If `_use_triton` says that Triton runs, TRL drops the positions outside of the mask before it calls the
+        # function.
         divergence = with_globals(
             _stock_module()._chunked_divergence_loss,
             {"ChunkedDivergenceFunction": _FusedDivergence, "_use_triton": lambda device: True},
@@ -110,36 +120,37 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
         return stock(self, unwrapped_student, inputs, num_items_in_batch)
 
 
-def _stock_module():
+def _stock_module() -> ModuleType:
     return sys.modules[DistillationTrainer.__module__]
 
 
-class _LogitsForHiddenStates(torch.nn.Module):
-    """What `DistillationTrainer._get_last_hidden_state` needs of a model, with the logits as the last hidden state.
+class _LogitsForHiddenStates(nn.Module):
+    """Gives `DistillationTrainer._get_last_hidden_state` the logits of a model as its last hidden state.
 
-    A module, as accelerate looks for compiled ones inside it.
+    It is a module because accelerate looks for compiled modules inside it.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def base_model(self, **inputs):
+    def base_model(self, **inputs: Any) -> "_BackboneOutput":
         device = inputs["input_ids"].device.type
         outside = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
 
-        def score(run):
-            # TRL calls the backbone past the autocast that accelerate wraps around the model's forward.
+        def score(run: Callable[[], Any]) -> Any:
+            # TRL calls the backbone outside of the autocast that accelerate puts around the model's forward.
             with torch.autocast(device, **outside):
                 return run()
 
-        # `forward`, not a call: we are inside the wrapper's, whose hooks would shard the weights again too early.
+        # This must not be a call of the module. We are inside one already, of the module that wraps it, and the hooks
+        # of a second would shard the weights again too early.
         outputs = self.model.forward(**inputs, scored_by=score)
         return _BackboneOutput(outputs.logits)
 
 
 class _BackboneOutput:
-    def __init__(self, last_hidden_state):
+    def __init__(self, last_hidden_state: Any) -> None:
         self.last_hidden_state = last_hidden_state
 
 
@@ -147,20 +158,32 @@ class _FusedDivergence:
     """Takes the place of `trl.kernels.chunked_divergence.ChunkedDivergenceFunction`."""
 
     @staticmethod
-    def apply(student, student_weight, student_bias, teacher, teacher_weight, teacher_bias, beta, temperature, *scales):
-        """(divergence, entropy), (T,) each, of `DeferredLogits` (T, V), which know weights, biases and scales better.
+    def apply(
+        student: Any,
+        student_weight: torch.Tensor,
+        student_bias: torch.Tensor | None,
+        teacher: Any,
+        teacher_weight: torch.Tensor,
+        teacher_bias: torch.Tensor | None,
+        beta: float,
+        temperature: float,
+        *scales: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Divergence and entropy of each row, (T,) each.
 
-        The promise that TRL sums the rows (one upstream gradient) spares a product; a broken one gives NaN.
+        `student` and `teacher` are `DeferredLogits` (T, V), which bring their weights, biases and scales. Those that
+        TRL passes are ignored. `uniform_grad` promises that TRL sums the rows, so that all of them have one upstream
+        gradient, which spares a matrix product. If the promise were broken, the gradients would be NaN.
         """
         for name, logits in (("student", student), ("teacher", teacher)):
             if not isinstance(logits, DeferredLogits) or logits.is_materialized:
                 raise RuntimeError(
-                    f"The {name} made real logits, so its divergence cannot be fused: its LM head changed after the "
-                    'trainer was built. Set liger_config={"fused_linear_cross_entropy": false}.'
+                    f"The {name} built real logits, so its divergence cannot be fused. Its LM head has changed since "
+                    'the trainer was built. Set liger_config={"fused_linear_cross_entropy": false}.'
                 )
 
-        def of_student(hidden, target, **own):
-            def of_both(teacher_hidden, target, **theirs):
+        def of_student(hidden: torch.Tensor, target: torch.Tensor, **own: Any) -> Any:
+            def of_both(teacher_hidden: torch.Tensor, target: torch.Tensor, **theirs: Any) -> Any:
                 theirs = {f"teacher_{name}": value for name, value in theirs.items()}
                 return linear_divergence(
                     hidden, teacher_hidden=teacher_hidden, beta=beta, temperature=temperature, uniform_grad=True,
@@ -169,5 +192,6 @@ class _FusedDivergence:
 
             return teacher.fused(of_both, target)  # a call of the teacher's head within the call of the student's
 
-        rows = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)  # `fused` wants targets
-        return student.fused(of_student, rows)
+        # `fused` asks for targets, of which a divergence has no use.
+        targets = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)
+        return student.fused(of_student, targets)

@@ -1,9 +1,12 @@
-"""`LigerDPOTrainer`: `trl.DPOTrainer` with our fused head behind TRL's own contract, and a hook for a loss of pairs."""
+"""`LigerDPOTrainer`: `trl.DPOTrainer` with our fused head in the place of TRL's own, and a hook for a loss of pairs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
+from torch import nn
 from trl import DPOConfig, DPOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
@@ -22,10 +25,11 @@ class LigerDPOConfig(LigerArguments, DPOConfig):
 class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     """[`~trl.DPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    The policy and the reference model are patched, and neither builds logits. Takes the arguments of `DPOTrainer`;
-    `args` is a [`LigerDPOConfig`] (a plain `DPOConfig` counts as `use_liger=True`). Every option keeps its meaning,
-    since the loss code is TRL's. Beyond stock: a LoRA on `lm_head` trains, and `eval_predictions="tokens"` gives
-    `compute_metrics` token ids, log-probabilities and ranks without a second forward.
+    The policy and the reference model are patched, and neither builds logits. The trainer takes the arguments of
+    `DPOTrainer`, with a [`LigerDPOConfig`] as `args`; a plain `DPOConfig` counts as one with `use_liger=True`. Every
+    option keeps its meaning, since the loss code is TRL's. Unlike the stock trainer, it can train a LoRA on `lm_head`,
+    and with `eval_predictions="tokens"` it gives `compute_metrics` token ids, log-probabilities and ranks without a
+    second forward pass.
 
     A subclass changes the loss by overriding `pair_loss`; the metrics stay TRL's:
 
@@ -38,29 +42,33 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     ```
 
     Attributes:
-        pair_columns (`tuple[str, ...]`): Columns of numbers in the rows that `pair_loss` finds in `inputs`.
+        pair_columns (`tuple[str, ...]`): Columns of the rows that hold numbers, which `pair_loss` finds in `inputs`.
 
     Raises:
-        ValueError: An option that would have no effect, or two options that each decide the loss.
+        ValueError: An option would have no effect, or two options would each decide the loss.
     """
 
     loss_hook = "pair_loss"
     pair_columns: tuple[str, ...] = ()
     gives_token_predictions = True
-    ignored_fields = ("label_smoothing_factor",)  # of tokens; that of pairs is label_smoothing
+    ignored_fields = ("label_smoothing_factor",)  # it is for the labels of tokens; label_smoothing is for pairs
+    data_collator: Callable[[list], dict[str, Any]]
+    loss_types: list[str]
+    loss_weights: list[float] | None
+    precompute_ref_logps: bool
 
     def pair_loss(self, chosen_logratios: torch.Tensor, rejected_logratios: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Loss of each pair; the trainer takes the mean, and adds the auxiliary loss of a mixture of experts.
+        """Loss of each pair. The trainer takes the mean, and adds the auxiliary loss of a mixture of experts.
 
         Args:
             chosen_logratios (`torch.Tensor`): (P,) for P pairs, fp32: the log-probability of the chosen completion
-                under the policy less that under the reference, each summed over the completion's tokens.
-            rejected_logratios (`torch.Tensor`): (P,), of the rejected completion.
+                under the policy minus that under the reference, each summed over the completion's tokens.
+            rejected_logratios (`torch.Tensor`): (P,), the same for the rejected completion.
             inputs (`dict`): The batch: `input_ids`, `attention_mask` and `completion_mask` (2 P, S), chosen before
                 rejected; `ref_chosen_logps` and `ref_rejected_logps` (P,); and the `pair_columns`, each (P,).
 
         Returns:
-            `torch.Tensor`: (P,).
+            `torch.Tensor`: (P,), not reduced.
         """
         raise NotImplementedError("Without an override the loss is the `loss_type` of the config, computed by TRL.")
 
@@ -68,22 +76,28 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     def has_own_loss(self) -> bool:
         return type(self).pair_loss is not LigerDPOTrainer.pair_loss
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         model = self._gathering_predictions(model)
         if self.has_own_loss and self.head_is_ours:
             return self._own_loss(model, inputs, return_outputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _own_loss(self, model, inputs, return_outputs):
-        """The stock step over an empty list of losses, for its metrics and auxiliary loss, plus `pair_loss`."""
+    def _own_loss(self, model: Callable[..., Any], inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """`pair_loss`, added to a stock step that has no losses of its own, but metrics and the auxiliary loss."""
         columns = {name: inputs[name] for name in self.pair_columns}
         inputs = {name: value for name, value in inputs.items() if name not in columns}
         if not self.precompute_ref_logps:
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        scored = []
+        scored: list[torch.Tensor] = []
 
-        def scoring(**call):
+        def scoring(**call: Any) -> Any:
             outputs = model(**call)
             if call.get("fused_lm_head"):
                 scored.append(outputs.log_probs)
@@ -95,7 +109,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
             rest = super().compute_loss(scoring, inputs, return_outputs)
         finally:
             self.loss_types, self.loss_weights, self.precompute_ref_logps = stock
-        # Prompt-learning PEFT puts virtual tokens before the real ones.
+        # Prompt-learning adapters of PEFT put virtual tokens before the real ones.
         log_probs = scored[0][:, -(inputs["input_ids"].shape[1] - 1) :]
         chosen, rejected = log_probs.sum(dim=1).chunk(2)
         chosen, rejected = chosen - inputs["ref_chosen_logps"], rejected - inputs["ref_rejected_logps"]
@@ -107,7 +121,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
             )
         return (rest[0] + loss.mean(), rest[1]) if return_outputs else rest + loss.mean()
 
-    def _set_signature_columns_if_needed(self):
+    def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         self._signature_columns += [name for name in self.pair_columns if name not in self._signature_columns]
 
@@ -117,7 +131,7 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
             raise ValueError(
                 f"label_smoothing is {self.args.label_smoothing}, which DPOTrainer does not use with loss_type "
                 f"{self.args.loss_type}. Remove it, or take one of {', '.join(_SMOOTHED)}; 'robust' is 'sigmoid' for "
-                "labels of which a share is wrong."
+                "preferences some of which are wrong."
             )
         if not self.pair_columns:
             return
@@ -148,9 +162,9 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
 class _WithColumns:
     """A collator whose batches also have the columns `names`, each a tensor of one number per row."""
 
-    def __init__(self, collator, names):
+    def __init__(self, collator: Callable[[list], dict[str, Any]], names: tuple[str, ...]) -> None:
         self.collator, self.names = collator, names
 
-    def __call__(self, rows):
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         columns = {name: torch.tensor([row[name] for row in rows]) for name in self.names}
         return {**self.collator(rows), **columns}

@@ -1,7 +1,10 @@
-"""`LigerKTOTrainer`: `trl.KTOTrainer` with our fused head behind TRL's own contract."""
+"""`LigerKTOTrainer`: `trl.KTOTrainer` with our fused head in the place of TRL's own."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import nn
 from trl import KTOConfig, KTOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
@@ -18,19 +21,25 @@ class LigerKTOConfig(LigerArguments, KTOConfig):
 class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
     """[`~trl.KTOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    The policy and the reference model are patched, and neither builds logits, the mismatched pairs of the KL estimate
-    included. Takes the arguments of `KTOTrainer`; `args` is a [`LigerKTOConfig`] (a plain `KTOConfig` counts as
-    `use_liger=True`). Every option keeps its meaning, since the loss code is TRL's. Beyond stock: a LoRA on `lm_head`
-    trains, and `eval_predictions="tokens"` gives `compute_metrics` token ids, log-probabilities and ranks without a
-    second forward.
+    The policy and the reference model are patched, and neither builds logits, not even for the mismatched pairs of the
+    KL estimate. The trainer takes the arguments of `KTOTrainer`, with a [`LigerKTOConfig`] as `args`; a plain
+    `KTOConfig` counts as one with `use_liger=True`. Every option keeps its meaning, since the loss code is TRL's.
+    Unlike the stock trainer, it can train a LoRA on `lm_head`, and with `eval_predictions="tokens"` it gives
+    `compute_metrics` token ids, log-probabilities and ranks without a second forward pass.
 
     Raises:
-        ValueError: An option that would have no effect.
+        ValueError: An option would have no effect.
     """
 
     loss_hook = None
     gives_token_predictions = True
     ignored_fields = ("label_smoothing_factor",)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         return super().compute_loss(self._gathering_predictions(model), inputs, return_outputs, num_items_in_batch)

@@ -1,19 +1,24 @@
-"""`logging_nan_inf_filter` without its waits.
+"""Filters logged losses as `logging_nan_inf_filter` asks, without making the host wait for the GPU.
 
-`Trainer` leaves NaN and infinite losses out of what it logs by asking every loss whether it is finite, for which the
-host waits for the GPU once a micro-batch. Here the loss that `Trainer` is given answers that it is, and filters itself
-on the device where `Trainer` adds it to the sum of those before it: the same numbers, and no wait.
+`Trainer` asks every loss whether it is NaN or infinite, and leaves such losses out of what it logs. For the answer the
+host waits for the GPU once per micro-batch. Here `Trainer` gets a loss that always answers no. It filters itself on the
+device instead, when `Trainer` adds it to the sum of the losses before it, so that the logged numbers are the same.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
 class FilteredLoss(torch.Tensor):
-    """A loss () for `Trainer` to log. Added to a sum of losses, it counts as their mean where it is not finite.
+    """A loss () for `Trainer` to log. If it is not finite, adding it to a sum of losses adds their mean instead.
 
     Attributes:
-        steps (`int`): By how many steps `Trainer` divides the sum for that mean.
+        steps (`int`): The number of steps by which `Trainer` divides the sum to get that mean.
     """
+
+    steps: int
 
     @classmethod
     def of(cls, loss: torch.Tensor, steps: int) -> "FilteredLoss":
@@ -22,7 +27,7 @@ class FilteredLoss(torch.Tensor):
         return filtered
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in (torch.isnan, torch.isinf):
             return False
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""`LigerORPOTrainer`: TRL's ORPO without its logits. Importing this imports `trl.experimental`."""
+"""`LigerORPOTrainer`: TRL's ORPO without logits. Importing this imports `trl.experimental`."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ class LigerORPOConfig(LigerArguments, ORPOConfig):
 class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
     """[`~trl.experimental.orpo.ORPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    Takes the arguments of `ORPOTrainer`; `args` is a [`LigerORPOConfig`] (a plain `ORPOConfig` counts as
-    `use_liger=True`). No (B, S, V) logits are built, in training or evaluation, but for an encoder-decoder,
-    whose layers alone are patched. A loss of one's own overrides `odds_ratio_loss`.
+    It takes the arguments of `ORPOTrainer`, with a [`LigerORPOConfig`] as `args`; a plain `ORPOConfig` counts as one
+    with `use_liger=True`. It builds no (B, S, V) logits in training or evaluation, unless the model is an
+    encoder-decoder, of which only the layers are patched. A subclass changes the loss by overriding `odds_ratio_loss`.
 
     Raises:
         ValueError: An option is set that ORPO ignores.
@@ -29,6 +29,8 @@ class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
 
     loss_hook = "odds_ratio_loss"
 
-    def _chosen_labels(self, labels, input_ids, attention_mask):
-        """ORPO's likelihood term covers the prompt too."""
+    def _chosen_labels(
+        self, labels: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        """`labels`, with those of the prompt added, since ORPO's likelihood term covers the prompt too."""
         return torch.where(labels != -100, labels, torch.where(attention_mask == 1, input_ids, -100))

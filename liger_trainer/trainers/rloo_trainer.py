@@ -1,4 +1,4 @@
-"""`LigerRLOOTrainer`: `trl.RLOOTrainer` with our fused head behind TRL's own contract."""
+"""`LigerRLOOTrainer`: `trl.RLOOTrainer` with our fused head in the place of TRL's own."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,11 @@ class LigerRLOOConfig(LigerArguments, RLOOConfig):
 class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    The policy and the reference model are patched, and neither builds logits but for the tokens being generated. Takes
-    the arguments of `RLOOTrainer`; `args` is a [`LigerRLOOConfig`] (a plain `RLOOConfig` counts as `use_liger=True`).
-    Every option keeps its meaning, since the loss code is TRL's. Beyond stock: a LoRA on `lm_head` trains.
+    It takes the arguments of `RLOOTrainer`, with a [`LigerRLOOConfig`] as `args`; a plain `RLOOConfig` counts as one
+    with `use_liger=True`. All that [`LigerGRPOTrainer`] says of its models, its options and a LoRA holds here too.
 
     Raises:
-        ValueError: An option that would have no effect.
+        ValueError: An option would have no effect.
     """
 
     loss_hook = None

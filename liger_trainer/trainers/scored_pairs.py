@@ -1,14 +1,18 @@
-"""What `LigerORPOTrainer` and `LigerCPOTrainer` share: TRL's own code runs, on a stand-in for the logits it asks for.
+"""What `LigerORPOTrainer` and `LigerCPOTrainer` share: they run TRL's own code on a stand-in for the logits.
 
 The stock classes score pairs from full logits, in `concatenated_forward`. Here that method runs as it is. The model it
 calls answers with `ScoredLogits`, which holds the log-probability of every label and the mean of every row: all that
 the method uses the logits for. So which tokens the likelihood term covers, what is averaged and what is logged stay
-TRL's decisions, and whatever else a later release may ask for is an error, never another number.
+TRL's decisions. If a later release asks for anything else, that is an error and never a wrong number.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import trl
+from torch import nn
 from transformers.utils import ModelOutput
 
 from liger_trainer.head.find import base_model_of, why_peft_needs_logits
@@ -18,10 +22,10 @@ _OFF = 'liger_config={"fused_linear_cross_entropy": false}'
 
 
 class ScoredLogits:
-    """Stands for logits (..., V) that do not exist, by what is known of each of their rows.
+    """Stands in for logits (..., V) that are never computed, and holds what is known of each of their rows.
 
-    Not a `DeferredLogits`, which holds hidden states and can still become logits: TRL's method runs outside of the
-    model's call, where the head's weights may be sharded, so that everything it asks for has been computed before.
+    It is not a `DeferredLogits`, which holds hidden states and can still become logits. TRL's method runs outside of
+    the model's call, where the head's weights may be sharded, so everything that it asks for is computed before.
 
     Args:
         log_probs (`torch.Tensor`): Log-probability of `target` in each row (...), fp32, differentiable.
@@ -30,21 +34,23 @@ class ScoredLogits:
         vocab_size (`int`): V.
     """
 
-    def __init__(self, log_probs, target, vocab_mean, vocab_size: int):
+    def __init__(
+        self, log_probs: torch.Tensor, target: torch.Tensor, vocab_mean: torch.Tensor, vocab_size: int
+    ) -> None:
         self.log_probs, self.target, self.vocab_mean, self.vocab_size = log_probs, target, vocab_mean, vocab_size
 
-    def _rows(self, change):
+    def _rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ScoredLogits":
         return ScoredLogits(change(self.log_probs), change(self.target), change(self.vocab_mean), self.vocab_size)
 
     @property
-    def shape(self):
+    def shape(self) -> torch.Size:
         return torch.Size((*self.target.shape, self.vocab_size))
 
     @property
-    def device(self):
+    def device(self) -> torch.device:
         return self.log_probs.device
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> "ScoredLogits":
         index = index if isinstance(index, tuple) else (index,)
         if len(index) == len(self.shape) or Ellipsis in index:
             if index[-1] != slice(None):
@@ -52,13 +58,13 @@ class ScoredLogits:
             index = index[:-1]
         return self._rows(lambda rows: rows[index])
 
-    def contiguous(self):
+    def contiguous(self) -> "ScoredLogits":
         return self
 
-    def detach(self):
+    def detach(self) -> "ScoredLogits":
         return self._rows(torch.Tensor.detach)
 
-    def view(self, *shape):
+    def view(self, *shape: int) -> "ScoredLogits":
         if shape[-1] != self.vocab_size:
             raise self._unknown(f"view{shape}")
         return self._rows(lambda rows: rows.reshape(shape[:-1]))
@@ -68,35 +74,45 @@ class ScoredLogits:
         return self.vocab_mean.mean()
 
     def of(self, labels: torch.Tensor) -> torch.Tensor:
-        """Log-probability of each label (...), zero where it is -100. ValueError where it is not known."""
+        """Log-probability of each label (...), zero where it is -100. ValueError if one of them is not known."""
         wanted = labels != -100
         if (wanted & (labels != self.target)).any():
             raise ValueError(
-                "A label is asked for that is not the token that follows in input_ids. Make the labels of the data "
-                f"collator copies of input_ids, with -100 for what does not count, or set {_OFF}."
+                "TRL asks for the log-probability of a label that is not the token that follows in input_ids. Make the "
+                "labels of the data collator copies of input_ids, with -100 for tokens that do not count, or set "
+                f"{_OFF}."
             )
         return self.log_probs.masked_fill(~wanted, 0.0)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise self._unknown(f"`{name}`")
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not F.cross_entropy:
             raise cls._unknown(f"`{getattr(func, '__name__', func)}`")
         return _cross_entropy(*args, **(kwargs or {}))
 
     @staticmethod
-    def _unknown(what: str):
+    def _unknown(what: str) -> NotImplementedError:
         return NotImplementedError(
             f"trl {trl.__version__} uses {what} on logits, which the fused head does not build. Set {_OFF}, or install "
             "trl 1.16."
         )
 
 
-def _cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, **legacy):
+def _cross_entropy(
+    input: ScoredLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    **legacy: Any,
+) -> torch.Tensor:
     legacy = {name: value for name, value in legacy.items() if value is not None}
     if weight is not None or (ignore_index, reduction, label_smoothing) != (-100, "mean", 0.0) or legacy:
         raise ScoredLogits._unknown("cross_entropy with options")
@@ -104,14 +120,22 @@ def _cross_entropy(input, target, weight=None, *, ignore_index=-100, reduction="
 
 
 class LigerPairMixin(LigerTRLMixin):
-    """Goes before a class of TRL whose `concatenated_forward` scores chosen and rejected rows of one batch.
+    """Goes before a TRL trainer whose `concatenated_forward` scores chosen and rejected rows in one batch.
 
-    A subclass says which tokens of the chosen rows the likelihood term may ask for, in `_chosen_labels`.
+    In `_chosen_labels`, a subclass says which tokens of the chosen rows the likelihood term may ask for.
     """
 
     ignored_fields = ("label_smoothing_factor",)
+    padding_value: int | None
 
-    def __init__(self, model=None, args=None, *rest, quantization_config=None, **kwargs):
+    def __init__(
+        self,
+        model: nn.Module | str | None = None,
+        args: Any = None,
+        *rest: Any,
+        quantization_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if args is None:
             raise ValueError(f"args is None; {type(self).__name__} needs its config, with an output_dir.")
         use_liger = getattr(args, "use_liger", True)
@@ -124,14 +148,14 @@ class LigerPairMixin(LigerTRLMixin):
                 "quantization_config=...)) and pass the model."
             )
         if use_liger and isinstance(model, str) and (args.use_cpu or args.world_size > 1):
-            # Stock spreads a model that it loads over all GPUs of the machine, in every process
+            # The stock trainer would spread a model that it loads over all GPUs of the machine, in every process.
             args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
         super().__init__(model, args, *rest, **kwargs)
 
-    def _seam(self) -> dict:
+    def _replaced_globals(self) -> dict[str, Any]:
         return {}
 
-    def _why_unfused(self, model) -> str | None:
+    def _why_unfused(self, model: nn.Module) -> str | None:
         if self.is_encoder_decoder:
             name = type(base_model_of(model)).__name__
             return f"{name} is an encoder-decoder model, whose pairs are scored from logits"
@@ -141,7 +165,7 @@ class LigerPairMixin(LigerTRLMixin):
         if self.uses_liger and self.processing_class.pad_token_id is None:
             if self.processing_class.eos_token_id is None:
                 raise ValueError("processing_class has neither pad_token nor eos_token; set its pad_token.")
-            # As in CPOTrainer. ORPOTrainer stops at the first batch; Llama 3 has no padding token
+            # CPOTrainer does this too; ORPOTrainer stops at the first batch. Llama 3, for one, has no padding token.
             self.processing_class.pad_token = self.processing_class.eos_token
             if self.padding_value is None:
                 self.padding_value = self.processing_class.pad_token_id
@@ -149,15 +173,17 @@ class LigerPairMixin(LigerTRLMixin):
                 self.data_collator.pad_token_id = self.processing_class.pad_token_id
         super()._finish_init()
 
-    def _chosen_labels(self, labels, input_ids, attention_mask):
-        """Labels (B, S) of the chosen rows to be scored, given those of the collator; -100 where none is needed."""
+    def _chosen_labels(
+        self, labels: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        """The labels (B, S) to score in the chosen rows, given the collator's `labels`; -100 where none is needed."""
         return labels
 
-    def concatenated_forward(self, model, batch):
+    def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         if not self.head_is_ours:
             return super().concatenated_forward(model, batch)
 
-        def scored(input_ids, attention_mask=None, **options):
+        def scored(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> ModelOutput:
             labels = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
             chosen = batch["chosen_labels"].shape[0]
             labels[:chosen] = self._chosen_labels(labels[:chosen], input_ids[:chosen], attention_mask[:chosen])
@@ -169,7 +195,7 @@ class LigerPairMixin(LigerTRLMixin):
                 token_outputs=("log_probs", "vocab_mean"),
                 **options,
             )
-            # A prompt-learning adapter prepends rows of its own. The last row predicts nothing that has a label.
+            # A prompt-learning adapter puts rows of its own first. The last row predicts no token that has a label.
             log_probs = F.pad(outputs.log_probs[:, -(labels.shape[1] - 1) :], (0, 1))
             logits = ScoredLogits(
                 log_probs,
@@ -182,8 +208,14 @@ class LigerPairMixin(LigerTRLMixin):
         return super().concatenated_forward(scored, batch)
 
     @classmethod
-    def get_batch_logps(cls, logits, labels, average_log_prob=False, is_encoder_decoder=False):
-        """Log-probability of the labels (N, S) of each row, (N,): summed, or averaged over its labels."""
+    def get_batch_logps(
+        cls,
+        logits: Any,
+        labels: torch.Tensor,
+        average_log_prob: bool = False,
+        is_encoder_decoder: bool = False,
+    ) -> torch.Tensor:
+        """Log-probabilities of the labels (N, S), summed over each row or averaged over its labels: (N,)."""
         if not isinstance(logits, ScoredLogits):
             return super().get_batch_logps(logits, labels, average_log_prob, is_encoder_decoder)
         mask = labels[:, 1:] != -100

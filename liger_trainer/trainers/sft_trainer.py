@@ -1,10 +1,13 @@
-"""`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head behind TRL's own contract.
+"""`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head in the place of TRL's own.
 
-So its losses and metrics stay TRL's.
+Its losses and metrics stay TRL's.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
@@ -21,34 +24,43 @@ class LigerSFTConfig(LigerArguments, SFTConfig):
 class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    It runs one forward a step, whatever the options. Takes the arguments of `SFTTrainer`; `args` is a
-    [`LigerSFTConfig`] (a plain `SFTConfig` counts as `use_liger=True`). Beyond stock: a LoRA on `lm_head` trains, and
-    `label_smoothing_factor` costs neither logits nor a second forward. As in TRL, the auxiliary loss of a mixture of
-    experts is not added to a smoothed loss, only logged.
+    It takes the arguments of `SFTTrainer`, with a [`LigerSFTConfig`] as `args`; a plain `SFTConfig` counts as one with
+    `use_liger=True`. A step runs one forward pass, whatever the options. Unlike the stock trainer, it can train a LoRA
+    on `lm_head`, and `label_smoothing_factor` costs neither logits nor a second forward pass. As in TRL, the auxiliary
+    loss of a mixture of experts is only logged, and not added, when the loss is smoothed.
     """
 
     gives_token_predictions = True
-    untrue_warnings = ("`label_smoothing_factor` is deprecated in `SFTTrainer`",)  # of full logits and a second forward
+    # This one warns of full logits and of a second forward pass.
+    untrue_warnings = ("`label_smoothing_factor` is deprecated in `SFTTrainer`",)
+    label_smoother: Any
+    router_aux_loss_coef: float
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         model = self._gathering_predictions(model)
         if not self.head_is_ours or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         model = self._without_needless_mask(model)
         own_loss, smoother = self.has_own_loss, self.label_smoother
         smoothed = not own_loss and smoother is not None and self.args.loss_type == "nll"
-        options = {}
+        options: dict[str, Any] = {}
         if own_loss:
             options["token_outputs"] = ("log_probs", "entropy", "is_top1", *self.token_outputs)
         elif self.args.loss_type == "nll":
-            # TRL reduces by `-log_probs.sum() / num_tokens`: one upstream gradient for all tokens, so that the fused
-            # head may compute its gradients in the forward pass. It checks the promise and returns NaN where it is
-            # broken.
+            # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. With that
+            # promise the fused head may compute its gradients in the forward pass. It checks the promise, and returns
+            # NaN if it is broken.
             options["uniform_grad"] = True
             if smoothed:
                 options["label_smoothing"] = smoother.epsilon
 
-        def scored(**call):
+        def scored(**call: Any) -> Any:
             if not call.get("fused_lm_head"):
                 return model(**call)
             outputs = model(**call, **options)
@@ -59,8 +71,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             return outputs
 
         stock = self.label_smoother, self.router_aux_loss_coef
-        self.label_smoother = None  # smoothing is in log_probs already; stock would build logits in a second forward
-        if smoothed:  # to which stock adds no auxiliary loss
+        self.label_smoother = None  # log_probs are smoothed already; with it, TRL would build logits in a second pass
+        if smoothed:  # the stock trainer adds no auxiliary loss to a smoothed one
             self.router_aux_loss_coef = 0.0
         try:
             return super().compute_loss(scored, inputs, return_outputs, num_items_in_batch)

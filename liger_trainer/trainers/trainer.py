@@ -1,9 +1,12 @@
-"""`LigerTrainer`: `transformers.Trainer` with the model patched at init and the loss computed without logits."""
+"""`LigerTrainer`: a `transformers.Trainer` that patches its model and computes the loss without logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -24,34 +27,41 @@ class LigerTrainingArguments(LigerArguments, TrainingArguments):
 class LigerTrainer(LigerTrainerMixin, Trainer):
     """[`~transformers.Trainer`] with the same losses, gradients and metrics, on fused kernels.
 
-    Takes the arguments of `Trainer`; `args` is a [`LigerTrainingArguments`] (a plain `TrainingArguments` counts as
-    `use_liger=True`). Training builds no (B, S, V) logits. Loss-only evaluation builds none either; with
-    `compute_metrics` it does, as the metrics ask for them, unless `eval_predictions="tokens"`.
+    It takes the arguments of `Trainer`, with a [`LigerTrainingArguments`] as `args`; a plain `TrainingArguments` counts
+    as one with `use_liger=True`. Training builds no (B, S, V) logits, and neither does an evaluation of the loss alone.
+    With `compute_metrics`, evaluation builds them, as the metrics ask for them, unless `eval_predictions="tokens"`.
 
     Raises:
         ValueError: `use_liger=True` with a model that has no LM head, or unknown keys in `liger_config`.
     """
 
     gives_token_predictions = True
-    _loss_only = False  # while `prediction_step` wants no logits
+    _loss_only = False  # True while `prediction_step` wants no logits
+    label_smoother: Any
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
             super().__init__(*args, **kwargs)
-            if self.model_init is None:  # with model_init, call_model_init patches
+            if self.model_init is None:  # otherwise call_model_init has patched the model
                 self._apply_liger(self.model)
             self._finish_init()
 
-    def call_model_init(self, trial=None):
+    def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
         self._apply_liger(model)
         return model
 
-    def _why_unfused(self, model) -> str | None:
+    def _why_unfused(self, model: nn.Module) -> str | None:
         return why_peft_needs_logits(model)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if self._loss_only and self.head_is_ours:
             inputs = {"skip_logits": True} | inputs
         if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:
@@ -75,7 +85,13 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         finally:
             self.label_smoother = smoother
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
         self._loss_only = prediction_loss_only or self._wants_tokens
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -91,13 +107,13 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             )
 
     def _is_causal_lm(self) -> bool:
-        """The test by which the stock trainer shifts labels for its `LabelSmoother`, made right under FSDP2."""
+        """Whether the stock trainer shifts the labels for its `LabelSmoother`. The answer is right under FSDP2 too."""
         return own_class(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
-    def _own_loss_model(self, model, wants_logits: bool):
-        """Stand-in for `model` returning the loss of `token_loss`; `Trainer.compute_loss` scales it as any model's."""
+    def _own_loss_model(self, model: Callable[..., Any], wants_logits: bool) -> Callable[..., dict[str, torch.Tensor]]:
+        """A stand-in for `model` that returns the loss of `token_loss`. `Trainer.compute_loss` scales it as usual."""
 
-        def forward(skip_logits=None, num_items_in_batch=None, **inputs):
+        def forward(skip_logits: Any = None, num_items_in_batch: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
             outputs = model(**inputs, fused_lm_head=True, token_outputs=("log_probs", *self.token_outputs))
             per_token = self._token_loss_of(outputs, inputs)
             count = outputs.label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -122,15 +138,15 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         return 0.0
 
 
-def _that_smooths(model):
-    """`model`, which is asked for a smoothed loss; RuntimeError where it answers as a model that does not know how."""
+def _that_smooths(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in for `model`. RuntimeError if that returns logits, which shows that it has not smoothed its loss."""
 
-    def forward(**call):
+    def forward(**call: Any) -> Any:
         outputs = model(**call)
         if outputs.get("logits") is not None:
             raise RuntimeError(
                 "label_smoothing_factor had no effect: model.forward has been replaced since the trainer was built, "
-                "by one that does not smooth labels. Build the trainer after replacing it."
+                "by one that does not smooth labels. Replace it before you build the trainer."
             )
         return outputs
 

@@ -1,9 +1,9 @@
 """How our kernels and our fused head get into TRL's trainers, whose losses stay TRL's.
 
 TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the reference model while they
-are built. During that time the name is ours, so that TRL keeps deciding which outputs, temperature and precision it
-wants for which model, and each model is patched before anything shards or wraps it.
-`tests/liger_trainer/trainers/test_contracts.py` fails when a TRL release moves what this stands on.
+are built. During that time a function of ours has that name. So TRL still decides which outputs, temperature and
+precision it wants for which model, and each model is patched before anything shards or wraps it.
+`tests/liger_trainer/trainers/test_contracts.py` fails if a TRL release moves a name on which this depends.
 """
 
 import functools
@@ -13,11 +13,17 @@ import sys
 import threading
 import types
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import trl
-from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
+from accelerate.utils import (  # type: ignore[import-untyped]
+    convert_outputs_to_fp32,
+    get_mixed_precision_context_manager,
+)
+from torch import nn
 
 from liger_trainer.head.find import base_model_of, has_fused_head, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
@@ -27,9 +33,9 @@ from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
 
 
 class _NoAdapterIsRefused:
-    """TRL refuses a PEFT layer as LM head because its head reads `lm_head.weight`; ours calls the module.
+    """Takes the place of classes of PEFT for which TRL checks with `isinstance`. Nothing is an instance of it.
 
-    Nothing is an instance.
+    TRL refuses a PEFT layer as the LM head because its fused head reads `lm_head.weight`. Ours calls the module.
     """
 
 
@@ -37,10 +43,10 @@ _building = threading.RLock()
 
 
 @contextmanager
-def replaced_in(module, names: dict):
-    """Within the block, the globals `names` of TRL's trainer module `module` have the values given, in this thread.
+def replaced_in(module: types.ModuleType, names: dict[str, Any]) -> Iterator[None]:
+    """Within the block, the globals `names` of `module`, the module of a TRL trainer, have the values given there.
 
-    Another thread that enters such a block waits; what runs there meanwhile finds the stock values.
+    That holds for this thread. Other threads find the stock values meanwhile, and wait if they enter such a block too.
 
     Raises:
         ImportError: The module has no such global.
@@ -48,7 +54,7 @@ def replaced_in(module, names: dict):
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         raise ImportError(
-            f"{module.__name__} of trl {trl.__version__} has no {', '.join(missing)}, on which the fused head stands. "
+            f"{module.__name__} of trl {trl.__version__} has no {', '.join(missing)}, which the fused head depends on. "
             'Install trl>=1.16,<2, or set liger_config={"fused_linear_cross_entropy": false}.'
         )
     with _building:
@@ -62,26 +68,26 @@ def replaced_in(module, names: dict):
                 setattr(module, name, value)
 
 
-def _in_this_thread(value, stock):
-    """What is `value` to this thread, and `stock` to all others: a function, or a class to be an instance of."""
+def _in_this_thread(value: Any, stock: Any) -> Any:
+    """A function that calls `value` in this thread and `stock` in all others, or a class with their `isinstance`."""
     owner = threading.get_ident()
     if isinstance(stock, type):
 
         class OfThread(type):
-            def __instancecheck__(cls, instance):
+            def __instancecheck__(cls, instance: Any) -> bool:
                 return isinstance(instance, value if threading.get_ident() == owner else stock)
 
         return OfThread(stock.__name__, (), {})
 
     @functools.wraps(stock)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         return (value if threading.get_ident() == owner else stock)(*args, **kwargs)
 
     return call
 
 
-def with_globals(function, names: dict):
-    """A copy of `function` that finds the values of `names` in the place of those globals of its module."""
+def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+    """A copy of `function` for which the globals in `names` have the values given there."""
     copy = types.FunctionType(
         function.__code__,
         function.__globals__ | names,
@@ -94,37 +100,39 @@ def with_globals(function, names: dict):
 
 
 class LigerTRLMixin(LigerTrainerMixin):
-    """A trainer of TRL with its models patched while it is built. Goes before the stock class:
+    """Patches the models of a TRL trainer while it is built. It goes before the stock class:
 
     ```python
     class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
         loss_hook = None  # there is no method by which a subclass changes the loss
     ```
 
-    That is all for a trainer that calls `add_fused_lm_head` for the models it scores with. One that does not overrides
-    `_seam` (which globals of TRL's module are replaced while the stock `__init__` runs) and, for frozen models that the
-    replacements do not see, calls `_patch_frozen`. What the stock trainer would ignore in silence is refused in
-    `_finish_init`, which runs last.
+    A trainer that calls `add_fused_lm_head` for the models it scores with needs nothing more. One that does not call it
+    overrides `_replaced_globals`, which says what is replaced in TRL's module while the stock `__init__` runs, and
+    calls `_patch_frozen` for frozen models that the replacements do not see. `_finish_init`, which runs last, refuses
+    what the stock trainer would silently ignore.
 
     Attributes:
         ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
             one is an error.
-        untrue_warnings (`tuple[str, ...]`): How warnings of the stock `__init__` begin that are not true of
-            a fused head.
+        untrue_warnings (`tuple[str, ...]`): The beginnings of warnings of the stock `__init__` that are not true with a
+            fused head.
     """
 
     ignored_fields: tuple[str, ...] = ()
     untrue_warnings: tuple[str, ...] = ()
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock_init = super().__init__
         given = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
-        self.args = given.get("args")  # `uses_liger` and `_wants` read it
+        config: Any = given.get("args")
+        self.args = config  # `uses_liger` and `_wants` read it
         if self.uses_liger:
             self._refuse_compute_loss_func(kwargs, stock_init)
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
-            with replaced_in(sys.modules[self._stock_class().__module__], self._seam()), warnings.catch_warnings():
+            module = sys.modules[self._stock_class().__module__]
+            with replaced_in(module, self._replaced_globals()), warnings.catch_warnings():
                 if self._wants("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
                     for beginning in self.untrue_warnings:
                         warnings.filterwarnings("ignore", re.escape(beginning))
@@ -133,8 +141,8 @@ class LigerTRLMixin(LigerTrainerMixin):
                 self._apply_liger(self.model)
             self._finish_init()
 
-    def _seam(self) -> dict:
-        """What replaces which globals of the stock trainer's module while the stock `__init__` runs."""
+    def _replaced_globals(self) -> dict[str, Any]:
+        """The globals of the stock trainer's module to replace while the stock `__init__` runs, and by what."""
         if not self.uses_liger:
             return {}
         if self._wants("fused_linear_cross_entropy"):
@@ -143,13 +151,19 @@ class LigerTRLMixin(LigerTrainerMixin):
         if stock is None:
             return {}
 
-        def add_and_patch(model, **options):
+        def add_and_patch(model: nn.Module, **options: Any) -> None:
             stock(model, **options)
             self._patch(model)
 
         return {"add_fused_lm_head": add_and_patch}
 
-    def _add_fused_lm_head(self, model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",)):
+    def _add_fused_lm_head(
+        self,
+        model: nn.Module,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: Iterable[str] = ("log_probs",),
+    ) -> None:
         if (why := why_peft_needs_logits(self.model)) is not None:
             raise ValueError(
                 f"{self._stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
@@ -157,41 +171,41 @@ class LigerTRLMixin(LigerTrainerMixin):
             )
         self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
 
-    def _patch(self, model, options: HeadOptions | None = None) -> None:
-        """Kernels into the policy, whose report is the trainer's, or into a model that is only scored with."""
+    def _patch(self, model: nn.Module, options: HeadOptions | None = None) -> None:
+        """Patch the policy, whose report becomes the trainer's, or a model that is frozen."""
         if base_model_of(model) is base_model_of(self.model):
             self._apply_liger(self.model, options)
         else:
             self._patch_frozen(model, options)
 
-    def _patch_frozen(self, model, options: HeadOptions | None = None) -> None:
-        """Kernels into a reference or teacher model, by the same `liger_config`; before anything shards or wraps it."""
+    def _patch_frozen(self, model: nn.Module, options: HeadOptions | None = None) -> None:
+        """Patch a reference or teacher model, by the same `liger_config`, before anything shards or wraps it."""
         if self.uses_liger:
             self._patched.about_to_patch(model)
             apply_liger(model, getattr(self.args, "liger_config", None), head_options=options)
             if has_fused_head(model):
                 self._patched.remember(model, options or HeadOptions())
 
-    def _without_head(self, model, options: HeadOptions) -> None:
-        """TRL's trainers call the head that they are built with: give the model TRL's own."""
+    def _without_head(self, model: nn.Module, options: HeadOptions) -> None:
+        """Give `model` TRL's own fused head, because TRL's trainers go on calling it with `fused_lm_head=True`."""
         add_fused_lm_head = vars(sys.modules[self._stock_class().__module__]).get("add_fused_lm_head")
         if add_fused_lm_head is None or hasattr(model.forward, STANDS_IN):
             return
         inner = model.forward
         add_fused_lm_head(model, **asdict(options))
         forward = model.forward.__func__
-        if "_original_forward" in vars(model):  # accelerate's autocast, which is around the forward inside of TRL's
+        if "_original_forward" in vars(model):  # accelerate's autocast, which covers only the forward inside TRL's
             amp = get_mixed_precision_context_manager(self.accelerator.native_amp, self.accelerator.autocast_handler)
             forward = convert_outputs_to_fp32(amp(forward))
         setattr(forward, STANDS_IN, inner)
         model.forward = types.MethodType(forward, model)
 
-    def _refuse_compute_loss_func(self, kwargs: dict, stock_init) -> None:
-        """ValueError with the way out, where the stock trainer would only say that it knows no such argument."""
+    def _refuse_compute_loss_func(self, kwargs: dict[str, Any], stock_init: Callable) -> None:
+        """ValueError that says what to do, where the stock trainer would only say that it knows no such argument."""
         if "compute_loss_func" in kwargs and "compute_loss_func" not in inspect.signature(stock_init).parameters:
             raise ValueError(
-                f"compute_loss_func is not an argument of {self._stock_class().__name__}, whose loss is no function of "
-                f"logits and labels. Override {self.loss_hook or 'compute_loss'} instead."
+                f"compute_loss_func is not an argument of {self._stock_class().__name__}, whose loss is not a "
+                f"function of logits and labels. Override {self.loss_hook or 'compute_loss'} instead."
             )
 
     def _finish_init(self) -> None:
