@@ -1,13 +1,13 @@
 """Preference losses as functions of the log-probabilities of whole completions.
 
 Shapes  B pairs (`kto_loss`: B rows). Log-probabilities, references and the losses of `reduction="none"` are (B,).
-Dtypes  any floating one; computed in fp32 (fp64 for fp64), returned so.
-Units   nats. "Summed" and "averaged" are over the tokens of the completion: `sequence_logprobs`.
+Dtypes  any floating one. Losses are computed and returned in fp32, or in fp64 for fp64.
+Units   nats. "Summed" and "averaged" mean over the tokens of the completion, which `sequence_logprobs` does.
 
-Each returns `(loss, metrics)`: the loss, () or (B,), and a dict of detached tensors (), named as TRL logs them:
-`rewards/chosen`, `rewards/rejected`, `rewards/margins`, `rewards/accuracies`, `logps/chosen`, `logps/rejected`, means
-over this batch. With several processes, or micro-batches of different sizes, take `reduction="sum"` and divide by the
-number of pairs in all of them.
+Each function returns `(loss, metrics)`: the loss, () or (B,), and a dict of detached tensors (), which are means over
+this batch and have the names under which TRL logs them: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
+`rewards/accuracies`, `logps/chosen`, `logps/rejected`. With several processes, or micro-batches of different sizes,
+take `reduction="sum"` and divide by the number of pairs in all of them.
 """
 
 import torch
@@ -20,18 +20,18 @@ def sequence_logprobs(log_probs: torch.Tensor, mask: torch.Tensor, average: bool
     """Log-probability of each sequence (B,) from those of its tokens.
 
     Args:
-        log_probs (`torch.Tensor`): Of each token (B, S), as in `outputs.log_probs` of a patched model.
+        log_probs (`torch.Tensor`): Those of the tokens (B, S), as in `outputs.log_probs` of a patched model.
         mask (`torch.Tensor`): Which tokens count (B, S), bool or 0 and 1, as in `outputs.label_mask`.
         average (`bool`, *optional*, defaults to `False`): Divide by the number of tokens that count. A sequence
-            without any has 0.
+            without any gets 0.
 
     Raises:
         ValueError: The shapes differ.
     """
     if log_probs.shape != mask.shape or log_probs.ndim != 2:
         raise ValueError(
-            f"log_probs is {tuple(log_probs.shape)} and mask {tuple(mask.shape)}; expected (B, S) for both. Labels of "
-            "(B, S + 1) are shifted: mask = labels[:, 1:] != -100."
+            f"log_probs is {tuple(log_probs.shape)} and mask {tuple(mask.shape)}; expected (B, S) for both. If the "
+            "labels are (B, S + 1), shift them: mask = labels[:, 1:] != -100."
         )
     total = log_probs.masked_fill(~mask.bool(), 0.0).sum(-1)
     return total / mask.sum(-1).clamp(min=1) if average else total
@@ -65,14 +65,14 @@ def dpo_loss(
     Args:
         chosen_logps, rejected_logps (`torch.Tensor`): Summed log-probabilities (B,); averaged ones for `"ipo"`.
         ref_chosen_logps, ref_rejected_logps (`torch.Tensor`): The same under the reference model, without gradient.
-        beta (`float`, *optional*, defaults to 0.1): Strength of the tie to the reference; tau of IPO.
-        loss_type (`str`, *optional*, defaults to `"sigmoid"`): One of the above. TRL's others are in
-            [`LigerDPOTrainer`].
+        beta (`float`, *optional*, defaults to 0.1): Strength of the tie to the reference, which IPO calls tau.
+        loss_type (`str`, *optional*, defaults to `"sigmoid"`): One of the above. [`LigerDPOTrainer`] has the others
+            of TRL.
         label_smoothing (`float`, *optional*, defaults to 0.0): In [0, 0.5), for `"sigmoid"` and `"robust"`.
         reduction (`str`, *optional*, defaults to `"mean"`): `"mean"`, `"sum"` or `"none"`.
 
     Raises:
-        ValueError: Shapes disagree, an option is unknown, out of range or without effect on this `loss_type`.
+        ValueError: Shapes disagree, or an option is unknown, out of range or without effect on this `loss_type`.
     """
     chosen, rejected, ref_chosen, ref_rejected = _checked(
         chosen_logps=chosen_logps,
@@ -112,14 +112,14 @@ def cpo_loss(
 
     Args:
         chosen_logps, rejected_logps (`torch.Tensor`): Summed log-probabilities (B,); averaged ones for `"ipo"`.
-        chosen_nll (`torch.Tensor`): Negative log-likelihood of the chosen completions, () or (B,); in the paper and in
-            TRL the mean over all their tokens in the batch.
+        chosen_nll (`torch.Tensor`): Negative log-likelihood of the chosen completions, () or (B,). In the paper and in
+            TRL it is the mean over all their tokens in the batch.
         beta (`float`, *optional*, defaults to 0.1): Temperature of the preference term.
         cpo_alpha (`float`, *optional*, defaults to 1.0): Weight of `chosen_nll`.
         loss_type, label_smoothing, reduction: As in `dpo_loss`.
 
     Raises:
-        ValueError: As `dpo_loss`.
+        ValueError: For the same reasons as in `dpo_loss`.
     """
     chosen, rejected = _checked(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     _check_beta(beta)
@@ -177,12 +177,12 @@ def orpo_loss(
 
         loss = chosen_nll - beta * log sigmoid(log odds(chosen) - log odds(rejected)),   odds = p / (1 - p)
 
-    with p = exp(averaged log-probability). Stays finite, with its gradient, where p rounds to 1.
+    with p = exp(averaged log-probability). The loss and its gradient stay finite where p rounds to 1.
 
     Args:
         chosen_logps, rejected_logps (`torch.Tensor`): Averaged log-probabilities (B,), at most 0.
-        chosen_nll (`torch.Tensor`): Negative log-likelihood of the chosen rows, () or (B,); in TRL the mean over all
-            tokens of prompt and completion in the batch.
+        chosen_nll (`torch.Tensor`): Negative log-likelihood of the chosen rows, () or (B,). In TRL it is the mean over
+            all tokens of prompt and completion in the batch.
         beta (`float`, *optional*, defaults to 0.1): Weight of the odds ratio, lambda in the paper.
         reduction (`str`, *optional*, defaults to `"mean"`): `"mean"`, `"sum"` or `"none"`.
 
@@ -222,16 +222,16 @@ def kto_loss(
     Args:
         logps, ref_logps (`torch.Tensor`): Summed log-probabilities (B,) under the model and the reference.
         desirable (`torch.Tensor`): (B,), bool.
-        kl (`torch.Tensor` or `float`): Estimate of KL(model || reference), (): the mean of log p - log p_ref over
-            prompts joined with completions of other prompts, over all processes. Its gradient is not used.
+        kl (`torch.Tensor` or `float`): Estimate of KL(model || reference), (). It is the mean of log p - log p_ref
+            over prompts joined with completions of other prompts, over all processes. Its gradient is not used.
         beta (`float`, *optional*, defaults to 0.1): Strength of the tie to the reference.
         desirable_weight, undesirable_weight (`float`, *optional*, defaults to 1.0): Weights of the two kinds of rows;
             the paper wants the ratio of the weighted counts between 1 and 4/3.
         reduction (`str`, *optional*, defaults to `"mean"`): `"mean"`, `"sum"` or `"none"`.
 
     Returns:
-        `(loss, metrics)`; "chosen" in the metrics are the desirable rows, and a kind without rows has NaN. There is
-        `kl` and no `rewards/accuracies`.
+        `(loss, metrics)`. In the metrics "chosen" means the desirable rows and "rejected" the others; a kind without
+        rows has NaN. They have `kl` but no `rewards/accuracies`.
 
     Raises:
         ValueError: Shapes disagree, `desirable` is not bool, or `reduction` is unknown.
@@ -264,8 +264,8 @@ def _checked(**named: torch.Tensor) -> list[torch.Tensor]:
     if any(x.shape != shape or x.ndim != 1 or not x.is_floating_point() for x in named.values()):
         got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in named.items())
         raise ValueError(
-            f"Got {got}; expected one floating-point log-probability a completion, (B,), in all of them. From those of "
-            "tokens: sequence_logprobs(log_probs, mask)."
+            f"Got {got}; expected one floating-point log-probability per completion, (B,), in all of them. "
+            "sequence_logprobs(log_probs, mask) makes them from those of tokens."
         )
     return [x if x.dtype == torch.float64 else x.float() for x in named.values()]
 
@@ -275,11 +275,18 @@ def _check_beta(beta: float) -> None:
         raise ValueError(f"beta is {beta}; expected a positive number.")
 
 
-def _margin_losses(d, beta, loss_type, label_smoothing, known, also=()):
-    """Losses (B,) of the reward margin d (B,); formulas in `dpo_loss`."""
+def _margin_losses(
+    d: torch.Tensor,
+    beta: float,
+    loss_type: str,
+    label_smoothing: float,
+    known: tuple[str, ...],
+    also: tuple[str, ...] = (),
+) -> torch.Tensor:
+    """The losses (B,) of the reward margin d (B,), by the formulas in `dpo_loss`."""
     if loss_type not in known:
         names = ", ".join((*known, *also))
-        raise ValueError(f"loss_type is {loss_type!r}; expected one of {names}. TRL's others are in the trainers.")
+        raise ValueError(f"loss_type is {loss_type!r}; expected one of {names}. The trainers have the others of TRL.")
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; expected a probability in [0, 0.5).")
     if loss_type == "hinge":
@@ -290,7 +297,7 @@ def _margin_losses(d, beta, loss_type, label_smoothing, known, also=()):
     return (right - wrong) / (1 - 2 * label_smoothing) if loss_type == "robust" else right + wrong
 
 
-def _refuse_useless_smoothing(loss_type, label_smoothing) -> None:
+def _refuse_useless_smoothing(loss_type: str, label_smoothing: float) -> None:
     if label_smoothing and loss_type not in _SMOOTHED:
         raise ValueError(
             f"label_smoothing is {label_smoothing}, which the loss_type {loss_type!r} has no use for. Set it to 0, or "
@@ -305,9 +312,10 @@ def _nll(nll: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) for x <= 0, by the accurate one of two forms (Maechler 2012, vignette of the R package Rmpfr).
+    """log(1 - exp(x)) for x <= 0, by the more accurate of two forms (Maechler 2012, vignette of the R package Rmpfr).
 
-    The first form sees no argument of the other's branch: its gradient, infinite at 0, would make the whole one NaN.
+    The first form is given no argument from the range of the second, because its gradient is infinite at 0 and would
+    make the whole gradient NaN.
     """
     split = -0.6931471805599453  # -log 2
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
@@ -320,7 +328,12 @@ def _reduced(losses: torch.Tensor, reduction: str) -> torch.Tensor:
     return losses if reduction == "none" else getattr(losses, reduction)()
 
 
-def _metrics(chosen_rewards, rejected_rewards, chosen_logps, rejected_logps) -> dict[str, torch.Tensor]:
+def _metrics(
+    chosen_rewards: torch.Tensor,
+    rejected_rewards: torch.Tensor,
+    chosen_logps: torch.Tensor,
+    rejected_logps: torch.Tensor,
+) -> dict[str, torch.Tensor]:
     c, r = chosen_rewards.detach(), rejected_rewards.detach()
     return {
         "rewards/chosen": c.mean(),
