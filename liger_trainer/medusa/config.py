@@ -13,12 +13,12 @@ __all__ = ["MedusaConfig", "MedusaHeadsConfig"]
 
 
 def schedule_of(name: str) -> Callable[[float], float]:
-    """The weight of the heads, from 0 to 1, as a function of the share of the training steps done.
+    """The weight of the heads, from 0 to 1, as a function of s, the share of the training steps done.
 
     `constant`: 1. `linear`: s. `sine`: sin(pi / 2 * s). `sine_R`: sin(pi / 2 * min(s / R, 1)).
 
     Raises:
-        ValueError: Another name, or R is not above 0 and at most 1.
+        ValueError: `name` is none of these, or R is not above 0 and at most 1.
     """
     if name in ("constant", "linear"):
         return (lambda share: 1.0) if name == "constant" else (lambda share: share)
@@ -34,32 +34,32 @@ def schedule_of(name: str) -> Callable[[float], float]:
 
 @dataclass
 class MedusaConfig(LigerSFTConfig):
-    """[`LigerSFTConfig`] and what there is to say about Medusa heads, for [`LigerMedusaTrainer`].
+    """[`LigerSFTConfig`] with the options of Medusa heads, for [`LigerMedusaTrainer`].
 
     The loss, with N the labels in the accumulated batch over all ranks and s / S the share of the training steps done:
 
         L = [stage 2: CE of the LM head] + schedule(s / S) * coefficient * sum over k = 1..K of decay^k * loss of head k
 
-    every term summed over its rows and divided by the same N. Cai et al. 2024, arXiv:2401.10774, section 2.2.
+    Every term is summed over its rows and divided by the same N. Cai et al. 2024, arXiv:2401.10774, section 2.2.
 
     Raises:
         ValueError: A field is out of its range, or two exclude each other.
     """
 
     medusa_num_heads: int = field(
-        default=3, metadata={"help": "K: how many heads. Head k guesses the token k + 1 places ahead."}
+        default=3, metadata={"help": "K, the number of heads. Head k guesses the token k + 1 places ahead."}
     )
-    medusa_num_layers: int = field(default=1, metadata={"help": "L: residual blocks in each head."})
+    medusa_num_layers: int = field(default=1, metadata={"help": "L, the number of residual blocks in each head."})
     medusa_tied: bool = field(
         default=True,
         metadata={
             "help": "True: all heads project with the LM head of the model, and only their residual blocks are their "
-            "own. False: each has a trainable copy of the LM head (vocabulary x hidden size parameters a head)."
+            "own. False: each has a trainable copy of the LM head, of vocabulary x hidden size parameters."
         },
     )
     medusa_stage: Literal[1, 2] = field(
         default=1,
-        metadata={"help": "1: the heads are trained, the model is frozen. 2: the model (or its LoRA) and the heads."},
+        metadata={"help": "1: train the heads on a frozen model. 2: train the model (or its LoRA) and the heads."},
     )
     medusa_targets: Literal["hard", "soft"] = field(
         default="hard",
@@ -96,15 +96,16 @@ class MedusaConfig(LigerSFTConfig):
     medusa_eval_rows: int = field(
         default=0,
         metadata={
-            "help": "At the end of a recipe, measure the heads on the model's greedy text after the prompts of so many "
-            "rows held out for evaluation, as `liger-trainer medusa-eval` does. On one process only. 0: do not."
+            "help": "At the end of a recipe, measure the heads as `liger-trainer medusa-eval` does, on the model's "
+            "greedy text after the prompts of this many rows that were held out for evaluation. This works on one "
+            "process only. 0: do not measure them."
         },
     )
     medusa_eval_max_new_tokens: int = field(
-        default=128, metadata={"help": "Where that greedy text is cut, in tokens a row."}
+        default=128, metadata={"help": "Length at which that greedy text is cut, in tokens per row."}
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.medusa_stage not in (1, 2):
             raise ValueError(f"medusa_stage is {self.medusa_stage!r}; expected 1 (heads only) or 2 (model and heads).")

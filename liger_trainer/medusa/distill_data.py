@@ -1,7 +1,7 @@
 """Self-distillation data: the model's own answers to prompts, as rows that a recipe trains on.
 
-Heads are to guess what the model itself writes, so its own text teaches them more than anyone else's. Rows are
-`prompt` and `completion`, text or messages as the prompts are, and `prompt_index`, the row of the prompts.
+Heads are to guess what the model itself writes, so its own text teaches them more than anyone else's. A row has
+`prompt` and `completion`, which are texts or messages as the prompts are, and `prompt_index`, the number of its prompt.
 """
 
 import json
@@ -13,15 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from liger_trainer.medusa.prompts import Prompt, answer, encode, end_tokens
 
-# A batch of prompts to (text, whether it came to its own end) of each.
+# Takes a batch of prompts, and returns for each the answer and whether it came to its own end.
 Answerer = Callable[[Sequence[Prompt]], list[tuple[str, bool]]]
 
 
 @dataclass(frozen=True)
 class DistillReport:
-    """Rows written by this call and before it, and answers left out: cut at `max_new_tokens`, or empty."""
+    """The rows written by this call, those found from before, and the answers left out, which were cut or empty."""
 
     written: int
     found: int
@@ -41,25 +43,25 @@ def distill(
     batch_size: int = 16,
     progress: Callable[[int], None] = lambda done: None,
 ) -> DistillReport:
-    """Answer `prompts` and append the rows to `output`, a batch at a time; a run that was stopped goes on from there.
+    """Answer `prompts` and append the rows to `output`, a batch at a time. A run that was stopped goes on where it was.
 
-    An answer that was cut is left out: a trainer would put the end-of-text token behind it, and the heads, or in
-    stage 2 the model, would learn to stop in the middle of a sentence.
+    An answer that was cut at `max_new_tokens` is left out. A trainer would put the end-of-text token behind it, and the
+    heads, or in stage 2 the model, would learn to stop in the middle of a sentence.
 
     Args:
         prompts: As `read_prompts` returns them.
-        output (`str`): A .jsonl file, made where missing.
+        output (`str`): A .jsonl file, which is made if it is missing.
         answerer: `local_answerer(...)` or `server_answerer(...)`.
         batch_size (`int`, *optional*, defaults to 16): Prompts handed to `answerer` at once.
-        progress (*optional*): Called with the number of prompts done.
+        progress (*optional*): Is called with the number of prompts done, after each batch.
 
     Raises:
-        ValueError: `batch_size` < 1, or `output` holds rows of other prompts.
+        ValueError: `batch_size` is below 1, or `output` is no .jsonl file or holds rows of other prompts.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more.")
     if Path(output).suffix != ".jsonl":
-        raise ValueError(f"output is {output!r}; expected a file ending in .jsonl, a row a line.")
+        raise ValueError(f"output is {output!r}; expected a file ending in .jsonl, with one row per line.")
     found, start = _rows_there(output, prompts)
     written = cut = empty = 0
     os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
@@ -80,14 +82,14 @@ def distill(
 
 
 def _rows_there(output: str, prompts: Sequence[Prompt]) -> tuple[int, int]:
-    """How many rows `output` has, and the index of the first prompt to answer. Half a line at the end is cut off."""
+    """How many rows `output` has, and the index of the first prompt to answer. An unfinished last line is cut off."""
     if not os.path.exists(output):
         return 0, 0
     with open(output, "r+b") as file:
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         file.truncate(len(whole))
-    last, lines = -1, whole.decode("utf-8").split("\n")[:-1]  # not splitlines: U+2028 may stand in a text
+    last, lines = -1, whole.decode("utf-8").split("\n")[:-1]  # splitlines would split at U+2028, which a text may have
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -103,12 +105,14 @@ def _rows_there(output: str, prompts: Sequence[Prompt]) -> tuple[int, int]:
     return len(lines), last + 1
 
 
-def local_answerer(model, tokenizer, max_new_tokens: int = 512, temperature: float = 0.0) -> Answerer:
-    """Answers of a model in this process, see `prompts.answer`."""
+def local_answerer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int = 512, temperature: float = 0.0
+) -> Answerer:
+    """Answers with a model in this process, by `prompts.answer`."""
     _check(max_new_tokens, temperature)
     ends = end_tokens(model, tokenizer)
 
-    def answer_batch(prompts):
+    def answer_batch(prompts: Sequence[Prompt]) -> list[tuple[str, bool]]:
         answers = answer(model, [encode(tokenizer, p) for p in prompts], ends, max_new_tokens, temperature)
         ended = [new[-1] in ends for new in answers]
         texts = [new[:-1] if at_end else new for new, at_end in zip(answers, ended, strict=True)]
@@ -120,14 +124,15 @@ def local_answerer(model, tokenizer, max_new_tokens: int = 512, temperature: flo
 def server_answerer(
     url: str, model: str, max_new_tokens: int = 512, temperature: float = 0.0, timeout_s: float = 600.0
 ) -> Answerer:
-    """Answers of an OpenAI-compatible server: `/v1/chat/completions` for messages, `/v1/completions` for text.
+    """Answers with an OpenAI-compatible server: `/v1/chat/completions` for messages, `/v1/completions` for text.
 
     Args:
-        url (`str`): Such as `http://localhost:8000`, with or without `/v1`.
+        url (`str`): An address such as `http://localhost:8000`, with or without `/v1`.
         model (`str`): The name under which the server has the model.
 
     Raises:
-        ValueError: `url` is not http(s); on use: the server cannot be reached or refuses.
+        ValueError: `url` does not begin with http:// or https://. When the answerer is used: the server cannot be
+            reached, or refuses the request.
     """
     _check(max_new_tokens, temperature)
     if not url.startswith(("http://", "https://")):
@@ -153,8 +158,8 @@ def server_answerer(
             raise ValueError(f"server {root + path} answered what is not an OpenAI completion: {error!r}.") from error
         return text or "", choice.get("finish_reason") == "stop"
 
-    def answer_batch(prompts):
-        with ThreadPoolExecutor(len(prompts)) as pool:  # the server batches what comes at once
+    def answer_batch(prompts: Sequence[Prompt]) -> list[tuple[str, bool]]:
+        with ThreadPoolExecutor(len(prompts)) as pool:  # the server makes a batch of what arrives together
             return list(pool.map(ask, prompts))
 
     return answer_batch

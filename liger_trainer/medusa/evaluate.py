@@ -1,9 +1,10 @@
 """How good Medusa heads are: on the greedy text of their own model, not on anyone else's.
 
 With y the greedy text and t a position in it, head k is right where its argmax at t is y[t + k + 1]. The number that
-matters is the acceptance length: tokens a forward pass yields. It follows from one teacher-forced forward over the text
-by walking it as a decoder would: from t, the a leading heads that are right are accepted, the model's own token follows
-them, and the walk goes on at t + a + 1. `decode.greedy_decode` measures the same number by decoding.
+matters is the acceptance length, the number of tokens that a forward pass yields. It follows from one teacher-forced
+forward pass over the text, which is then walked as a decoder would: if at t the first a heads are right and the next
+one is not, their guesses are accepted, the model's own token follows them, and the walk goes on at t + a + 1.
+`decode.greedy_decode` measures the same number by decoding.
 """
 
 import heapq
@@ -12,8 +13,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.module import innermost
@@ -29,8 +32,8 @@ RANKS = 10  # how deep the tree looks into a head's candidates
 class Decoding:
     """Measured decoding of `rows` prompts, one at a time, with the heads and without.
 
-    `differ` counts rows whose two texts part at a near tie of the model's own logits, closer than rounding in its dtype
-    can tell; any other difference is an error.
+    `differ` counts the rows whose two texts part where two of the model's own logits are nearly equal, closer than
+    rounding in their dtype can tell. Any other difference is an error.
     """
 
     rows: int
@@ -43,13 +46,13 @@ class Decoding:
 
 @dataclass(frozen=True)
 class MedusaReport:
-    """What `evaluate` found. `str()` is a table.
+    """What `evaluate` found. Its `str()` is a table.
 
     Attributes:
-        accuracy: For each head, the share of positions whose token is its 1st, ..., `RANKS`-th candidate (not summed).
-        accepted: For each head, how often its guess was accepted where all heads before it were right (chain).
-        chain, tree: Tokens per forward pass, the pass over the prompt and its token left out. 1 without heads.
-        medusa_choices: The tree: paths of ranks (0 is the first candidate), as FasterDecoding's decoder takes them.
+        accuracy: For each head, the shares of positions whose token is its 1st, ..., `RANKS`-th candidate (not summed).
+        accepted: For each head, how often its guess was accepted in the chain where all heads before it were right.
+        chain, tree: Tokens per forward pass, without the pass over the prompt and its token. It is 1 without heads.
+        medusa_choices: The tree, as paths of ranks in the form of FasterDecoding's decoder; 0 is the first candidate.
     """
 
     heads: dict
@@ -95,7 +98,7 @@ class MedusaReport:
 
 @torch.no_grad()
 def evaluate(
-    model,
+    model: PreTrainedModel,
     heads: MedusaHeads,
     prompts: Sequence[list[int]],
     ends: set[int],
@@ -109,17 +112,17 @@ def evaluate(
 
     Args:
         model (`PreTrainedModel`): Its mode is put back afterwards.
-        heads (`MedusaHeads`): On the device of the LM head and in its dtype; attached to the model or not.
-        prompts: Token ids, one list a prompt.
+        heads (`MedusaHeads`): On the device of the LM head and in its dtype. They may be attached to the model.
+        prompts: Token ids, one list per prompt.
         ends (`set[int]`): Tokens that end a text, as `end_tokens` gives them.
-        max_new_tokens (`int`, *optional*, defaults to 128): Where a greedy text is cut.
-        batch_size (`int`, *optional*, defaults to 16): Prompts answered at once.
-        decode_rows (`int`, *optional*, defaults to 8): Prompts that are decoded with heads and without; 0: none.
+        max_new_tokens (`int`, *optional*, defaults to 128): Length at which a greedy text is cut.
+        batch_size (`int`, *optional*, defaults to 16): How many prompts are answered at once.
+        decode_rows (`int`, *optional*, defaults to 8): How many prompts are decoded with heads and without; 0: none.
         tree_nodes (`int`, *optional*, defaults to 64): Size of the tree, built from the accuracy measured here.
 
     Raises:
         ValueError: A number is out of its range, or no text has two tokens, so that there is nothing to guess.
-        RuntimeError: The text decoded with heads is not the greedy text, and no near tie explains it.
+        RuntimeError: The text decoded with heads is not the greedy text, and no nearly equal logits explain it.
     """
     for name, value, least in (
         ("max_new_tokens", max_new_tokens, 2),
@@ -157,21 +160,21 @@ def evaluate(
     )
 
 
-def evaluation_after_training(trainer, rows) -> Callable[[], MedusaReport]:
-    """What `medusa_eval_rows` of a `LigerMedusaTrainer` asks for, to be called once it has trained.
+def evaluation_after_training(trainer: Any, rows: Any) -> Callable[[], MedusaReport]:
+    """A function that does what `medusa_eval_rows` asks for, to be called when the trainer has trained.
 
     Args:
-        trainer (`LigerMedusaTrainer`): Its `args.output_dir` gets `medusa_report.json` too.
-        rows: The rows held out, as the recipe reads them; see `prompt_of` for what their prompts are.
+        trainer (`LigerMedusaTrainer`): Its `args.output_dir` also gets the file `medusa_report.json`.
+        rows (`datasets.Dataset`): The rows held out, as the recipe reads them. `prompt_of` says what their prompts are.
 
     Raises:
         ValueError: A row has no prompt.
     """
     tokenizer, args = trainer.processing_class, trainer.args
     rows = rows.select(range(min(args.medusa_eval_rows, len(rows))))
-    prompts = [prompt_of(row, bool(tokenizer.chat_template), index) for index, row in enumerate(rows)]
-    prompts = [encode(tokenizer, prompt) for prompt in prompts]
-    ends = end_tokens(trainer.model, tokenizer)  # Trainer.train reduces the model's own to the tokenizer's
+    texts = [prompt_of(row, bool(tokenizer.chat_template), index) for index, row in enumerate(rows)]
+    prompts = [encode(tokenizer, prompt) for prompt in texts]
+    ends = end_tokens(trainer.model, tokenizer)  # now, as Trainer.train reduces the model's own to the tokenizer's
 
     def run() -> MedusaReport:
         report = evaluate(
@@ -188,12 +191,13 @@ def evaluation_after_training(trainer, rows) -> Callable[[], MedusaReport]:
     return run
 
 
-def ranks_of(model, heads: MedusaHeads, prompt: list[int], text: list[int]) -> torch.Tensor:
-    """Rank of the right token among each head's candidates, in one forward over prompt and text.
+def ranks_of(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int], text: list[int]) -> torch.Tensor:
+    """Rank of the right token among each head's candidates, in one forward pass over prompt and text.
 
     Returns:
-        `torch.Tensor`: (K, n - 1) int64 on the CPU for a text of n tokens. Row k, column i: head k + 1, at the position
-        whose next token is `text[i]`, against `text[i + k + 1]`; 0 is the first candidate, -1 means past the end.
+        `torch.Tensor`: (K, n - 1) int64 on the CPU, for a text of n tokens. Row k, column i has the rank of
+        `text[i + k + 1]` for head k + 1 at the position whose next token is `text[i]`. 0 is the first candidate, and -1
+        means that there is no such token because the text has ended.
     """
     head, device = innermost(output_head(model)), model.device
     with head_input(model) as seen:
@@ -205,16 +209,16 @@ def ranks_of(model, heads: MedusaHeads, prompt: list[int], text: list[int]) -> t
         rows = len(text) - 1 - k
         if rows < 1:
             break
-        logits = (own.lm_head or head)(own(hidden[:rows]))  # (rows, V), one head's at a time
+        logits = (own.lm_head or head)(own(hidden[:rows]))  # (rows, V), of one head at a time
         right = target[k + 1 :, None]
         value = logits.gather(-1, right)
-        before = torch.arange(logits.shape[-1], device=device) < right  # argmax takes the first of equals
+        before = torch.arange(logits.shape[-1], device=device) < right  # of equal logits, argmax takes the first
         ranks[k, :rows] = ((logits > value) | ((logits == value) & before)).sum(-1).cpu()
     return ranks
 
 
 def _accuracy(rows: list[torch.Tensor], num_heads: int) -> list[list[float]]:
-    """Share of each of the first `RANKS` ranks, for each head, over all rows of text."""
+    """For each head, the share of each of the first `RANKS` ranks over all rows of text."""
     ranks = torch.cat(rows, dim=1)
     return [
         [(ranks[k] == rank).sum().item() / max((ranks[k] >= 0).sum().item(), 1) for rank in range(RANKS)]
@@ -225,12 +229,13 @@ def _accuracy(rows: list[torch.Tensor], num_heads: int) -> list[list[float]]:
 def build_tree(accuracy: list[list[float]], nodes: int) -> list[list[int]]:
     """The `nodes` paths of candidates that are most likely to be right, most likely first.
 
-    A path (r_1, ..., r_j) takes head 1's candidate of rank r_1, and so on; its chance is taken as the product of the
-    heads' measured accuracies at those ranks, and the tree grows greedily, as in Cai et al. 2024, arXiv:2401.10774. A
-    path's chance is at most that of its beginning, so every path's beginning is in the tree too. Paths whose chance was
-    measured as 0 are left out.
+    A path (r_1, ..., r_j) takes head 1's candidate of rank r_1, and so on. Its chance is taken to be the product of the
+    heads' measured accuracies at those ranks, and the tree grows greedily, as in Cai et al. 2024, arXiv:2401.10774. The
+    chance of a path is at most that of its beginning, so the beginning of every path is in the tree too. Paths whose
+    chance was measured as 0 are left out.
     """
-    tree, heap = [], [(-chance, [rank]) for rank, chance in enumerate(accuracy[0])]
+    tree: list[list[int]] = []
+    heap = [(-chance, [rank]) for rank, chance in enumerate(accuracy[0])]
     heapq.heapify(heap)
     while heap and len(tree) < nodes:
         negative, path = heapq.heappop(heap)
@@ -244,15 +249,15 @@ def build_tree(accuracy: list[list[float]], nodes: int) -> list[list[int]]:
 
 
 def walk(rows: list[torch.Tensor], paths: list[list[int]]) -> tuple[float, list[float | None]]:
-    """Tokens per forward pass of a decoder that tries `paths` of candidates (a chain: `[[0], [0, 0], ...]`).
+    """Tokens per forward pass of a decoder that tries `paths` of candidates. A chain is `[[0], [0, 0], ...]`.
 
     Args:
-        rows: From `ranks_of`.
-        paths: Each with its beginnings, as `build_tree` gives them.
+        rows: What `ranks_of` returned, for each text.
+        paths: The paths, with the beginnings of each, as `build_tree` gives them.
 
     Returns:
-        `tuple[float, list]`: Tokens per pass, and for each head how often it was accepted where it was reached, None
-        where it never was.
+        `tuple[float, list]`: Tokens per pass; and for each head how often it was accepted where it was reached, or None
+        if it was never reached.
     """
     known = {tuple(path) for path in paths}
     num_heads = rows[0].shape[0]
@@ -275,7 +280,9 @@ def walk(rows: list[torch.Tensor], paths: list[list[int]]) -> tuple[float, list[
     return tokens / passes, [a / r if r else None for a, r in zip(accepted, reached, strict=True)]
 
 
-def _measure(model, heads, prompts, ends, max_new_tokens) -> Decoding:
+def _measure(
+    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int
+) -> Decoding:
     greedy_decode(model, heads, prompts[0], ends, 4)  # warm up
     plain, plain_s = _timed(model, None, prompts, ends, max_new_tokens)
     fast, fast_s = _timed(model, heads, prompts, ends, max_new_tokens)
@@ -294,19 +301,25 @@ def _measure(model, heads, prompts, ends, max_new_tokens) -> Decoding:
     )
 
 
-def _timed(model, heads, prompts, ends, max_new_tokens) -> tuple[list[Decoded], float]:
+def _timed(
+    model: PreTrainedModel,
+    heads: MedusaHeads | None,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    max_new_tokens: int,
+) -> tuple[list[Decoded], float]:
     start = time.perf_counter()
     done = [greedy_decode(model, heads, prompt, ends, max_new_tokens) for prompt in prompts]
     return done, time.perf_counter() - start  # the last token has been read on the host, so the device is done
 
 
-def _near_tie_or_raise(model, prompt: list[int], want: list[int], got: list[int]) -> None:
-    """RuntimeError unless the two tokens where the texts part are as likely as each other, to rounding."""
+def _near_tie_or_raise(model: PreTrainedModel, prompt: list[int], want: list[int], got: list[int]) -> None:
+    """RuntimeError unless the two tokens at which the texts part are equally likely, but for rounding."""
     at = next(i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b)
     logits = model(input_ids=torch.tensor([prompt + want[:at]], device=model.device), use_cache=False).logits[0, -1]
     gap = (logits[want[at]] - logits[got[at]]).abs().item()
-    # Several rows are multiplied in another order than one; an error of a few units in the last place of the largest
-    # logit is what that costs.
+    # The product of several rows is summed in another order than that of one row. The error of that is a few units in
+    # the last place of the largest logit.
     allowed = 16 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
     if gap > allowed:
         raise RuntimeError(

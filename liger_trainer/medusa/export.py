@@ -1,12 +1,12 @@
-"""Head directories for servers, and back: one directory that FasterDecoding, TGI and vLLM (up to 0.32) read.
+"""Writes heads to a directory that FasterDecoding, TGI and vLLM (up to 0.32) all read, and reads such directories.
 
     medusa_lm_head.safetensors  {k}.{l}.linear.weight, {k}.{l}.linear.bias, untied heads {k}.{L}.weight; k, l from 0
-    lm_head.safetensors         tied heads only: lm_head.weight (V, H), which vLLM reads from the head directory. A file
-                                of its own, since TGI refuses a head file with a name that the model has too.
+    lm_head.safetensors         tied heads only: lm_head.weight (V, H), which vLLM reads from the head directory. It has
+                                a file of its own, since TGI refuses a head file with a name that the model has too.
     config.json                 the keys of all three; no `architectures`, which TGI takes for another kind of draft
 
-vLLM's releases before it learned those names drop what they do not know without a word; for them the format "vllm" has
-vLLM's own: blocks.{k}.layers.{l}.weight and .bias, lm_heads.{k}.weight.
+Releases of vLLM that do not know those names yet silently drop the tensors. For them, the format "vllm" has the names
+of vLLM: blocks.{k}.layers.{l}.weight and .bias, lm_heads.{k}.weight.
 """
 
 import json
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.module import innermost
@@ -40,7 +41,7 @@ def export_heads(
     heads: MedusaHeads,
     output: str,
     base_model: str,
-    lm_head: torch.nn.Module | None = None,
+    lm_head: nn.Module | None = None,
     format: str = "all",
     dtype: torch.dtype | None = None,
 ) -> str:
@@ -48,18 +49,19 @@ def export_heads(
 
     Args:
         heads (`MedusaHeads`): Trained heads.
-        output (`str`): The directory; it must be empty or not exist.
-        base_model (`str`): Path or name of the model that is served with them, as TGI is to find it.
-        lm_head (`nn.Linear`, *optional*): The LM head of that model; needed for tied heads.
-        format (`str`, *optional*, defaults to `"all"`): `"all"` or `"vllm"`, see the module's docstring.
-        dtype (`torch.dtype`, *optional*): Of the tensors written. Unset: as they are.
+        output (`str`): The directory, which must be empty or not exist.
+        base_model (`str`): Path or name of the model that is served with them, by which TGI finds it.
+        lm_head (`nn.Linear`, *optional*): The LM head of that model. Tied heads need it.
+        format (`str`, *optional*, defaults to `"all"`): `"all"` or `"vllm"`; see the docstring of the module.
+        dtype (`torch.dtype`, *optional*): The dtype of the tensors in the files. Unset: the one that they have.
 
     Returns:
         `str`: `output`.
 
     Raises:
-        ValueError: Unknown format, `output` is not empty, or no server of that format would compute what these heads
-            do: tied heads of several blocks with "all", tied heads on an LM head with a bias or an adapter.
+        ValueError: `format` is unknown, `output` is not empty, or no server that reads the format would compute what
+            these heads do. That is so for tied heads of several blocks with "all", and for tied heads on an LM head
+            with a bias or an adapter.
     """
     config = heads.config
     if format not in FORMATS:
@@ -75,7 +77,7 @@ def export_heads(
         tensors = {_to_vllm(name): tensor for name, tensor in tensors.items()}
     os.makedirs(output, exist_ok=True)
     save_file(tensors, os.path.join(output, WEIGHTS_FILE), metadata={"format": "pt"})
-    if config.tied:
+    if lm_head is not None and config.tied:
         weight = lm_head.weight.detach().to("cpu", dtype or heads[0][0].linear.weight.dtype).contiguous().clone()
         save_file({"lm_head.weight": weight}, os.path.join(output, LM_HEAD_FILE), metadata={"format": "pt"})
     with open(os.path.join(output, CONFIG_FILE), "w", encoding="utf-8") as file:
@@ -83,32 +85,35 @@ def export_heads(
     return output
 
 
-def _check_tied(config: MedusaHeadsConfig, lm_head, format: str) -> None:
+def _check_tied(config: MedusaHeadsConfig, lm_head: nn.Module | None, format: str) -> None:
     if config.num_layers != 1 and format == "all":
         raise ValueError(
             f"medusa_num_layers is {config.num_layers}; TGI reads tied heads of one block only. Export with format "
-            '"vllm", which takes any number.'
+            '"vllm", which takes any number of blocks.'
         )
     if lm_head is None:
-        raise ValueError("lm_head is None; the heads are tied, and vLLM reads the LM head from their directory.")
+        raise ValueError(
+            "lm_head is None; the heads are tied, and vLLM reads the LM head from their directory. Pass lm_head."
+        )
     if hasattr(lm_head, "base_layer"):
         raise ValueError(
             "The LM head has an adapter, which a server does not see in the head directory. Merge it into the model "
             "(merge_and_unload), save that, and export with it."
         )
     if lm_head.bias is not None:
-        raise ValueError("The LM head has a bias, which TGI and vLLM leave out; train heads with medusa_tied: false.")
+        raise ValueError("The LM head has a bias, which TGI and vLLM leave out. Train heads with medusa_tied: false.")
     if tuple(lm_head.weight.shape) != (config.vocab_size, config.hidden_size):
         raise ValueError(
-            f"The LM head of the model is {tuple(lm_head.weight.shape)}, the heads were trained on "
-            f"{(config.vocab_size, config.hidden_size)}: give the model that they were trained on."
+            f"The LM head of the model is {tuple(lm_head.weight.shape)}, but the heads were trained on "
+            f"{(config.vocab_size, config.hidden_size)}. Give the model that they were trained on."
         )
 
 
 def _config_for_servers(config: MedusaHeadsConfig, base_model: str) -> dict:
-    """The only keys with "num" and "heads", or "num" and "layers", are the two below: vLLM takes any such key for them.
+    """What `config.json` holds. No further key may have "num" and "heads", or "num" and "layers", in its name.
 
-    `medusa_fc_bias`: vLLM's default is false, and it then drops the biases without a word.
+    vLLM would take any such key for the number of heads or layers. `medusa_fc_bias` is there because its default in
+    vLLM is false, and vLLM then silently drops the biases.
     """
     return {
         **config.to_dict(),
@@ -123,20 +128,20 @@ def _config_for_servers(config: MedusaHeadsConfig, base_model: str) -> dict:
 def _to_vllm(name: str) -> str:
     if layer := _LAYER.fullmatch(name):
         return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"
-    return f"lm_heads.{_PROJECTION.fullmatch(name)[1]}.weight"
+    return _PROJECTION.sub(r"lm_heads.\1.weight", name)
 
 
-def load_heads(folder: str, dtype: torch.dtype | None = None, device=None) -> MedusaHeads:
+def load_heads(folder: str, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> MedusaHeads:
     """Heads from a directory of this package, an export in either format, or a FasterDecoding checkpoint.
 
-    Their shape is read off the tensors; what the config says about it has to agree.
+    Their shape is read off the tensors, and the config has to agree with it.
 
     Args:
         folder (`str`): The head directory, or an output directory of the trainer that has one.
-        dtype, device (*optional*): Unset: as saved, on the CPU.
+        dtype, device (*optional*): Where and in which dtype to load them. Unset: as saved, on the CPU.
 
     Raises:
-        ValueError: No heads there, a tensor that belongs to no head, heads of unequal shape, or a config that
+        ValueError: There are no heads, a tensor belongs to no head, the heads have unequal shapes, or the config
             contradicts the tensors.
     """
     folder = heads_folder(folder)
@@ -157,7 +162,8 @@ def load_heads(folder: str, dtype: torch.dtype | None = None, device=None) -> Me
 
 def _own_names(tensors: Mapping[str, torch.Tensor], folder: str) -> dict[str, torch.Tensor]:
     """The tensors by the names of `MedusaHeads.state_dict()`."""
-    named, projections = {}, {}
+    named: dict[str, torch.Tensor] = {}
+    projections: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if layer := _LAYER.fullmatch(name) or _VLLM_LAYER.fullmatch(name):
             named[f"{layer[1]}.{layer[2]}.linear.{layer[3]}"] = tensor
@@ -187,25 +193,26 @@ def _config_of(tensors: dict[str, torch.Tensor], folder: str) -> MedusaHeadsConf
     for key, value in found.items():
         if key in values and values[key] != value:
             raise ValueError(
-                f"{path} says {key}: {values[key]}, and the tensors in {WEIGHTS_FILE} say {value}. Servers go by the "
-                "config; correct it."
+                f"{path} says {key}: {values[key]}, but the tensors in {WEIGHTS_FILE} say {value}. Servers go by the "
+                "config, so correct it."
             )
     if found["vocab_size"] is None:
-        raise ValueError(f"{path} has no vocab_size, and tied heads do not show it; add that of the model.")
+        raise ValueError(f"{path} has no vocab_size, and tied heads do not show it. Add that of the model.")
     return MedusaHeadsConfig.from_dict(found | {"base_model_name_or_path": values.get("base_model_name_or_path")})
 
 
-def lm_head_of(model) -> torch.nn.Module:
+def lm_head_of(model: nn.Module) -> nn.Module:
     """The LM head of a transformers or PEFT model, as `export_heads` takes it."""
     return innermost(output_head(model))
 
 
 def served_model(checkpoint: str, heads: MedusaHeads) -> str:
-    """The model that goes with the heads of `checkpoint`: the trained one in it (stage 2), or else the one that they
-    were trained on (stage 1).
+    """The model that goes with the heads of `checkpoint`.
+
+    After stage 2 that is the trained model in the checkpoint, after stage 1 the model that the heads were trained on.
 
     Raises:
-        ValueError: It is not known, or it is an adapter, which has to be merged before it is served.
+        ValueError: The model is not known, or it is an adapter, which has to be merged before it is served.
     """
     root = os.path.abspath(checkpoint)
     if os.path.basename(root) == HEADS_FOLDER:
@@ -218,5 +225,5 @@ def served_model(checkpoint: str, heads: MedusaHeads) -> str:
     if os.path.isfile(os.path.join(root, CONFIG_FILE)) and root != os.path.abspath(heads_folder(checkpoint)):
         return root
     if heads.config.base_model_name_or_path is None:
-        raise ValueError(f"The heads in {checkpoint!r} do not say what model they were trained on; give it as model.")
+        raise ValueError(f"The heads in {checkpoint!r} do not say what model they were trained on. Give it as model.")
     return heads.config.base_model_name_or_path

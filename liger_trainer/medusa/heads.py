@@ -5,17 +5,19 @@ With h the input of the LM head (the last hidden state, after the final norm), h
     x = r_L(... r_1(h))         r(x) = x + SiLU(W x + b), W (H, H), b (H,), both zero at the start
     logits = x @ U.T            U (V, H): the LM head's own weight (tied), or a copy of it that is trained (untied)
 
-and guesses the token k + 1 places ahead, where the LM head guesses the next. With W = b = 0 a fresh head is the LM head
-exactly. Modules are named so that the state dict of a model with heads has the names of the FasterDecoding checkpoints:
-`medusa_head.{k}.{l}.linear.weight`, `.bias`, and for untied heads `medusa_head.{k}.{L}.weight`, k and l from 0.
+and guesses the token k + 1 places ahead, where the LM head guesses the next. With W = b = 0, a fresh head computes
+exactly what the LM head does. Modules are named so that the state dict of a model with heads has the names of the
+FasterDecoding checkpoints: `medusa_head.{k}.{l}.linear.weight`, `.bias`, and for untied heads
+`medusa_head.{k}.{L}.weight`, with k and l from 0.
 """
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +31,16 @@ HEADS_NAME = "medusa_head"  # the attribute of the model
 HEADS_FOLDER = "medusa_heads"  # in the output directory and in every checkpoint of the trainer
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
 CONFIG_FILE = "config.json"
+Device: TypeAlias = torch.device | str | None
 
 
 @dataclass(frozen=True)
 class MedusaHeadsConfig:
-    """Shape of the heads, as it stands in `config.json` beside their weights.
+    """The shape of the heads, as `config.json` beside their weights has it.
 
     Args:
-        num_heads (`int`): K, 1 or more. Key in the file: `medusa_num_heads`.
-        num_layers (`int`): L, residual blocks a head, 0 or more (tied: 1 or more). Key: `medusa_num_layers`.
+        num_heads (`int`): K, the number of heads, 1 or more. Key in the file: `medusa_num_heads`.
+        num_layers (`int`): L, the residual blocks of each head, 0 or more (tied: 1 or more). Key: `medusa_num_layers`.
         tied (`bool`): Whether the heads project with the LM head of the model. Key: `medusa_tied`.
         hidden_size (`int`): H, the input width of the LM head.
         vocab_size (`int`): V, the rows of the LM head.
@@ -54,15 +57,16 @@ class MedusaHeadsConfig:
     vocab_size: int
     base_model_name_or_path: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_shape(self.num_heads, self.num_layers, self.tied)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
+        """The values under the keys of the file."""
         return {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
     @classmethod
-    def from_dict(cls, values: dict) -> "MedusaHeadsConfig":
-        """From the keys of the file; others are passed over. KeyError where one is missing."""
+    def from_dict(cls, values: dict[str, Any]) -> "MedusaHeadsConfig":
+        """The reverse of `to_dict`. Other keys are ignored, and a missing key is a KeyError."""
         named = {name: values[_KEYS.get(name, name)] for name in (f.name for f in dataclasses.fields(cls)[:-1])}
         return cls(**named, base_model_name_or_path=values.get("base_model_name_or_path"))
 
@@ -71,6 +75,7 @@ _KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers", "ti
 
 
 def check_shape(num_heads: int, num_layers: int, tied: bool) -> None:
+    """ValueError if a number is out of its range, or if such heads would have nothing to train."""
     if num_heads < 1:
         raise ValueError(f"medusa_num_heads is {num_heads}; expected 1 or more.")
     if num_layers < 0:
@@ -83,9 +88,9 @@ def check_shape(num_heads: int, num_layers: int, tied: bool) -> None:
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b), x (..., H). W and b are zero at the start, so that the block is the identity."""
+    """x + SiLU(W x + b) for x (..., H). W and b are zero at first, so that the block begins as the identity."""
 
-    def __init__(self, hidden_size: int, dtype=None, device=None):
+    def __init__(self, hidden_size: int, dtype: torch.dtype | None = None, device: Device = None) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, hidden_size, dtype=dtype, device=device)
         nn.init.zeros_(self.linear.weight)
@@ -96,15 +101,22 @@ class ResBlock(nn.Module):
 
 
 class MedusaHead(nn.ModuleList):
-    """L blocks and, untied, a projection of its own: children `0` to `L - 1`, and `L`.
+    """One head: L blocks, its children `0` to `L - 1`, and if it is untied a projection of its own, its child `L`.
 
     Args:
         hidden_size (`int`): H.
-        vocab_size (`int` or `None`): V; None for a tied head, which has no projection.
+        vocab_size (`int` or `None`): V, or None for a tied head, which has no projection.
         num_layers (`int`): L.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int | None, num_layers: int, dtype=None, device=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int | None,
+        num_layers: int,
+        dtype: torch.dtype | None = None,
+        device: Device = None,
+    ) -> None:
         super().__init__(ResBlock(hidden_size, dtype, device) for _ in range(num_layers))
         self.num_layers = num_layers
         if vocab_size is not None:
@@ -112,30 +124,35 @@ class MedusaHead(nn.ModuleList):
 
     @property
     def lm_head(self) -> nn.Linear | None:
+        """The head's own projection, or None if it is tied."""
         return self[self.num_layers] if len(self) > self.num_layers else None
 
-    def forward(self, hidden: torch.Tensor, then: Callable | None = None):
-        """The block output x (..., H). With `then`, the result of `then(x, U)`, U None for a tied head: it runs inside
-        the calls of the head and its projection, where FSDP2 and ZeRO-3 have gathered the weight."""
+    def forward(self, hidden: torch.Tensor, then: Callable[..., Any] | None = None) -> Any:
+        """The output x (..., H) of the last block or, if `then` is given, the result of `then(x, U)`.
+
+        U is None for a tied head. `then` runs inside the calls of the head and of its projection, where FSDP2 and
+        ZeRO-3 have gathered the weights.
+        """
         for layer in range(self.num_layers):
             hidden = self[layer](hidden)
         if then is None:
             return hidden
-        if self.lm_head is None:
+        projection = self.lm_head
+        if projection is None:
             return then(hidden, None)
-        bind_head(self.lm_head)
-        return self.lm_head(hidden, HeadCall(lambda x: then(x, self.lm_head.weight)))
+        bind_head(projection)
+        return projection(hidden, HeadCall(lambda x: then(x, projection.weight)))
 
 
 class MedusaHeads(nn.ModuleList):
-    """The K heads of a model. Made by `MedusaHeads.for_model`, hung on it by `attach_heads`.
+    """The K heads of a model. `MedusaHeads.for_model` makes them, and `attach_heads` puts them on the model.
 
     Args:
         config (`MedusaHeadsConfig`): Their shape.
-        dtype, device: Of the parameters; those of the LM head.
+        dtype, device: Those of the parameters, which should be those of the LM head.
     """
 
-    def __init__(self, config: MedusaHeadsConfig, dtype=None, device=None):
+    def __init__(self, config: MedusaHeadsConfig, dtype: torch.dtype | None = None, device: Device = None) -> None:
         vocab = None if config.tied else config.vocab_size
         super().__init__(
             MedusaHead(config.hidden_size, vocab, config.num_layers, dtype, device) for _ in range(config.num_heads)
@@ -143,11 +160,11 @@ class MedusaHeads(nn.ModuleList):
         self.config = config
 
     @classmethod
-    def for_model(cls, model, num_heads: int, num_layers: int = 1, tied: bool = True) -> "MedusaHeads":
-        """Fresh heads for `model` (transformers or PEFT), in dtype and on device of its LM head; not attached.
+    def for_model(cls, model: nn.Module, num_heads: int, num_layers: int = 1, tied: bool = True) -> "MedusaHeads":
+        """Fresh heads for `model` (of transformers or PEFT), with the dtype and device of its LM head, not attached.
 
         Raises:
-            ValueError: The model has no LM head that can be fused, or it has a bias or an adapter.
+            ValueError: The model has no LM head that can be fused, or its LM head has a bias or an adapter.
         """
         head = _lm_head(model)
         base = base_model_of(model)
@@ -166,34 +183,40 @@ class MedusaHeads(nn.ModuleList):
                     own.lm_head.weight.copy_(head.weight)
         return heads
 
-    def forward(self, hidden: torch.Tensor, then: Callable | None = None):
-        """The K block outputs, a list of tensors of the shape of `hidden` (..., H). With `then`, the result of
-        `then(blocks, weights)`, run inside the calls of all heads: weights (V, H) of each, None for tied ones."""
+    def forward(self, hidden: torch.Tensor, then: Callable[..., Any] | None = None) -> Any:
+        """The outputs of the K heads' blocks, a list of tensors of the shape of `hidden` (..., H).
+
+        If `then` is given, it is the result of `then(blocks, weights)` instead, which runs inside the calls of all
+        heads. The weights are the projections (V, H), or None for tied heads.
+        """
         if then is None:
             return [head(hidden) for head in self]
 
-        def enter(blocks, weights):
+        def enter(blocks: list[torch.Tensor], weights: list[torch.Tensor | None]) -> Any:
             if len(blocks) == len(self):
                 return then(blocks, weights)
             return self[len(blocks)](hidden, lambda block, weight: enter([*blocks, block], [*weights, weight]))
 
         return enter([], [])
 
-    def one_by_one(self, hidden: torch.Tensor, then: Callable) -> list:
-        """`then(k, x, U)` of each head k = 0 .. K - 1, run inside the call of that head alone, as in `MedusaHead`."""
+    def one_by_one(self, hidden: torch.Tensor, then: Callable[..., Any]) -> list:
+        """`then(k, x, U)` for each head k = 0 .. K - 1, run inside the call of that head alone, as in `MedusaHead`."""
         return [head(hidden, lambda x, weight, k=k: then(k, x, weight)) for k, head in enumerate(self)]
 
     def logits(self, hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-        """Logits (K, ..., V) of all heads: the products, without the scale or softcap that some models put on top
-        (neither moves an argmax). `lm_head` is the model's, used by tied heads. For evaluation: nothing is fused."""
+        """The logits (K, ..., V) of all heads, for evaluation: nothing is fused.
+
+        They have neither the scale nor the softcap that some models apply, which do not move an argmax. `lm_head` is
+        the model's, which tied heads use.
+        """
         return torch.stack([(head.lm_head or lm_head)(x) for head, x in zip(self, self(hidden), strict=True)])
 
     def save_pretrained(self, folder: str, state_dict: dict | None = None) -> None:
-        """Write `config.json` and `medusa_lm_head.safetensors`, names `{k}.{l}.linear.weight` and so on.
+        """Write `config.json` and `medusa_lm_head.safetensors`, with names such as `{k}.{l}.linear.weight`.
 
         Args:
-            folder (`str`): Made where missing.
-            state_dict (`dict`, *optional*): Full tensors by those names, where the module's own are sharded.
+            folder (`str`): The directory, which is made if it is missing.
+            state_dict (`dict`, *optional*): Full tensors by those names, in case the module's own are sharded.
         """
         os.makedirs(folder, exist_ok=True)
         tensors = self.state_dict() if state_dict is None else state_dict
@@ -205,12 +228,12 @@ class MedusaHeads(nn.ModuleList):
             json.dump(self.config.to_dict(), file, indent=2)
 
     @classmethod
-    def from_pretrained(cls, folder: str, dtype=None, device=None) -> "MedusaHeads":
+    def from_pretrained(cls, folder: str, dtype: torch.dtype | None = None, device: Device = None) -> "MedusaHeads":
         """The heads that `save_pretrained` wrote.
 
         Args:
             folder (`str`): The head directory, or an output directory of the trainer that has one.
-            dtype, device (*optional*): Unset: as saved, on the CPU.
+            dtype, device (*optional*): Those of the heads. Unset: the dtype in the file, on the CPU.
 
         Raises:
             ValueError: A file is missing, or the weights are not those that `config.json` describes.
@@ -240,7 +263,7 @@ class MedusaHeads(nn.ModuleList):
 
 
 def heads_folder(folder: str) -> str:
-    """`folder` if it is a head directory, else the head directory in it. ValueError if there is none."""
+    """`folder` if it is a head directory, or else the head directory in it. ValueError if there is none."""
     for candidate in (os.fspath(folder), os.path.join(folder, HEADS_FOLDER)):
         if os.path.isfile(os.path.join(candidate, WEIGHTS_FILE)):
             return candidate
@@ -250,16 +273,16 @@ def heads_folder(folder: str) -> str:
     )
 
 
-def heads_of(model) -> MedusaHeads | None:
+def heads_of(model: nn.Module) -> MedusaHeads | None:
     """The heads attached to a transformers or PEFT model, or None."""
     return getattr(base_model_of(model), HEADS_NAME, None)
 
 
-def attach_heads(model, heads: MedusaHeads) -> MedusaHeads:
-    """Make `heads` the child `medusa_head` of `model` (of the base model inside a PEFT wrapper), trainable.
+def attach_heads(model: nn.Module, heads: MedusaHeads) -> MedusaHeads:
+    """Make `heads` the child `medusa_head` of `model`, or of the base model inside a PEFT wrapper, and trainable.
 
-    Do it before the model is wrapped or sharded, so that DDP, FSDP2 and ZeRO-3 see their parameters. Each
-    head is a unit of accelerate's transformer-based wrap policy, unless its config names the layers to wrap.
+    Call this before the model is wrapped or sharded, so that DDP, FSDP2 and ZeRO-3 see the parameters of the heads.
+    Each head is a unit of accelerate's transformer-based wrap policy, unless its config names the layers to wrap.
 
     Raises:
         ValueError: The heads were made for another width or vocabulary, or the model has other heads already.
@@ -284,8 +307,8 @@ def attach_heads(model, heads: MedusaHeads) -> MedusaHeads:
 
 
 @contextmanager
-def heads_detached(model):
-    """Within the block the model has no heads: it is saved and loaded as the plain model that it was."""
+def heads_detached(model: nn.Module) -> Iterator[MedusaHeads]:
+    """Within the block the model has no heads, so that it is saved and loaded as the plain model that it was."""
     base = base_model_of(model)
     heads = base._modules.pop(HEADS_NAME)
     try:
@@ -294,8 +317,8 @@ def heads_detached(model):
         base._modules[HEADS_NAME] = heads
 
 
-def _lm_head(model) -> nn.Linear:
-    """The linear layer that makes the logits. ValueError where fresh heads would not be the same function."""
+def _lm_head(model: nn.Module) -> nn.Linear:
+    """The linear layer that makes the logits. ValueError if fresh heads would not compute the same as it does."""
     if (reason := head_reason(model)) is not None:
         raise ValueError(f"Medusa heads need the input and the weight of the LM head, but {reason}.")
     head, name = innermost(output_head(model)), type(base_model_of(model)).__name__
@@ -309,10 +332,10 @@ def _lm_head(model) -> nn.Linear:
     return head
 
 
-def _gathered(weight):
-    """The full weight, where ZeRO-3 has partitioned it."""
+def _gathered(weight: torch.Tensor) -> AbstractContextManager:
+    """Within the block `weight` is whole, even if ZeRO-3 has partitioned it."""
     if not hasattr(weight, "ds_id"):
         return nullcontext()
-    import deepspeed
+    import deepspeed  # type: ignore[import-not-found, import-untyped]
 
     return deepspeed.zero.GatheredParameters([weight])

@@ -1,24 +1,27 @@
-"""Which token each head is to guess at which row: labels shifted by k + 1, within one document."""
+"""Which token each head is to guess at which position: labels shifted by k + 1, within one document."""
+
+from typing import Any
 
 import torch
 
 
-def token_positions(inputs: dict) -> torch.Tensor:
+def token_positions(inputs: dict[str, Any]) -> torch.Tensor:
     """Position (B, S) of each token in its document, int64, from what a batch says about documents.
 
-    That is `position_ids`, else `seq_idx`, else `cu_seq_lens_q`, else `attention_mask` (B, S), else one document a row.
+    The first of these that the batch has is used: `position_ids`, `seq_idx`, `cu_seq_lens_q`, `attention_mask` (B, S).
+    Without any of them, each row is one document.
     """
     shape, device = inputs["labels"].shape, inputs["labels"].device
     given = inputs.get("position_ids")
     if given is not None:
-        return (given[0] if given.ndim == 3 else given).expand(shape)  # (3, B, S) of multimodal rotary embeddings
+        return (given[0] if given.ndim == 3 else given).expand(shape)  # multimodal rotary embeddings have (3, B, S)
     places = torch.arange(shape[1], device=device).expand(shape)
     seq_idx, borders, mask = (inputs.get(name) for name in ("seq_idx", "cu_seq_lens_q", "attention_mask"))
     if seq_idx is not None or borders is not None:
         starts = torch.zeros(shape, dtype=torch.bool, device=device)
         if seq_idx is not None:
             starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-        else:
+        elif borders is not None:
             starts.view(-1)[borders[:-1].long()] = True
         return places - torch.where(starts, places, 0).cummax(1).values
     if mask is not None and mask.ndim == 2:
@@ -26,15 +29,15 @@ def token_positions(inputs: dict) -> torch.Tensor:
     return places
 
 
-def head_targets(inputs: dict, num_heads: int) -> torch.Tensor:
+def head_targets(inputs: dict[str, Any], num_heads: int) -> torch.Tensor:
     """Class ids (K + 1, B, S), int64, -100 where there is nothing to guess.
 
-    Row 0 is the LM head's: `labels` shifted by one, as the stock trainers do. Head k = 1..K has at row t the label of
-    token t + k + 1, where that is k + 1 places further in the same document (its position says so) and not masked. The
-    token at t may be a prompt's, from which decoding starts, but not padding.
+    Index 0 is for the LM head: `labels` shifted by one, as in the stock trainers. Index k = 1..K has at t the label of
+    token t + k + 1, if its position says that it is k + 1 places further in the same document, and if it is not masked.
+    The token at t may belong to a prompt, from which decoding starts, but may not be padding.
 
     Args:
-        inputs (`dict`): The batch, with `labels` (B, S), -100 where the loss does not count.
+        inputs (`dict`): The batch, with `labels` (B, S), which are -100 for tokens that do not count.
         num_heads (`int`): K.
     """
     labels, positions = inputs["labels"], token_positions(inputs)

@@ -1,4 +1,4 @@
-"""Prompts, and the greedy text that a model answers them with: what self-distillation and evaluation start from.
+"""Prompts, and the text with which a model answers them. Self-distillation and evaluation start from these.
 
 A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from liger_trainer.templates import alpaca_row, sharegpt_message
 
@@ -17,12 +17,12 @@ _COLUMNS = "prompt; messages; conversations; instruction (and input)"
 
 
 def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Prompt]:
-    """The prompts in a .json file (a list of rows) or a .jsonl file (a row a line).
+    """The prompts in a .json file (a list of rows) or a .jsonl file (one row per line).
 
     Args:
-        path (`str`): The file. What counts as the prompt of a row is said in `prompt_of`.
-        chat (`bool`): Whether the model has a chat template: Alpaca rows become messages then, else text.
-        max_rows (`int`, *optional*): The first so many rows only.
+        path (`str`): The file. `prompt_of` says what counts as the prompt of a row.
+        chat (`bool`): Whether the model has a chat template. Alpaca rows become messages if it has, and text if not.
+        max_rows (`int`, *optional*): How many rows to read from the beginning of the file. Unset: all.
 
     Raises:
         ValueError: The file is missing, empty or not JSON, or a row has no prompt.
@@ -43,11 +43,14 @@ def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Pro
 
 
 def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
-    """The prompt of a row: `prompt` as it is, `messages` or ShareGPT's `conversations` up to the first answer, or the
-    `instruction` and `input` of an Alpaca row, as one message with `chat` and in Alpaca's template without.
+    """The prompt of a row.
+
+    That is its `prompt` as it is, its `messages` or ShareGPT's `conversations` up to the first answer, or the
+    `instruction` and `input` of an Alpaca row, which become one message with `chat`, and Alpaca's template without.
 
     Raises:
-        ValueError: No such column, nothing before the first answer, or messages for a model without a chat template.
+        ValueError: The row has no such column, has nothing before the first answer, or has messages for a model without
+            a chat template.
     """
     if row.get("prompt"):
         prompt = row["prompt"]
@@ -68,43 +71,47 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     if not isinstance(prompt, str) and not chat:
         raise ValueError(
             f"Row {index} of the prompts is a list of messages, and the tokenizer of the model has no chat template. "
-            "Give rows with a text as prompt, or with instruction."
+            "Give rows whose prompt is a text, or rows with instruction."
         )
     return prompt
 
 
-def encode(tokenizer, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: messages through the chat template with the header of an answer after them."""
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt. Messages go through the chat template, with the header of an answer after them."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def end_tokens(model, tokenizer) -> set[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The ids that end an answer: those of the model's generation config and the tokenizer's end-of-text token."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    own = getattr(model.generation_config, "eos_token_id", None)
+    ends = [own] if isinstance(own, int) else list(own or ())
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
 
 
 @torch.no_grad()
 def answer(
-    model, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int, temperature: float = 0.0
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    ends: set[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
 ) -> list[list[int]]:
     """What `model.generate` answers to a batch of prompts, padded on the left.
 
-    Whatever the model's own generation config asks for beside (a repetition penalty, say) is left out: at temperature
-    0 each token is the argmax of the logits, which is what a decoder with heads verifies.
+    What the model's own generation config asks for, such as a repetition penalty, is left out. So at temperature 0 each
+    token is the argmax of the logits, which is what a decoder with heads verifies.
 
     Args:
         model (`PreTrainedModel`): In eval mode.
-        prompts: Token ids, one list a prompt, none empty.
+        prompts: Token ids, one list per prompt, none of them empty.
         ends (`set[int]`): Tokens that end an answer.
-        max_new_tokens (`int`): Where an answer is cut.
+        max_new_tokens (`int`): Length at which an answer is cut.
         temperature (`float`, *optional*, defaults to 0.0): 0 is greedy.
 
     Returns:
-        `list[list[int]]`: The new tokens of each, the end token included where it was reached.
+        `list[list[int]]`: The new tokens of each answer, with the end token if it was reached.
     """
     width = max(map(len, prompts))
     pad = min(ends, default=0)

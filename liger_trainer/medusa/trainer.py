@@ -3,10 +3,14 @@
 import os
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from liger_trainer.head.deferred import DeferredLogits
@@ -22,44 +26,55 @@ from liger_trainer.medusa.heads import (
 )
 from liger_trainer.medusa.labels import head_targets
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
-from liger_triton import linear_heads_cross_entropy, linear_heads_kl
+from liger_triton import HeadsLoss, linear_heads_cross_entropy, linear_heads_kl
 from liger_triton.known_gradients import with_gradients
 
 
 class LigerMedusaTrainer(LigerSFTTrainer):
     """[`LigerSFTTrainer`] for Medusa heads: its data, packing and arguments, and the loss of [`MedusaConfig`].
 
-    The logits of a few rows at a time are all that exists, of the LM head and all heads together. The heads hang on the
-    model as `model.medusa_head` from construction on. Logged for each head k = 1..K, in training and evaluation:
-    `medusa_head{k}_loss` and `medusa_head{k}_accuracy`, means over all its targets since the last log, on all ranks;
-    in stage 2 also `lm_loss` and `mean_token_accuracy` of the LM head.
+    Only the logits of a few rows exist at any time, of the LM head and all heads together. Once the trainer is built,
+    the heads are the model's attribute `medusa_head`. In training and evaluation, `medusa_head{k}_loss` and
+    `medusa_head{k}_accuracy` are logged for each head k = 1..K; they are means over all its targets since the last log,
+    on all ranks. Stage 2 also logs `lm_loss` and `mean_token_accuracy` of the LM head.
 
-    Saved, in `output_dir` and in every checkpoint: the heads as `medusa_heads/config.json` and
-    `medusa_heads/medusa_lm_head.safetensors`; in stage 2 beside them the model, or its adapter, as plain transformers
-    and PEFT load it. In stage 1 the model is as it was, and is not saved again.
+    `output_dir` and every checkpoint get the heads, as `medusa_heads/config.json` and
+    `medusa_heads/medusa_lm_head.safetensors`. In stage 2 they also get the model, or its adapter, as plain transformers
+    and PEFT load it. In stage 1 the model stays as it was, and is not saved again.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): With or without heads.
-        args (`MedusaConfig`): Shape of the heads, stage, loss and the rest.
-        kwargs: As in `SFTTrainer`.
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model, with or without heads.
+        args (`MedusaConfig`): Shape of the heads, stage, loss and everything else.
+        kwargs: The other arguments of `SFTTrainer`.
 
     Raises:
         ValueError: The model has no LM head that heads can share or copy, the heads that it has or that
-            `medusa_init_heads_from` names are of another shape, or an option would be ignored in silence.
+            `medusa_init_heads_from` names have another shape, or an option would be silently ignored.
     """
 
     loss_hook = None
     gives_token_predictions = False
 
-    def __init__(self, model, args=None, **kwargs):
+    def __init__(
+        self, model: str | PreTrainedModel | nn.Module, args: MedusaConfig | None = None, **kwargs: Any
+    ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config.name_or_path
             args = MedusaConfig(f"{name.split('/')[-1]}-Medusa")
         _check_args(args, kwargs)
         super().__init__(model, args, **kwargs)
         self._schedule = schedule_of(args.medusa_schedule)
-        self._sums: dict[str, torch.Tensor] = {}  # by mode; of losses, hits and rows (3, heads), since the last log
-        self._tokens = defaultdict(int)
+        # For each mode, the sums of losses, of hits and of rows since the last log: (3, heads)
+        self._sums: dict[str, torch.Tensor] = {}
+        self._tokens: defaultdict[str, Any] = defaultdict(int)
+
+    @property
+    def _heads(self) -> MedusaHeads:
+        """The heads of the model, which it has once the trainer is built."""
+        heads = heads_of(self.model)
+        if heads is None:
+            raise RuntimeError(f"The model has lost its Medusa heads ({HEADS_NAME}) since the trainer was built.")
+        return heads
 
     # What is trained
 
@@ -131,18 +146,18 @@ class LigerMedusaTrainer(LigerSFTTrainer):
     def _freeze(self) -> None:
         if self.args.medusa_stage == 1:
             self.model.requires_grad_(False)
-        heads_of(self.model).requires_grad_(True)
+        self._heads.requires_grad_(True)
 
-    def create_optimizer(self, *args, **kwargs):
-        """The stock optimizer, in whose groups every head parameter has `medusa_lr_multiplier` times the rate."""
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The stock optimizer, with `medusa_lr_multiplier` times the learning rate for every parameter of the heads."""
         made = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
         if made:
             self._scale_learning_rate(optimizer)
         return optimizer
 
-    def _scale_learning_rate(self, optimizer) -> None:
-        heads = {id(p) for p in heads_of(self.model).parameters()}
+    def _scale_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        heads = {id(p) for p in self._heads.parameters()}
         found = 0
         for group in list(optimizer.param_groups):
             own = [p for p in group["params"] if id(p) in heads]
@@ -163,7 +178,13 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     # The loss
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         training, args = self.model.training, self.args
         if "shift_labels" in inputs:
             raise ValueError(
@@ -182,7 +203,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)
         if args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # DDP averages over ranks
-        if "aux_loss" in scores:  # a mean of the micro-batch, as in SFTTrainer
+        if "aux_loss" in scores:  # it is a mean over the micro-batch, as in SFTTrainer
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * scores["aux_loss"] / steps
         self._count("train" if training else "eval", scores["sums"], inputs)
@@ -191,9 +212,14 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         with torch.no_grad():
             return loss, model(**call)
 
-    def _scores(self, run, targets: torch.Tensor, weight: float) -> dict:
-        """Inside the model's forward: the sum of all losses, before the division by the number of labels, and `sums`
-        (3, heads), fp32, of the unweighted losses, of the targets that were the first choice, and of the targets."""
+    def _scores(self, run: Callable[[], Any], targets: torch.Tensor, weight: float) -> dict[str, torch.Tensor]:
+        """The losses of one batch, computed inside the forward of the model. `run` calls the model's own forward.
+
+        Returns:
+            `dict`: `loss` (), the sum of all losses, which is still to be divided by the number of labels, and `sums`
+            (3, heads), fp32: for each head the sum of its unweighted losses, the number of its targets that were its
+            first choice, and the number of its targets. In stage 2 it may also have `aux_loss` ().
+        """
         args, joint = self.args, self.args.medusa_stage == 2
         if joint:
             outputs = run()
@@ -216,34 +242,56 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             scores["aux_loss"] = outputs.aux_loss
         return scores
 
-    def _hard(self, hidden, weight, target, row_weight, logit_scale, softcap, **_):
-        options, heads = {"softcap": softcap, "logit_scale": logit_scale}, heads_of(self.model)
+    def _hard(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        row_weight: torch.Tensor,
+        logit_scale: float,
+        softcap: float | None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Cross-entropy with the labels: the loss (), then losses, hits and rows of each head."""
+        heads = self._heads
+        options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
 
-        def score(blocks, weights):
+        def score(blocks: list[torch.Tensor], weights: list[torch.Tensor]) -> HeadsLoss:
             joint = len(target) > len(blocks)
             rows = [hidden.flatten(0, 1)] * joint + [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
             own = weight if self.args.medusa_tied else [weight] * joint + [w[: len(weight)] for w in weights]
             return linear_heads_cross_entropy(rows, own, target.flatten(1), row_weight=row_weight, **options)
 
-        def score_alone(k, x, own):
-            own = weight if own is None else [own[: len(weight)]]
+        def score_alone(k: int, x: torch.Tensor, projection: torch.Tensor | None) -> HeadsLoss:
+            own = weight if projection is None else [projection[: len(weight)]]
             rows, of_head = x.flatten(0, 1).to(hidden.dtype).unsqueeze(0), slice(k, k + 1)
             found = linear_heads_cross_entropy(
                 rows, own, target[of_head].flatten(1), row_weight=row_weight[of_head], **options
             )
             return found._replace(loss=_settled(found.loss, list(heads[k].parameters())))
 
-        # On a frozen model the heads have nothing in common, and memory need not grow with their number. ZeRO-3 has
-        # parameters whole for the backward pass of their module only, which there must not be over.
+        # On a frozen model the heads have nothing in common, so they are scored one by one, and memory does not grow
+        # with their number. Each backward pass is done at once. ZeRO-3 does not allow that, because there parameters
+        # are whole only while the backward pass of their own module runs.
         if self.args.medusa_stage == 2 or any(hasattr(p, "ds_id") for p in heads.parameters()):
             return tuple(heads(hidden, score))
         loss, *sums = zip(*heads.one_by_one(hidden, score_alone), strict=True)
         return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
 
-    def _soft(self, hidden, weight, target, row_weight, logit_scale, softcap, **_):
-        options = {"softcap": softcap, "logit_scale": logit_scale}
+    def _soft(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        row_weight: torch.Tensor,
+        logit_scale: float,
+        softcap: float | None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Divergence from the model's own distribution: the loss (), then losses, hits and rows of each head."""
+        options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
 
-        def score(blocks, weights):
+        def score(blocks: list[torch.Tensor], weights: list[torch.Tensor]) -> HeadsLoss:
             rows = [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
             own = weight if self.args.medusa_tied else [w[: len(weight)] for w in weights]
             labels = target[-len(rows) :].flatten(1)
@@ -252,7 +300,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
                 row_weight=row_weight[-len(rows) :], target=labels, **options,
             )  # fmt: skip
 
-        soft = tuple(heads_of(self.model)(hidden, score))
+        soft = tuple(self._heads(hidden, score))
         if len(target) == self.args.medusa_num_heads:
             return soft
         lm = linear_heads_cross_entropy([hidden.flatten(0, 1)], weight, target[:1].flatten(1), **options)
@@ -260,27 +308,27 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     # What is logged
 
-    def _count(self, mode: str, sums: torch.Tensor, inputs: dict) -> None:
+    def _count(self, mode: str, sums: torch.Tensor, inputs: dict[str, Any]) -> None:
         sums = sums.detach()
         self._sums[mode] = self._sums[mode] + sums if mode in self._sums else sums
         mask = inputs.get("attention_mask")
         self._tokens[mode] += inputs["labels"].numel() if mask is None or mask.ndim != 2 else mask.sum()
 
-    def log(self, logs, start_time=None) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
         if mode in self._sums:
             self._metrics[mode] |= {name: [value] for name, value in self._mean_metrics(mode).items()}
         super().log(logs, start_time)
 
     def _mean_metrics(self, mode: str) -> dict[str, float]:
-        """Means over all rows since the last log, on all ranks; called by all of them."""
+        """Means over all rows since the last log, on all ranks. All ranks have to call this."""
         sums = self.accelerator.reduce(self._sums.pop(mode), "sum")
         tokens = torch.as_tensor(self._tokens.pop(mode), device=sums.device)
         if mode == "train":
             self._total_train_tokens += int(self.accelerator.reduce(tokens, "sum")) // self.get_tp_size()
         losses, hits, rows = sums.tolist()
         first = 0 if self.args.medusa_stage == 2 else 1
-        metrics = {"num_tokens": self._total_train_tokens}
+        metrics: dict[str, float] = {"num_tokens": self._total_train_tokens}
         for k, (loss, hit, row) in enumerate(zip(losses, hits, rows, strict=True), first):
             names = (f"medusa_head{k}_loss", f"medusa_head{k}_accuracy") if k else ("lm_loss", "mean_token_accuracy")
             metrics |= {name: value / max(row, 1) for name, value in zip(names, (loss, hit), strict=True)}
@@ -288,7 +336,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     # Checkpoints
 
-    def _save(self, output_dir=None, state_dict=None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         output_dir = self.args.output_dir if output_dir is None else output_dir
         own = rest = None
         if state_dict is not None:
@@ -296,7 +344,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             own = {found[1]: state_dict[name] for name, found in names.items() if found}
             rest = {name: state_dict[name] for name, found in names.items() if not found}
         if self.args.should_save:
-            heads_of(self.model).save_pretrained(os.path.join(output_dir, HEADS_FOLDER), own)
+            self._heads.save_pretrained(os.path.join(output_dir, HEADS_FOLDER), own)
         if self.args.medusa_stage == 2:
             with heads_detached(self.model):
                 super()._save(output_dir, rest)
@@ -304,7 +352,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             self.processing_class.save_pretrained(output_dir)
             torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_with_heads(
             resume_from_checkpoint, partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
         )
@@ -312,10 +360,11 @@ class LigerMedusaTrainer(LigerSFTTrainer):
     def _load_best_model(self) -> None:
         self._load_with_heads(self.state.best_model_checkpoint, super()._load_best_model)
 
-    def _load_with_heads(self, checkpoint: str, load) -> None:
+    def _load_with_heads(self, checkpoint: str, load: Callable[[], Any]) -> None:
         if self.is_deepspeed_enabled:  # its checkpoints hold the heads too
-            return load()
-        if self.is_fsdp_enabled:  # so do its own, unless there is an adapter: then they hold that alone
+            load()
+            return
+        if self.is_fsdp_enabled:  # with an adapter its checkpoints hold that alone, and otherwise the heads too
             load()
         elif self.args.medusa_stage == 2:
             with heads_detached(self.model):
@@ -325,7 +374,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
     def _load_heads(self, checkpoint: str) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        heads, saved = heads_of(self.model), MedusaHeads.from_pretrained(checkpoint)
+        heads, saved = self._heads, MedusaHeads.from_pretrained(checkpoint)
         if saved.state_dict().keys() != heads.state_dict().keys():
             raise ValueError(
                 f"{checkpoint} has heads of another shape, {saved.config.to_dict()}. Resume with the medusa_num_heads, "
@@ -334,13 +383,14 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         set_model_state_dict(heads, saved.state_dict(), options=StateDictOptions(full_state_dict=True))
 
 
-def _check_args(args, kwargs: dict) -> None:
-    """What would be ignored in silence is refused, before anything is loaded."""
+def _check_args(args: MedusaConfig, kwargs: dict[str, Any]) -> None:
+    """ValueError for what would be silently ignored, before anything is loaded."""
     if not isinstance(args, MedusaConfig):
         raise ValueError(f"args is a {type(args).__name__}; expected a MedusaConfig, which says what the heads are.")
     if not args.use_liger:
         raise ValueError("use_liger is false, but the Medusa loss is computed by the fused LM head. Remove use_liger.")
-    if not (args.liger_config or {}).get("fused_linear_cross_entropy", True):
+    config: Any = args.liger_config or {}
+    if not config.get("fused_linear_cross_entropy", True):
         raise ValueError(
             "liger_config has fused_linear_cross_entropy: false, but the Medusa loss is computed by the fused LM head. "
             "Remove that entry."
@@ -360,8 +410,8 @@ def _check_args(args, kwargs: dict) -> None:
         )
 
 
-def _settled(loss, parameters: list):
-    """`loss` with its backward pass done: all that it kept for it is freed but the gradients of `parameters`."""
+def _settled(loss: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
+    """`loss` after its backward pass, which has freed all that it kept except for the gradients of `parameters`."""
     if not loss.requires_grad or torch.compiler.is_compiling():
         return loss
     parameters = [p for p in parameters if p.requires_grad]
@@ -369,8 +419,8 @@ def _settled(loss, parameters: list):
 
 
 @contextmanager
-def _as_served(model):
-    """A frozen model runs as it will when it is served: without dropout, and without a graph."""
+def _as_served(model: nn.Module) -> Iterator[None]:
+    """Within the block a frozen model runs as it will when it is served: without dropout, and without a graph."""
     training = model.training
     model.eval()
     try:
