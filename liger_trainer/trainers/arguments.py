@@ -8,13 +8,13 @@ import torch
 from liger_trainer.patching import check_config
 
 if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
-    from transformers import TrainingArguments as _StockArguments
+    from transformers import TrainingArguments as StockArguments
 else:
-    _StockArguments = object
+    StockArguments = object
 
 
 @dataclass
-class LigerArguments(_StockArguments):
+class LigerArguments(StockArguments):
     """The fields that every arguments class of this package adds to the stock one.
 
     One stock option gets another default with `use_liger`, so that a step does not wait for the GPU: where there is a

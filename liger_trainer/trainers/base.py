@@ -25,12 +25,12 @@ from liger_trainer.trainers.logged_loss import FilteredLoss
 from liger_trainer.trainers.patched_models import PatchedModels
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
-    from transformers import Trainer as _StockTrainer
+    from transformers import Trainer as StockTrainer
 else:
-    _StockTrainer = object
+    StockTrainer = object
 
 
-class LigerTrainerMixin(_StockTrainer):
+class LigerTrainerMixin(StockTrainer):
     """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss.
 
     A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over

@@ -69,7 +69,7 @@ def replaced_in(module: types.ModuleType, names: dict[str, Any]) -> Iterator[Non
 
 
 def _in_this_thread(value: Any, stock: Any) -> Any:
-    """A function that calls `value` in this thread and `stock` in all others, or a class with their `isinstance`."""
+    """Acts as `value` in this thread and as `stock` in all others: a function to call, or a class for `isinstance`."""
     owner = threading.get_ident()
     if isinstance(stock, type):
 
@@ -194,7 +194,8 @@ class LigerTRLMixin(LigerTrainerMixin):
         inner = model.forward
         add_fused_lm_head(model, **asdict(options))
         forward = model.forward.__func__
-        if "_original_forward" in vars(model):  # accelerate's autocast, which covers only the forward inside TRL's
+        if "_original_forward" in vars(model):
+            # The autocast of accelerate covers only the forward inside TRL's, so TRL's gets one of its own.
             amp = get_mixed_precision_context_manager(self.accelerator.native_amp, self.accelerator.autocast_handler)
             forward = convert_outputs_to_fp32(amp(forward))
         setattr(forward, STANDS_IN, inner)
