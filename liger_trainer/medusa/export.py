@@ -104,7 +104,7 @@ def _check_tied(config: MedusaHeadsConfig, lm_head: nn.Module | None, format: st
         raise ValueError("The LM head has a bias, which TGI and vLLM leave out. Train heads with medusa_tied: false.")
     if tuple(lm_head.weight.shape) != (config.vocab_size, config.hidden_size):
         raise ValueError(
-            f"The LM head of the model is {tuple(lm_head.weight.shape)}, but the heads were trained on "
+            f"The LM head of the model is {tuple(lm_head.weight.shape)}, the heads were trained on "
             f"{(config.vocab_size, config.hidden_size)}. Give the model that they were trained on."
         )
 
@@ -193,7 +193,7 @@ def _config_of(tensors: dict[str, torch.Tensor], folder: str) -> MedusaHeadsConf
     for key, value in found.items():
         if key in values and values[key] != value:
             raise ValueError(
-                f"{path} says {key}: {values[key]}, but the tensors in {WEIGHTS_FILE} say {value}. Servers go by the "
+                f"{path} says {key}: {values[key]}, and the tensors in {WEIGHTS_FILE} say {value}. Servers go by the "
                 "config, so correct it."
             )
     if found["vocab_size"] is None:
