@@ -10,7 +10,7 @@ from liger_trainer.trainers.scored_pairs import LigerPairMixin
 
 @dataclass
 class LigerCPOConfig(LigerArguments, CPOConfig):
-    """[`~trl.experimental.cpo.CPOConfig`] with `use_liger` and `liger_config`, for [`LigerCPOTrainer`]."""
+    """[`~trl.experimental.cpo.CPOConfig`] with the fields of [`LigerArguments`], for [`LigerCPOTrainer`]."""
 
     _VALID_DICT_FIELDS = [*CPOConfig._VALID_DICT_FIELDS, "liger_config"]
 

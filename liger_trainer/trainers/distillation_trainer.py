@@ -26,7 +26,7 @@ from liger_triton import linear_divergence
 
 @dataclass
 class LigerDistillationConfig(LigerArguments, DistillationConfig):
-    """[`~trl.DistillationConfig`] with `use_liger` and `liger_config`, for [`LigerDistillationTrainer`]."""
+    """[`~trl.DistillationConfig`] with the fields of [`LigerArguments`], for [`LigerDistillationTrainer`]."""
 
     _VALID_DICT_FIELDS = [*DistillationConfig._VALID_DICT_FIELDS, "liger_config"]
 

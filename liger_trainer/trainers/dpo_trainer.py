@@ -17,7 +17,7 @@ _SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in w
 
 @dataclass
 class LigerDPOConfig(LigerArguments, DPOConfig):
-    """[`~trl.DPOConfig`] with `use_liger` and `liger_config`, for [`LigerDPOTrainer`]."""
+    """[`~trl.DPOConfig`] with the fields of [`LigerArguments`], for [`LigerDPOTrainer`]."""
 
     _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "liger_config"]
 

@@ -11,7 +11,7 @@ from liger_trainer.trainers.trl import LigerTRLMixin
 
 @dataclass
 class LigerGRPOConfig(LigerArguments, GRPOConfig):
-    """[`~trl.GRPOConfig`] with `use_liger` and `liger_config`, for [`LigerGRPOTrainer`]."""
+    """[`~trl.GRPOConfig`] with the fields of [`LigerArguments`], for [`LigerGRPOTrainer`]."""
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "liger_config"]
 

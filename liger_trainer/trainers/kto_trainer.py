@@ -13,7 +13,7 @@ from liger_trainer.trainers.trl import LigerTRLMixin
 
 @dataclass
 class LigerKTOConfig(LigerArguments, KTOConfig):
-    """[`~trl.KTOConfig`] with `use_liger` and `liger_config`, for [`LigerKTOTrainer`]."""
+    """[`~trl.KTOConfig`] with the fields of [`LigerArguments`], for [`LigerKTOTrainer`]."""
 
     _VALID_DICT_FIELDS = [*KTOConfig._VALID_DICT_FIELDS, "liger_config"]
 

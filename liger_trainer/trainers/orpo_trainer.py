@@ -11,7 +11,7 @@ from liger_trainer.trainers.scored_pairs import LigerPairMixin
 
 @dataclass
 class LigerORPOConfig(LigerArguments, ORPOConfig):
-    """[`~trl.experimental.orpo.ORPOConfig`] with `use_liger` and `liger_config`, for [`LigerORPOTrainer`]."""
+    """[`~trl.experimental.orpo.ORPOConfig`] with the fields of [`LigerArguments`], for [`LigerORPOTrainer`]."""
 
     _VALID_DICT_FIELDS = [*ORPOConfig._VALID_DICT_FIELDS, "liger_config"]
 

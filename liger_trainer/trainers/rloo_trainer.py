@@ -10,7 +10,7 @@ from liger_trainer.trainers.trl import LigerTRLMixin
 
 @dataclass
 class LigerRLOOConfig(LigerArguments, RLOOConfig):
-    """[`~trl.RLOOConfig`] with `use_liger` and `liger_config`, for [`LigerRLOOTrainer`]."""
+    """[`~trl.RLOOConfig`] with the fields of [`LigerArguments`], for [`LigerRLOOTrainer`]."""
 
     _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "liger_config"]
 

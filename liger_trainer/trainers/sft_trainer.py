@@ -16,7 +16,7 @@ from liger_trainer.trainers.trl import LigerTRLMixin
 
 @dataclass
 class LigerSFTConfig(LigerArguments, SFTConfig):
-    """[`~trl.SFTConfig`] with `use_liger` and `liger_config`, for [`LigerSFTTrainer`]."""
+    """[`~trl.SFTConfig`] with the fields of [`LigerArguments`], for [`LigerSFTTrainer`]."""
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "liger_config"]
 

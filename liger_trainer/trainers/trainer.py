@@ -19,7 +19,7 @@ from liger_trainer.trainers.patched_models import PatchedModels
 
 @dataclass
 class LigerTrainingArguments(LigerArguments, TrainingArguments):
-    """[`~transformers.TrainingArguments`] with `use_liger` and `liger_config`, for [`LigerTrainer`]."""
+    """[`~transformers.TrainingArguments`] with the fields of [`LigerArguments`], for [`LigerTrainer`]."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "liger_config"]
 
