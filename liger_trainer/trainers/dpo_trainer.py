@@ -52,9 +52,10 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     pair_columns: tuple[str, ...] = ()
     gives_token_predictions = True
     ignored_fields = ("label_smoothing_factor",)  # it is for the labels of tokens; label_smoothing is for pairs
+    args: DPOConfig
     data_collator: Callable[[list], dict[str, Any]]
     loss_types: list[str]
-    loss_weights: list[float] | None
+    loss_weights: list[float]
     precompute_ref_logps: bool
 
     def pair_loss(self, chosen_logratios: torch.Tensor, rejected_logratios: torch.Tensor, inputs: dict) -> torch.Tensor:

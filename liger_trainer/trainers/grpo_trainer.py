@@ -30,6 +30,7 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
 
     loss_hook = None
     ignored_fields = ("label_smoothing_factor",)
+    args: GRPOConfig
 
     def _finish_init(self) -> None:
         if self.head_is_ours and self.args.cast_lm_head_to_fp32 and hasattr(output_head(self.model), "base_layer"):
