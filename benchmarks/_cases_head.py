@@ -59,9 +59,9 @@ def exact_cross_entropy(z, y, chunk=1024):
     total, grad = 0.0, torch.empty_like(z, requires_grad=False, dtype=torch.float64)
     n = z.shape[0]
     for i in range(0, n, chunk):
-        part = z[i : i + chunk].detach().double().requires_grad_()
-        loss = F.cross_entropy(part, y[i : i + chunk], reduction="sum") / n
-        (grad[i : i + chunk],) = torch.autograd.grad(loss, part)
+        z_c = z[i : i + chunk].detach().double().requires_grad_()
+        loss = F.cross_entropy(z_c, y[i : i + chunk], reduction="sum") / n
+        (grad[i : i + chunk],) = torch.autograd.grad(loss, z_c)
         total += loss.detach()
     return [total, grad]
 
@@ -134,15 +134,15 @@ def exact_head(x, w, y, g, chunk=1024):
     w64, g = w.detach().double(), g.double()
     total, dx, dw = 0.0, torch.empty_like(x, requires_grad=False, dtype=torch.float64), torch.zeros_like(w64)
     for i in range(0, x.shape[0], chunk):
-        part, g_c = x[i : i + chunk].detach().double(), g[i : i + chunk]
-        p = torch.softmax(part @ w64.t(), -1)
+        x_c, g_c = x[i : i + chunk].detach().double(), g[i : i + chunk]
+        p = torch.softmax(x_c @ w64.t(), -1)
         rows = torch.arange(p.shape[0], device=p.device)
         total += (g_c * p[rows, y[i : i + chunk]].log()).sum()
         p[rows, y[i : i + chunk]] -= 1
         p *= -g_c[:, None]
         dx[i : i + chunk] = p @ w64
         if w.requires_grad:
-            dw.addmm_(p.t(), part)
+            dw.addmm_(p.t(), x_c)
     return [total, dx, dw] if w.requires_grad else [total, dx]
 
 

@@ -16,7 +16,7 @@ try:
 except ImportError:
 
     class _NoTriton:
-        """Lets `@triton.jit` and `tl.constexpr` be read at import; nothing of it is ever called."""
+        """Stands in for `triton.jit` and `tl.constexpr` while the kernel files are imported. It is never called."""
 
         constexpr = None
 
@@ -34,19 +34,20 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def takes_twin(*tensors: torch.Tensor | None) -> bool:
-    """True where one of them is float64: the kernels compute in fp32, so the PyTorch twin runs, on any device."""
+    """True if one of them is float64. The kernels compute in fp32, so that the PyTorch twin runs, on any device."""
     return any(t is not None and t.dtype == torch.float64 for t in tensors)
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """True where the Triton kernel runs for `x`: on a GPU, or on CPU under `TRITON_INTERPRET=1`, but for float64."""
+    """True if the Triton kernel runs for `x`: on a GPU, or on a CPU under `TRITON_INTERPRET=1`, and not in float64."""
     if triton is None or takes_twin(x):
         return False
     return x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu")
 
 
 def graph_is_kept() -> bool:
-    """In a backward pass: whether it may be repeated (`retain_graph=True`), so that nothing may be given away."""
+    """Whether the backward pass that is running may be repeated (`retain_graph=True`), so that it may give away nothing
+    that a second one would need."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
@@ -72,7 +73,8 @@ def once_differentiable(backward):
 
 
 def _device_guard(x: torch.Tensor):
-    """Triton launches on the current device, which under `device_map` need not be the one that holds `x`."""
+    """A context in which the device of `x` is the current one, on which Triton launches. With `device_map` it may be
+    another."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return contextlib.nullcontext()

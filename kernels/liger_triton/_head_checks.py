@@ -1,4 +1,4 @@
-"""Checks of arguments that the vocabulary losses share. Each error names the field, its value and the mend."""
+"""Checks of arguments that the vocabulary losses share. Each error names the field, its value and what to do."""
 
 import math
 
@@ -34,8 +34,9 @@ def check_float(name, x) -> None:
 
 
 def compute_dtype(hidden, *others) -> torch.dtype:
-    """The dtype of logits and products: inside autocast, which leaves float64 alone, that of autocast, else that of
-    `hidden`. ValueError unless `others`, pairs of a name and a tensor or None, fit it and are on its device."""
+    """The dtype of logits and products: inside autocast the one of autocast, which leaves float64 alone, otherwise the
+    one of `hidden`. `others` are pairs of a name and a tensor or None; ValueError unless these tensors fit `hidden` and
+    are on its device."""
     device_type = hidden.device.type
     autocast = torch.is_autocast_enabled(device_type)
     for name, t in (("hidden", hidden), *others):
@@ -50,8 +51,16 @@ def compute_dtype(hidden, *others) -> torch.dtype:
 
 
 def weight_dtypes(x) -> tuple[torch.dtype, ...]:
-    """What factors of the rows of x may be: fp32, and beside x in float64 that too."""
+    """The dtypes that factors of the rows of x may have: fp32, and for x in float64 also float64."""
     return (torch.float32, torch.float64) if takes_twin(x) else (torch.float32,)
+
+
+def check_chunking(accumulate: str, chunk_rows: int | None) -> None:
+    """ValueError unless the options of the sum over chunks and of their size are in range."""
+    if accumulate not in ("fp32", "lean"):
+        raise ValueError(f'accumulate is {accumulate!r}; expected "fp32", or "lean" (the dtype of the weight).')
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more, or None to choose it by the vocabulary.")
 
 
 def check_target(name, x, target) -> None:
@@ -61,8 +70,8 @@ def check_target(name, x, target) -> None:
 
 
 def check_target_of_twin(target: torch.Tensor, ignore_index: int, vocab: int) -> None:
-    """IndexError as of `check_target_range`, where the host may wait: not while a call is traced or captured."""
-    if torch.compiler.is_compiling():  # asked first: dynamo cannot trace the question below
+    """IndexError as in `check_target_range`, except while a call is traced or captured, when the host cannot wait."""
+    if torch.compiler.is_compiling():  # this comes first, because dynamo cannot trace the question below
         return
     if not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         check_target_range(target, ignore_index, vocab)
@@ -77,7 +86,8 @@ def check_device(name, tensor, other_name, other) -> None:
 
 @jit
 def _count_kernel(TARGET, OUT, n, vocab, ignore_index, BLOCK: tl.constexpr):
-    """Adds to OUT (2,) how many of n targets are not `ignore_index`, and how many of those are outside [0, vocab)."""
+    """Adds two counts to OUT (2,): of the n targets that are not `ignore_index`, and of those among them that are
+    outside [0, vocab)."""
     off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(TARGET + off, mask=off < n, other=ignore_index)
     kept = y != ignore_index
@@ -86,7 +96,8 @@ def _count_kernel(TARGET, OUT, n, vocab, ignore_index, BLOCK: tl.constexpr):
 
 
 def check_target_range(target: torch.Tensor, ignore_index: int, vocab: int) -> int:
-    """How many targets are not ignored. IndexError if one of them is outside [0, vocab). Waits for the device once."""
+    """The number of targets that are not ignored. IndexError if one of these is outside [0, vocab). The host waits for
+    the device once."""
     if use_triton(target) and target.is_contiguous() and 0 < target.numel() < 2**31:
         counts = torch.zeros(2, dtype=torch.int32, device=target.device)
         with _device_guard(target):

@@ -1,7 +1,7 @@
-"""What the losses of several heads share: their result, the checks of their arguments, and gradients known early.
+"""The checks of arguments that the losses of several heads share.
 
-Heads are `hidden`, one tensor (K, T, H) or K tensors (T, H), against `weight`, one tensor (V, H) that all of them use
-("tied") or K tensors (V, H) ("untied").
+`hidden` is one tensor (K, T, H) or K tensors (T, H). `weight` is one tensor (V, H) that all heads use, which are then
+called tied, or K tensors (V, H), and the heads are untied.
 """
 
 import torch
@@ -56,8 +56,8 @@ def check_per_row(name, t, heads, rows, first) -> None:
 
 
 def spread(row_weight, counted, first):
-    """`row_weight` (K,) or (K, T) as (K, T), zero in the rows that do not count; None stays None. `first`: rows of a
-    head."""
+    """`row_weight`, (K,) or (K, T), as (K, T), with zeros for the rows that do not count. None stays None. `first` are
+    the hidden states of one head."""
     if row_weight is None:
         return None
     heads, rows = counted.shape

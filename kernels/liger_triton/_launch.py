@@ -1,4 +1,5 @@
-"""What the row-wise and elementwise kernels share: checks of arguments, tensors as rows, block and grid sizes."""
+"""What the row-wise and elementwise kernels share: checks of arguments, views of tensors as rows, and the sizes of
+blocks and grids."""
 
 import functools
 
@@ -14,7 +15,7 @@ TILE = 4096  # elements of a tile of narrow rows: 16 a thread with 8 warps, two 
 
 
 def cdiv(a: int, b: int) -> int:
-    """ceil(a / b). Not `triton.cdiv`: that one and its siblings are functions of the compiler, at 8 us a call."""
+    """ceil(a / b). `triton.cdiv` and its siblings are functions of the compiler, and a call of one takes 8 us."""
     return -(-a // b)
 
 
@@ -23,13 +24,13 @@ def next_power_of_2(n: int) -> int:
 
 
 def runs_triton(*tensors: torch.Tensor | None) -> bool:
-    """True where the kernel takes these tensors. Empty ones and other dtypes (float64) go to the PyTorch twin."""
+    """True if the kernel takes these tensors. The PyTorch twin takes empty ones and other dtypes (float64)."""
     given = [t for t in tensors if t is not None]
     return use_triton(given[0]) and given[0].numel() > 0 and all(t.dtype in KERNEL_DTYPES for t in given)
 
 
 def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
-    """ValueError unless x (..., N) is floating point, and each parameter too, (N,) and on the device of x."""
+    """ValueError unless x (..., N) and all parameters (N,) are floating point and on one device."""
     if x.ndim == 0 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected a floating-point tensor (..., N).")
     for name, p in parameters.items():
@@ -45,14 +46,15 @@ def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) as (M, N) with unit stride in N: a view where the strides allow it, else a copy."""
+    """x (..., N) as (M, N) with unit stride in N. It is a view if the strides allow that, and a copy if not."""
     n = x.shape[-1]
     rows = x.reshape(x.numel() // n, n)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def row_tile(n: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps) for rows of n elements: one wide row, or as many narrow ones as fill a tile."""
+    """(BLOCK_M, BLOCK_N, num_warps) for rows of n elements. A program takes one wide row, or as many narrow ones as
+    fill a tile."""
     block_n = next_power_of_2(n)
     block_m = max(1, TILE // block_n)
     return block_m, block_n, min(MAX_WARPS, max(4, block_m * block_n // 512))
@@ -62,16 +64,16 @@ def row_tile(n: int) -> tuple[int, int, int]:
 def _multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return 2 if INTERPRET else 64  # any number gives right results; the interpreter runs its programs in turn
+    return 2 if INTERPRET else 64  # any number gives right results, and the interpreter runs one program after another
 
 
 def backward_tile(n: int, itemsize: int, tensors: int, device: torch.device) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps, stages) of a norm's backward.
+    """(BLOCK_M, BLOCK_N, num_warps, stages) of the backward pass of a norm.
 
-    It loads `tensors` tiles of `itemsize` bytes an element. One program a multiprocessor loops over tiles of 8192
-    elements and loads two ahead of the arithmetic: 0.93 to 0.99 of copy bandwidth on an H200 for rows of 128 to 8192,
-    where smaller tiles or more programs stayed below. Fewer stages where the shared memory of the device does not hold
-    three tiles of every tensor.
+    It loads `tensors` tiles of `itemsize` bytes an element. On each multiprocessor, one program loops over tiles of
+    8192 elements and loads two of them ahead of the arithmetic. For rows of 128 to 8192 that reaches 0.93 to 0.99 of
+    the copy bandwidth of an H200; smaller tiles or more programs were slower. There are fewer stages where the shared
+    memory of the device does not hold three tiles of every tensor.
     """
     block_n = next_power_of_2(n)
     block_m = max(1, BACKWARD_TILE // block_n)
@@ -81,19 +83,17 @@ def backward_tile(n: int, itemsize: int, tensors: int, device: torch.device) -> 
 
 
 def persistent_grid(tiles: int, device: torch.device) -> int:
-    """Programs of `backward_tile`: one a multiprocessor."""
+    """The number of programs that share the tiles of `backward_tile`: one on each multiprocessor."""
     return min(tiles, _multiprocessors(device))
 
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have; 48 KiB is what every GPU gives."""
+    """The bytes of shared memory that one program may use. Every GPU gives 48 KiB."""
     if device.type != "cuda":
         return 48 << 10
     properties = torch.cuda.get_device_properties(device)
-    return (
-        getattr(properties, "shared_memory_per_block_optin", 48 << 10) - 2048
-    )  # what reductions need beside the tiles
+    return getattr(properties, "shared_memory_per_block_optin", 48 << 10) - 2048  # 2048 bytes are for reductions
 
 
 def check_gate(gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -106,7 +106,8 @@ def check_gate(gate: torch.Tensor, up: torch.Tensor) -> None:
 
 
 def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tuple[int], int]:
-    """(tensors as rows, row length, tiles per row, grid, BLOCK) for one shape; contiguous tensors are one long row."""
+    """(tensors as rows, row length, tiles per row, grid, BLOCK) of tensors of one shape. If all are contiguous, each is
+    one long row."""
     if all(t.is_contiguous() for t in tensors):
         rows = [t.view(1, -1) for t in tensors]
     else:
@@ -118,10 +119,10 @@ def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tu
 
 
 def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the backward pass of a gate writes the gradients of both, halves of one tensor where these are.
+    """Where the backward pass of a gate writes the two gradients. They are halves of one tensor if `gate` and `up` are.
 
-    Over the two where `reuse` allows and nothing runs again: a kernel reads all its elements before it writes any, so
-    that the memory may be the same. Else into new tensors.
+    If `reuse` allows it and the backward pass cannot run again, they are written over `gate` and `up`. That is safe
+    because a program of the kernel reads all its elements before it writes any. Otherwise they are new tensors.
     """
     if torch.compiler.is_compiling():  # the results of a custom op may not share memory
         return _new_like(gate), _new_like(up)
@@ -138,7 +139,7 @@ def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[t
         dg, du = (_new_like(t) if again else t.detach() for t in (gate, up))
     if not again:
         for t in (gate, up):
-            torch.autograd.graph.increment_version(t)  # whoever kept it after all gets an error, not a gradient
+            torch.autograd.graph.increment_version(t)  # whoever saved it gets an error instead of a wrong gradient
     return dg, du
 
 

@@ -22,13 +22,13 @@ _TORCH_ELEMENTS = 1 << 24  # logits that the plain PyTorch pass takes at a time:
 
 def _pass_over(logits, grad, target, stats, g_loss, spec, do_stats=True):
     """`row_pass`, of which the plain PyTorch one makes copies, so that it takes a few rows at a time."""
-    rows, vocab = logits.shape
-    step = rows if use_triton(logits) else max(1, _TORCH_ELEMENTS // vocab)
-    for a in range(0, rows, max(1, step)):
-        part = slice(a, a + step)
+    n, vocab = logits.shape
+    step = n if use_triton(logits) else max(1, _TORCH_ELEMENTS // vocab)
+    for start in range(0, n, max(1, step)):
+        rows = slice(start, start + step)
         row_pass(
-            logits[part], None if grad is None else grad[part], target[part], stats[:, part],
-            None if g_loss is None else g_loss[part], None, spec, do_stats,
+            logits[rows], None if grad is None else grad[rows], target[rows], stats[:, rows],
+            None if g_loss is None else g_loss[rows], None, spec, do_stats,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A loss whose gradients are known when it is: for code that computes both in one go."""
+"""A loss whose gradients are known as soon as it is, for code that computes both at once."""
 
 import torch
 
@@ -16,14 +16,14 @@ class _WithGradients(torch.autograd.Function):
         ctx.dtypes, ctx.held = [t.dtype for t in inputs], None
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*grads)
-        else:  # not saved: the last backward gives them away, and only their sole owner can
+        else:  # not saved, because the last backward gives them away, which only their sole owner can do
             ctx.held = grads
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        grads = list(ctx.saved_tensors)  # an error of PyTorch if an earlier backward did not keep the graph
+        grads = list(ctx.saved_tensors)  # PyTorch raises if an earlier backward did not keep the graph
         keep = False
         if not torch.compiler.is_compiling():
             grads, keep = list(ctx.held), graph_is_kept()
@@ -32,12 +32,12 @@ class _WithGradients(torch.autograd.Function):
         factor, out = g.float(), []
         for k, dtype in enumerate(ctx.dtypes):
             grad = grads[k]
-            grads[k] = None  # an fp32 sum is freed before the next is rounded
+            grads[k] = None  # so that a sum in fp32 is freed before the next one is rounded
             out.append(scaled(grad.reshape(-1, grad.shape[-1]), factor, dtype, keep).view(grad.shape))
         return (None,) * (1 + len(out)) + tuple(out)
 
 
 def with_gradients(loss, inputs, grads):
-    """`loss` () with d loss / d inputs[k] = grads[k], which is owned and overwritten from here on; rounded to the
-    dtype of the input after the multiplication by the upstream gradient."""
+    """`loss` (), with d loss / d inputs[k] = grads[k]. The gradients belong to this function from here on, and are
+    written over. Each is rounded to the dtype of its input after it has been multiplied by the upstream gradient."""
     return _WithGradients.apply(loss, *grads, *inputs) if inputs else loss

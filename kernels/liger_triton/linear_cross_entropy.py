@@ -1,12 +1,15 @@
-"""Cross-entropy of the logits of an LM head, without the logits. How it is computed, in what precision and memory:
-`_linear_head.py`; the formulas: `_row_pass.py`."""
+"""Cross-entropy of the logits of an LM head, which never exist as a whole.
+
+`_linear_head.py` describes how it is computed, in what precision and memory, and `_row_pass.py` has the formulas.
+"""
 
 import torch
 
 from . import reference
 from ._dispatch import takes_twin
 from ._head_checks import check_device, check_options, check_target_of_twin, weight_dtypes
-from ._linear_head import prepare, run_head
+from ._head_inputs import prepare
+from ._linear_head import run_head
 from ._row_pass import RowSpec
 
 
@@ -28,12 +31,12 @@ def linear_cross_entropy(
     accumulate: str = "fp32",
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """F.cross_entropy(z.float(), target, ...) of z = softcap * tanh(logit_scale * l / softcap), l = F.linear(hidden,
-    weight, bias) + scaling * lora_input @ A.T @ B.T, in nats, in fp32. The logits of all rows never exist.
+    """F.cross_entropy(z.float(), target, ...) of z = softcap * tanh(logit_scale * l / softcap), in nats and in fp32,
+    with l = F.linear(hidden, weight, bias) + scaling * lora_input @ A.T @ B.T. The logits of all rows never exist.
 
     For `"mean"` and `"sum"` the gradients are computed with the loss. Any upstream gradient is honoured. A frozen
-    weight costs neither its product nor its memory. Inside torch.autocast everything is cast as F.linear would; the
-    gradient of an fp32 weight stays in fp32.
+    weight costs neither its product nor its memory. Inside torch.autocast everything is cast as F.linear would cast it,
+    and the gradient of an fp32 weight stays in fp32.
 
     Args:
         hidden (`torch.Tensor`): (..., H); bf16, fp16 or fp32 (float64: the PyTorch twin, with all logits). A slice
@@ -48,16 +51,17 @@ def linear_cross_entropy(
         softcap (`float`, *optional*): Unset: z = logit_scale * l.
         logit_scale (`float`, *optional*, defaults to 1.0): Multiplies the logits.
         z_loss (`float`, *optional*, defaults to 0.0): Adds z_loss * logsumexp(z)**2 to each row.
-        token_weights (`torch.Tensor`, *optional*): fp32, shape of `target`; factor of each row, without gradient.
-            `"mean"` then divides by the sum of the weights of the rows not ignored, as F.cross_entropy does with class
-            weights.
+        token_weights (`torch.Tensor`, *optional*): fp32, of the shape of `target`, without gradient; the factor of each
+            row. `"mean"` then divides by the sum of the weights of the rows that are not ignored, as F.cross_entropy
+            does with class weights.
         lora (`tuple`, *optional*): (A, B, scaling) of a LoRA on the head. A and B may have another dtype than `hidden`.
-        lora_input (`torch.Tensor`, *optional*): Input of the LoRA, where dropout made it differ from `hidden`.
+        lora_input (`torch.Tensor`, *optional*): Input of the LoRA, if dropout made it differ from `hidden`.
         accumulate (`str`, *optional*, defaults to `"fp32"`): Where the weight's gradient is summed over the chunks.
-            `"lean"`: in its own dtype, which for bf16 halves its memory and rounds once per chunk instead of once.
-        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: all that take no more memory than the fp32
-            sum of the weight's gradient, which one chunk does without; else at most 4096, no larger than that sum or,
-            where there is none, 640 MiB. On a CPU: 64 MiB.
+            `"lean"` sums it in its own dtype, which for bf16 halves its memory and rounds once per chunk instead of
+            once.
+        chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: all rows, if their logits take no more
+            memory than the fp32 sum of the weight's gradient, which one chunk does not need. Otherwise at most 4096
+            rows, whose logits take no more than that sum, or 640 MiB if that is more. On a CPU: 64 MiB.
 
     Returns:
         `torch.Tensor`, fp32 (float64 for float64): () or, for `"none"`, the shape of `target`. Nothing to average
@@ -65,11 +69,12 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: Shapes, dtypes or devices disagree, or an option is out of its range.
-        IndexError: A target is outside [0, V). (While a CUDA graph is captured: loss and gradient of the row are NaN.)
+        IndexError: A target is outside [0, V). (While a CUDA graph is captured, loss and gradient of the row become NaN
+            instead.)
     """
-    prepared = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
+    head, y, dtype = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
     check_options("hidden", hidden, target, reduction, label_smoothing, softcap, logit_scale, z_loss)
-    y, row_weight = prepared[5], None
+    row_weight = None
     if token_weights is not None:
         allowed = weight_dtypes(hidden)
         if token_weights.shape != target.shape or token_weights.dtype not in allowed or token_weights.requires_grad:
@@ -88,14 +93,14 @@ def linear_cross_entropy(
         )  # fmt: skip
     if token_weights is not None:
         row_weight = torch.where(y != ignore_index, token_weights.reshape(-1), 0.0)
-    divisor = None  # launched before the head, which waits for the device
+    divisor = None  # it is launched before the head, which waits for the device
     if reduction == "mean" and row_weight is None:
         divisor = (y != ignore_index).sum().clamp(min=1)
     elif reduction == "mean":
         divisor = row_weight.sum()
         divisor = torch.where(divisor == 0, torch.inf, divisor)
     rows = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), float(label_smoothing), float(z_loss))
-    loss, _, _ = run_head(prepared, row_weight, rows, reduction != "none", accumulate, chunk_rows)
+    loss, _, _ = run_head(head, y, dtype, row_weight, rows, reduction != "none", accumulate, chunk_rows)
     if reduction == "none":
         return loss.view(target.shape)
     return loss.sum() if divisor is None else loss.sum() / divisor

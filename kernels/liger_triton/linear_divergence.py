@@ -1,4 +1,4 @@
-"""Divergence between the distributions of two LM heads over one vocabulary, without the logits of either.
+"""Divergence between the distributions of two LM heads over one vocabulary, without the logits of all rows.
 
     z = softcap * tanh(logit_scale * l / softcap) / temperature, l = x W^T + bias + LoRA, of student and teacher each
     p = softmax(z_student), q = softmax(z_teacher), m = (1 - beta) p + beta q
@@ -7,16 +7,15 @@
     beta = 1      D = KL(p || q)                                dD/dz = p (log p - log q - D)
     0 < beta < 1  D = beta KL(q || m) + (1 - beta) KL(p || m)   dD/dz = (1 - beta) p (log p - log m - KL(p || m))
 
-with z that of the student, which alone gets gradients: generalised knowledge distillation, arXiv:2306.13649, with the
-ends beta = 0 and 1 as TRL defines them (there the formula of the middle would be 0).
+Here z is that of the student, which alone gets gradients. This is generalised knowledge distillation, arXiv:2306.13649,
+with the ends beta = 0 and 1 as TRL defines them, where the formula of the middle would be 0.
 
-Rows that do not count are dropped first; the rest is walked in chunks of C rows. Logits are fp32 whatever the inputs: a
-divergence is a small difference of large numbers, and of 16-bit logits it is noise. dl is rounded to the compute dtype
-before the products with it. As in `_linear_head.py` the gradient comes with the values where the upstream gradient is
-known to be one number, or the head is frozen (four products a chunk, one of them the teacher's), else from a second
-walk (six). Memory beyond inputs and gradients: about six tensors of C * V in fp32.
-
-Its walk over the chunks is not that of `_linear_head.py`, because every chunk needs the logits of two heads at once.
+Rows that do not count are dropped first. The others are walked in chunks of C rows; what all such walks share is in
+`_chunks.py`. Logits are fp32 whatever the inputs are, because a divergence is a small difference of large numbers, and
+computed from 16-bit logits it is noise. dl is rounded to the compute dtype before the products with it. As in
+`_linear_head.py`, the gradients are computed with the values if the upstream gradient is known to be one number or the
+head is frozen, which takes four products a chunk, one of them the teacher's. Otherwise a second walk computes them, and
+there are six. Memory beyond inputs and gradients: about six tensors of C * V in fp32.
 """
 
 import math
@@ -26,31 +25,33 @@ import torch
 import torch.nn.functional as F
 
 from . import reference
+from ._chunks import Chunks, HeadGradients
 from ._dispatch import graph_is_kept, once_differentiable, takes_twin
-from ._linear_head import DB, DBIAS, DU, DW, DX, Head, _Accumulator, _one_number, chunk_size, prepare
-from ._scale import scaled
+from ._head_inputs import DB, DBIAS, DU, DW, DX, Head, prepare
+from ._scale import one_number, scaled_in_turn
 from .results import Divergence
 
 
 class _Transform(NamedTuple):
-    """z from l: `scale` and `softcap` with the temperature already in both."""
+    """How z is made of l. `scale` and `softcap` are already divided by the temperature."""
 
     scale: float
     softcap: float | None
     dtype: torch.dtype  # of the factors of the product
 
     def tensors(self, head: Head) -> Head:
-        """The parameters as factors, converted once for all chunks: fp32 logits need fp32 factors but for CUDA's mm."""
+        """The parameters as factors of products, converted once for all chunks. fp32 logits need factors of fp32,
+        except on CUDA, whose mm takes 16-bit factors too."""
         wide = self.dtype if head.x.is_cuda else torch.float32
         return Head(head.x, *(None if t is None else t.to(wide) for t in head[1:]))
 
-    def z(self, head: Head, where):
-        """z of the rows `where` in fp32, and the tanh of the softcap (None without)."""
-        z = _product(head.x[where], head.weight)
+    def z(self, head: Head, rows):
+        """z of `rows` in fp32, and the tanh of the softcap, or None if there is no softcap."""
+        z = _product(head.x[rows], head.weight)
         if head.bias is not None:
             z += head.bias
         if head.u is not None:
-            z += _product(head.u[where], head.lora_b)
+            z += _product(head.u[rows], head.lora_b)
         z *= self.scale
         if self.softcap is None:
             return z, None
@@ -73,13 +74,13 @@ def _product(a, b):
 
 
 def _log_softmax(z):
-    """In place. The maximum goes first: log p of a likely token keeps its digits."""
+    """log_softmax, in place. The maximum is subtracted first, so that log p of a likely token keeps its digits."""
     z.sub_(z.amax(-1, keepdim=True))
     return z.sub_(z.exp().sum(-1, keepdim=True).log_())
 
 
 def _row_divergence(z, z_teacher, beta, want_dz):
-    """(D, entropy of p, dD/dz or None) of rows (C, V); writes over both arguments."""
+    """(D, entropy of p, dD/dz or None) of rows (C, V). Both arguments are written over."""
     log_p, log_q = _log_softmax(z), _log_softmax(z_teacher)
     p = log_p.exp()
     entropy = -(p * log_p).sum(-1)
@@ -92,7 +93,8 @@ def _row_divergence(z, z_teacher, beta, want_dz):
         divergence = (p * gap).sum(-1)
         return divergence, entropy, gap.sub_(divergence.unsqueeze(-1)).mul_(p) if want_dz else None
     # With s = log(beta q) - log((1 - beta) p): log p - log m = -log(1 - beta) - softplus(s), and log q - log m =
-    # -log(beta) - softplus(-s). The constants are left out of dD/dz: where p and q hardly overlap, all else is tiny.
+    # -log(beta) - softplus(-s). The constants are left out of dD/dz, because where p and q hardly overlap, everything
+    # else in it is tiny.
     q = log_q.exp()
     s = log_q.sub_(log_p).add_(math.log(beta / (1 - beta)))
     kl_q = -math.log(beta) - (q * F.softplus(-s)).sum(-1)
@@ -115,51 +117,35 @@ class _Spec(NamedTuple):
 
 def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
     """Divergence (T,), entropy (T,), and the gradients in `needs` of sum(g * divergence), g (T,) or None for ones."""
-    x, weight, bias, u, lora_b = student
-    total, vocab, dtype = x.shape[0], weight.shape[0], spec.student.dtype
-    rows = total if kept is None else kept.shape[0]
-    size = spec.chunk_rows or chunk_size(rows, 2 * vocab, torch.float32, x.device.type)  # of two heads
-    size = min(size, max(rows, 1))
-    chunks = -(-rows // size)
-    # Two tensors: halves of one are views, which autograd allows nobody to change in place.
-    divergence, entropy = (torch.zeros(total, dtype=torch.float32, device=x.device) for _ in range(2))
-    dx = torch.zeros_like(x) if needs & DX else None
-    du = torch.zeros_like(u) if needs & DU else None
-    dw = _Accumulator(weight, spec.lean, chunks) if needs & DW else None
-    dlb = _Accumulator(lora_b, spec.lean, chunks) if needs & DB else None
-    dbias = torch.zeros(vocab, dtype=torch.float32, device=x.device) if needs & DBIAS else None
+    total, vocab, dtype = student.x.shape[0], student.weight.shape[0], spec.student.dtype
+    chunks = Chunks(total, kept, spec.chunk_rows, 2 * vocab, torch.float32, student.x.device.type)  # of two heads
+    # These are two tensors, because halves of one would be views, which autograd allows nobody to change in place.
+    divergence, entropy = (torch.zeros(total, dtype=torch.float32, device=student.x.device) for _ in range(2))
+    gradients = HeadGradients(student, needs, spec.lean, chunks.number, fill=False)
     wide, wide_teacher = spec.student.tensors(student), spec.teacher.tensors(teacher)
-    w = weight.to(dtype) if needs & DX else None
-    lb = lora_b.to(dtype) if needs & DU else None
+    w = student.weight.to(dtype) if needs & DX else None
+    lb = student.lora_b.to(dtype) if needs & DU else None
 
-    for start in range(0, rows, size):
-        part = slice(start, min(start + size, rows))
-        where = part if kept is None else kept[part]
-        z, tanh = spec.student.z(wide, where)
-        z_teacher, _ = spec.teacher.z(wide_teacher, where)
-        divergence[where], entropy[where], dz = _row_divergence(z, z_teacher, spec.beta, bool(needs))
+    for rows in chunks.each():
+        z, tanh = spec.student.z(wide, rows)
+        z_teacher, _ = spec.teacher.z(wide_teacher, rows)
+        divergence[rows], entropy[rows], dz = _row_divergence(z, z_teacher, spec.beta, bool(needs))
         if not needs:
             continue
         del z, z_teacher
         dl = spec.student.dl(dz, tanh)
         del dz, tanh
         if g is not None:
-            dl *= g[where].unsqueeze(-1)
-        if dbias is not None:
-            dbias += dl.sum(0)
+            dl *= g[rows].unsqueeze(-1)
+        gradients.add_bias(dl)
         dl = dl.to(dtype)
-        for grad, factor in ((dx, w), (du, lb)):
-            if grad is not None:
-                grad[where] = torch.mm(dl, factor).to(grad.dtype)
-        for grad, factor in ((dw, x), (dlb, u)):
-            if grad is not None:
-                grad.add(dl, factor[where].to(dtype))
+        gradients.add(dl, rows, w, lb, product=torch.mm)  # of the whole vocabulary at once
         del dl
-    return divergence, entropy, [dx, dw and dw.sum, dbias, du, dlb and dlb.sum]
+    return divergence, entropy, list(gradients.all())
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """(divergence, entropy) of T rows each; the modes are those of `_linear_head._LinearHead`."""
+    """(divergence, entropy), each of T rows. The modes are those of `_linear_head.py`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, teacher, kept, mode, spec):
@@ -172,7 +158,7 @@ class _LinearDivergence(torch.autograd.Function):
             divergence, entropy, grads = _walk(student, teacher, kept, spec, needs)
         if mode == "recompute":
             ctx.save_for_backward(kept, *student, *teacher)
-        else:  # not saved: the last backward gives them away, and only their sole owner can
+        else:  # not saved, because the last backward gives them away, which only their sole owner can do
             ctx.save_for_backward(kept)
             ctx.held = grads
         ctx.mark_non_differentiable(entropy)
@@ -184,12 +170,11 @@ class _LinearDivergence(torch.autograd.Function):
         if g is None:
             return (None,) * 9
         spec, g = ctx.spec, g.float()
-        kept, *tensors = ctx.saved_tensors  # an error of PyTorch if an earlier backward did not keep the graph
-        wanted = [spec.needs >> k & 1 for k in range(5)]
+        kept, *tensors = ctx.saved_tensors  # PyTorch raises if an earlier backward did not keep the graph
         if ctx.mode == "recompute":
             with torch.autocast(g.device.type, enabled=False):
                 _, _, grads = _walk(Head(*tensors[:5]), Head(*tensors[5:]), kept, spec, spec.needs, g)
-            out = [t.to(d) if want else None for t, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
+            out = [None if t is None else t.to(d) for t, d in zip(grads, ctx.dtypes, strict=True)]
             return *out, None, None, None, None
         grads, keep = list(ctx.held), graph_is_kept()
         if not keep:
@@ -197,12 +182,8 @@ class _LinearDivergence(torch.autograd.Function):
         counted = torch.ones_like(g, dtype=torch.bool)
         if kept is not None:
             counted = torch.zeros_like(counted).index_fill_(0, kept, True)
-        factor = _one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
-        out = []
-        for k in range(5):
-            out.append(scaled(grads[k], factor, ctx.dtypes[k], keep) if wanted[k] else None)
-            grads[k] = None  # an fp32 sum is freed before the next is rounded
-        return *out, None, None, None, None
+        factor = one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
+        return *scaled_in_turn(grads, factor, ctx.dtypes, keep), None, None, None, None
 
 
 def linear_divergence(
@@ -229,20 +210,23 @@ def linear_divergence(
     chunk_rows: int | None = None,
 ) -> Divergence:
     """Forward KL, reverse KL or generalised Jensen-Shannon divergence of each row, in nats, from the student's to the
-    teacher's distribution, and the entropy of the student's. The logits of all rows never exist, of neither head.
+    teacher's distribution, and the entropy of the student's. The logits of all rows never exist, neither of the
+    student's head nor of the teacher's.
 
     The gradient reaches the student's tensors only. A frozen weight costs neither its product nor its memory.
 
     Args:
-        hidden, weight, bias, lora, lora_input, accumulate: Of the student; as in `linear_cross_entropy`.
-        teacher_hidden, teacher_weight, teacher_bias, teacher_lora, teacher_lora_input: Of the teacher, whose width H'
-            and dtype may differ. No gradient reaches them. If one of the two is float64, all is computed in it.
-        beta (`float`): In [0, 1]. 0: KL(teacher || student). 1: KL(student || teacher). Between:
+        hidden, weight, bias, lora, lora_input, accumulate: Those of the student, as in `linear_cross_entropy`.
+        teacher_hidden, teacher_weight, teacher_bias, teacher_lora, teacher_lora_input: Those of the teacher, whose
+            width H' and dtype may differ. No gradient reaches them. If student or teacher is in float64, all is
+            computed in it.
+        beta (`float`): In [0, 1]. 0 is KL(teacher || student), and 1 is KL(student || teacher). Between them it is
             beta * KL(teacher || m) + (1 - beta) * KL(student || m) with m = (1 - beta) * student + beta * teacher.
         temperature (`float`, *optional*, defaults to 1.0): Divides the logits of both, after the softcap. The result is
             not multiplied by its square.
         softcap, logit_scale, teacher_softcap, teacher_logit_scale: As in `linear_cross_entropy`, for each head.
-        mask (`torch.Tensor`, *optional*): Bool, (...): which rows count; the others are dropped before the products.
+        mask (`torch.Tensor`, *optional*): Bool, (...), which says which rows count. The others are dropped before the
+            products.
         uniform_grad (`bool`, *optional*, defaults to `False`): Promise that all rows that count get one and the same
             upstream gradient, which spares a second walk over the logits. A broken promise makes every gradient NaN.
         chunk_rows (`int`, *optional*): Rows of logits alive at once. Unset: as many as fit 640 MiB (CPU: 64).
@@ -273,11 +257,11 @@ def linear_divergence(
             raise ValueError(f"{name} is {value}; expected a positive number, or None for no softcap.")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != rows):
         raise ValueError(f"mask is {mask.dtype} {tuple(mask.shape)}; expected torch.bool {tuple(rows)}.")
-    target = torch.zeros(rows, dtype=torch.int64, device=hidden.device)  # `prepare` is of the losses with targets
-    *student, _, dtype = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
+    target = torch.zeros(rows, dtype=torch.int64, device=hidden.device)  # `prepare` asks for one
+    student, _, dtype = prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_rows)
     try:
         with torch.no_grad():
-            *teacher, _, teacher_dtype = prepare(
+            teacher, _, teacher_dtype = prepare(
                 teacher_hidden, teacher_weight, target, teacher_bias, teacher_lora, teacher_lora_input, "fp32", None
             )
     except ValueError as error:
@@ -290,8 +274,7 @@ def linear_divergence(
             teacher_lora_input=teacher_lora_input, mask=None if mask is None else mask.to(hidden.device),
         )  # fmt: skip
     teacher = Head(*(None if t is None else t.detach() for t in teacher))
-    grads_on = torch.is_grad_enabled()
-    needs = sum(1 << k for k, t in enumerate(student) if grads_on and t is not None and t.requires_grad)
+    needs = student.needs()
     spec = _Spec(
         float(beta),
         _Transform(logit_scale / temperature, None if softcap is None else softcap / temperature, dtype),

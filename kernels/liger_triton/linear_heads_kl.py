@@ -1,21 +1,19 @@
 """Forward KL of K heads from a teacher of the same vocabulary, whose rows lie k places ahead (self-distilled Medusa
-heads), without the logits of any. The formulas: `_kl_pass.py`.
+heads), without the logits of all rows of any of them. The formulas are in `_kl_pass.py`.
 
     teacher of head k at row t (k = 1 ... K):  q = softmax(z(teacher_hidden[t + k] @ teacher_weight.T))
     student:                                   p = softmax(z(hidden[k - 1, t] @ weight[k - 1].T))
 
-Walk. The rows t are cut into windows of consecutive rows. Of a window, the teacher rows that some head needs are
-projected once and reduced to their statistics; then the rows of all heads that count are projected, in one product
-where the heads are tied, turned into KL and gradient in place, and multiplied by the weight and by the hidden states.
-So a token costs one projection of the teacher and one of each head, not two of each head; windows overlap by K - 1
-teacher rows. Rows that do not count take part in no product.
+Walk. The rows t are cut into windows of consecutive rows. In each window, the rows of the teacher that some head needs
+are projected once and reduced to their statistics. Then the rows of the heads that count are projected, in one product
+if the heads are tied, turned into KL and gradient in place, and multiplied by the weight and by the hidden states. So a
+token costs one projection of the teacher and one of each head, instead of two of each head. Windows overlap by K - 1
+rows of the teacher. Rows that do not count take part in no product. What all such walks share is in `_chunks.py`.
 
 Memory beyond inputs and gradients: the logits of a window in the compute dtype, V elements for each row of the teacher
-and of the student, 640 MiB in all on a GPU whatever K (CPU: 64 MiB of fp32; plain PyTorch about eight times its rows of
-the student); the fp32 sums of the trained weights' gradients, until the backward pass rounds them; converted weights
-under autocast.
-
-Its walk over the chunks is not that of `_linear_head.py`, because all heads share a chunk of the teacher.
+and of the student, which are 640 MiB in all on a GPU whatever K (64 MiB of fp32 on a CPU; plain PyTorch takes about
+eight times its rows of the student); the fp32 sums of the gradients of trained weights, until the backward pass rounds
+them; and converted weights under autocast.
 """
 
 from collections.abc import Sequence
@@ -23,19 +21,21 @@ from collections.abc import Sequence
 import torch
 
 from . import reference
-from ._dispatch import kernel_op, takes_twin, use_triton
-from ._head_checks import check_options, check_target, compute_dtype
+from ._chunks import Accumulator, chunk_size, logits_buffer, sum_dtype
+from ._dispatch import kernel_op, takes_twin
+from ._head_checks import check_chunking, check_options, check_target, compute_dtype
 from ._heads import check_heads, check_per_row, spread
 from ._kl_pass import kl_pass, teacher_pass
-from ._linear_head import _Accumulator, _sum_dtype, chunk_size
 from ._products import back, project
 from .known_gradients import with_gradients
 from .results import HeadsLoss
 
 
 def _windows(valid, size):
-    """For each window (teacher rows (m,), rows t of the heads (n,), their teacher's place among the m (n,), how many of
-    the n are of head 1, 2 ... K), m <= size. `valid` (K, T) bool on the CPU, no head past the last row; size >= K."""
+    """For each window: the rows of the teacher (m,), with m <= size; the rows t of the heads (n,), those of head 1
+    first; the place of the teacher of each among the m rows (n,); and how many of the n belong to head 1, 2 ... K.
+
+    `valid` (K, T) is a bool tensor on the CPU and False where the teacher would lie past the last row; size >= K."""
     heads, rows = valid.shape
     needed = torch.zeros(rows, dtype=torch.bool)
     for k in range(heads):
@@ -61,8 +61,8 @@ def _kl_op(
     scale: float, softcap: float, want_dx: bool, want_dw: list[bool], lean: bool, chunk_rows: int,
     compute_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """KL (K, T), whether the student's argmax is the teacher's or the target (K, T), dx (K, T, H) and dW of each weight
-    wanted. One weight for all heads, or one each."""
+    """KL (K, T), whether the argmax of the student is that of the teacher or the target (K, T), dx (K, T, H), and dW of
+    each weight for which it is wanted. `weights` is one for all heads, or one for each."""
     with torch.autocast(valid.device.type, enabled=False):
         return _walk(
             teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx,
@@ -78,10 +78,10 @@ def _walk(
     on_cpu = valid.cpu()  # the one place where the host waits for the device
     tied = len(weights) == 1
     groups = [range(heads)] if tied else [range(k, k + 1) for k in range(heads)]
-    most = max(len(group) for group in groups)  # rows of the student for each one of the teacher
+    most = max(len(group) for group in groups)  # how many rows of the student a row of the teacher may have
     rounded = [
         w.numel() * w.element_size() for w, want in zip(weights, want_dw, strict=True)
-        if want and _sum_dtype(w, lean) != w.dtype
+        if want and sum_dtype(w, lean) != w.dtype
     ]  # fmt: skip
     size = chunk_rows or chunk_size(rows, (1 + most) * vocab, dtype, device.type, max(rounded, default=0))
     size = max(min(size, rows), heads)
@@ -92,10 +92,8 @@ def _walk(
     kl, agree = (torch.zeros((heads, rows), dtype=torch.float32, device=device) for _ in range(2))
     dx = torch.zeros((heads, rows, width) if want_dx else 0, dtype=hidden[0].dtype, device=device)
     counts = [int(on_cpu[group.start : group.stop].any()) for group in groups]
-    sums = [_Accumulator(w, lean, n) if want else None for w, want, n in zip(weights, want_dw, counts, strict=True)]
-    # Columns padded to 64 elements: rows start at a cache line, whatever the vocabulary.
-    padded = -(-vocab // 64) * 64 if use_triton(valid) else vocab
-    buffer = torch.empty(((1 + most) * size, padded), dtype=dtype, device=device)
+    sums = [Accumulator(w, lean, n) if want else None for w, want, n in zip(weights, want_dw, counts, strict=True)]
+    buffer = logits_buffer((1 + most) * size, vocab, dtype, valid)
     want_grad = want_dx or any(want_dw)
 
     for of_teacher, of_heads, places, per_head in _windows(on_cpu, size):
@@ -104,14 +102,14 @@ def _walk(
         teacher = buffer[: of_teacher.shape[0], :vocab]
         project(teacher_hidden[of_teacher].to(dtype), teacher_factor, teacher)
         stats, teacher_top = teacher_pass(teacher, scale, softcap)
-        parts = list(zip(of_heads.split(per_head), places.split(per_head), strict=True))
+        head_rows, head_places = of_heads.split(per_head), places.split(per_head)
         for group, factor, dw in zip(groups, factors, sums, strict=True):
             mine = [k for k in group if per_head[k]]
             if not mine:
                 continue
-            x_c = torch.cat([hidden[k][parts[k][0]] for k in mine]).to(dtype)
-            teacher_row = torch.cat([parts[k][1] for k in mine])
-            flat = torch.cat([parts[k][0] + k * rows for k in mine])  # in (K * T)
+            x_c = torch.cat([hidden[k][head_rows[k]] for k in mine]).to(dtype)
+            teacher_row = torch.cat([head_places[k] for k in mine])
+            flat = torch.cat([head_rows[k] + k * rows for k in mine])  # places in (K * T)
             logits = buffer[of_teacher.shape[0] :][: flat.shape[0], :vocab]
             project(x_c, factor, logits)
             w_c = None if row_weight is None else row_weight.view(-1)[flat]
@@ -134,7 +132,7 @@ def _(
 ):  # fmt: skip
     kl, agree = (valid.new_empty(valid.shape, dtype=torch.float32) for _ in range(2))
     dx = hidden[0].new_empty((*valid.shape, hidden[0].shape[1]) if want_dx else 0)
-    sums = [w.new_empty(w.shape, dtype=_sum_dtype(w, lean)) for w, want in zip(weights, want_dw, strict=True) if want]
+    sums = [w.new_empty(w.shape, dtype=sum_dtype(w, lean)) for w, want in zip(weights, want_dw, strict=True) if want]
     return kl, agree, dx, sums
 
 
@@ -152,29 +150,32 @@ def linear_heads_kl(
     accumulate: str = "fp32",
     chunk_rows: int | None = None,
 ) -> HeadsLoss:
-    """Sum over heads k = 1 ... K and rows t of row_weight * KL(q || p), in nats, in fp32: p is the distribution of head
-    k at row t, q that of the teacher at row t + k. The logits of one window of rows are all that ever exists, whatever
-    K, and each row of the teacher is projected once for all heads.
+    """Sum over heads k = 1 ... K and rows t of row_weight * KL(q || p), in nats and in fp32, where p is the
+    distribution of head k at row t, and q that of the teacher at row t + k. The logits of one window of rows are all
+    that ever exists, whatever K, and each row of the teacher is projected once for all heads.
 
-    The gradients, of `hidden` and `weight` alone, are computed with the loss. Any upstream gradient is honoured. A
+    Only `hidden` and `weight` get gradients, which are computed with the loss. Any upstream gradient is honoured. A
     frozen weight costs neither its product nor its memory. The gradient of each trained weight is summed in fp32 and
-    rounded once, after the multiplication by the upstream gradient: K * V * H * 4 bytes for K untied weights, half of
-    it with `accumulate="lean"`. The logits of both are those of F.linear in the dtype of the inputs; in bf16 their
-    rounding is most of the error, 0.3% of a gradient for logits of standard deviation 1, 1% for 4, as without fusing.
+    rounded once, after the multiplication by the upstream gradient. The sums take K * V * H * 4 bytes for K untied
+    weights, and half of that with `accumulate="lean"`. The logits of both are those of F.linear in the dtype of the
+    inputs. In bf16 their rounding is most of the error, as without fusing: 0.3% of a gradient for logits of standard
+    deviation 1, and 1% for logits of standard deviation 4.
 
     Args:
-        hidden, weight, row_weight, softcap, logit_scale: As in `linear_heads_cross_entropy`; softcap and logit_scale
+        hidden, weight, row_weight, softcap, logit_scale: As in `linear_heads_cross_entropy`. softcap and logit_scale
             transform the teacher's logits too.
         teacher_hidden (`torch.Tensor`): (T, H'), the base model's last hidden states of the same rows, not shifted.
-        teacher_weight (`torch.Tensor`): (V, H'), its LM head; may be `weight` itself.
-        valid (`torch.Tensor`): Bool (K, T): which rows count. Those whose teacher t + k would lie past the last row
-            never do; where rows are sequences or documents one after the other, their last k must be False here.
+        teacher_weight (`torch.Tensor`): (V, H'), its LM head, which may be `weight` itself.
+        valid (`torch.Tensor`): Bool (K, T), which says which rows count. Rows whose teacher t + k would lie past the
+            last row never do. If the rows are several sequences or documents, one after the other, the last k rows of
+            each must be False for head k.
         target (`torch.Tensor`, *optional*): Class ids (K, T) for `head_top1`, read where `valid`. Unset: the argmax of
             the teacher.
-        accumulate (`str`, *optional*, defaults to `"fp32"`): Where a weight's gradient is summed over the windows.
-            `"lean"`: in its own dtype, which for bf16 halves that memory and rounds once per window.
-        chunk_rows (`int`, *optional*): Rows of teacher logits alive at once, K at least; of the students' there are K
-            times as many for tied heads, as many for untied ones. Unset: as many as fit 640 MiB (CPU: 64) together.
+        accumulate (`str`, *optional*, defaults to `"fp32"`): Where the gradient of a weight is summed over the windows.
+            `"lean"` sums it in its own dtype, which for bf16 halves that memory and rounds once per window.
+        chunk_rows (`int`, *optional*): Rows of teacher logits alive at once, at least K. Rows of student logits are K
+            times as many for tied heads, and as many for untied ones. Unset: as many as fit into 640 MiB (64 MiB on a
+            CPU) together.
 
     Returns:
         `HeadsLoss`. No row that counts: 0 with zero gradients.
@@ -192,10 +193,7 @@ def linear_heads_kl(
         check_per_row("target", target, heads, rows, first)
         check_target("hidden", first, target)
     check_options("hidden", first, valid.long() if target is None else target, "sum", 0.0, softcap, logit_scale, 0.0)
-    if accumulate not in ("fp32", "lean"):
-        raise ValueError(f'accumulate is {accumulate!r}; expected "fp32", or "lean" (the dtype of the weight).')
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more, or None to choose it by the vocabulary.")
+    check_chunking(accumulate, chunk_rows)
 
     ahead = torch.arange(rows, device=valid.device) + torch.arange(1, heads + 1, device=valid.device).unsqueeze(1)
     valid = valid & (ahead < rows)
@@ -226,7 +224,7 @@ def linear_heads_kl(
 
 
 def _check_teacher(first, weights, teacher_hidden, teacher_weight, rows) -> torch.dtype:
-    """The dtype of logits and products. ValueError unless the teacher fits the heads and all dtypes are one."""
+    """The dtype of logits and products. ValueError unless the teacher fits the heads and the dtypes fit each other."""
     if teacher_hidden.ndim != 2 or teacher_hidden.shape[0] != rows:
         raise ValueError(f"teacher_hidden is {tuple(teacher_hidden.shape)}; expected ({rows}, H): the heads' rows.")
     vocab = weights[0].shape[0]

@@ -6,8 +6,8 @@ import torch
 
 
 class LogProbs(NamedTuple):
-    """Each of the shape of `target`, fp32 or, for float64, that (`is_top1` bool), zero at ignored positions; None where
-    not asked for."""
+    """Fields that were not asked for are None. The others have the shape of `target` and are fp32, or float64 if the
+    inputs are; `is_top1` is bool. They are zero at ignored positions."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -17,20 +17,21 @@ class LogProbs(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Each of the shape of `hidden` without its last dimension, fp32 or float64, zero where `mask` is False."""
+    """Both have the shape of `hidden` without its last dimension, are fp32 or float64, and are zero where `mask` is
+    False."""
 
     divergence: torch.Tensor
     entropy: torch.Tensor
 
 
 class TokenRanks(NamedTuple):
-    """Each of the shape of `target`; -100 at ignored positions.
+    """All three have the shape of `target`, and are -100 at ignored positions.
 
     Args:
         argmax (`torch.Tensor`): int64, the first of the largest logits.
         log_probs (`torch.Tensor`): fp32 or float64, `log_softmax(z)[target]`, in nats.
-        rank (`torch.Tensor`): int64, how many logits are larger than the target's: 0 for the most likely token, and
-            for every one of several that tie with it.
+        rank (`torch.Tensor`): int64, how many logits are larger than the target's. It is 0 for the most likely token,
+            and for every token that ties with it.
     """
 
     argmax: torch.Tensor
@@ -39,10 +40,11 @@ class TokenRanks(NamedTuple):
 
 
 class HeadsLoss(NamedTuple):
-    """`loss` (), fp32 (float64 for float64), differentiable: the sum over all rows that count of row_weight * loss.
-    Without a gradient, each (K,): `head_losses`, of the dtype of `loss`, the sums of the rows' losses without
-    row_weight; `head_top1`, int64, how many rows have their target as the first largest logit; `head_rows`, int64, how
-    many rows count."""
+    """`loss` (), fp32 (float64 for float64), is differentiable: the sum of row_weight * loss over all rows that count.
+
+    The others have no gradient and are (K,), one number for each head. `head_losses`, of the dtype of `loss`, are the
+    sums of the rows' losses without row_weight. `head_top1`, int64, says for how many rows the target has the first
+    largest logit, and `head_rows`, int64, how many rows count."""
 
     loss: torch.Tensor
     head_losses: torch.Tensor

@@ -69,7 +69,7 @@ def linear_token_ranks(
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         chunks.append(_of_rows(logits, y[rows]))
-    return TokenRanks(*(_scattered(torch.cat(parts), kept) for parts in zip(*chunks, strict=True)))
+    return TokenRanks(*(_scattered(torch.cat(results), kept) for results in zip(*chunks, strict=True)))
 
 
 def _of_rows(logits, target):

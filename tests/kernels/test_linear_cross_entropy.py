@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_triton import linear_cross_entropy, reference
-from liger_triton._linear_head import chunk_size
+from liger_triton._chunks import chunk_size
 
 T, H, V, CHUNK = 23, 24, 211, 5  # no size is a power of two, the last chunk is partial, a row is two blocks of 128
 DTYPES = [torch.float32, torch.bfloat16]

@@ -267,8 +267,8 @@ def test_windows(heads, share):
 def test_products_and_memory(device, row_pass, allocations, monkeypatch):
     """One product a token for the teacher; for each head two, three if its weight trains, one without gradients. The
     logits alive are no more for five heads than for one; a frozen weight has no buffer of its gradient."""
-    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * V * 36)  # 36 rows
-    monkeypatch.setattr("liger_triton._linear_head._GPU_CHUNK_BYTES", 0)
+    monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * V * 36)  # 36 rows
+    monkeypatch.setattr("liger_triton._chunks._GPU_CHUNK_BYTES", 0)
 
     def count(heads, tied, frozen, rows=40, **options):
         (x, *w), teacher, valid = inputs(device, heads, tied, rows=rows)

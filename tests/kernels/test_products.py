@@ -10,13 +10,13 @@ from liger_triton import _products, linear_cross_entropy, linear_heads_kl, refer
 V, H, N = 43, 24, 9
 
 
-def test_parts():
+def test_word_slices():
     gpu = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
-    assert _products._parts(50257, gpu) == [slice(50256, 50257), slice(0, 50256)]
-    assert _products._parts(128256, gpu) == [slice(0, 128256)]
-    assert _products._parts(5, gpu) == [slice(0, 5)]  # nothing but words past a multiple
-    assert _products._parts(50257, torch.empty(0, dtype=torch.bfloat16)) == [slice(0, 50257)]
-    assert _products._parts(50257, SimpleNamespace(is_cuda=True, element_size=lambda: 4)) == [slice(0, 50257)]
+    assert _products._word_slices(50257, gpu) == [slice(50256, 50257), slice(0, 50256)]
+    assert _products._word_slices(128256, gpu) == [slice(0, 128256)]
+    assert _products._word_slices(5, gpu) == [slice(0, 5)]  # nothing but words past a multiple
+    assert _products._word_slices(50257, torch.empty(0, dtype=torch.bfloat16)) == [slice(0, 50257)]
+    assert _products._word_slices(50257, SimpleNamespace(is_cuda=True, element_size=lambda: 4)) == [slice(0, 50257)]
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def split(monkeypatch):
     """The words past the last multiple of 8 apart, on any device and in any dtype; counts how often."""
     calls = []
 
-    def parts(vocab, like):
+    def word_slices(vocab, like):
         calls.append(vocab)
         return [slice(vocab // 8 * 8, vocab), slice(0, vocab // 8 * 8)]
 
-    monkeypatch.setattr(_products, "_parts", parts)
+    monkeypatch.setattr(_products, "_word_slices", word_slices)
     return calls
 
 

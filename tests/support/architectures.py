@@ -239,7 +239,7 @@ def compare(model_type) -> Comparison:
     found = Comparison(model_type, "same", "", **swapped(model, report))
     vocab = output_head(model).weight.shape[0] if report["fused_linear_cross_entropy"].found else -1
     with pytest.MonkeyPatch.context() as patch, LogitRows(vocab) as seen:
-        patch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * vocab * CHUNK)
+        patch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * vocab * CHUNK)
         try:
             got, logits = step(model)
         except Exception as error:  # noqa: BLE001 - the caller is shown which

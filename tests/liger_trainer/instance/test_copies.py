@@ -95,7 +95,7 @@ def test_a_copy_trains_as_stock(name, setting, tmp_path):
 @pytest.mark.parametrize("name", COPIES)
 def test_a_trainer_on_a_copy(name, trainer_class, tmp_path, monkeypatch):
     """It logs what the stock trainer logs on a fresh model, and it builds no logits either."""
-    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
+    monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
     run = {LigerTrainer: run_trainer, LigerSFTTrainer: run_sft}[trainer_class]
     want, _ = run(STOCK[trainer_class], tiny_model("llama"), tmp_path)
     model = COPIES[name](patched(tiny_model("llama").train()), tmp_path)

@@ -136,9 +136,9 @@ def test_evaluation_counts_every_head(tmp_path):
 @pytest.mark.parametrize("targets", ["hard", "soft"])
 def test_no_logits_whatever_the_number_of_heads(targets, num_heads, tmp_path, monkeypatch):
     """Stage 1: as many rows meet the vocabulary as there are heads, so no loss of the LM head for nothing."""
-    import liger_triton._linear_head as head
+    import liger_triton._chunks as chunks
 
-    monkeypatch.setattr(head, "_CPU_CHUNK_BYTES", 4 * 4096 * 8)  # 8 rows of logits
+    monkeypatch.setattr(chunks, "_CPU_CHUNK_BYTES", 4 * 4096 * 8)  # 8 rows of logits
     model = model_with_heads(num_heads=num_heads, vocab_size=4096)
     trainer = medusa_trainer(model, tmp_path, medusa_num_heads=num_heads, medusa_targets=targets)
     heads = []

@@ -100,7 +100,7 @@ def test_softcap_and_evaluation(tmp_path):
 
 def test_no_tensor_of_tokens_times_vocabulary(tmp_path, monkeypatch):
     """Eight rows of logits at a time: the largest tensor is the head's weight, of 32."""
-    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 8 * 4 * 4096)
+    monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 8 * 4 * 4096)
     ours, stock = pair(tiny_model("llama", vocab_size=4096), tmp_path)
     batch = batch_of(stock)
     labels = sum(int((batch[f"{kind}_labels"] != -100).sum()) for kind in ("chosen", "rejected"))

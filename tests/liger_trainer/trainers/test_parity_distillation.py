@@ -167,7 +167,7 @@ def test_scaled_loss_with_an_auxiliary_one(tmp_path):
 def test_no_logits_of_student_or_teacher(kind, tmp_path, monkeypatch):
     """Writing completions has a row of logits for each; scoring them has three, of both models. The teacher, which TRL
     leaves trainable, gets no gradient."""
-    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 2 * 4 * VOCAB * 3)
+    monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 2 * 4 * VOCAB * 3)
     ours = ours_of("llama", tmp_path, trainer_options=KINDS[kind], beta=0.5)
     with LogitRows() as seen:
         batch = scored(ours)

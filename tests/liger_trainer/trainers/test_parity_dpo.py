@@ -174,9 +174,9 @@ def test_any_upstream_gradient_and_an_auxiliary_loss(kind, tmp_path):
 )
 def test_no_logits_of_policy_or_reference(kind, options, tmp_path, monkeypatch):
     """In a training step, in an evaluation step and while the reference is precomputed."""
-    import liger_triton._linear_head as head
+    import liger_triton._chunks as chunks
 
-    monkeypatch.setattr(head, "_CPU_CHUNK_BYTES", 64 * 4 * 4096)  # 64 rows, of the 400 and more that have a label
+    monkeypatch.setattr(chunks, "_CPU_CHUNK_BYTES", 64 * 4 * 4096)  # 64 rows, of the 400 and more that have a label
     model = tiny_model("llama", vocab_size=4096)
     given = {"ref_model": tiny_model("llama", vocab_size=4096, seed=7)} if kind == "full" else {}
     model = lora(model, LORA) if kind == "lora" else model

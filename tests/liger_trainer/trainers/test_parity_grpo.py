@@ -186,7 +186,7 @@ def test_scaled_loss_with_an_auxiliary_one(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
     """Writing completions has a row of logits for each; scoring them has three, of both models, and so has training."""
-    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * VOCAB * 3)
+    monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)
     model = with_reference(tiny_model("llama"), tmp_path)
     ours = one(
         LigerGRPOTrainer, LigerGRPOConfig, model, tmp_path, beta=0.2, num_iterations=2, trainer_options=KINDS[kind]

@@ -145,7 +145,7 @@ def test_scaled_loss_with_an_auxiliary_one(tmp_path):
 @pytest.mark.parametrize("kind, precompute", [("full", False), ("full", True), ("lora", False)])
 def test_no_logits_of_policy_or_reference(kind, precompute, tmp_path, monkeypatch):
     """While the reference is precomputed, in a training step and in an evaluation step."""
-    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
+    monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)  # three rows a chunk
     given = {"trainer_options": KINDS[kind]("llama"), "precompute_ref_log_probs": precompute}
     with LogitRows() as seen:
         ours = build(LigerKTOTrainer, LigerKTOConfig, tiny_model("llama"), tmp_path, kto_rows(), **given)

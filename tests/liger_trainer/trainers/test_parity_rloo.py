@@ -118,7 +118,7 @@ def test_adapter_on_the_head_trains(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logits_of_policy_or_reference(kind, tmp_path, monkeypatch):
     """Writing completions has a row of logits for each; scoring them has three, of both models, and so has training."""
-    monkeypatch.setattr("liger_triton._linear_head._CPU_CHUNK_BYTES", 4 * VOCAB * 3)
+    monkeypatch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * VOCAB * 3)
     ours = one(LigerRLOOTrainer, LigerRLOOConfig, "llama", tmp_path, trainer_options=KINDS[kind])
     with LogitRows() as seen:
         batch = scored(ours)

@@ -104,7 +104,7 @@ def test_the_same_as_from_logits_without_them_and_in_one_forward(kind, smoothing
 @pytest.mark.parametrize("kind", ["hf", "sft", "dpo", "kto"])
 def test_no_logits(kind, tmp_path, monkeypatch):
     vocab = 4096
-    for module, name in (("_linear_head", "_CPU_CHUNK_BYTES"), ("token_ranks", "_CHUNK_BYTES")):
+    for module, name in (("_chunks", "_CPU_CHUNK_BYTES"), ("token_ranks", "_CHUNK_BYTES")):
         monkeypatch.setattr(importlib.import_module(f"liger_triton.{module}"), name, 8 * 4 * vocab)
     model, options = (
         tiny_model("llama", vocab_size=vocab),
