@@ -1,6 +1,6 @@
 """Triton kernels for training language models, each with a plain PyTorch twin in `liger_triton.reference`.
 
-Needs torch; Triton where the tensors are on a GPU. One operation, one file, one function of the same name.
+They need torch, and Triton if the tensors are on a GPU. Each operation is a file with a function of the same name.
 """
 
 from .add_rms_norm import add_rms_norm

@@ -110,7 +110,7 @@ class HeadGradients:
         self.dx = new(x, memory_format=torch.contiguous_format) if needs & DX else None
         self.du = new(u, memory_format=torch.contiguous_format) if needs & DU else None
         self.dw = Accumulator(weight, lean, chunks) if needs & DW else None
-        self.dlb = Accumulator(lora_b, lean, chunks) if needs & DB else None
+        self.dlora_b = Accumulator(lora_b, lean, chunks) if needs & DB else None
         self.dbias = torch.zeros(weight.shape[0], dtype=torch.float32, device=x.device) if needs & DBIAS else None
 
     def add(self, dl, rows, w, lb, x=None, u=None, product=back) -> None:
@@ -123,7 +123,7 @@ class HeadGradients:
                 product(dl, factor, out=grad[rows])
             else:
                 grad[rows] = product(dl, factor).to(grad.dtype)
-        for total, factor, whole in ((self.dw, x, self.head.x), (self.dlb, u, self.head.u)):
+        for total, factor, whole in ((self.dw, x, self.head.x), (self.dlora_b, u, self.head.u)):
             if total is not None:
                 total.add(dl, whole[rows].to(dl.dtype) if factor is None else factor)
 
@@ -134,5 +134,5 @@ class HeadGradients:
 
     def all(self) -> tuple[torch.Tensor | None, ...]:
         """(dx, dW, dbias, du, dB) in the order of `Head`; None for a gradient that is not wanted."""
-        dw, dlb = (None if total is None else total.sum for total in (self.dw, self.dlb))
-        return self.dx, dw, self.dbias, self.du, dlb
+        dw, dlora_b = (None if total is None else total.sum for total in (self.dw, self.dlora_b))
+        return self.dx, dw, self.dbias, self.du, dlora_b

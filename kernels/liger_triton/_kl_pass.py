@@ -1,25 +1,26 @@
-"""Rows of student logits against rows of teacher logits: forward KL, then its gradient over the student's logits.
+"""Forward KL of rows of student logits from rows of teacher logits, and its gradient, written over the student's
+logits.
 
-With z = scale * l, or softcap * tanh(scale * l / softcap), of both; m = max z, a = its first position, rest = sum of
-exp(z_v - m) over v != a, log_s = log(1 + rest) and p_v = exp(z_v - m) / (1 + rest); x_v = log(p_v / q_v), p of the
-student and q of the teacher:
+For both, z = scale * l, or z = softcap * tanh(scale * l / softcap) with a softcap. With m = max z, a its first
+position, rest = sum of exp(z_v - m) over v != a, log_s = log(1 + rest) and p_v = exp(z_v - m) / (1 + rest); p is that
+of the student, q that of the teacher, and x_v = log(p_v / q_v):
 
     KL(q || p) = sum_v q_v log(q_v / p_v) = sum_v q_v (exp(x_v) - 1 - x_v)        since the p_v and the q_v sum to 1
     dz_v       = w * (p_v - q_v) = w * q_v * (exp(x_v) - 1)                       w: the weight of the row
 
-The gradient with respect to l is dz_v * scale, and * (1 - tanh**2) under a softcap.
+The gradient with respect to l is dz_v * scale, times (1 - tanh**2) with a softcap.
 
-Exactness. No term of the second sum is negative, so nothing cancels; where |x_v| < 1/2, exp(x) - 1 - x comes from its
-series (relative error 4e-8), so that two nearly equal rows have an exact small KL, and two rows sure of the same token
-an exact gradient, where p - q would cancel. rest leaves out the largest logit, so that log_s of such a row keeps its
-digits. Differences are taken against m.
-A token of probability 0 under the teacher adds p_v; under the student alone it makes the KL infinite. A NaN in either
-row makes its loss and gradient NaN.
+Exactness. No term of the second sum is negative, so that nothing cancels. Where |x_v| < 1/2, exp(x) - 1 - x comes from
+its series (relative error 4e-8). Two nearly equal rows then have an exact small KL, and two rows that are sure of the
+same token an exact gradient, where p - q would cancel. rest leaves out the largest logit, so that log_s of such a row
+keeps its digits. Differences are taken against m. A token that has probability 0 under the teacher adds p_v; if only
+the student gives it 0, the KL is infinite. A NaN in either row makes its loss and gradient NaN.
 
-Shapes  student (n, V), overwritten by its gradient; teacher (m, V); rows of any stride. `teacher_row` (n,) int64: the
-        row of the teacher that a student's row belongs to, so that several heads share one row of teacher logits.
-Bytes   b per element: a row of the teacher mVb for its statistics, once; for each row of the student 2nVb read, and
-        nVb of the teacher, and nVb written with the gradient.
+Shapes  student (n, V), over which its gradient is written; teacher (m, V); rows of any stride. `teacher_row` (n,) int64
+        is the row of the teacher that belongs to a row of the student, so that several heads share one row of teacher
+        logits.
+Bytes   b per element. The statistics of the teacher read mVb, once. The pass over the student reads 2nVb of it and nVb
+        of the teacher, and with the gradient writes nVb.
 """
 
 import torch
@@ -33,8 +34,8 @@ MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thr
 
 @jit
 def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """(m, rest, a) of a row. Every lane keeps its own until the end, where the lane that holds a is the one whose
-    largest logit rest leaves out."""
+    """(m, rest, a) of a row. Every lane keeps numbers of its own until the end. The lane that holds a is then the one
+    whose largest logit is left out of rest."""
     lane = tl.arange(0, BLOCK)
     m_v = tl.full((BLOCK,), -1e30, tl.float32)  # finite, so that no difference below is inf - inf
     rest_v = tl.zeros((BLOCK,), tl.float32)
@@ -44,7 +45,7 @@ def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.con
         z, _ = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
         z = tl.where(off < V, z, float("-inf"))
         d = z - m_v
-        grows = z > m_v  # of d, the compiler may have left out the rounding of z
+        grows = z > m_v  # not d > 0, since the compiler may have left out the rounding of z in d
         e = tl.exp(-tl.abs(d))
         rest_v = tl.where(grows, (rest_v + 1.0) * e, rest_v + e)  # the former largest joins the rest
         at_v = tl.where(grows, off, at_v)
@@ -57,14 +58,14 @@ def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.con
 
 @jit
 def _log1p(r):
-    """log(u) * r / (u - 1), u = 1 + r."""
+    """log(1 + r) as log(u) * r / (u - 1) with u = 1 + r."""
     u = 1.0 + r
     return tl.where(u == 1.0, r, tl.log(u) * (r / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @jit
 def _teacher_kernel(X, STATS, TOP, x_stride, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """m, rest (STATS (n, 2)) and a (TOP (n,)) of row `program_id(0)`."""
+    """Writes m and rest of row `program_id(0)` to STATS (n, 2), and a to TOP (n,)."""
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
     m, rest, at = _largest_and_rest(X + row * x_stride, V, scale, softcap, SOFTCAP, BLOCK)
     tl.store(STATS + 2 * row, m)
@@ -77,7 +78,7 @@ def _kl_kernel(
     X, Q, STATS, TEACHER_ROW, WEIGHT, LOSS, TOP, x_stride, q_stride, V, scale, softcap,
     DO_GRAD: tl.constexpr, HAS_WEIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """LOSS and TOP (n,) of row `program_id(0)` of X, and with DO_GRAD its gradient over it."""
+    """Writes LOSS and TOP (n,) of row `program_id(0)` of X, and with DO_GRAD the gradient of the row over it."""
     row = tl.program_id(0).to(tl.int64)
     teacher = tl.load(TEACHER_ROW + row)
     X += row * x_stride
@@ -95,7 +96,7 @@ def _kl_kernel(
     lane = tl.arange(0, BLOCK)
     kl_v = tl.zeros((BLOCK,), tl.float32)
     last = (V - 1) // BLOCK * BLOCK
-    for back in range(0, V, BLOCK):  # backwards: what was read last is still in a cache
+    for back in range(0, V, BLOCK):  # backwards, because what was read last is still in a cache
         off = last - back + lane
         inside = off < V
         z, slope = _transform(tl.load(X + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
@@ -172,7 +173,7 @@ def kl_pass(student, teacher, stats, teacher_row, row_weight, scale: float, soft
 
 
 def _torch_kl_pass(student, teacher, stats, teacher_row, row_weight, scale, softcap, want_grad):
-    """`_kl_kernel` in plain PyTorch, whole rows at once: holds about eight fp32 copies of `student`."""
+    """`_kl_kernel` in plain PyTorch. It takes whole rows at once, and holds about eight fp32 copies of `student`."""
     z, slope = _torch_z(student, scale, softcap)
     m, rest, at = _torch_largest_and_rest(z)
     m_q, rest_q = stats[teacher_row].unbind(1)
@@ -184,10 +185,10 @@ def _torch_kl_pass(student, teacher, stats, teacher_row, row_weight, scale, soft
     x = z.sub_(z_q).add_(shift.unsqueeze(1))
     near = x.abs() < 0.5
     d = torch.where(near, q * torch.expm1(x), p.sub_(q))
-    bent = torch.where(near, q * _expm1_minus(x), d - torch.where(q > 0, q * x, 0.0))
+    kl_terms = torch.where(near, q * _expm1_minus(x), d - torch.where(q > 0, q * x, 0.0))
     if want_grad:
         student.copy_((d if row_weight is None else d.mul_(row_weight.unsqueeze(1))).mul_(slope))
-    return bent.sum(1), at
+    return kl_terms.sum(1), at
 
 
 def _expm1_minus(x):

@@ -113,8 +113,9 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
                 project(u_c, lb, logits, add=True)
         held = False
         stats_c = stats[:, rows]  # a copy, if rows were dropped
-        gl_c, ge_c = (None if g is None else g[rows] for g in (g_loss, g_entropy))
-        row_pass(logits, logits if needs else None, y_c, stats_c, gl_c, ge_c, spec.rows, do_stats, buffer.shape[1])
+        g_loss_c, g_entropy_c = (None if g is None else g[rows] for g in (g_loss, g_entropy))
+        dl = logits if needs else None  # written over the logits
+        row_pass(logits, dl, y_c, stats_c, g_loss_c, g_entropy_c, spec.rows, do_stats, buffer.shape[1])
         if do_stats and not every_row:
             stats[:, rows] = stats_c
         gradients.add(logits, rows, w, lb, x_c, u_c)

@@ -1,4 +1,4 @@
-"""The one pass over rows of logits that every vocabulary loss here is made of: statistics, then the gradient.
+"""The pass over rows of logits that the vocabulary losses are made of: first statistics, then the gradient.
 
 For a row of logits l (V,): z = scale * l, or with a softcap c: z = c * tanh(scale * l / c). With y the target,
 m = max z, rest = sum of exp(z_v - m) over v != y, s = rest + exp(z_y - m), log_s = log s, lse = m + log_s and
@@ -8,17 +8,17 @@ p_v = exp(z_v - m) / s:
     H     = log_s - sum_v p_v (z_v - m)                              entropy
     dz_v  = g * (p_v * (1 + 2 * z_loss * lse) - (1 - smoothing) * [v == y] - smoothing / V) - g_H * p_v * (log p_v + H)
 
-The first line is (1 - smoothing) * nll + smoothing * mean_v(-log p_v): the label smoothing of F.cross_entropy. The
-gradient with respect to l is dz_v * scale, and * (1 - tanh**2) under a softcap.
+The first line is (1 - smoothing) * nll + smoothing * mean_v(-log p_v), which is the label smoothing of F.cross_entropy.
+The gradient with respect to l is dz_v * scale, times (1 - tanh**2) with a softcap.
 
-Exactness. Every difference is taken against m or z_y, never against lse, so a common offset of the logits cancels. The
-target's p_y - 1 is -rest / s: rest leaves out the target, so a confident token (p_y = 0.9999) keeps a gradient where
-1 - p_y would cancel. A NaN in the row, or a target outside [0, V), makes its loss and gradient NaN.
+Exactness. Every difference is taken against m or z_y, never against lse, so that a common offset of the logits cancels.
+p_y - 1 of the target is computed as -rest / s. Since rest leaves out the target, a confident token (p_y = 0.9999) keeps
+a gradient, where 1 - p_y would cancel. A NaN in the row, or a target outside [0, V), makes its loss and gradient NaN.
 
-Shapes  logits, grad (n, V), rows of any stride, grad may be logits itself; target (n,) int64; stats (7, n) fp32, one
-        row per constant below. A row whose target is `ignore_index` gets loss, statistics and gradient 0.
-Bytes   b per element: nVb read for the statistics; with the gradient another nVb read (from L2 where a row fits) and
-        nVb written.
+Shapes  logits and grad (n, V), with rows of any stride; grad may be logits itself; target (n,) int64; stats (7, n)
+        fp32, one row for each constant below. A row whose target is `ignore_index` gets loss, statistics and gradient
+        0.
+Bytes   b per element. The statistics read nVb. The gradient reads another nVb (from L2, if a row fits) and writes nVb.
 """
 
 from typing import NamedTuple
@@ -35,8 +35,8 @@ MAX_BLOCK = 8192  # elements of a row that one program takes at a time
 
 
 def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int, int]:
-    """(BLOCK, num_warps): the fastest on an H200. A row that is read twice is partly in the L2 cache the second time,
-    a wide one only with few in flight."""
+    """(BLOCK, num_warps), the fastest on an H200. A row that is read twice is partly in the L2 cache the second time; a
+    wide row is so only if few rows are worked on at once, which larger blocks bring about."""
     block, num_warps = 4096, 16 if do_grad else 8
     if do_stats and do_grad and vocab * itemsize > 1 << 17:
         block, num_warps = 8192, MAX_WARPS
@@ -45,7 +45,8 @@ def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int
 
 
 class RowSpec(NamedTuple):
-    """What is computed for each row. `softcap` 0.0: none. `extras`: the bit 1 << k for each further statistic k."""
+    """What is computed for each row. With `softcap` 0.0 there is none. `extras` has the bit 1 << k for each further
+    statistic k."""
 
     ignore_index: int = -100
     scale: float = 1.0
@@ -57,8 +58,8 @@ class RowSpec(NamedTuple):
 
 @jit
 def _transform(v, scale, softcap, SOFTCAP: tl.constexpr):
-    """z and dz/dl of logits v, `scale` None: 1. tanh by exp(-2|x|), whose complement keeps 1 - tanh**2 exact where tanh
-    saturates."""
+    """z and dz/dl of logits v. A `scale` of None is 1. tanh is computed from exp(-2|x|), which keeps 1 - tanh**2 exact
+    where tanh saturates."""
     if scale is None:
         z = v
         slope = 1.0
@@ -76,7 +77,8 @@ def _transform(v, scale, softcap, SOFTCAP: tl.constexpr):
 
 @jit
 def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
-    """The mask of a load: one condition for all elements of a vector, which else would be loaded one by one."""
+    """The mask of a load. All elements of a vector have one condition, because otherwise they would be loaded one by
+    one."""
     if LEAD:
         return tl.broadcast_to(start + vector < end, lane.shape)
     return start + lane < W
@@ -84,7 +86,7 @@ def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
 
 @jit
 def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
-    """`value` to a block of D; under LEAD not over the rows beside it. CACHE: an eviction policy."""
+    """Store `value` to a block of D, and under LEAD leave the rows beside it alone. CACHE is an eviction policy."""
     off = start + lane
     value = value.to(D.dtype.element_ty)
     if LEAD:
@@ -104,13 +106,14 @@ def _row_kernel(
     SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY_: tl.constexpr, SUMSQ: tl.constexpr, MEAN: tl.constexpr,
     TOP1: tl.constexpr, LEAD: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One row per program; see the module docstring. Without DO_STATS, MAX, REST and ENTROPY are read from STATS.
+    """One row per program; the docstring of the module has the formulas. Without DO_STATS, MAX, REST and ENTROPY are
+    read from STATS.
 
-    A block is (BLOCK / VEC, VEC), VEC elements being the 16 bytes that a thread loads at once: sums over the last
-    dimension stay in a thread. What concerns only the block of the target and the last one (masks, the target's own
-    term) is done in those alone: the pass is bound by instructions as much as by bytes.
+    A block is (BLOCK / VEC, VEC), where VEC elements are the 16 bytes that a thread loads at once, so that sums over
+    the last dimension stay in a thread. What concerns only the block of the target and the last block (masks, and the
+    target's own term) is done in those alone, because the pass is bound by instructions as much as by bytes.
 
-    With LEAD a row starts `lead` elements after a multiple of 16 bytes. Its blocks begin at that multiple: the vectors
+    With LEAD, a row starts `lead` elements after a multiple of 16 bytes. Its blocks begin at that multiple: the vectors
     at both ends are loaded whole, elements of the rows beside it are masked, and nothing is stored over them.
     """
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
@@ -129,7 +132,7 @@ def _row_kernel(
     end = V + lead
     if y == ignore_index:
         if DO_STATS:
-            for k in tl.static_range(7):  # the rows of STATS, here and below by number: LOSS 0 ... IS_TOP1 6
+            for k in tl.static_range(7):  # here and below, rows of STATS go by number: LOSS is 0, IS_TOP1 6
                 tl.store(STATS + k * stats_stride, 0.0)
         if DO_GRAD:
             for start in range(0, end, BLOCK):
@@ -137,7 +140,7 @@ def _row_kernel(
         return
 
     y_ok = (y >= 0) & (y < V)
-    y = y.to(tl.int32) + lead  # from here on a place from the start of the first block, as are `off`
+    y = y.to(tl.int32) + lead  # from here on it counts from the start of the first block, like `off`
     zy, slope_y = _transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
 
     if DO_STATS:
@@ -151,19 +154,19 @@ def _row_kernel(
             off = start + lane
             x = tl.load(X + off, mask=_loaded(start, vector, lane, end, W, LEAD), other=0.0).to(tl.float32)
             z, _ = _transform(x, scale, softcap, SOFTCAP)
-            zo = z
+            z_other = z
             if (start < lead) | (start + BLOCK > end) | ((y >= start) & (y < start + BLOCK)):
                 other = (off >= lead) & (off < end) & (off != y)
-                zo = tl.where(other, z, float("-inf"))
+                z_other = tl.where(other, z, float("-inf"))
                 if MEAN:
                     diff_v += tl.sum(tl.where(other, z - zy, 0.0), axis=1)
             elif MEAN:
                 diff_v += tl.sum(z - zy, axis=1)
-            grown = tl.maximum(m_v, tl.max(zo, axis=1))
+            grown = tl.maximum(m_v, tl.max(z_other, axis=1))
             corr = tl.exp(m_v - grown)
-            d = zo - grown[:, None]
+            d = z_other - grown[:, None]
             e = tl.exp(d)
-            if ENTROPY_:  # sum of exp(z - m) * (z - m), which moves by m - grown for each unit of rest_v
+            if ENTROPY_:  # the sum of exp(z - m) * (z - m), which changes by m - grown for each unit of rest_v
                 dot_v = corr * (dot_v + rest_v * (m_v - grown)) + tl.sum(tl.where(e > 0, e * d, 0.0), axis=1)
             if SUMSQ:
                 sq_v = sq_v * corr * corr + tl.sum(e * e, axis=1)
@@ -187,7 +190,7 @@ def _row_kernel(
     lse = m + log_s
     entropy = 0.0
     if DO_STATS:
-        # log1p(ratio) by log(u) * ratio / (u - 1), u = 1 + ratio: keeps the small loss of a confident token
+        # log1p(ratio) as log(u) * ratio / (u - 1) with u = 1 + ratio, which keeps the small loss of a confident token
         ratio = rest / ey
         u = 1.0 + ratio
         small = tl.where(u == 1.0, ratio, tl.log(u) * (ratio / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -208,7 +211,7 @@ def _row_kernel(
             tl.store(STATS + 4 * stats_stride, tl.log(tl.sum(sq_v, axis=0) + ey * ey) - 2.0 * log_s)
         if TOP1:
             first = zy >= m
-            if first & (zy == m_other):  # a tie: the first of the largest counts
+            if first & (zy == m_other):  # in a tie, the first of the largest counts
                 for start in range(0, y, BLOCK):
                     off = start + lane
                     before = (off >= lead) & (off < y)
@@ -222,19 +225,19 @@ def _row_kernel(
         g = 1.0
         if HAS_GLOSS:
             g = tl.load(GLOSS + row)
-        gent = 0.0
+        g_entropy = 0.0
         if HAS_GENT:
-            gent = tl.load(GENT + row)
+            g_entropy = tl.load(GENT + row)
         inv_s = 1.0 / s
-        push = g * (1.0 + 2.0 * z_loss * lse)
-        even = g * smoothing / V
+        p_factor = g * (1.0 + 2.0 * z_loss * lse)
+        smooth_share = g * smoothing / V
         py = ey * inv_s
-        gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - even
-        # What is read a second time is done with: its place in the L2 cache is for rows still to be read again. Not
-        # tried where a cache line belongs to two rows.
+        gy = g * (smoothing - rest * inv_s + 2.0 * z_loss * lse * py) - smooth_share
+        # What is read a second time is not needed any more, so that its place in the L2 cache goes to rows that will be
+        # read again. This has not been tried where a cache line belongs to two rows.
         CACHE: tl.constexpr = "evict_first" if DO_STATS and not LEAD else ""
         last = (end - 1) // BLOCK * BLOCK
-        for back in range(0, end, BLOCK):  # backwards: what was read last is still in the L2 cache
+        for back in range(0, end, BLOCK):  # backwards, because what was read last is still in the L2 cache
             start = last - back
             off = start + lane
             mask = _loaded(start, vector, lane, end, W, LEAD)
@@ -243,10 +246,10 @@ def _row_kernel(
             e = tl.exp(z - m)
             if HAS_GENT:
                 p = e * inv_s
-                d = tl.where(off == y, gy, p * push - even)
-                d -= tl.where(p > 0, gent * p * ((z - m) - log_s + entropy), p * gent)
+                d = tl.where(off == y, gy, p * p_factor - smooth_share)
+                d -= tl.where(p > 0, g_entropy * p * ((z - m) - log_s + entropy), p * g_entropy)
             else:
-                d = e * (push * inv_s) - even
+                d = e * (p_factor * inv_s) - smooth_share
                 if (y >= start) & (y < start + BLOCK):
                     d = tl.where(off == y, gy, d)
             _store(D, d * slope, start, lane, lead, end, W, LEAD, BLOCK, CACHE)
@@ -256,7 +259,8 @@ def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats,
     n, vocab = logits.shape
     block, num_warps = _tile(vocab, logits.element_size(), do_stats, grad is not None)
     out, vec = logits if grad is None else grad, 16 // logits.element_size()
-    # Rows that do not start or end at 16 bytes, as of 50257 columns, but alike in both tensors, which themselves do.
+    # LEAD is for rows that do not start or end at multiples of 16 bytes, such as those of 50257 columns, if both
+    # tensors start at one and their rows lie alike.
     lead = width is None and (logits.stride(0) % vec != 0 or vocab % vec != 0)
     lead = lead and (logits.stride(0) - out.stride(0)) % vec == 0
     lead = lead and logits.data_ptr() % 16 == out.data_ptr() % 16 == 0
@@ -274,7 +278,7 @@ def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats,
 
 
 def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, width):
-    """`_row_kernel` in plain PyTorch, whole rows at once: holds up to four fp32 copies of `logits`."""
+    """`_row_kernel` in plain PyTorch. It takes whole rows at once, and holds up to four fp32 copies of `logits`."""
     vocab = logits.shape[1]
     z, slope = logits.float(), spec.scale
     if spec.softcap:
@@ -315,29 +319,30 @@ def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, 
         stats.masked_fill_(ignored, 0.0)
     if grad is not None:
         g = torch.ones_like(s) if g_loss is None else g_loss
-        even = g * (spec.smoothing / vocab)
+        smooth_share = g * (spec.smoothing / vocab)
         py = ey / s
-        gy = g * (spec.smoothing - rest / s + 2.0 * spec.z_loss * lse * py) - even
+        gy = g * (spec.smoothing - rest / s + 2.0 * spec.z_loss * lse * py) - smooth_share
         p = e.mul_((1.0 / s).unsqueeze(1))
         if g_entropy is not None:
             log_p = d.sub_(log_s.unsqueeze(1))
-            bend = torch.where(p > 0, p * (log_p + stats[ENTROPY].unsqueeze(1)), 0.0)
-            bend.scatter_(1, column, (py * ((zy - m - log_s) + stats[ENTROPY])).unsqueeze(1))
+            entropy_term = torch.where(p > 0, p * (log_p + stats[ENTROPY].unsqueeze(1)), 0.0)
+            entropy_term.scatter_(1, column, (py * ((zy - m - log_s) + stats[ENTROPY])).unsqueeze(1))
         dz = p.mul_((g * (1.0 + 2.0 * spec.z_loss * lse)).unsqueeze(1))
         if spec.smoothing:
-            dz.sub_(even.unsqueeze(1))
+            dz.sub_(smooth_share.unsqueeze(1))
         dz.scatter_(1, column, gy.unsqueeze(1))
         if g_entropy is not None:
-            dz.sub_(bend.mul_(g_entropy.unsqueeze(1)))
+            dz.sub_(entropy_term.mul_(g_entropy.unsqueeze(1)))
         grad.copy_(dz.mul_(slope).masked_fill_(ignored.unsqueeze(1), 0.0))
 
 
 def row_pass(logits, grad, target, stats, g_loss, g_entropy, spec: RowSpec, do_stats=True, width=None) -> None:
-    """Fill `stats` (unless `do_stats` is False: then read it) and, unless it is None, `grad` with the gradient.
+    """Fill `stats`, or read it if `do_stats` is False, and fill `grad` with the gradient unless it is None.
 
-    `g_loss` and `g_entropy` (n,) fp32 are the gradients of the rows' loss (None: all 1) and entropy (None: no such
-    term; with it, `stats` must hold the entropy). `width`: columns that the rows have in memory, V or more, which may
-    be read and overwritten: a multiple of 16 lets every vocabulary be loaded in full width.
+    `g_loss` and `g_entropy`, (n,) in fp32, are the gradients of the rows' loss and entropy. If `g_loss` is None, all
+    are 1. If `g_entropy` is None, there is no such term; with it, `stats` must hold the entropy. `width` is how many
+    columns the rows have in memory, V or more, all of which may be read and written over. If it is a multiple of 16,
+    every vocabulary is loaded in full width.
     """
     if logits.shape[0] == 0:
         return

@@ -1,12 +1,12 @@
-"""Residual addition and the RMSNorm after it, in one pass: s = x + residual, y = rms_norm(s). Both are results.
+"""A residual addition and the RMSNorm after it, in one pass: s = x + residual, y = rms_norm(s). Both are results.
 
     ds = (gradient of s from its other uses) + (gradient through the norm, see rms_norm.py);  dx = dresidual = ds
 
 Shapes  x, residual, s, y (..., N), read as M rows of N; weight (N,); rstd (M,) in fp32.
-Dtypes  bf16, fp16, fp32. s is rounded to the common dtype of x and residual, and the norm reads the rounded s, as in
-        two separate steps. Then as in rms_norm.py.
-Bytes   b per element, n = M * N. Forward reads x, residual, writes s, y: 4nb (two steps: 5nb). Backward reads dy, ds,
-        s, writes dx: 4nb (two steps: 6nb). Kept for backward: s, rstd.
+Dtypes  bf16, fp16, fp32. s is rounded to the common dtype of x and residual, and the norm reads the rounded s, as two
+        separate steps would. What follows is as in rms_norm.py.
+Bytes   b per element, n = M * N. Forward reads x and residual, and writes s and y: 4nb (two steps: 5nb). Backward reads
+        dy, ds and s, and writes dx: 4nb (two steps: 6nb). Kept for backward: s, rstd.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""Cross-entropy of given logits. Formulas and exactness: `_row_pass.py`.
+"""Cross-entropy of given logits. Its formulas, and how exact they are, are in `_row_pass.py`.
 
 Shapes  logits (T, V), target (T,) int64; loss () or (T,) fp32.
 Dtypes  bf16, fp16, fp32. Arithmetic in fp32; the gradient is rounded once, to the dtype of the logits.
 Bytes   b per element. Forward reads TVb. Backward reads TVb and writes the gradient, TVb. Kept for backward: the logits
         themselves, and 28 bytes a row.
-        With `inplace` the gradient is written over the logits in the forward pass, which reads TVb (twice, the second
-        time from L2 where a row fits) and writes TVb. Backward: nothing where the upstream gradient is 1, else 2TVb.
-        No second (T, V) tensor ever exists.
+        With `inplace`, the forward pass writes the gradient over the logits. It reads TVb (twice, the second time from
+        L2, if a row fits) and writes TVb. The backward pass moves nothing if the upstream gradient is 1, and 2TVb
+        otherwise. No second (T, V) tensor ever exists.
 """
 
 import torch
@@ -21,7 +21,8 @@ _TORCH_ELEMENTS = 1 << 24  # logits that the plain PyTorch pass takes at a time:
 
 
 def _pass_over(logits, grad, target, stats, g_loss, spec, do_stats=True):
-    """`row_pass`, of which the plain PyTorch one makes copies, so that it takes a few rows at a time."""
+    """`row_pass` over all rows. In plain PyTorch it makes copies of the logits, so that it gets a few rows at a
+    time."""
     n, vocab = logits.shape
     step = n if use_triton(logits) else max(1, _TORCH_ELEMENTS // vocab)
     for start in range(0, n, max(1, step)):
@@ -72,7 +73,7 @@ def _(logits, target, stats, g_loss, *spec):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Loss of each row."""
+    """The loss of each row."""
 
     @staticmethod
     def forward(ctx, logits, target, spec):
@@ -89,7 +90,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _CrossEntropyInPlace(torch.autograd.Function):
-    """Loss of each row times fold * later, both fp32 (). `fold` is in the gradient now, `later` in the backward."""
+    """The loss of each row times fold * later, both () in fp32. The forward pass multiplies the gradient by `fold`, and
+    the backward pass by `later`."""
 
     @staticmethod
     def forward(ctx, logits, target, fold, later, spec):
@@ -99,9 +101,9 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         with torch.cuda.device_of(logits):
             _pass_over(logits, logits, target, stats, fold.expand(target.shape).contiguous(), spec)
         loss = stats[LOSS] * (fold * later)
-        # Whoever saved the logits for a backward of its own now gets PyTorch's "modified by an inplace operation"
-        # error. As an output, the tensor also tells a later differentiable use of it, which the backward refuses. A
-        # view cannot be one: PyTorch would copy the gradient of its base.
+        # An operation that saved the logits for its own backward now gets PyTorch's error "modified by an inplace
+        # operation". Where the logits are an output, a later differentiable use of them is noticed too, and the
+        # backward refuses it. A view cannot be an output, because PyTorch would copy the gradient of its base.
         if logits._is_view():
             torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(logits, later)
@@ -146,8 +148,8 @@ def cross_entropy(
 ) -> torch.Tensor:
     """F.cross_entropy(z.float(), target, ...), z = softcap * tanh(logit_scale * logits / softcap), in nats and fp32.
 
-    The logits stay as they are, and the backward pass may run more than once. It reads them again: changed in place
-    before it, they are an error.
+    The logits stay as they are, and the backward pass may run more than once. It reads them again, so that logits which
+    were changed in place before it are an error.
 
     Args:
         logits (`torch.Tensor`): (T, V); bf16, fp16 or fp32 (float64: the PyTorch twin).
@@ -159,12 +161,12 @@ def cross_entropy(
         logit_scale (`float`, *optional*, defaults to 1.0): Multiplies the logits.
         z_loss (`float`, *optional*, defaults to 0.0): Adds z_loss * logsumexp(z)**2 to each row.
         inplace (`bool`, *optional*, defaults to `False`): Write the gradient over the logits, in the forward pass.
-            Saves T * V elements of memory, and a third of what is read and written. For logits that nobody reads any
-            more: read what you need of them (argmax, say) before the call. An earlier operation that saved them, a
-            second backward pass, a change of them since the call and a later differentiable use raise a RuntimeError
-            instead of computing with the overwritten values (a later use is not noticed if `logits` is a view, such as
-            `x.view(-1, V)`). Leaf tensors, rows without unit stride, float64, and logits under `torch.no_grad()` or
-            `torch.compile` stay as they are all the same.
+            That saves T * V elements of memory, and a third of what is read and written. It is meant for logits that
+            nobody reads any more; read what you need of them (argmax, say) before the call. A RuntimeError is raised
+            instead of computing with the overwritten values: for an earlier operation that saved the logits, a second
+            backward pass, a change of the logits since the call and a later differentiable use (which is not noticed if
+            `logits` is a view, such as `x.view(-1, V)`). Leaf tensors, rows without unit stride, float64, and logits
+            under `torch.no_grad()` or `torch.compile` stay as they are all the same.
 
     Returns:
         `torch.Tensor`, fp32 (float64 for float64): () or, for `"none"`, (T,). All rows ignored: 0
@@ -192,7 +194,7 @@ def cross_entropy(
     spec = RowSpec(ignore_index, float(logit_scale), float(softcap or 0.0), float(label_smoothing), float(z_loss))
     target = target.long().contiguous()
     kept = target != ignore_index
-    share = torch.ones((), device=logits.device)  # of one row in the result
+    share = torch.ones((), device=logits.device)  # what one row contributes to the result
     if reduction == "mean":
         share = kept.sum().clamp(min=1).reciprocal()
     if not (torch.is_grad_enabled() and logits.requires_grad):
@@ -202,8 +204,8 @@ def cross_entropy(
     if not (inplace and can and logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]):
         rows = _CrossEntropy.apply(logits, target, spec)
         return rows if reduction == "none" else rows.sum() * share
-    # fp16 has no room for p / T: there the share waits for the backward, whose upstream gradient carries a loss scale.
-    # Elsewhere it is folded in now, so that an upstream gradient of 1 leaves nothing to do.
+    # fp16 has no room for p / T. There the share waits for the backward pass, whose upstream gradient carries a loss
+    # scale. In other dtypes it is folded in now, so that an upstream gradient of 1 leaves nothing to do.
     one = torch.ones_like(share)
     fold, later = (one, share) if logits.dtype == torch.float16 else (share, one)
     rows, _ = _CrossEntropyInPlace.apply(logits, target, fold, later, spec)

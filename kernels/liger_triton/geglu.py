@@ -1,15 +1,15 @@
 """GeGLU gate: y = gelu(g) * u. Shazeer 2020, arXiv:2002.05202, section 2. gelu: Hendrycks and Gimpel 2016,
 arXiv:1606.08415.
 
-    "none"  gelu(g) = g * Phi(g),  gelu'(g) = Phi(g) + g * phi(g), with Phi and phi of the standard normal
+    "none"  gelu(g) = g * Phi(g),  gelu'(g) = Phi(g) + g * phi(g), with Phi and phi of the standard normal distribution
     "tanh"  gelu(g) = g * s,       gelu'(g) = s + g * s * (1 - s) * z',  s = sigmoid(z)
-            z = 2 * sqrt(2 / pi) * (g + 0.044715 * g^3).  It is the usual form, as (1 + tanh(z / 2)) / 2 = sigmoid(z),
-            without the cancellation of 1 + tanh for negative g.
+            z = 2 * sqrt(2 / pi) * (g + 0.044715 * g^3).  It equals the usual form, since (1 + tanh(z / 2)) / 2 is
+            sigmoid(z), but 1 + tanh would cancel for negative g.
 
     du = dy * gelu(g),  dg = dy * u * gelu'(g)
 
-Shapes, dtypes, bytes: as in swiglu.py. A file apart from it, since beyond the host code, which is in
-`_launch.py`, two formulas and their derivatives have nothing in common.
+Shapes, dtypes and bytes are those of swiglu.py. The two are separate files because they share only the host code, which
+is in `_launch.py`; their formulas and derivatives have nothing in common.
 """
 
 import torch
@@ -26,7 +26,8 @@ def _gelu(g, TANH: tl.constexpr):
     """(gelu(g), gelu'(g))"""
     if TANH:
         s = tl.sigmoid(1.5957691216057308 * g * (1.0 + 0.044715 * g * g))  # 2 * sqrt(2 / pi)
-        # Beyond |g| = 15, s is 0 or 1 in fp32 and its derivative 0; unclamped, g * g could be inf and 0 * inf is NaN.
+        # Beyond |g| = 15, s is 0 or 1 in fp32 and its derivative 0. Without the clamp g * g could be inf, and 0 * inf
+        # NaN.
         b = tl.minimum(tl.maximum(g, -15.0), 15.0)
         slope = s + b * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * b * b)  # 3 * 0.044715
     else:

@@ -1,13 +1,14 @@
 """The two halves of a fused projection, [gate | up], whose gradients are put together without a copy.
 
-The gates of this package write the gradients of two halves of one tensor into the halves of one tensor.
+That is possible because the gates of this package write the gradients of two halves of one tensor into the halves of
+one tensor.
 """
 
 import torch
 
 
 def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    """The contiguous (..., 2 N) whose halves the two (..., N) are, without a copy; None where they are not."""
+    """The contiguous tensor (..., 2 N) whose halves the two (..., N) are, without a copy. None if they are not."""
     if (
         first.ndim == 0
         or (first.shape, first.stride(), first.dtype) != (second.shape, second.stride(), second.dtype)
@@ -36,5 +37,5 @@ class _Halves(torch.autograd.Function):
 
 
 def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x.chunk(2, dim=-1)`, whose gradient is not copied where the gradients of the two are halves of one tensor."""
+    """`x.chunk(2, dim=-1)`. Its gradient is not copied if the gradients of the two are halves of one tensor."""
     return x.chunk(2, dim=-1) if torch.compiler.is_compiling() else _Halves.apply(x)

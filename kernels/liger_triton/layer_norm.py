@@ -4,11 +4,11 @@ Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * w
     dw = sum over rows of dy * xhat,  db = sum over rows of dy
 
-Shapes  x, y, dx (..., N), read as M rows of N; w, b (N,), each may be missing; mean and rstd (M,) in fp32.
-Dtypes  bf16, fp16, fp32, w and b their own. Arithmetic in fp32, one rounding per store, y and dx in the dtype of x. The
-        variance is that of the centred row in registers: no E[x^2] - E[x]^2, which cancels.
-Bytes   b per element, n = M * N. Forward reads x, writes y: 2nb. Backward reads dy, x, writes dx: 3nb, plus one fp32
-        row of dw and of db per program, which a second pass adds up. Kept for backward: x, mean, rstd.
+Shapes  x, y, dx (..., N), read as M rows of N; w, b (N,), each of which may be missing; mean and rstd (M,) in fp32.
+Dtypes  bf16, fp16, fp32; w and b may have dtypes of their own. Arithmetic in fp32, one rounding per store, y and dx in
+        the dtype of x. The variance is computed from the centred row in registers, because E[x^2] - E[x]^2 cancels.
+Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward reads dy and x, and writes dx: 3nb, and
+        for each program an fp32 row of dw and of db, which a second pass adds up. Kept for backward: x, mean, rstd.
 """
 
 import torch
@@ -59,7 +59,7 @@ def _layer_norm_bwd_kernel(
         dy = tl.load(DY + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(MEAN + row, mask=row < m, other=0.0)[:, None]
         rstd = tl.load(RSTD + row, mask=row < m, other=0.0)[:, None]
-        xhat = (x - mean) * rstd  # in masked columns not 0, but there dy is
+        xhat = (x - mean) * rstd  # it is not 0 in masked columns, but dy is
         if NEED_DW:
             dw += dy * xhat
         if NEED_DB:
@@ -149,14 +149,14 @@ class _LayerNorm(torch.autograd.Function):
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, differentiable in all three.
 
-    All inside in fp32, one rounding at the end to x.dtype. That is `nn.LayerNorm` for equal dtypes, and, with
-    `bias=None`, `CohereLayerNorm` for any dtype of the weight. Under autocast `F.layer_norm` returns fp32; for that
-    pass `x.float()`.
+    All arithmetic is in fp32, and one rounding to x.dtype comes at the end. That is `nn.LayerNorm` for equal dtypes
+    and, with `bias=None`, `CohereLayerNorm` for any dtype of the weight. Under autocast `F.layer_norm` returns fp32;
+    pass `x.float()` for that.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.
         weight (`torch.Tensor` or `None`): (N,), on the device of `x`, of any floating dtype. `None`: no factor.
-        bias (`torch.Tensor` or `None`): Likewise. `None`: no summand.
+        bias (`torch.Tensor` or `None`): The same. `None`: nothing is added.
         eps (`float`): Added to the variance (the one divided by N).
 
     Returns:

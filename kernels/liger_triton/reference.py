@@ -1,7 +1,9 @@
-"""Every operation of the package in plain PyTorch: the definition, the tests' oracle, and the path without Triton.
+"""Every operation of the package in plain PyTorch. This is how it is defined, what the tests compare it with, and what
+runs without Triton.
 
-Signatures and results are those of the kernels: arithmetic in fp32 (float64 for float64 inputs), one rounding where the
-docstring of the operation puts it. Arguments are taken as valid; the public functions check them.
+Signatures and results are those of the kernels: the arithmetic is in fp32 (in float64 for float64 inputs), with one
+rounding where the docstring of the operation puts it. Arguments are taken as valid, since the public functions check
+them.
 """
 
 import math
@@ -47,7 +49,8 @@ def layer_norm(x, weight, bias, eps):
 
 
 def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
-    """x (..., D) turned by the angles cos, sin (..., R/2), which broadcast against the leading dimensions of x."""
+    """x (..., D), turned by the angles of cos and sin (..., R/2), which broadcast against the leading dimensions of
+    x."""
     wide = _wide(x.dtype, cos.dtype, sin.dtype)
     out_dtype = x.dtype if cast == "input" else torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
     rot = 2 * cos.shape[-1]
@@ -92,7 +95,7 @@ def geglu(gate, up, *, approximate="tanh"):
 
 
 def _transformed(logits, softcap, logit_scale, temperature=1.0):
-    """z of the vocabulary losses, in wide precision."""
+    """z of the vocabulary losses, in the dtype of the arithmetic."""
     z = logits.to(_wide(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -112,7 +115,8 @@ def cross_entropy(
     logits, target, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, logit_scale=1.0,
     z_loss=0.0, token_weights=None,
 ):  # fmt: skip
-    """See `liger_triton.cross_entropy`; leaves the logits alone. `token_weights`: see `linear_cross_entropy`."""
+    """See `liger_triton.cross_entropy`. The logits are left alone. `token_weights` are those of
+    `linear_cross_entropy`."""
     z = _transformed(logits, softcap, logit_scale)
     rows = F.cross_entropy(z, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
     if z_loss:
@@ -130,7 +134,7 @@ def linear_cross_entropy(
     hidden, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None,
     logit_scale=1.0, z_loss=0.0, token_weights=None, lora=None, lora_input=None, accumulate="fp32", chunk_rows=None,
 ):  # fmt: skip
-    """See `liger_triton.linear_cross_entropy`, which runs without Triton too; this one makes all logits."""
+    """See `liger_triton.linear_cross_entropy`, which runs without Triton too. This one makes all logits."""
     logits = _head_logits(hidden, weight, bias, lora, lora_input).flatten(0, -2)
     loss = cross_entropy(
         logits, target.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
@@ -145,7 +149,7 @@ def linear_logprobs(
     ignore_index=-100, lora=None, lora_input=None, outputs=("log_probs",), uniform_grad=False, accumulate="fp32",
     chunk_rows=None,
 ):  # fmt: skip
-    """See `liger_triton.linear_logprobs`, which runs without Triton too; this one makes all logits."""
+    """See `liger_triton.linear_logprobs`, which runs without Triton too. This one makes all logits."""
     z = _transformed(_head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
     ignored = target == ignore_index
     y = torch.where(ignored, 0, target).unsqueeze(-1)
@@ -167,7 +171,7 @@ def linear_divergence(
     softcap=None, logit_scale=1.0, lora=None, lora_input=None, teacher_softcap=None, teacher_logit_scale=1.0,
     teacher_lora=None, teacher_lora_input=None, mask=None, uniform_grad=False, accumulate="fp32", chunk_rows=None,
 ):  # fmt: skip
-    """See `liger_triton.linear_divergence`; this one makes all logits of both heads."""
+    """See `liger_triton.linear_divergence`. This one makes all logits of both heads."""
     wide = _wide(hidden.dtype, teacher_hidden.dtype)
 
     def log_softmax(head, cap, scale):
@@ -193,7 +197,8 @@ def linear_divergence(
 
 
 def _heads_loss(hidden, weight, rows_of_head, row_weight, counted):
-    """`rows_of_head(k, logits)` gives loss and top-1 of the rows of head k, of which `counted` (K, T) enter."""
+    """The result of several heads. `rows_of_head(k, logits)` gives loss and top-1 of the rows of head k, and `counted`
+    (K, T) says which rows count."""
     weights = weight if isinstance(weight, list | tuple) else [weight] * len(hidden)
     per_head = [rows_of_head(k, F.linear(x, w)) for k, (x, w) in enumerate(zip(hidden, weights, strict=True))]
     loss, top1 = (torch.stack(t) for t in zip(*per_head, strict=True))
@@ -207,7 +212,7 @@ def linear_heads_cross_entropy(
     hidden, weight, target, *, row_weight=None, ignore_index=-100, softcap=None, logit_scale=1.0, accumulate="fp32",
     chunk_rows=None,
 ):  # fmt: skip
-    """See `liger_triton.linear_heads_cross_entropy`, which runs without Triton too; this one makes all logits."""
+    """See `liger_triton.linear_heads_cross_entropy`, which runs without Triton too. This one makes all logits."""
 
     def rows(k, logits):
         z = _transformed(logits, softcap, logit_scale)
@@ -221,7 +226,7 @@ def linear_heads_kl(
     hidden, weight, teacher_hidden, teacher_weight, valid, *, row_weight=None, target=None, softcap=None,
     logit_scale=1.0, accumulate="fp32", chunk_rows=None,
 ):  # fmt: skip
-    """See `liger_triton.linear_heads_kl`, which runs without Triton too; this one makes all logits."""
+    """See `liger_triton.linear_heads_kl`, which runs without Triton too. This one makes all logits."""
     n = teacher_hidden.shape[0]
     log_q = _transformed(F.linear(teacher_hidden, teacher_weight), softcap, logit_scale).log_softmax(-1).detach()
     valid = torch.stack([v & (torch.arange(n, device=v.device) + k < n) for k, v in enumerate(valid, 1)])

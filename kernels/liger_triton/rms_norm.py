@@ -5,11 +5,11 @@ arXiv:1910.07467.
     dw = sum over rows of dy * xhat
 
 Shapes  x, y, dx (..., N), read as M rows of N; w, dw (N,); rstd (M,) in fp32.
-Dtypes  bf16, fp16, fp32, w its own. Arithmetic in fp32; roundings as `cast` says. Gradients are those of the unrounded
-        formula, rounded once, to the dtype of x and of w.
-Bytes   b per element, n = M * N. Forward reads x, writes y: 2nb. Backward reads dy, x, writes dx: 3nb, plus one fp32
-        row of dw per program, which a second pass adds up: no atomics, so equal inputs give equal bits. Kept for
-        backward: x, rstd.
+Dtypes  bf16, fp16, fp32; w may have a dtype of its own. Arithmetic in fp32, with the roundings that `cast` names.
+        Gradients are those of the formula without roundings, rounded once, to the dtype of x and of w.
+Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward reads dy and x, and writes dx: 3nb, and
+        for each program an fp32 row of dw, which a second pass adds up. There are no atomics, so that equal inputs give
+        equal bits. Kept for backward: x, rstd.
 """
 
 import torch
@@ -23,7 +23,8 @@ CASTS = ("llama", "gemma", "none")
 
 @jit
 def scale_row(xhat, w_row, offset, X, W, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr):
-    """y in fp32 (the store rounds it), with the inner roundings of `cast="llama"`. X, W: pointers, for their dtypes."""
+    """y in fp32, which the store rounds, with the inner roundings of `cast="llama"`. X and W are pointers and give the
+    dtypes."""
     if CAST == "llama":
         xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
@@ -170,18 +171,19 @@ def rms_norm(
 
     `cast` says where the result of the fp32 arithmetic is rounded; x̂ is x / sqrt(mean(x^2) + eps) in fp32:
 
-    - `"llama"`: (weight + offset) * round(x̂ to x.dtype); sum and product are rounded as PyTorch does for those dtypes,
-      so an fp32 weight gives an fp32 result. The form of `LlamaRMSNorm` and most others.
-    - `"gemma"`: round((weight + offset) * x̂ to x.dtype), all inside in fp32. The form of `Gemma2RMSNorm` (offset 1) and
-      `GptOssRMSNorm` (offset 0).
-    - `"none"`: round((weight + offset) * x̂ to the common dtype of weight and x), all inside in fp32: for a norm that
-      was written without any cast. That one rounds after each of its steps, here there is one rounding at the end.
+    - `"llama"`: (weight + offset) * round(x̂ to x.dtype). Sum and product are rounded as PyTorch does for those dtypes,
+      so that an fp32 weight gives an fp32 result. This is the form of `LlamaRMSNorm` and most others.
+    - `"gemma"`: round((weight + offset) * x̂ to x.dtype), with all arithmetic in fp32. This is the form of
+      `Gemma2RMSNorm` (offset 1) and `GptOssRMSNorm` (offset 0).
+    - `"none"`: round((weight + offset) * x̂ to the common dtype of weight and x), with all arithmetic in fp32. It is for
+      a norm that was written without any cast; that one rounds after each of its steps, while here there is one
+      rounding at the end.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.
         weight (`torch.Tensor` or `None`): (N,), on the device of `x`, of any floating dtype. `None`: no factor.
         eps (`float`): Added to the mean of the squares.
-        offset (`float`, *optional*, defaults to 0.0): Added to `weight`, 1.0 where weights are stored around zero.
+        offset (`float`, *optional*, defaults to 0.0): Added to `weight`; 1.0 where weights are stored around zero.
         cast (`str`, *optional*, defaults to `"llama"`): `"llama"`, `"gemma"` or `"none"`.
 
     Returns:
@@ -194,6 +196,6 @@ def rms_norm(
     check_rms_norm(x, weight, offset, cast)
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, weight):
         return reference.rms_norm(x, weight, eps, offset=offset, cast=cast)
-    if not torch.is_grad_enabled():  # what autograd.Function costs the host is half of it all
+    if not torch.is_grad_enabled():  # autograd.Function would cost the host as much as all else
         return _forward(x, weight, float(eps), float(offset), cast)[0]
     return _RMSNorm.apply(x, weight, float(eps), float(offset), cast)

@@ -1,14 +1,15 @@
 """Rotary position embedding of q and k in one launch. Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.2.
 
-A head of D numbers has R <= D rotary ones, in R/2 pairs (x1, x2); pair i of token t is turned by the angle of (t, i):
+A head of D numbers has R <= D rotary ones, in R/2 pairs (x1, x2). Pair i of token t is turned by the angle of (t, i):
 
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin        backward: the same with -sin, and the layouts of input and output exchanged
 
-Shapes  q, k and results: up to three leading dimensions in any order, with any strides, then D. cos, sin: see `rope`.
-Dtypes  bf16, fp16, fp32 each. Arithmetic in fp32, one rounding at the store. Eager PyTorch in bf16 rounds both products
-        too, so 16-bit results are equal to rounding, not bit for bit.
-Bytes   b per element, n of q and k together. Forward and backward each read and write them once: 2nb. Kept for
+Shapes  q, k and results have up to three leading dimensions in any order, with any strides, and then D. For cos and sin
+        see `rope`.
+Dtypes  bf16, fp16, fp32, each tensor its own. Arithmetic in fp32, one rounding at the store. Eager PyTorch in bf16
+        rounds both products too, so that 16-bit results agree up to rounding, not bit for bit.
+Bytes   b per element, n elements of q and k together. Forward and backward each read and write them once: 2nb. Kept for
         backward: cos, sin.
 """
 
@@ -31,7 +32,8 @@ def _turn_tile(
     D: tl.constexpr, HALF: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr, OUT_PAIRS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Rows tile * BLOCK_R ... of X into Y. A row is a head of a token; the last leading dimension runs fastest."""
+    """Turns the BLOCK_R rows of X from tile * BLOCK_R on, into Y. A row is one head of one token, and the last leading
+    dimension runs fastest."""
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     live = (row < rows)[:, None]
     i2 = (row % n2).to(tl.int64)  # int64: offsets pass 2**31, the number of rows does not
@@ -46,7 +48,7 @@ def _turn_tile(
     sin = tl.load(SIN + (i0 * s0 + i1 * s1 + i2 * s2)[:, None] + half * s3, mask=mask, other=0.0).to(tl.float32) * sign
 
     both = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-    if IN_PAIRS:  # read as one run, then split: loads with a step of 2 would each fetch the whole run
+    if IN_PAIRS:  # read as one run and then split, since each load with a step of 2 would fetch the whole run
         x = tl.load(x_row + FIRST + both, mask=live & (both < 2 * HALF), other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, [BLOCK_R, BLOCK_HALF, 2]))
     else:
@@ -95,7 +97,8 @@ def _memory_order(strides: tuple[int, ...]) -> list[int]:
 
 
 def _dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a dense tensor of that shape: leading dimensions in the memory order of `strides`, heads contiguous."""
+    """The strides of a dense tensor of that shape whose leading dimensions have the memory order of `strides`, and
+    whose heads are contiguous."""
     dense, step = [1] * len(shape), shape[-1]
     for d in reversed(_memory_order(strides)):
         dense[d] = step
@@ -108,12 +111,13 @@ def _empty_in_order(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _lead(values: tuple[int, ...], order: list[int], fill: int) -> list[int]:
-    """The values of the leading dimensions in `order`, padded in front to three."""
+    """The values of the leading dimensions in `order`, filled up in front to be three."""
     return [fill] * (3 - len(order)) + [values[d] for d in order]
 
 
 def _angle_strides(shape, strides, ndim: int, cos_layout: str, unsqueeze_dim: int) -> list[int]:
-    """Strides by which one number per pair of cos or sin, unsqueezed, broadcasts against `ndim` dimensions."""
+    """The strides with which cos or sin, unsqueezed and read as one number per pair, broadcasts against `ndim`
+    dimensions."""
     found = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
     found[-1] = strides[-1] * (2 if cos_layout == "interleaved" else 1)
     found.insert(unsqueeze_dim % (len(shape) + 1), 0)
@@ -125,8 +129,10 @@ def _plan(
     q_shape, q_memory, q_strides, k_shape, k_memory, k_strides, cos_shape, cos_strides, sin_strides, cos_layout,
     unsqueeze_dim,
 ):  # fmt: skip
-    """(strides of the two results, programs, integer arguments of the kernel, numbers of its tile). `memory` are the
-    strides that the results follow, `strides` those that are read. Kept: for the host this is most of a call."""
+    """(strides of the two results, numbers of programs, integer arguments of the kernel, HALF, sizes of its blocks).
+
+    `memory` are the strides that the results follow, `strides` those that are read. The plan is cached, because for the
+    host it is most of a call."""
     order, d = _memory_order(q_memory), q_shape[-1]  # rows that are neighbours in memory share cache lines and angles
     half = cos_shape[-1] if cos_layout == "single" else (cos_shape[-1] + 1) // 2
     block_half = next_power_of_2(half)
@@ -151,7 +157,7 @@ def _rotate(
     out_interleaved: bool, cos_layout: str, rotate_last: bool, q_dtype: torch.dtype, k_dtype: torch.dtype,
     unsqueeze_dim: int, sign: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(q, k) turned, the second empty where k is None; sign -1.0 turns back."""
+    """(q, k), turned. The second is empty if k is None. A sign of -1.0 turns back."""
     other = q if k is None else k
     q_memory, k_memory = q.stride(), other.stride()
     q, other = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, other))
@@ -200,9 +206,9 @@ def _shapes(q, k, cos, sin) -> str:
 
 
 def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
-    """Which of the demands of `rope` on its tensors is not met, as a key for `_message`; None where it takes them.
+    """What `rope` does not take of these tensors, as a key for `_message`. None if it takes them.
 
-    For callers too that have another way to go.
+    Callers that have another way to compute the same use this too.
     """
     ndim = q.ndim
     if not 2 <= ndim <= 4 or (k is not None and (k.ndim != ndim or k.shape[-1] != q.shape[-1])):
@@ -229,7 +235,7 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
 
 
 def _message(what, q, k, cos, sin, cos_layout, unsqueeze_dim) -> str:
-    """What `misfit` found, for people."""
+    """What `misfit` found, in words."""
     shapes = _shapes(q, k, cos, sin)
     if what == "dimensions":
         return f"{shapes}; expected q and k of 2 to 4 dimensions, as many in both, and of one head size."
@@ -282,7 +288,7 @@ def rope(
     - y1 = x1 * cos_i - x2 * sin_i and y2 = x2 * cos_i + x1 * sin_i
     - pair i of the result: y[i], y[h + i] = y1, y2; `out_interleaved`: y[2i], y[2i + 1]
     - cos_i, of C = cos.shape[-1] numbers: `"half"`: cos[i], R = C; `"interleaved"`: cos[2i], R = C; `"single"`: cos[i],
-      R = 2C. The other half of a doubled cos is never read; it holds the same angles.
+      R = 2C. The other half of a doubled cos holds the same angles and is never read.
 
     | as in | arguments |
     |---|---|
@@ -298,18 +304,20 @@ def rope(
     | rotation by the negative angle | `-sin` |
 
     Args:
-        q (`torch.Tensor`): (B, H, S, D) or, with `unsqueeze_dim=2`, (B, S, H, D); also without B. bf16, fp16, fp32
-            (float64: computed by the PyTorch twin). Any strides: the transposed view of a projection is not copied.
+        q (`torch.Tensor`): (B, H, S, D) or, with `unsqueeze_dim=2`, (B, S, H, D); both also without B. bf16, fp16, fp32
+            (float64: the PyTorch twin). Any strides: the transposed view of a projection is not copied.
         k (`torch.Tensor` or `None`): As `q`, with its own number of heads and dtype.
         cos, sin (`torch.Tensor`): (B, S, C) or (1, S, C); more generally, `cos.unsqueeze(unsqueeze_dim)` broadcasts
             against q and k. Any floating dtype and strides. If one requires a gradient, the PyTorch twin computes it.
-        interleaved (`bool`, *optional*, defaults to `False`): Pairs of the input are neighbours, not half a head apart.
+        interleaved (`bool`, *optional*, defaults to `False`): The two numbers of a pair of the input are neighbours,
+            not half a head apart.
         out_interleaved (`bool`, *optional*): The same for the results. Unset: as `interleaved`.
         cos_layout (`str`, *optional*, defaults to `"half"`): `"half"`, `"interleaved"` or `"single"`; see above.
-        rotate_last (`bool`, *optional*, defaults to `False`): If R < D, the last R numbers of a head are rotary, not
-            the first. The others pass through.
-        cast (`str`, *optional*, defaults to `"promote"`): Dtype of the results. `"promote"`: the common one of q (or
-            k), cos and sin, as `q * cos` has; `"input"`: that of q (or k), as in models that cast to fp32 and back.
+        rotate_last (`bool`, *optional*, defaults to `False`): If R < D, the last R numbers of a head are rotary instead
+            of the first. The others pass through.
+        cast (`str`, *optional*, defaults to `"promote"`): The dtype of the results. `"promote"` is the common one of q
+            (or k), cos and sin, which `q * cos` has; `"input"` is that of q (or k), as in models that cast to fp32 and
+            back.
         unsqueeze_dim (`int`, *optional*, defaults to 1): Where the dimension of the heads goes into cos and sin.
 
     Returns:

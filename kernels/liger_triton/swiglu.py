@@ -3,9 +3,10 @@
     du = dy * g * s
     dg = dy * u * s * (1 + g * (1 - s))
 
-Shapes  g, u, y and their gradients: one common shape (..., I). g and u may be halves of one (..., 2I), rows apart.
-Dtypes  bf16, fp16, fp32. Arithmetic in fp32, one rounding per store. Eager also rounds silu(g), so 16-bit results
-        are not bit-equal to F.silu(g) * u; on average they are nearer the float64 value.
+Shapes  g, u, y and their gradients have one common shape (..., I). g and u may be the halves of one tensor (..., 2I),
+        whose rows then lie apart.
+Dtypes  bf16, fp16, fp32. Arithmetic in fp32, one rounding per store. Eager PyTorch rounds silu(g) too, so that 16-bit
+        results are not bit-equal to F.silu(g) * u; on average they are nearer to the float64 value.
 Bytes   b per element. Forward reads g, u and writes y: 3nb (eager 5nb). Backward reads dy, g, u and writes dg, du:
         5nb (eager 9nb). Kept for backward: g, u (eager also keeps silu(g)).
 """
@@ -94,10 +95,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, reuse_inputs: bool = False) 
             halves of a fused projection do; no copy is made of them.
         up (`torch.Tensor`): Shape, dtype and device of `gate`.
         reuse_inputs (`bool`, *optional*, defaults to `False`): The backward pass may write the two gradients over
-            `gate` and `up`, which saves two tensors of their size, where they are contiguous or the halves of a
-            contiguous tensor. Only for two that nobody reads any more: neither later code nor the backward pass of
-            what made them. With `retain_graph=True`, leaf tensors, under torch.compile and on the
-            PyTorch twin it does nothing.
+            `gate` and `up` if they are contiguous or the halves of a contiguous tensor, which saves two tensors of
+            their size. Allow it only if nobody reads the two any more, neither later code nor the backward pass of what
+            made them. It does nothing with `retain_graph=True`, for leaf tensors, under torch.compile and on the
+            PyTorch twin.
 
     Returns:
         `torch.Tensor`, contiguous, of the shape and dtype of `gate`.

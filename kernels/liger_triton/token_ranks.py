@@ -1,6 +1,6 @@
-"""What an evaluation asks of a row of logits, without the logits of all rows: argmax, log-probability, rank.
+"""Argmax, log-probability and rank of tokens, which an evaluation asks for, without the logits of all rows.
 
-Plain PyTorch in chunks of rows, for any device: it runs where metrics are computed, not in training.
+It is plain PyTorch in chunks of rows, for any device, because it runs where metrics are computed and not in training.
 """
 
 import torch
@@ -36,8 +36,8 @@ def linear_token_ranks(
 ) -> TokenRanks:
     """`token_ranks` of the logits that `linear_logprobs` takes its probabilities from, at temperature 1.
 
-    The product is rounded to the dtype of `hidden` as the model's own head rounds it, so that the argmax is the one of
-    the model's logits. No gradients.
+    The product is rounded to the dtype of `hidden`, as the model's own head rounds it, so that the argmax is that of
+    the model's logits. There are no gradients.
 
     Args:
         hidden, weight, target, bias, softcap, logit_scale, ignore_index, lora, lora_input: As in `linear_logprobs`.
