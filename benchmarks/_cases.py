@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from _measure import DEVICE
 
-# The largest relative error of ours against float64. A peer may round more often; beyond MISMATCH times as much it
-# computes something else and is not timed.
+# The largest relative error of ours against float64. A peer may round more often. If its error is more than MISMATCH
+# times as large, it computes something else and is not timed.
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}
 MISMATCH = 5
 
@@ -16,8 +16,9 @@ MISMATCH = 5
 class Case:
     """One operation at one size. `inputs` are the leaf tensors, `upstream` the gradients given to the backward pass.
 
-    Without an input that requires a gradient only the forward pass is run. `graph`: timed as a CUDA graph (peers wait
-    for the device in their losses, which a graph cannot). `overwrites`: the first input is written over.
+    If no input requires a gradient, only the forward pass is run. With `graph` it is timed as a CUDA graph, which
+    losses cannot be, because in those of peers the host waits for the device. `overwrites` says that the first input is
+    written over.
     """
 
     operation: str
@@ -71,12 +72,13 @@ def randn(*shape, dtype, scale=1.0, grad=True):
 
 
 def compiled(fn):
-    """`fn` compiled for the shapes at hand: without `dynamic=False` a second size would get kernels for any size."""
+    """`fn`, compiled for the shapes at hand. Without `dynamic=False` a second size would get kernels for any size."""
     return torch.compile(fn, dynamic=False)
 
 
 def liger(name):
-    """A function of liger_kernel.transformers.functional, imported when it is called: a missing peer is one row."""
+    """A function of liger_kernel.transformers.functional. It is imported when it is called, so that a peer that is not
+    installed is only a row that says so."""
 
     def call(*args, **kwargs):
         import liger_kernel.transformers.functional as functional

@@ -1,5 +1,5 @@
-"""Cases of the losses over the vocabulary. The floor of a fused head is the FLOP of its products, or, at very
-few rows, the bytes of its weight."""
+"""Cases of the losses over the vocabulary. The floor of a fused head is the FLOP of its products or, with very few
+rows, the bytes of its weight."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from _measure import DEVICE
 
 import liger_triton as lt
 
-BETA = 0.01  # of the DPO loss: small, so that the gradient of a pair does not hang on the rounding of its long sums
+BETA = 0.01  # of the DPO loss; it is small, so that the rounding of long sums hardly changes the gradient of a pair
 
 
 def targets(*shape, vocab):
@@ -32,7 +32,7 @@ def cross_entropy(rows, vocab, *, dtype):
     def eager(z, y):
         return F.cross_entropy(z.float(), y)
 
-    # The gradient is written over the logits; a copy made for every run would be timed, a non-leaf alias is not.
+    # The gradient is written over the logits, which must not be a leaf. An alias costs no time, while a copy would.
     def in_place(fn):
         return lambda z, y: fn(z.view_as(z), y)
 
@@ -66,7 +66,7 @@ def exact_cross_entropy(z, y, chunk=1024):
     return [total, grad]
 
 
-# The fused head: three products a row, two where the weight is frozen
+# The fused head: three products a row, or two if the weight is frozen
 
 
 def trl_logprobs(x, w, y, outputs=("log_probs",)):
@@ -90,7 +90,7 @@ def eager_head(x, w, y):
 
 
 def linear_cross_entropy(rows, hidden, vocab, frozen=False, *, dtype):
-    few = 1 << (-(-rows // -(-vocab // hidden)) - 1).bit_length()  # the chunks of Liger, so that the memory is its own
+    few = 1 << (-(-rows // -(-vocab // hidden)) - 1).bit_length()  # the chunks of Liger, to compare memory
     providers = {
         "ours": lt.linear_cross_entropy,
         "ours lean": lambda x, w, y: lt.linear_cross_entropy(x, w, y, accumulate="lean"),
@@ -104,7 +104,7 @@ def linear_cross_entropy(rows, hidden, vocab, frozen=False, *, dtype):
     }
     if hasattr(F, "linear_cross_entropy"):
         providers["F.linear_cross_entropy"] = lambda x, w, y: F.linear_cross_entropy(x, w, y)
-    if frozen or dtype == torch.float32:  # nothing to accumulate, or in fp32 anyway
+    if frozen or dtype == torch.float32:  # there is nothing to accumulate, or it is done in fp32 anyway
         del providers["ours lean"], providers["liger fp32"]
     return Case(
         "linear_cross_entropy" + (" frozen" if frozen else ""),
@@ -120,7 +120,7 @@ def linear_cross_entropy(rows, hidden, vocab, frozen=False, *, dtype):
 
 
 def exact_logprobs(x, w64, y, chunk=1024):
-    """(T,) each: log-probabilities of the targets and entropies in float64, a chunk of rows at a time."""
+    """Log-probabilities of the targets (T,) and entropies (T,) in float64, a chunk of rows at a time."""
     log_probs, entropy = [], []
     for i in range(0, x.shape[0], chunk):
         z = torch.log_softmax(x[i : i + chunk].detach().double() @ w64.t(), -1)
@@ -185,15 +185,16 @@ def logprobs_entropy(rows, hidden, vocab, *, dtype):
 
 
 def dpo_loss(log_probs, ref_log_probs, sequences):
-    """Sigmoid DPO loss of (T,) per-token log-probabilities: `sequences` of equal length, the chosen half first."""
+    """The sigmoid DPO loss of log-probabilities (T,) of the tokens of `sequences` of equal length, the chosen ones
+    first."""
     score = (log_probs - ref_log_probs).view(sequences, -1).sum(-1)
     chosen, rejected = score.chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
 def dpo_head(sequences, tokens, hidden, vocab, *, dtype):
-    """Policy forward and backward and the reference's forward: four products. Every sequence has a gradient of its
-    own."""
+    """Forward and backward pass of the policy and forward pass of the reference, which makes four products. Every
+    sequence has a gradient of its own."""
     rows = sequences * tokens
     x, w, y = head_tensors(rows, hidden, vocab, dtype)
     ref_x, ref_w = ((t + 0.5 * t.std() * torch.randn_like(t)).detach() for t in (x, w))

@@ -65,7 +65,7 @@ def add_rms_norm(rows, hidden, *, dtype):
         },
         float64(exact),
         dtype,
-        # Forward reads x, r, writes y, s; backward reads dy, ds, s, writes one gradient for both.
+        # Forward reads x and r, and writes y and s. Backward reads dy, ds and s, and writes one gradient for x and r.
         bytes=dtype.itemsize * 8 * rows * hidden,
         upstream=upstream,
     )
@@ -117,7 +117,7 @@ def geglu(rows, hidden, *, dtype):
 
 
 def rope(batch, tokens, heads, kv_heads, dim, *, dtype):
-    def view(h):  # as attention makes them: a transposed view of the projection's output
+    def view(h):  # a transposed view of the output of a projection, as in attention
         return randn(batch, tokens, h, dim, dtype=dtype).detach().transpose(1, 2).requires_grad_()
 
     q, k = view(heads), view(kv_heads)

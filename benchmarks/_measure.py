@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine's two ceilings, times, peak memory, errors, and the record of a run."""
+"""What all benchmarks share: the two ceilings of the machine, times, peak memory, errors, and the record of a run."""
 
 import datetime
 import importlib.metadata
@@ -23,11 +23,12 @@ def synchronize():
 
 
 def milliseconds(fn, warmup_ms=30, rep_ms=300, graph=False):
-    """Median time of `fn` in ms by CUDA events (the L2 cache is flushed between runs); on CPU by one call.
+    """The median time of `fn` in ms, by CUDA events, with the L2 cache flushed between runs. On a CPU, that of one
+    call.
 
-    With `graph`, `fn` is captured in a CUDA graph and its replays are timed, ten of 50 ms each: what the GPU needs,
-    without the time of the host to launch it, which exceeds that of a short kernel and hides behind other work in a
-    training step. What fits the L2 cache (1 token) is then found there.
+    With `graph`, `fn` is captured in a CUDA graph, and ten replays of 50 ms each are timed. That is what the GPU needs
+    without the host's time for launching, which is longer than a short kernel takes, but hides behind other work in a
+    training step. Inputs that fit into the L2 cache (1 token) are then found there.
     """
     if DEVICE == "cuda":
         from triton.testing import do_bench, do_bench_cudagraph
@@ -40,7 +41,7 @@ def milliseconds(fn, warmup_ms=30, rep_ms=300, graph=False):
 
 
 def seconds(fn):
-    """Wall-clock time of one call of `fn`, its work on the device included."""
+    """The wall-clock time of one call of `fn`, including its work on the device."""
     synchronize()
     start = time.perf_counter()
     fn()
@@ -49,7 +50,7 @@ def seconds(fn):
 
 
 def peak_gib(fn):
-    """Peak memory of one call of `fn` beyond what was allocated before it, in GiB; its results are counted."""
+    """The peak memory of one call of `fn` beyond what was allocated before it, in GiB. Its results are counted."""
     if DEVICE != "cuda":
         return float("nan")
     fn()
@@ -62,7 +63,7 @@ def peak_gib(fn):
 
 
 def relative_error(got, want):
-    """||got - want|| / ||want||, over all tensors of the two sequences taken one by one: the largest."""
+    """||got - want|| / ||want||, the largest of all pairs of tensors of the two sequences."""
     worst = 0.0
     for g, w in zip(got, want, strict=True):
         error = (g.double() - w.double()).norm() / w.double().norm().clamp(min=1e-300)
@@ -71,7 +72,7 @@ def relative_error(got, want):
 
 
 def ceilings(dtype=torch.bfloat16):
-    """Copy bandwidth in bytes/s (read + written) and matmul rate in `dtype` in FLOP/s, measured on random data."""
+    """(copy bandwidth in bytes/s, read and written, matmul rate in `dtype` in FLOP/s), measured on random data."""
     n = 2**30 if DEVICE == "cuda" else 2**22
     a = torch.randn(n // 2, device=DEVICE).bfloat16()
     b = torch.empty_like(a)
@@ -83,7 +84,7 @@ def ceilings(dtype=torch.bfloat16):
 
 
 def output_of(*command):
-    """What a command prints, stripped; `None` where it fails, is not installed or prints nothing."""
+    """What a command prints, stripped. `None` if it fails, is not installed or prints nothing."""
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     except FileNotFoundError:
@@ -92,7 +93,7 @@ def output_of(*command):
 
 
 def processor():
-    """The processor's name: the host sets the pace of steps of few rows."""
+    """The name of the processor, which sets the pace of steps of few rows."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
@@ -106,7 +107,8 @@ def package_version(name):
 
 
 def environment():
-    """Where and on what code a run takes place. `dirty`: a tracked file differs from the commit; `None` without git."""
+    """Where a run takes place, and with what code. `dirty` says that a tracked file differs from the commit. It is
+    `None` without git."""
     commit = output_of("git", "rev-parse", "--short", "HEAD")
     driver = DEVICE == "cuda" and output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
@@ -122,15 +124,15 @@ def environment():
 
 
 class Record:
-    """The file that a run leaves behind: how it was started, where, and what it found.
+    """The file of a run, which says how it was started, where it ran and what it found.
 
     Args:
-        bench (`str`): The script's name.
-        case (`str`): What it measured, a name for a folder.
-        path (`str`, *optional*): File to write. Without it a run on a GPU writes
-            `results/<bench>/<case>/<date>-<commit>.json`, and a run on a CPU, whose figures say nothing, no file.
-        trial (`bool`, *optional*): The sizes only try the script: no file without a `path` either.
-        argv (`list[str]`, *optional*): Arguments of the script; those of the process if not given.
+        bench (`str`): The name of the script.
+        case (`str`): What it measured, as the name of a folder.
+        path (`str`, *optional*): The file to write. Without it a run on a GPU writes
+            `results/<bench>/<case>/<date>-<commit>.json`. A run on a CPU, whose figures say nothing, writes no file.
+        trial (`bool`, *optional*): The sizes only try out the script, so that nothing is written without a `path`.
+        argv (`list[str]`, *optional*): The arguments of the script. Unset: those of the process.
     """
 
     def __init__(self, bench, case, path=None, trial=False, argv=None):
@@ -148,7 +150,7 @@ class Record:
         return path
 
     def write(self, found):
-        """Write what has been found so far: a run that is cut short keeps it."""
+        """Write what has been found so far, which a run that is cut short then keeps."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +162,7 @@ class Record:
 
 
 def table(rows, columns):
-    """Print rows (dicts) as a table; `columns` maps a key to its title and format."""
+    """Print rows (dicts) as a table. `columns` maps a key to its title and format."""
     cells = [[title for title, _ in columns.values()]]
     for row in rows:
         cells.append(

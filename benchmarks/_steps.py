@@ -1,4 +1,5 @@
-"""The runs of `training.py` and `scaling.py`: models by shape, rows, a trainer for every arm, one measured run."""
+"""What the runs of `training.py` and `scaling.py` need: models by shape, rows, a trainer for every arm, and a measured
+run."""
 
 import gc
 import json
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from _measure import DEVICE
 
-# Shapes of published models, by name: no weights are fetched.
+# The shapes of published models, by name. No weights are fetched.
 MODELS = {
     "Llama-3-8B": ("llama", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -33,7 +34,7 @@ MODELS = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
 }  # fmt: skip
-# "<class> + Liger": use_liger_kernel=True; "+ compile": torch_compile=True.
+# "+ Liger" stands for use_liger_kernel=True, and "+ compile" for torch_compile=True.
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
@@ -52,22 +53,20 @@ STOCK = ("Trainer", "SFTTrainer", "DPOTrainer")
 
 @dataclass
 class Run:
-    """What one training run is made of, in every process of it."""
+    """What one training run is made of. All its processes have the same."""
 
     model: str
     batch: int  # rows, or pairs for DPO, of one process
     length: int  # tokens of a row, or of each of the two sequences of a pair
     trainer: str = "sft"
     steps: int = 14
-    skip: int = 4  # steps before the clock starts: allocator, cuBLAS and Triton warm up
+    skip: int = 4  # steps before the clock starts, in which allocator, cuBLAS and Triton warm up
     data: str | None = None
     checkpointing: bool = False
     lora: int | None = None  # rank, on every linear layer but the head
     vocab: int | None = None  # instead of the model's own
     workers: int = 0
-    waits: bool = (
-        True  # of the stock trainer: for each batch to be on the GPU, and for each loss, to see that it is finite
-    )
+    waits: bool = True  # as the stock trainer: until a batch is on the GPU, and for each loss, to see if it is finite
     processes: int = 1
 
     @property
@@ -84,7 +83,7 @@ def rows_of(path, vocab, length, count):
         from datasets import load_dataset
 
         ids = np.concatenate(load_dataset("json", data_files=path, split="train")["input_ids"])
-    ids = np.resize(ids, count * length) % vocab  # too few ids are repeated
+    ids = np.resize(ids, count * length) % vocab  # if there are too few ids, they are repeated
     return [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids.reshape(count, length)]
 
 
@@ -105,7 +104,7 @@ def build(run, dtype=torch.bfloat16):
 
 
 def tokenizer_of():
-    """TRL's trainers want one; the rows are token ids already."""
+    """A tokenizer for TRL's trainers, which want one though the rows are token ids already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -157,7 +156,7 @@ def make_trainer(arm, run, callbacks):
         trainer_class = type(trainer_class.__name__, (trainer_class,), prepared)
         if not run.lora:
             inputs["ref_model"] = build(run)
-            if arm.endswith("+ Liger"):  # the trainer has the policy patched, and not the reference
+            if arm.endswith("+ Liger"):  # the trainer patches the policy, but not the reference
                 from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
                 _apply_liger_kernel_to_instance(inputs["ref_model"], fused_linear_cross_entropy=False)
@@ -190,7 +189,7 @@ def make_trainer(arm, run, callbacks):
 
 
 def clock_of(run):
-    """A callback with the seconds from the end of step `run.skip` to the end of the last."""
+    """A callback that notes the time at the end of step `run.skip` and at the end of the last step, in seconds."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -212,7 +211,7 @@ def clock_of(run):
 
 
 def train(arm, run, callbacks=()):
-    """Train as `run` says; a row: tokens/s, ms of a step, peak memory in GiB, first losses, FLOP a token."""
+    """Train as `run` says. Returns a row: tokens/s, ms of a step, peak memory in GiB, first losses, FLOP a token."""
     clock = clock_of(run)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -236,8 +235,8 @@ def train(arm, run, callbacks=()):
 
 
 def flop_per_token(model, run):
-    """6 per weight that multiplies (4 where it is frozen); causal attention: 6 * layers * length * heads * head_dim.
-    For DPO the reference's forward adds 2 per weight and a third of the attention's."""
+    """6 for each weight of a product (4 if it is frozen), and 6 * layers * length * heads * head_dim for causal
+    attention. For DPO, the forward pass of the reference adds 2 for each weight and a third of what attention takes."""
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     weights = sum((6 if w.requires_grad else 4) * w.numel() for w in linear)
     config = model.config.get_text_config()
@@ -249,8 +248,8 @@ def flop_per_token(model, run):
 
 
 def flag_losses(rows):
-    """Add a note to every row whose losses are not those of the stock trainer (where it ran): the first within 1 %, the
-    later ones, which bf16 has driven apart, within 5 %."""
+    """Add a note to every row whose losses are not those of the stock trainer, if that ran. The first may differ by 1
+    %, and the later ones, which bf16 has driven apart, by 5 %."""
     stock = next((row["losses"] for row in rows if row["arm"] in STOCK and row.get("losses")), None)
     for row in rows:
         if stock is None or not row.get("losses"):
@@ -261,7 +260,7 @@ def flag_losses(rows):
                 break
 
 
-# Arms run in processes of their own: Liger's patches are process-wide, and memory is given back
+# Arms run in processes of their own, since Liger's patches concern the whole process, and all memory is given back
 
 
 def check_arms(parser, trainer, arms):
@@ -271,7 +270,7 @@ def check_arms(parser, trainer, arms):
 
 
 def is_out_of_memory(error):
-    # Triton and cuBLAS report it as other errors.
+    # Triton and cuBLAS report a lack of memory as other errors.
     return isinstance(error, torch.OutOfMemoryError) or any(s in str(error) for s in ("out of memory", "ALLOC_FAILED"))
 
 
@@ -288,14 +287,15 @@ def emit(row):
 
 
 def rows_from(arm, timeout_s, echo=False, env=(), more=(), launcher=()):
-    """Run this script again for one arm, under `launcher` if there is one (arguments of Python), and yield the rows it
-    emits; if it fails, a last row with the reason."""
+    """Run this script again for one arm and yield the rows that it emits. If it fails, a last row has the reason.
+
+    `launcher` are arguments of Python, under which the script is run."""
     command = [sys.executable, *launcher, *sys.argv, "--arm", arm, *more]
     with tempfile.TemporaryFile("w+") as err:
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=err, text=True, env=os.environ | dict(env), start_new_session=True
         )
-        timer = threading.Timer(timeout_s, os.killpg, (child.pid, signal.SIGKILL))  # a launcher's processes too
+        timer = threading.Timer(timeout_s, os.killpg, (child.pid, signal.SIGKILL))  # and what a launcher started
         timer.start()
         for line in child.stdout:
             if line.startswith("RESULT "):

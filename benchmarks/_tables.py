@@ -3,16 +3,16 @@
 A table has a list `records` and says which of their rows it takes, what a line of it is, and what stands in its cells:
 
     records   paths below results/, or mappings: `record`, perhaps with `where` as below and `set`, fields for its rows
-    where     field: value or list of values; rows that differ are left out
-    rows      field: title of a column at the left; rows that agree in all of them share a line
+    where     field: value, or a list of values; rows that have another are left out
+    rows      field: title of a column at the left; rows that agree in all these fields share a line
     columns   optional: field whose values become columns, and `order`, their titles, in that order
     cells     title: format of a cell, with the fields of a row, as "{tokens_per_s:,.0f}"
     extra     title: [column, format] or [column, format, record], further cells of one column, at the right
     ratios    title: [field, column, column], the first column's value over the second's
-    join      field by which rows that fall into one cell are told apart; they stand in it with slashes between,
-              one where all are alike
-    measures  true: each of the `cells` is a line of its own, not a column
-    sort      fields to sort the rows by; else they come as the records have them
+    join      field by which rows that fall into one cell are told apart; they stand in it with slashes between them,
+              or as one if all are alike
+    measures  if true, each of the `cells` is a line of its own instead of a column
+    sort      fields to sort the rows by; without it they come in the order of the records
 """
 
 import json
@@ -30,7 +30,8 @@ def is_ours(name):
 
 
 def role(arm):
-    """Which of the three trainers side by side an arm is: of the same class, and compiled if they are."""
+    """Which of the three trainers an arm is. Trainers that stand side by side are of one class, and all or none of them
+    are compiled."""
     return "ours" if is_ours(arm) else "liger" if arm.endswith("+ Liger") else "stock"
 
 
@@ -39,7 +40,7 @@ def read(path):
 
 
 def rows_of(record, path):
-    """The rows of a record, with the fields that tables show and no record holds."""
+    """The rows of a record, and in them the fields that tables show and records do not hold."""
     for row in record["rows"] if "rows" in record else compared(record):
         row = row | {"record": path, "run": f"{record['date'][:10]}, {record['commit']}"}
         if "arm" in row:
@@ -56,7 +57,7 @@ def rows_of(record, path):
 
 
 def compared(record):
-    """Rows of a record of medusa_real.py: what its heads yield before training and after."""
+    """The rows of a record of medusa_real.py: what its heads yield before training and after it."""
     before, after = record["before"], record["after"]
     for k, (was, now) in enumerate(zip(before["accuracy"], after["accuracy"], strict=True), start=1):
         yield {"what": f"head {k}, top-1", "before": was[0], "after": now[0]}
@@ -88,7 +89,7 @@ def selected(spec):
 
 
 def filled(form, row, with_note=True):
-    """`form` with the fields of `row`; where one is missing, the row's note, which says why, or a dash."""
+    """`form` with the fields of `row`. If one is missing, the note of the row, which says why, or a dash."""
     fields = [field for _, field, _, _ in string.Formatter().parse(form) if field]
     if any(row.get(field) is None for field in fields):
         return row.get("note", MISSING) if with_note else MISSING
@@ -96,7 +97,7 @@ def filled(form, row, with_note=True):
 
 
 def cell(rows, form, join, slots, with_note=True):
-    """The rows of one cell: one text, or one a slot with slashes between."""
+    """The text of one cell: that of its one row, or one text for each slot, with slashes between them."""
     if join is None:
         if len(rows) > 1:
             raise ValueError(f"{len(rows)} rows fall into one cell, of {[row['record'] for row in rows]}; name a join")
@@ -107,13 +108,13 @@ def cell(rows, form, join, slots, with_note=True):
 
 
 def ratio(rows, columns, name, over, under):
-    """Of one line: column `over` by column `under`, of the rows that one record has of both."""
+    """Column `over` divided by column `under`, for one line. The rows of both are of one record."""
     found = [[row[name] for row in rows if row[columns] == column] for column in (over, under)]
     return f"{found[0][0] / found[1][0]:.2f}" if all(found) else MISSING
 
 
 def lines_of(spec):
-    """Title cells, and for every line its cells."""
+    """(the titles, the cells of every line)."""
     columns, join = spec.get("columns"), spec.get("join")
     order = spec["order"] if columns else {None: ""}
     shown = {*order, *(column for column, *_ in spec.get("extra", {}).values())}
@@ -142,7 +143,7 @@ def lines_of(spec):
         left = ["" if part is None else str(part) for part in key]
         right = []
         for column, form, *record in spec.get("extra", {}).values():
-            if record:  # of that one run
+            if record:  # only the row of that one run
                 found = [row for row in group if row[columns] == column and row["record"] == record[0]]
                 right.append(cell(found, form, None, None, with_note=False))
             else:

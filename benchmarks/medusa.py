@@ -1,18 +1,19 @@
-"""Training Medusa heads with the logits never built, beside heads of the same maths with all logits: tokens/s, memory.
+"""Tokens/s and memory of training Medusa heads without their logits, beside heads of the same maths with all logits.
 
     python benchmarks/medusa.py --data rows.npz --json medusa.json --minutes 8
     python benchmarks/medusa.py --heads 5 --stages 1 --lengths 2048 --projection tied
     python benchmarks/medusa.py --tiny
 
-`unfused` is the plain way: transformers' Trainer, each head's logits in full, F.cross_entropy of each in fp32, and in
-stage 1 no graph through the frozen model; `unfused + patched` has our layers in the model too and differs by the loss.
-Random weights, in the residual blocks too, so that they count; learning rate 0, so that every arm sees the same weights
-at every step. The losses and gradient norms of all steps are compared: an arm that differs is flagged. An arm that runs
-out of memory is a row that says so.
+`unfused` is the plain way: transformers' Trainer, all logits of each head, F.cross_entropy of each in fp32, and in
+stage 1 no graph through the frozen model. `unfused + patched` also has our layers in the model, so that only the loss
+differs. Weights are random, also in the residual blocks, which would do nothing otherwise. The learning rate is 0, so
+that every arm sees the same weights at every step. The losses and gradient norms of all steps are compared, and an arm
+that differs is flagged. An arm that runs out of memory is a row that says so.
 
-bf16 weights and gradients, fused AdamW in bf16, rows without padding from `--data` (see training.py). `static` is the
-weights, and for what is trained gradients and both optimizer states; `above` is the peak minus that. A case that the
-file of `--json` has already is not run again, so that a run that was cut goes on.
+Weights and gradients are bf16, as is the fused AdamW, and the rows of `--data` have no padding (see training.py).
+`static` is the memory of the weights, and of the gradients and both optimizer states of what is trained; `above` is the
+peak minus that. A case that is already in the file of `--json` is not run again, so that a run that was interrupted can
+be continued.
 """
 
 import argparse
@@ -34,7 +35,7 @@ SKIP = 2  # steps before the clock starts
 
 
 def cases_of(options):
-    """All that `--stages`, `--heads`, `--projection` and `--lengths` span, as dicts; longer ones later."""
+    """All combinations of `--stages`, `--heads`, `--projection` and `--lengths`, as dicts, longer ones later."""
     return [
         {"stage": stage, "heads": heads, "tied": projection == "tied", "length": length}
         for stage in options.stages
@@ -126,12 +127,13 @@ def make_trainer(arm, case, options, callback):
 
 
 def static_bytes(model):
-    """Weights, and of those that are trained gradients and two states of AdamW, all in the dtype of the weight."""
+    """The bytes of the weights, and for those that are trained also of the gradients and two states of AdamW, all in
+    the dtype of the weight."""
     return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
 
 
 def measure(arm, case, options):
-    """Train; a row."""
+    """Train, and return a row."""
     clock = clock_of(Run(options.model, options.batch, case["length"], steps=options.steps, skip=SKIP))
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -151,8 +153,8 @@ def measure(arm, case, options):
 
 
 def run_arm(options):
-    """All cases of one arm and stage that `--todo` names, in this process; emits a row each."""
-    full = set()  # heads and projection whose shorter rows were too long
+    """Run all cases of one arm and stage that `--todo` names in this process, and emit a row for each."""
+    full = set()  # (heads, projection) that ran out of memory with shorter rows
     for case in json.loads(options.todo):
         row = {"arm": options.arm, "batch": options.batch} | case
         shape = (case["heads"], case["tied"])
@@ -170,7 +172,8 @@ def run_arm(options):
 
 
 def flag(rows):
-    """Compare every row of loss and gradient norm with ours of the same case, step by step; bf16 rounds apart."""
+    """Compare losses and gradient norms of every row with ours of the same case, step by step. The limits allow for the
+    rounding of bf16."""
     ours = {key_of(row)[1:]: row for row in rows if row["arm"] == OURS and "losses" in row}
     for row in rows:
         row.pop("wrong", None)
@@ -243,7 +246,7 @@ def main(argv=None):
             if not todo or left < 0:
                 continue
             for row in rows_from(arm, left, more=["--todo", json.dumps(todo)]):
-                if "stage" not in row:  # the process ended early: what is left stays to be done
+                if "stage" not in row:  # the process ended early, and the cases that are left can be run later
                     print(f"{arm}, stage {stage}: {row['note']}")
                     continue
                 rows.append(row)

@@ -2,9 +2,9 @@
 
     python benchmarks/medusa_real.py --data alpaca_en_demo.json [--json FILE]
 
-The model answers nine tenths of the prompts greedily; heads are trained on those answers; the rest of the prompts
-measures them, with the same seed before training and after. fp32, so that the text decoded with heads has to be the
-greedy text, token for token. `--data` holds rows as `liger-trainer medusa-data --prompts` takes them.
+The model answers nine tenths of the prompts greedily, and heads are trained on those answers. They are measured on the
+other prompts, before and after training, with the same seed. Everything is in fp32, so that the text decoded with heads
+has to be the greedy text, token for token. `--data` holds rows as `liger-trainer medusa-data --prompts` takes them.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def load(name):
 
 
 def split(prompts, seed):
-    """Nine tenths to train on, the rest held out."""
+    """(nine tenths of the prompts to train on, the others)."""
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     cut = max(1, len(prompts) // 10)
@@ -82,7 +82,7 @@ def main(argv=None):
 
     model, tokenizer = load(options.model)
     train, held_out = split(read_prompts(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
-    ends = end_tokens(model, tokenizer)  # Trainer.train reduces the model's own to the tokenizer's
+    ends = end_tokens(model, tokenizer)  # asked now, since Trainer.train leaves only the tokenizer's
     lap("load")
     rows = str(Path(tempfile.mkdtemp()) / "answers.jsonl")
     answered = distill(train, rows, local_answerer(model, tokenizer, options.max_new_tokens), options.answer_batch)

@@ -1,4 +1,4 @@
-"""Every operation beside its peers: time, fraction of the physical floor, peak memory and error against float64.
+"""Time, fraction of the physical floor, peak memory and error against float64 of every operation, and of its peers.
 
     python benchmarks/operations.py [--only rope linear_cross_entropy] [--json FILE]
     python benchmarks/operations.py --sweep        the fused head from 2048 to 65536 tokens, against its fastest peer
@@ -6,12 +6,13 @@
     python benchmarks/operations.py --first_step   what the first call costs, with and without Triton's disk cache
 
 The floor of a row is the larger of bytes / copy bandwidth (each input read once, each output written once) and FLOP /
-matmul rate, both measured first in the same run. Norms, gates and rope are timed as CUDA graphs: the GPU's time, not
-the host's; "host us" is what launching one forward and backward costs the host. The clock of a GPU that is hot or short
-of power falls, so all providers of a case are first checked against float64, which heats, and then take turns twice,
-the second time in reverse order: forward + backward is the mean of both, which the record holds too ("visits_ms"). A
-result whose error is more than five times what the operation's limit allows is not timed. A peer that is not installed,
-or fails, is a row that says so. The record is written after every case; no case is begun after --minutes.
+matmul rate, both of which are measured first in the same run. Norms, gates and rope are timed as CUDA graphs, which
+give the time of the GPU and not of the host; "host us" is what launching one forward and backward costs the host. A GPU
+that is hot or short of power lowers its clock. Therefore all providers of a case are first checked against float64,
+which heats it, and then take turns twice, the second time in reverse order. Forward + backward is the mean of the two
+times, which the record holds too ("visits_ms"). A result whose error is more than five times the limit of its dtype is
+not timed. A peer that is not installed, or fails, is a row that says so. The record is written after every case, and no
+case is begun after --minutes.
 """
 
 import argparse
@@ -123,7 +124,7 @@ COLUMNS = {
 
 
 def host_us(run, calls):
-    """Time until the calls are launched, of which the device has done only some."""
+    """The host's time for launching a call, of several that are launched while the device is still at work."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -132,7 +133,8 @@ def host_us(run, calls):
 
 
 def logits_do_not_fit(case, provider):
-    """Why eager cannot run: its logits in the dtype and in fp32, each with its gradient, exceed the free memory."""
+    """Why eager cannot run, or None. Its logits in the dtype and in fp32, each with its gradient, may exceed the free
+    memory."""
     if provider != "eager" or DEVICE != "cuda" or "linear" not in case.operation:
         return None
     rows, _, vocab = (int(n) for n in case.size.split("x"))
@@ -141,8 +143,8 @@ def logits_do_not_fit(case, provider):
 
 
 def measure(case, provider, fn, exact, brief=False):
-    """One row without its time, and what to time for it (None if it failed). `brief`: without the forward pass alone
-    and the host's time."""
+    """(a row without its time, what to time for it, or None if it failed). With `brief`, neither the forward pass alone
+    nor the time of the host is measured."""
     row = {"operation": case.operation, "size": case.size, "dtype": str(case.dtype).removeprefix("torch.")}
     row["provider"] = provider
     reason = logits_do_not_fit(case, provider)
@@ -152,7 +154,7 @@ def measure(case, provider, fn, exact, brief=False):
         run = forward_backward(fn, case)
         keep = case.inputs[0].detach().clone() if case.overwrites else None
         row["error"] = relative_error(run(), exact)
-        if keep is not None:  # overwritten: timed on what is there now, which costs the same
+        if keep is not None:  # it was overwritten
             case.inputs[0].data.copy_(keep)
         if not row["error"] < MISMATCH * LIMITS[case.dtype]:
             return row | {"note": "wrong, not timed"}, None
@@ -185,7 +187,8 @@ def release():
 
 
 def run_cases(cases, dtypes, options, record, providers=None, brief=False):
-    """Measure `cases` (case, *size) in every dtype; rows, which `record` holds too, after every case."""
+    """Measure `cases` (case, *size) in every dtype. Returns the rows, which are written to `record` after every
+    case."""
     began, rows, left, ceiling = time.monotonic(), [], [], {}
     for make, *size in cases:
         for name in dtypes:
@@ -198,7 +201,7 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
                 copy, rate = ceiling[dtype]
                 print(f"copy {copy / 1e12:.2f} TB/s, {name} matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
             copy, rate = ceiling[dtype]
-            torch.compiler.reset()  # else what was compiled for one size counts against the recompilations of the next
+            torch.compiler.reset()  # or what one size compiled would count as recompilations of the next
             torch.manual_seed(0)
             case = make(*size, dtype=dtype)
             floor_s = max(case.bytes / copy, case.flop / rate)
@@ -224,7 +227,7 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
 
 
 def against_fastest_peer(rows):
-    """One line a size and dtype: the time of every provider, and ours over that of the fastest peer."""
+    """A line for each size and dtype: the time of every provider, and ours divided by that of the fastest peer."""
     lines = {}
     for row in rows:
         line = lines.setdefault((row["operation"], row["size"], row["dtype"]), {"times": {}, "floor": {}, "notes": []})
@@ -259,8 +262,8 @@ def print_against_fastest_peer(rows):
 
 
 def first_calls(name, sizes):
-    """Prints, for each size, the seconds that its first call takes longer than a later one, as one line of JSON."""
-    if DEVICE == "cuda":  # the context and cuBLAS are not the operation's
+    """Print for each size by how many seconds its first call takes longer than a later one, as one line of JSON."""
+    if DEVICE == "cuda":  # what starting the context and cuBLAS takes does not belong to the operation
         x = torch.randn(1024, 1024, device=DEVICE).bfloat16()
         seconds(lambda: x @ x)
     extra = []
@@ -273,7 +276,8 @@ def first_calls(name, sizes):
 
 
 def first_step(names, options, record):
-    """A fresh process per operation, with an empty TRITON_CACHE_DIR and then with the one it has filled."""
+    """Run each operation in a fresh process, first with an empty TRITON_CACHE_DIR and then with the one it has
+    filled."""
     rows = []
     for name in names:
         row = {

@@ -1,10 +1,10 @@
-"""Preference rows as token ids, for `training.py --trainer dpo --data`, where the tokenizer is not at hand later.
+"""Preference rows as token ids, for `training.py --trainer dpo --data` on a machine that does not have the tokenizer.
 
     python benchmarks/preferences.py dpo_en_demo.json path/to/tokenizer rows.npz
 
 The rows are JSON objects with `conversations` (turns of `from` and `value`), `chosen` and `rejected` (one turn each).
-The .npz has, for each of `prompt`, `chosen` and `rejected`, the flat array `<name>_ids` (uint32) and `<name>_offsets`
-(rows + 1).
+For each of `prompt`, `chosen` and `rejected`, the .npz has the flat array `<name>_ids` (uint32), and `<name>_offsets`,
+which are one more than there are rows.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import numpy as np
 
 PARTS = ("prompt", "chosen", "rejected")
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-RANDOM_PROMPT = 64  # tokens of the prompt of a pair, where no rows are given
+RANDOM_PROMPT = 64  # tokens of the prompt of a pair, if no rows are given
 
 
 def texts_of(row):
@@ -24,7 +24,7 @@ def texts_of(row):
 
 
 def tokenize(path, tokenizer, out):
-    """Write the .npz: prompts through the chat template where `tokenizer` has one, answers ended by `eos_token`."""
+    """Write the .npz. Prompts go through the chat template if `tokenizer` has one, and answers end with `eos_token`."""
     ids = {part: [] for part in PARTS}
     for row in json.load(open(path)):
         prompt, *answers = texts_of(row)
@@ -42,8 +42,8 @@ def tokenize(path, tokenizer, out):
 
 
 def read(path, vocab):
-    """{part: list of rows of token ids}. Of a .json file, whose tokenizer is not here, random ids: one for every four
-    characters. Without a file, one row of random ids."""
+    """{name: list of rows of token ids}. A .json file comes without its tokenizer, so that its rows are random ids, one
+    for every four characters. Without a file there is one row of random ids."""
     draw = np.random.default_rng(0)
     if path is None:
         return {part: [draw.integers(0, vocab, RANDOM_PROMPT if part == "prompt" else 4096)] for part in PARTS}
@@ -61,8 +61,8 @@ def read(path, vocab):
 def pairs(path, vocab, length, count):
     """`count` pairs without padding, whose two sequences have exactly `length` tokens each.
 
-    Pair i has the prompt of row i (half of `length` at most), answered by the answers of row i and the rows after it,
-    joined and cut. Every token after the prompt is scored. Too few rows are repeated.
+    Pair i has the prompt of row i, which is cut to half of `length` at most. Its answers are those of row i and of the
+    rows after it, joined and cut. Every token after the prompt is scored. If there are too few rows, they are repeated.
     """
     rows = read(path, vocab)
     total = len(rows["prompt"])

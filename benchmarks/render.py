@@ -3,9 +3,9 @@
     python benchmarks/render.py            what `make figures` runs
     python benchmarks/render.py --check    writes nothing; exits with 1 and names what would change, if anything would
 
-A table stands in a page between `<!-- begin table: ID -->` and `<!-- end table: ID -->`; what stands there is replaced.
-A figure keeps in its file the digest of what it was drawn from, by which `--check` knows whether it is up to date:
-the pixels differ from one version of matplotlib to the next.
+In a page, a table stands between `<!-- begin table: ID -->` and `<!-- end table: ID -->`, and what stands there is
+replaced. The file of a figure holds a digest of what it was drawn from, by which `--check` knows whether it is up to
+date. The pixels would not do, because they differ from one version of matplotlib to the next.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def pages():
 
 
 def with_tables(text, tables, page):
-    """The text of a page, every block in it made anew."""
+    """The text of a page with every table in it made anew."""
 
     def block(found):
         if found["id"] not in tables:
@@ -54,7 +54,7 @@ def with_tables(text, tables, page):
 
 
 def digest(spec):
-    """Of what a figure is drawn from: its entry, its records, and the code that draws."""
+    """A digest of what a figure is drawn from: its entry, its records, and the code that draws."""
     parts = [json.dumps(spec, sort_keys=True), (HERE / "figures.py").read_text()]
     parts += [(RESULTS / path).read_text() for path, _ in entries(spec)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

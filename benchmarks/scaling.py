@@ -1,13 +1,14 @@
-"""How time and memory of a training step grow with tokens, vocabulary and context, and the longest context that fits.
+"""How the time and memory of a training step grow with tokens, vocabulary and context, and what context fits at most.
 
     python benchmarks/scaling.py --model Llama-3.2-1B [--axes batch vocabulary context] [--json FILE]
     python benchmarks/scaling.py --axes longest --memory 24 [--trainer dpo]
 
-batch: rows of 1024 tokens; vocabulary: 8 rows of 1024; context: one row, with gradient checkpointing; longest: the most
-tokens of one row (DPO: of each sequence of one pair), a multiple of `--unit`, that two steps with checkpointing train
-in `--memory` GiB (all that PyTorch's allocator holds, weights and optimizer included; the CUDA context is not in it).
-Full fine-tuning in bf16 as in `training.py`. Every arm runs in a process of its own. A size that does not fit is a row
-that says so. The record is written after every row; no row is begun after --minutes.
+`batch` varies the number of rows of 1024 tokens, `vocabulary` the vocabulary of 8 rows of 1024 tokens, and `context`
+the length of one row, with gradient checkpointing. `longest` finds the most tokens of one row (for DPO, of each
+sequence of one pair), a multiple of `--unit`, that two steps with checkpointing train in `--memory` GiB. That is all
+that PyTorch's allocator holds, weights and optimizer included, but not the CUDA context. Training is full fine-tuning
+in bf16, as in `training.py`, and every arm runs in a process of its own. A size that does not fit is a row that says
+so. The record is written after every row, and no row is begun after --minutes.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def run_at(axis, value, options):
 
 
 def point(axis, value, options):
-    """The row of one point; on a lack of memory, one that says so."""
+    """The row of one point. If there is not enough memory, the row says so."""
     left_gib = torch.cuda.memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
     try:
         row = train(options.arm, run_at(axis, value, options))
@@ -63,8 +64,8 @@ def next_length(fits, fails, cap_gib, unit):
         unit (`int`): Resolution.
 
     Returns:
-        `int`: Between what fits and what does not. While nothing has failed, memory is taken to grow linearly from the
-        two longest that fit; after that the gap is halved.
+        `int`: A length between what fits and what does not. While nothing has failed, memory is taken to grow linearly
+        from the two longest lengths that fit. After that the gap is halved.
     """
     low = max(fits, default=0)
     if fails is not None:
@@ -75,19 +76,17 @@ def next_length(fits, fails, cap_gib, unit):
         before = sorted(fits)[-2]
         slope = (fits[low] - fits[before]) / (low - before)
         if slope > 0:
-            guess = (
-                low + 0.97 * (cap_gib - fits[low]) / slope
-            )  # a little less: a second point near the border is worth it
-    # At least 1/64 on: a step of one unit at a time would take long where the growth was overestimated.
+            guess = low + 0.97 * (cap_gib - fits[low]) / slope  # a little less, for a second point near the border
+    # It grows by 1/64 at least, since steps of one unit would take long where the growth was overestimated.
     guess = min(max(guess, low + low // 64), 16 * low)
     return max(int(guess) // unit * unit, low + unit)
 
 
 def longest(try_length, first, cap_gib, unit, limit, hurry=lambda: False):
-    """(length, peak GiB, shortest failure or None): the longest multiple of `unit` that fits, at most `limit`.
+    """(length, peak in GiB, shortest failure or None) of the longest multiple of `unit` that fits, at most `limit`.
 
     Args:
-        try_length (`Callable`): length -> peak in GiB, or `None` where it does not fit.
+        try_length (`Callable`): length -> peak in GiB, or `None` if it does not fit.
         first (`int`): The first length to try, a multiple of `unit`.
         hurry (`Callable`): True when the search is to stop with what it has.
     """
@@ -150,7 +149,7 @@ def one_arm(options):
 
 
 def shared(end, heirs):
-    """When the first of `heirs` is to stop, so that a slow one does not take the time until `end` from the others."""
+    """When the first of `heirs` is to stop, so that all get an equal share of the time until `end`."""
     return time.time() + (end - time.time()) / heirs
 
 
@@ -206,7 +205,7 @@ def main():
     began, rows = time.time(), []
     for k, arm in enumerate(arms):
         until = shared(began + 60 * options.minutes, len(arms) - k)
-        # Segments that grow: else a run fails by fragmentation sooner than by what it needs.
+        # Without segments that grow, a run would fail by fragmentation sooner than by what it needs.
         env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         for row in rows_from(arm, until - time.time() + 120, env=env, more=["--until", str(until)]):
             rows.append(row)

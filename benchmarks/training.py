@@ -1,20 +1,22 @@
-"""A training step beside its peers: tokens/s, peak memory, model FLOP utilisation and the losses of the first steps.
+"""Training steps of ours and of others: tokens/s, peak memory, model FLOP utilisation and the losses of the first
+steps.
 
     python benchmarks/training.py --model Llama-3.2-1B --batch 16 --length 1024 --data rows.npz
         [--checkpointing] [--lora 16] [--no_waits] [--arms LigerTrainer "Trainer + compile" "LigerTrainer + compile"]
     python benchmarks/training.py --trainer dpo --model Llama-3.2-1B --batch 4 --length 1024 --data pairs.npz
 
-Full fine-tuning in bf16 with fused AdamW (or LoRA on every linear layer), random weights, rows without padding: the
-token ids of `--data` joined and cut into rows (random ids without it). Every arm runs in a process of its own, since
-Liger's patches are process-wide. An arm that fails is a row that says why; losses that are not those of the stock
-trainer are flagged.
+It is full fine-tuning in bf16 with fused AdamW, or LoRA on every linear layer, of random weights. Rows have no padding:
+the token ids of `--data`, or random ones without it, are joined and cut into rows. Every arm runs in a process of its
+own, since Liger's patches concern the whole process. An arm that fails is a row that says why, and losses that are not
+those of the stock trainer are flagged.
 
 `--data` is an .npz with a flat array `ids`, or a .json/.jsonl file that `datasets` reads, with a column `input_ids`.
-For DPO it is an .npz made by `preferences.py`, or its .json, for whose texts random ids of about the same number are
-taken; `--batch` counts pairs and `--length` the tokens of each of a pair's two sequences. The reference model is
-computed on the fly; under "DPOTrainer + Liger" it has Liger's layers too. The longest context that fits: `scaling.py`.
+For DPO it is an .npz made by `preferences.py`, or the .json that this takes, whose texts are replaced by about as many
+random ids. `--batch` then counts pairs, and `--length` the tokens of each of the two sequences of a pair. The reference
+model is computed on the fly, and under "DPOTrainer + Liger" it has Liger's layers too. `scaling.py` finds the longest
+context that fits.
 
-`--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`; batch, tokens/s and memory
+`--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`. Batch, tokens/s and memory
 are then those of one process.
 """
 
@@ -31,13 +33,13 @@ LORA_ARMS = ("LigerSFTTrainer", "SFTTrainer", "SFTTrainer + Liger")
 
 
 def profiler():
-    """A callback: two steps under torch's profiler, and the kernels that take their time."""
+    """A callback that runs two steps under torch's profiler and prints which kernels take their time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
     from transformers import TrainerCallback
 
     def gaps(events, longest=12):
-        """Where the GPU waits: the longest times between the end of all earlier kernels and the next one's start."""
+        """Print where the GPU waits: the longest times from the end of all earlier kernels to the start of the next."""
         spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type.name == "CUDA")
         found, end, before = [], spans[0][1], spans[0][2]
         for start, stop, name in spans:
