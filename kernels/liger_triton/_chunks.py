@@ -31,8 +31,8 @@ def chunk_size(
     A power of two is chosen because the tiles of 128 x 128 elements of dx, (rows, H), then fill the multiprocessors in
     whole rounds more often: with H = 1024 and 132 multiprocessors, 2048 rows are one round and 2176 are two.
 
-    `allowed` is how many bytes a chunk may have, where that is more than `_GPU_CHUNK_BYTES`. With `all_rows`, a chunk
-    of all rows may have as many, too.
+    `allowed` is how many bytes a chunk may have, if that is more than `_GPU_CHUNK_BYTES`. All rows make one chunk if
+    they fit into `_GPU_CHUNK_BYTES`, and with `all_rows` also if they fit into `allowed`.
     """
     if device_type == "cpu":
         most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
@@ -53,12 +53,14 @@ class Chunks:
     `number` chunks of `size` rows each, the last of which may be shorter.
     """
 
-    def __init__(self, total: int, kept: torch.Tensor | None, chunk_rows: int | None, *automatic, **options):
-        """`chunk_rows` is the size of a chunk. If it is 0 or None, `chunk_size` chooses one from the number of rows
-        and the other arguments."""
+    def __init__(
+        self, total: int, kept: torch.Tensor | None, chunk_rows: int | None, vocab: int, dtype: torch.dtype,
+        device_type: str, allowed: int = 0, all_rows: bool = False,
+    ):  # fmt: skip
+        """`chunk_rows` is the size of a chunk. If it is 0 or None, `chunk_size` chooses it by the other arguments."""
         self.kept = kept
         self.rows = total if kept is None else kept.shape[0]
-        size = chunk_rows or chunk_size(self.rows, *automatic, **options)
+        size = chunk_rows or chunk_size(self.rows, vocab, dtype, device_type, allowed, all_rows)
         self.size = min(size, max(self.rows, 1))
         self.number = -(-self.rows // self.size)
 

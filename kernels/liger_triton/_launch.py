@@ -93,7 +93,7 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 48 << 10
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 48 << 10) - 2048  # 2048 bytes are for reductions
+    return getattr(properties, "shared_memory_per_block_optin", 48 << 10) - 2048  # reductions need 2048
 
 
 def check_gate(gate: torch.Tensor, up: torch.Tensor) -> None:

@@ -77,10 +77,9 @@ def _chunks_of(head: Head, target, spec: HeadSpec, all_rows: bool) -> Chunks:
     summed = spec.needs & DW and sum_dtype(weight, spec.lean) != weight.dtype
     allowed = 4 * weight.numel() if summed else 0
     all_rows = all_rows and weight.dtype != torch.float16  # the gradient of fp16 is summed in fp32 even then
-    vocab, kept = weight.shape[0], _kept_rows(target, spec.rows.ignore_index, weight.shape[0])
-    return Chunks(
-        x.shape[0], kept, spec.chunk_rows, vocab, spec.compute_dtype, x.device.type, allowed, all_rows=all_rows
-    )
+    vocab = weight.shape[0]
+    kept = _kept_rows(target, spec.rows.ignore_index, vocab)
+    return Chunks(x.shape[0], kept, spec.chunk_rows, vocab, spec.compute_dtype, x.device.type, allowed, all_rows)
 
 
 def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_loss, g_entropy, stats=None, buffer=None):
