@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from liger_trainer.command.recipe import RecipeArguments
+from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.row_checks import check_rows
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside

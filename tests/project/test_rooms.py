@@ -22,7 +22,6 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted([*(ROOT / "liger_trainer").rglob("*.py"), *(ROOT / "kernels" / "liger_triton").rglob("*.py")])
 LONGEST = 350
 REASONS = {  # lines, and why they stay together
-    "liger_trainer/command/recipe.py": "the keys of a recipe with their help, which the documentation is made from",
     "liger_trainer/medusa/trainer.py": "a trainer, which a reader wants to see from top to bottom",
     "liger_trainer/trainers/base.py": "a trainer, which a reader wants to see from top to bottom",
 }

@@ -1,0 +1,73 @@
+"""TRL's parser, set up for the keys of one trainer: the options of the command line and the texts of `--help`."""
+
+import argparse
+import dataclasses
+import os
+import typing
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from liger_trainer.command.recipe_keys import RecipeArguments
+from liger_trainer.command.trainer_table import TrainerEntry
+from liger_trainer.command.unknown_keys import about_unknown_option
+from liger_trainer.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class KeyOwner:
+    """The class that a key belongs to: its name, and the type hints and defaults of all its fields."""
+
+    name: str
+    hints: dict[str, Any]
+    defaults: dict[str, Any]
+
+
+def parser_of(entry: TrainerEntry) -> tuple[Any, dict[str, KeyOwner]]:
+    """TRL's parser for the three dataclasses of a trainer, and for each key the class that it belongs to."""
+    from trl import ModelConfig, TrlParser
+
+    import liger_trainer
+
+    if entry.experimental:  # whoever names this trainer has chosen it, and needs no warning that TRL may change it
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
+    parser = TrlParser(
+        dataclass_types,
+        prog="liger-trainer train",
+        usage="liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]",
+        allow_abbrev=False,  # an abbreviation is a misspelling that happens to work
+    )
+    owners: dict[str, KeyOwner] = {}
+    for cls in dataclass_types:
+        fields = [f for f in dataclasses.fields(cls) if f.init]
+        defaults = {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
+        owner = KeyOwner(cls.__name__, typing.get_type_hints(cls), defaults)
+        owners |= {f.name: owner for f in fields}
+    return parser, owners
+
+
+def options_given(parser, owners: dict[str, KeyOwner], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
+    """The keys that the command line sets, including those that it sets to their defaults.
+
+    Every key starts with a mark that no option can have as its value. Without it, a value that was given could not be
+    told from a default, and a key with a `--no_` twin has two defaults.
+
+    Raises:
+        RecipeError: A word is no option, or its value has the wrong form.
+        SystemExit: 0, after `--help`.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise RecipeError(f"{message.rstrip('.')}. `liger-trainer train RECIPE --help` says what each option takes.")
+
+    parser.error = refuse  # argparse would print the usage and exit
+    namespace, rest = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(owners, _NOT_GIVEN)))
+    if rest:
+        raise RecipeError(about_unknown_option(rest[0], owners, entry))
+    given = {key: value for key, value in vars(namespace).items() if key in owners and value is not _NOT_GIVEN}
+    # argparse makes 20.0 of the 20 in `--save_steps 20`, but messages and --dry_run should show it as a file has it.
+    whole = {key: int(value) for key, value in given.items() if isinstance(value, float) and value.is_integer()}
+    return given | whole
+
+
+_NOT_GIVEN = object()

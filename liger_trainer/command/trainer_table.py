@@ -1,0 +1,36 @@
+"""The trainers that a recipe can name, and for each its config, its columns and what else it needs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainerEntry:
+    """A row of the table: the config and the trainer, by their names in `liger_trainer`, which are resolved on use.
+
+    `columns` are sets of columns, and the rows of the dataset need all columns of at least one set.
+    """
+
+    config: str
+    trainer: str
+    columns: tuple[tuple[str, ...], ...]
+    rewards: bool = False  # whether the trainer needs `reward_funcs`
+    experimental: bool = False  # whether TRL keeps the trainer in `trl.experimental`
+
+
+TRAINERS = {
+    "sft": TrainerEntry(
+        "LigerSFTConfig", "LigerSFTTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
+    ),
+    "dpo": TrainerEntry("LigerDPOConfig", "LigerDPOTrainer", (("chosen", "rejected"),)),
+    "orpo": TrainerEntry("LigerORPOConfig", "LigerORPOTrainer", (("chosen", "rejected"),), experimental=True),
+    "cpo": TrainerEntry("LigerCPOConfig", "LigerCPOTrainer", (("chosen", "rejected"),), experimental=True),
+    "kto": TrainerEntry(
+        "LigerKTOConfig", "LigerKTOTrainer", (("prompt", "completion", "label"), ("chosen", "rejected"))
+    ),
+    "grpo": TrainerEntry("LigerGRPOConfig", "LigerGRPOTrainer", (("prompt",),), rewards=True),
+    "rloo": TrainerEntry("LigerRLOOConfig", "LigerRLOOTrainer", (("prompt",),), rewards=True),
+    "distillation": TrainerEntry("LigerDistillationConfig", "LigerDistillationTrainer", (("prompt",),)),
+    "medusa": TrainerEntry(
+        "MedusaConfig", "LigerMedusaTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
+    ),
+}

@@ -1,0 +1,74 @@
+"""What to say of a key or an option that a recipe cannot have: a similar name, another trainer or another place."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.trainer_table import TRAINERS, TrainerEntry
+from liger_trainer.errors import RecipeError
+
+# These keys of a recipe are also keywords of `from_pretrained`, so they may stand under `model_init_kwargs` too.
+_SHARED_WITH_MODEL_INIT = {"dtype", "attn_implementation", "trust_remote_code", "router_aux_loss_coef"}
+
+
+def nearest(key: str, known: Iterable[str], form: str = "Did you mean {}?") -> str:
+    """A hint at the name in `known` that is most like `key`, with a space before it; empty if none is like it."""
+    match = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    return " " + form.format(match[0]) if match else ""
+
+
+def refuse_unknown_keys(path: Path, values: dict[str, Any], owners: Mapping[str, str], entry: TrainerEntry) -> None:
+    """RecipeError for the first key of a recipe that is unknown, belongs to another trainer or is in the wrong place.
+
+    Args:
+        path (`Path`): The recipe's file, for the message.
+        values (`dict`): What the file holds.
+        owners (`Mapping[str, str]`): All keys that the recipe may have, each with the name of the class it belongs to.
+        entry (`TrainerEntry`): The trainer of the recipe.
+    """
+    for key, value in values.items():
+        if key in owners:
+            continue
+        inside = [k for k in value if k in owners] if isinstance(value, dict) else []
+        if inside:
+            raise RecipeError(
+                f"{path}: {key!r} is not a key, and a recipe has no sections. Move {', '.join(inside)} to the left "
+                "margin."
+            )
+        if (elsewhere := _elsewhere(key, entry)) is not None:
+            raise RecipeError(f"{path}: {key!r} (with value {value!r}) {elsewhere}")
+        near = nearest(key, owners) or " `liger-trainer train RECIPE --help` lists all keys."
+        raise RecipeError(f"{path}: {key!r} (with value {value!r}) is not a key of a recipe.{near}")
+    init = values.get("model_init_kwargs")
+    for key in init if isinstance(init, dict) else ():
+        if key in owners and key not in _SHARED_WITH_MODEL_INIT:
+            raise RecipeError(
+                f"{path}: {key!r} stands under model_init_kwargs but belongs to {owners[key]}. Move it to the left "
+                "margin."
+            )
+
+
+def about_unknown_option(option: str, owners: Iterable[str], entry: TrainerEntry) -> str:
+    """The message about the first word of the command line that the parser has left over."""
+    if not option.startswith("--"):
+        return f"{option!r} on the command line belongs to no option; options after RECIPE are written --key value."
+    key = option[2:].partition("=")[0].replace("-", "_")
+    if (elsewhere := _elsewhere(key, entry)) is not None:
+        return f"--{key} {elsewhere}"
+    if not (near := nearest(key, owners, "Did you mean --{}?")):
+        near = " `liger-trainer train RECIPE --help` lists all options."
+    return f"--{key} is not an option.{near}"
+
+
+def _elsewhere(key: str, entry: TrainerEntry) -> str | None:
+    """What to say of a key that other trainers have and `entry` does not; None if no trainer has it."""
+    import liger_trainer
+
+    configs = {name: getattr(liger_trainer, other.config) for name, other in TRAINERS.items()}
+    having = [name for name, config in configs.items() if key in {field.name for field in dataclasses.fields(config)}]
+    if not having:
+        return None
+    (name,) = (name for name, other in TRAINERS.items() if other is entry)
+    return f"is a key of the trainers {', '.join(having)}, and not of {name}. Remove it, or set another trainer."
