@@ -1,4 +1,4 @@
-"""The command `liger-trainer`: train a recipe, list and copy what ships, say what would be patched; Medusa heads."""
+"""The command `liger-trainer`: train recipes, list and copy those that ship, merge adapters, prepare Medusa heads."""
 
 import argparse
 import contextlib
@@ -7,10 +7,12 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 
 from liger_trainer.command.launch import is_main_process, join_processes_without_gpu
 from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
+from liger_trainer.command.quiet_exit import QuietExit
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.command.shipped_files import add_shipped_commands
 from liger_trainer.errors import RecipeError, RunError
@@ -19,10 +21,27 @@ from liger_trainer.errors import RecipeError, RunError
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0, or 2 for a mistake that the user can mend, 1 for a run that could not be saved, 130 and 143 for one that was
-    stopped by SIGINT (Ctrl-C) and SIGTERM; each but 0 with a line on stderr.
+    The code is 0 for success, 2 for a mistake that the user can mend, 1 for a run that could not be saved, and 130 or
+    143 for a run that was stopped by SIGINT (Ctrl-C) or SIGTERM. With every code but 0, a line on stderr says why.
+
+    Args:
+        argv (`list[str]`, *optional*): The words of the command line. Unset: those of this process, which then ends
+            without finalising the interpreter if its run was cut short (`QuietExit`).
     """
+    quiet_exit = QuietExit()
+    if argv is None:
+        quiet_exit.register()
     args = _parser().parse_args(argv)
+    code = _exit_code(args)
+    if code in _CUT_SHORT:
+        quiet_exit.code = code
+    return code
+
+
+_CUT_SHORT = (1, 130, 143)
+
+
+def _exit_code(args: argparse.Namespace) -> int:
     try:
         return args.run(args)
     except RecipeError as error:
@@ -48,22 +67,23 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train a recipe",
         usage="liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]",
-        description="Train a recipe; with --preview, show its first N rows (1 without N) as the trainer has them, with "
-        "what is learned marked, and train nothing. Any key of a recipe can be given as an option, which beats the "
-        "file. `liger-trainer train RECIPE --help` lists all keys.",
+        description="Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
+        "is left out) as the trainer sees them, with what is learned marked. With --dry_run, only print the recipe "
+        "that would run. Any key of a recipe can be given as an option, which beats the file. `liger-trainer train "
+        "RECIPE --help` lists all keys.",
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
     options = train.add_argument(
         "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
     )
-    options.required = False  # argparse would ask for them where RECIPE is missing
+    options.required = False  # otherwise argparse would ask for them too where RECIPE is missing
     train.set_defaults(run=_train)
 
     add_shipped_commands(commands)
 
-    doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not")
-    doctor.add_argument("model", metavar="MODEL", help="a folder or a name on the Hub; only its config is read")
+    doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not be")
+    doctor.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; only its config is read")
     doctor.add_argument("--gguf_file", help="a GGUF file in the folder MODEL")
     doctor.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with MODEL")
     doctor.set_defaults(run=_doctor)
@@ -73,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(args) -> int:
-    # Without a GPU: OpenMP threads that spin at every barrier make a step several times slower as soon as another
-    # process wants a core, and sleeping instead costs little on idle ones. Read when torch loads, which is later.
+def _train(args: argparse.Namespace) -> int:
+    # Without a GPU, OpenMP's threads spin at every barrier, which makes a step several times slower as soon as another
+    # process wants a core. Sleeping costs little where the cores are idle. torch reads this when it is loaded, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _keep_the_log_short()
     join_processes_without_gpu()
@@ -83,7 +103,7 @@ def _train(args) -> int:
     dry = [word for word in options if word in ("--dry_run", "--dry-run")]
     recipe = parse_recipe(args.recipe, [word for word in options if word not in dry])
     if dry and preview_rows is not None:
-        raise RecipeError("--preview and --dry_run are both given, and each shows something else; keep one of them.")
+        raise RecipeError("--preview and --dry_run are both given, but each shows something else. Keep one of them.")
     if dry:
         if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
@@ -114,15 +134,16 @@ def _train(args) -> int:
 
 
 def _keep_the_log_short() -> None:
-    """Leave out lines that a user can do nothing about. What the user has set in the environment stands."""
-    # Seconds before a progress bar is drawn: a dozen of the libraries' are full at once. Read when tqdm loads, later.
+    """Leave out lines that a user can do nothing about. What the user has set in the environment is kept."""
+    # The libraries draw a dozen progress bars that are full at once, so a bar appears only after this many seconds.
+    # tqdm reads this when it is loaded, later.
     os.environ.setdefault("TQDM_DELAY", "2")
-    # Newer transformers has another name for it and warns of the old one, which TRL uses, and which all versions know.
+    # Newer transformers has a new name for this option and warns of the old one, which TRL uses and all versions know.
     warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
 
 
 def _take_preview(words: list[str]) -> tuple[int | None, list[str]]:
-    """How many rows `--preview [N]` among the options asks for, None without it, and the other options."""
+    """How many rows `--preview [N]` asks for, which is None without that option; and the other options."""
     for i, word in enumerate(words):
         name, _, given = word.partition("=")
         if name != "--preview":
@@ -132,24 +153,26 @@ def _take_preview(words: list[str]) -> tuple[int | None, list[str]]:
             given, rest = rest[0], rest[1:]
         if given and not (given.isdecimal() and int(given) > 0):
             raise RecipeError(
-                f"--preview is {given!r}; expected how many rows to show, 1 or more, or no number for one."
+                f"--preview is {given!r}; expected the number of rows to show, 1 or more. Without a number, one row is "
+                "shown."
             )
         return int(given or 1), words[:i] + rest
     return None, words
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which job schedulers send; like Ctrl-C, no error that anything between here and there should handle."""
+    """Raised by SIGTERM, which job schedulers send. Like Ctrl-C, it is no error that other code should handle."""
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts():
+def _sigterm_interrupts() -> Iterator[None]:
+    """While this is open, SIGTERM raises `_Terminated` in this process, and ends worker processes as it always does."""
     process = os.getpid()
 
     def stop(number, frame):
         if os.getpid() == process:
             raise _Terminated
-        signal.signal(number, signal.SIG_DFL)  # a worker, which has inherited this and is ended by its pool
+        signal.signal(number, signal.SIG_DFL)  # a worker has inherited this handler, and its pool wants to end it
         os.kill(os.getpid(), number)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
@@ -162,7 +185,7 @@ def _sigterm_interrupts():
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
-def _doctor(args) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -170,7 +193,7 @@ def _doctor(args) -> int:
     from liger_trainer.command.model_source import find_model
 
     config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
-    with torch.device("meta"):  # the report depends on code and shapes, so no weights are needed, of whatever size
+    with torch.device("meta"):  # the report depends on code and shapes only, so no weights are needed
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
     print(apply_liger(model))
     return 0

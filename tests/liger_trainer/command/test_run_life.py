@@ -327,11 +327,12 @@ def test_a_stopped_run_says_how_to_go_on(number, code, folder):
         time.sleep(0.05)
     _, err = stopped(process, number)
     assert process.returncode == code, err
-    last = err.strip().splitlines()[-1]
-    saved = re.search(r"checkpoint-(\d+)", last)
+    how = "interrupted" if number == signal.SIGINT else "terminated"
+    (line,) = (line for line in err.splitlines() if line.startswith(f"liger-trainer: {how}. "))
+    saved = re.search(r"checkpoint-(\d+)", line)
     assert saved and int(saved[1]) >= 4 and "Traceback" not in err
     assert (folder / "out" / saved[0] / "trainer_state.json").is_file()
-    resume = last[last.index("liger-trainer train") :].rstrip(".").split()
+    resume = line[line.index("liger-trainer train") :].rstrip(".").split()
     assert resume[2:] == [str(recipe), "--resume_from_checkpoint", "true"]
     if number == signal.SIGTERM:
         return  # the rest is the same

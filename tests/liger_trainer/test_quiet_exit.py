@@ -1,0 +1,58 @@
+"""How the process ends after a run that was cut short: our line is the last on stderr, and exit handlers have run."""
+
+import sys
+
+import pytest
+from recipe_fixtures import write_recipe
+from test_cli import run_elsewhere
+
+# Of Triton's library, an object that nothing can free keeps a type alive until the interpreter is finalised, as a half
+# finished step may; the library then writes a line for each function and type that it calls leaked.
+SCRIPT = """
+import atexit, ctypes, sys, threading
+import liger_trainer.command.main as command, liger_trainer.command.run as runs
+from liger_trainer.errors import RunError
+
+class Writer:
+    def __del__(self):
+        print("a finalizer ran")
+
+def cut_short(recipe):
+    import triton
+    context = triton._C.libtriton.ir.context()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
+    atexit.register(print, "a handler of a library ran")
+    threading.Timer(0.5, print, ["a thread came to its end"]).start()
+    recipe.writer = Writer()
+    recipe.cycle = recipe
+    raise {error}
+
+runs.run = cut_short
+sys.argv = ["liger-trainer", "train", sys.argv[1]]
+sys.exit(command.main({argv}))
+"""
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        ("KeyboardInterrupt", 130, "interrupted. Training had not begun."),
+        ("command._Terminated", 143, "terminated. Training had not begun."),
+        ("RunError('The disk is full.')", 1, "error: The disk is full."),
+    ],
+)
+def test_our_line_is_the_last(error, code, said, tmp_path):
+    pytest.importorskip("triton", reason="its library writes the lines")
+    script = SCRIPT.format(error=error, argv="")
+    done = run_elsewhere(sys.executable, "-c", script, write_recipe(tmp_path), cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1] == f"liger-trainer: {said}", done.stderr
+    for done_at_the_end in ("a handler of a library ran", "a thread came to its end", "a finalizer ran"):
+        assert done_at_the_end in done.stdout
+
+
+def test_a_program_that_calls_main_ends_as_it_wants(tmp_path):
+    script = SCRIPT.format(error="KeyboardInterrupt", argv="sys.argv[1:]").replace("sys.exit(", "print(")
+    script = script.replace("    context", "    # context").replace("    ctypes", "    # ctypes")
+    done = run_elsewhere(sys.executable, "-c", script, write_recipe(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0 and "130" in done.stdout, done.stderr
