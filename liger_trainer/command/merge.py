@@ -1,12 +1,14 @@
-"""`liger-trainer merge`: an adapter and its base become one ordinary model.
+"""`liger-trainer merge` makes one ordinary model of an adapter and its base.
 
-Nothing that takes time to import is imported before the command runs.
+Nothing that takes long to import is imported before the command runs.
 """
 
 import os
 from pathlib import Path
 
+from liger_trainer.command.model_source import is_path
 from liger_trainer.errors import RecipeError
+from liger_trainer.paths import find_beside
 
 
 def add_merge_command(commands) -> None:
@@ -16,13 +18,13 @@ def add_merge_command(commands) -> None:
         "merge", help=description, description=description[0].upper() + description[1:], allow_abbrev=False
     )
     parser.add_argument(
-        "adapter", metavar="ADAPTER_DIR", help="output_dir of a training with use_peft, or a checkpoint"
+        "adapter", metavar="ADAPTER_DIR", help="the output_dir of a training with use_peft, or one of its checkpoints"
     )
     parser.add_argument("output", metavar="OUTPUT_DIR", help="a new folder, or an empty one")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
-                        help="of the merged model; auto: that of the base. The sum is taken in float32, which needs 4 "
-                        "bytes a parameter")  # fmt: skip
-    parser.add_argument("--model", help="the base model; unset: the one that the adapter was trained on")
+                        help="the dtype of the merged model; auto, the default, means that of the base. The sum is "
+                        "computed in float32, which needs 4 bytes of memory for each parameter")  # fmt: skip
+    parser.add_argument("--model", help="the base model, if it is not where the adapter says")
     parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the base")
     parser.set_defaults(run=_merge)
 
@@ -36,7 +38,7 @@ def _merge(args) -> int:
     if config.is_prompt_learning:
         raise RecipeError(
             f"ADAPTER_DIR is {args.adapter!r}, an adapter of {config.peft_type.value}, whose tokens stand before the "
-            "text. No weight of the model can hold them; use the adapter with its base instead."
+            "text. No weight of the model can hold these tokens. Use the adapter together with its base instead."
         )
     source, model, dtype = _load_base(args, config)
     if os.path.isfile(os.path.join(args.adapter, "tokenizer_config.json")):
@@ -45,19 +47,20 @@ def _merge(args) -> int:
         tokenizer = source.load(AutoTokenizer)
     rows = _rows_of_embeddings(args.adapter, model)
     if rows is not None and rows != model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(rows)  # the adapter was trained with tokens of its own
+        model.resize_token_embeddings(rows)  # the adapter was trained with tokens that the base does not have
     try:
         adapted = PeftModel.from_pretrained(model, args.adapter)
         merged = adapted.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, a line each
+        reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
         raise RecipeError(
             f"ADAPTER_DIR is {args.adapter!r}, which cannot be merged into {model.name_or_path!r}: {reason}"
         ) from error
     merged.to(dtype).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(
-        f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, {str(dtype).removeprefix('torch.')}"
+        f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
+        f"{str(dtype).removeprefix('torch.')}"
     )
     return 0
 
@@ -79,13 +82,16 @@ def _check_folders(adapter: str, output: str) -> None:
 
 
 def _load_base(args, config):
-    """Where the base is; the base, in fp32, so that nothing is rounded before the sum; and the dtype to save in."""
+    """The source of the base, the base itself, and the dtype to save in.
+
+    The base is loaded in fp32, so that nothing is rounded before the sum.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from liger_trainer.command.model_source import find_model
 
-    name = args.model or config.base_model_name_or_path
+    name = args.model or _find_base(config.base_model_name_or_path, args.adapter)
     try:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
         dtype = getattr(torch, args.dtype) if args.dtype != "auto" else source.load(AutoConfig).dtype or torch.float32
@@ -93,11 +99,49 @@ def _load_base(args, config):
     except RecipeError as error:
         if args.model:
             raise
-        raise RecipeError(f"{error} That is the base in {args.adapter}; if it is elsewhere, pass --model.") from error
+        name = config.base_model_name_or_path
+        looked = "" if _is_absolute(name) else f", and there is no folder {name!r} in {_places(args.adapter)}"
+        raise RecipeError(
+            f"{error} {args.adapter} names it as its base{looked}. Say where the base is with --model."
+        ) from error
+
+
+def _find_base(name: str | None, adapter: str) -> str:
+    """The base that an adapter names. A relative path is looked up in the working directory and beside the adapter.
+
+    Raises:
+        RecipeError: The adapter names no base, or names it by a relative path that neither place has.
+    """
+    if not name:
+        raise RecipeError(f"{adapter} does not name its base. Say where the base is with --model.")
+    if _is_absolute(name):
+        return name
+    if (found := find_beside(name, _beside(adapter))) is not None:
+        return str(found)
+    if is_path(name):
+        raise RecipeError(
+            f"{adapter} names {name!r} as its base, and there is no such folder in {_places(adapter)}. Say where the "
+            "base is with --model."
+        )
+    return name  # of a model on the Hub
+
+
+def _is_absolute(name: str) -> bool:
+    return os.path.isabs(os.path.expanduser(name))
+
+
+def _places(adapter: str) -> str:
+    return f"the working directory {os.getcwd()} or beside the adapter in {_beside(adapter)}"
+
+
+def _beside(adapter: str) -> Path:
+    """The folder in which the output_dir of the training lies; `adapter` is that output_dir or a checkpoint in it."""
+    folder = Path(adapter).absolute()
+    return folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
 
 
 def _rows_of_embeddings(adapter: str, model) -> int | None:
-    """How many tokens the adapter's own embeddings have, if it holds any."""
+    """The number of tokens in the adapter's own embeddings; None if it has none."""
     from safetensors import safe_open
 
     path = os.path.join(adapter, "adapter_model.safetensors")

