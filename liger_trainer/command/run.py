@@ -86,9 +86,14 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         given["callbacks"].append(recorder.early_stopping)
     if source.is_gguf:  # TRL's trainers cannot load one themselves
         training.model_init_kwargs = None
-        given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
-        if _needs_reference(recipe):
-            given["ref_model"], _ = _load_gguf(source, config, init, recipe)
+        try:
+            given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
+            if _needs_reference(recipe):
+                given["ref_model"], _ = _load_gguf(source, config, init, recipe)
+        except TypeError as error:
+            if not _names_one_of(error, init):
+                raise
+            raise _unknown_to_the_model("model_init_kwargs", error, recipe) from error
     else:
         training.model_init_kwargs = source.options | init
         given["model"] = source.path
@@ -112,7 +117,7 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         keys = ("model_init_kwargs", "teacher_model_init_kwargs")
         if not (unknown := [key for key in keys if _names_one_of(error, getattr(training, key, None))]):
             raise
-        raise RecipeError(f"{recipe.path}: {unknown[0]} has a key that the model does not know: {error}") from error
+        raise _unknown_to_the_model(unknown[0], error, recipe) from error
     except RuntimeError as error:
         if "assistant_only_loss" not in str(error):
             raise
@@ -148,6 +153,10 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
 def _names_one_of(error: TypeError, options: dict | None) -> bool:
     """Whether Python refuses one of `options` as a keyword."""
     return any(f"unexpected keyword argument '{key}'" in str(error) for key in options or ())
+
+
+def _unknown_to_the_model(key: str, error: TypeError, recipe: Recipe) -> RecipeError:
+    return RecipeError(f"{recipe.path}: {key} has a key that the model does not know: {error}")
 
 
 def _check_modules_to_save(model, recipe: Recipe) -> None:

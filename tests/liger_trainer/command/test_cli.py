@@ -213,6 +213,9 @@ def test_gguf_model_trains_and_saves_as_plain(folder, capsys):
     code, _, err = command(capsys, "train", path, "--use_peft", "true", "--output_dir", folder / "lora")
     assert code == 0, err
     assert AutoModelForCausalLM.from_pretrained(folder / "lora").peft_config, "the adapter finds its base model"
+    path = write_recipe(folder, model_name_or_path=str(folder / "small"), model_init_kwargs=init | {"foo": 1})
+    code, _, err = command(capsys, "train", path, "--output_dir", folder / "other")
+    assert code == 2 and "model_init_kwargs has a key that the model does not know" in err and "'foo'" in err
 
 
 GGUF_VOCAB = 261
