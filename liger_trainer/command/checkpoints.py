@@ -183,6 +183,8 @@ def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
     except KeyError as error:
         if "metric_for_best_model" not in str(error):
             raise
+        with contextlib.suppress(Exception):  # if the disk takes no more, an earlier checkpoint is named
+            trainer._save_checkpoint(trainer.model, trial=None)
         raise RecipeError(f"{recipe.path}: {error.args[0]} {what_is_left(recipe)}") from error
     except Exception as error:
         if _is_of_the_disk(error):

@@ -11,9 +11,9 @@ from typing import Any
 
 from liger_trainer.command.early_keys import refuse_unknown
 from liger_trainer.command.launch import settle_precision
-from liger_trainer.command.recipe_checks import check_scheduler, settle
+from liger_trainer.command.recipe_checks import check_metric, check_scheduler, settle
 from liger_trainer.command.recipe_keys import RecipeArguments
-from liger_trainer.command.recipe_parser import options_given, parser_of
+from liger_trainer.command.recipe_parser import options_given, parser_of, show_in_help
 from liger_trainer.command.recipe_values import checked, dump_yaml, load_yaml
 from liger_trainer.command.trainer_table import TRAINERS, TrainerEntry
 from liger_trainer.command.unknown_keys import nearest, refuse_unknown_keys
@@ -96,7 +96,7 @@ def parse_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     refuse_unknown_keys(path, values, {key: owner.name for key, owner in owners.items()}, entry)
     values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
     defaults = {key: owner.defaults[key] for key, owner in owners.items()}
-    parser.set_defaults_with_config(**values)  # for --help
+    show_in_help(parser, values, defaults)
     given = options_given(parser, owners, words, entry)
     _check_two_names(path, values, given)
     chosen = settle(path, values, given, defaults)
@@ -108,6 +108,8 @@ def parse_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     _check_needs(path, entry, args, training)
     if {"lr_scheduler_type", "lr_scheduler_kwargs"} & set(chosen):
         check_scheduler(path, training)
+    if chosen.get("metric_for_best_model") is not None:
+        check_metric(path, entry, training.metric_for_best_model)
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
         # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
         # layer has the full name q_proj.

@@ -46,6 +46,25 @@ def parser_of(entry: TrainerEntry) -> tuple[Any, dict[str, KeyOwner]]:
     return parser, owners
 
 
+def show_in_help(parser, values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Let `--help` say of each key of the recipe that its value comes from there, and what its default is.
+
+    Of the other keys, the help says only the default, as it does without a recipe.
+    """
+    parser.set_defaults_with_config(**values)
+    for action in parser._actions:
+        if action.dest in values:
+            default = "unset" if defaults[action.dest] is None else _shown(defaults[action.dest])
+            said = f"(this recipe: {_shown(values[action.dest])}; default: {default})".replace("%", "%%")
+            # argparse adds its own "(default: ...)" unless the text refers to the default; ".0" prints none of it.
+            action.help = f"{action.help or ''} {said}%(default).0s".lstrip()
+
+
+def _shown(value: Any) -> str:
+    value = getattr(value, "value", value)  # of an enum
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def options_given(parser, owners: dict[str, KeyOwner], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
     """The keys that the command line sets, including those that it sets to their defaults.
 

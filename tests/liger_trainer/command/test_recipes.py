@@ -204,6 +204,26 @@ def test_help_lists_every_key(capsys):
         assert key in out
 
 
+def test_help_says_which_values_are_the_recipe_s(tmp_path, capsys):
+    path = write_recipe(tmp_path, learning_rate=2e-5, lora_r=16, liger_config={"rope": False}, run_name="100% mine")
+    code, out, _ = command(capsys, "train", path, "--help")
+    assert code == 0
+    texts = {text.split()[0]: " ".join(text.split()) for text in out.split("\n  --")[1:]}
+    for key, said in {
+        "learning_rate": "(this recipe: 2e-05; default: 2e-05)",
+        "max_steps": "(this recipe: 4; default: -1)",
+        "bf16": "(this recipe: false; default: unset)",
+        "prompt_template": "(this recipe: alpaca; default: none)",
+        "max_length": "(this recipe: 64; default: 1024)",
+        "save_strategy": "(this recipe: no; default: steps)",
+        "liger_config": "(this recipe: {'rope': False}; default: unset)",
+        "run_name": "(this recipe: 100% mine; default: unset)",
+    }.items():
+        name = next(name for name in texts if name.rstrip(",") == key)
+        assert texts[name].endswith(said), texts[name]
+    assert texts["seed"].endswith("(default: 42)"), "what the recipe does not set"
+
+
 def test_docs_page_words_the_keys_as_help_does():
     page = (ROOT / "docs" / "recipes.md").read_text()
     for field in dataclasses.fields(RecipeArguments):
