@@ -1,1 +1,1 @@
-"""The command `liger-trainer`: recipes, rows, models and rewards, the life of a run, and its summary."""
+"""The command `liger-trainer`: reading recipes, rows, models and rewards, running a recipe, and summing the run up."""

@@ -1,13 +1,13 @@
-"""The folder of a run: whose it is, which checkpoint to resume from, and what is left when a run ends early."""
+"""The folder of a run: whether the run may use it, where it resumes from, and what is left if the run ends early."""
 
 import contextlib
 import errno
-import json
 import os
 import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from liger_trainer.command.launch import is_main_process, launched_processes
@@ -15,7 +15,7 @@ from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.whole_files import fault_of_checkpoint, fault_of_file, matches
 from liger_trainer.errors import RecipeError, RunError
 
-# What a finished run leaves beside its checkpoints, as glob patterns. The first line is the model itself.
+# What a finished run leaves beside its checkpoints, as glob patterns: the model itself, and the files that go with it.
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", "medusa_heads")
 _BESIDE_WEIGHTS = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "generation_config.json",
@@ -24,14 +24,15 @@ _BESIDE_WEIGHTS = (
 
 
 def check_output_dir(recipe: Recipe) -> None:
-    """RecipeError where `output_dir` cannot be written, or holds a run that this one would mix with."""
+    """RecipeError if `output_dir` cannot be written, or holds another run, with which this one would be mixed."""
     if not recipe.training.output_dir:
         raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
     folder, overwrite = Path(recipe.training.output_dir), recipe.args.overwrite_output_dir
     resumes = str(recipe.training.resume_from_checkpoint or "false").lower()
     if overwrite and resumes != "false":
         raise RecipeError(
-            f"{recipe.path}: overwrite_output_dir is true and resume_from_checkpoint is {resumes}; keep one of them."
+            f"{recipe.path}: overwrite_output_dir is true and resume_from_checkpoint is {resumes}, but the one deletes "
+            "what the other needs. Keep one of them."
         )
     found = _checkpoints(folder) + matches(folder, (*_WEIGHTS, "trainer_state.json"))
     own = resumes == "true" or (resumes != "false" and _is_inside(resumes, folder))
@@ -39,8 +40,8 @@ def check_output_dir(recipe: Recipe) -> None:
         names = ", ".join(path.name for path in found)
         raise RecipeError(
             f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another "
-            "output_dir; or resume_from_checkpoint: true to go on from its last checkpoint; or overwrite_output_dir: "
-            "true to delete that run when this one begins."
+            "output_dir, or resume_from_checkpoint: true to go on from the last checkpoint of that run, or "
+            "overwrite_output_dir: true to delete it when this one begins."
         )
     if overwrite:
         for key in ("model_name_or_path", "teacher_model_name_or_path", "medusa_init_heads_from"):
@@ -64,8 +65,8 @@ def check_output_dir(recipe: Recipe) -> None:
 
 
 @contextlib.contextmanager
-def no_empty_folder(output_dir: str | None):
-    """Where a run is refused or stopped before it has saved anything, remove the folders that were made for it."""
+def no_empty_folder(output_dir: str | None) -> Iterator[None]:
+    """Remove the folders that were made for a run if it is refused or stopped before it has saved anything."""
     folder = Path(output_dir or ".")
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -79,10 +80,10 @@ def no_empty_folder(output_dir: str | None):
 
 
 def remove_earlier_run(output_dir: str) -> None:
-    """Delete the checkpoints and the model in `output_dir`, as `overwrite_output_dir` asks; other files stay."""
+    """Delete the checkpoints and the model in `output_dir`, as `overwrite_output_dir` asks, and no other file."""
     folder = Path(output_dir)
     model = matches(folder, _WEIGHTS)
-    if model:  # else a config.json there is somebody else's
+    if model:  # without a model, a config.json in that folder does not come from a run
         model += matches(folder, _BESIDE_WEIGHTS)
     for path in _checkpoints(folder) + model:
         if path.is_dir():
@@ -92,10 +93,10 @@ def remove_earlier_run(output_dir: str) -> None:
 
 
 def find_checkpoint(training) -> str | None:
-    """The folder that `resume_from_checkpoint` means: `true` is the newest whole one in `output_dir`.
+    """The checkpoint that `resume_from_checkpoint` means, where `true` is the newest whole one in `output_dir`.
 
     Raises:
-        RecipeError: There is none; or the one that is named is not whole, or is not the newest in `output_dir`.
+        RecipeError: There is none, or the one that is named is not whole, or is not the newest one in `output_dir`.
     """
     wanted = training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
@@ -106,11 +107,11 @@ def find_checkpoint(training) -> str | None:
         if fault := fault_of_checkpoint(path, needs_optimizer):
             raise RecipeError(
                 f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint ({fault}). Give a path "
-                "such as OUTPUT_DIR/checkpoint-100, or true for the newest whole one."
+                "such as OUTPUT_DIR/checkpoint-100, or true for the newest checkpoint that is whole."
             )
         _check_newest(path, training, needs_optimizer)
         return str(path)
-    faults = []
+    faults: list[str] = []
     for path in reversed(_checkpoints(Path(training.output_dir))):
         if not (fault := fault_of_checkpoint(path, needs_optimizer)):
             if faults and is_main_process():
@@ -125,9 +126,9 @@ def find_checkpoint(training) -> str | None:
 
 
 def _check_newest(checkpoint: Path, training, needs_optimizer: bool) -> None:
-    """RecipeError where the steps after `checkpoint` would be trained beside others that are there already.
+    """RecipeError if `output_dir` already holds steps after `checkpoint`, which this run would train once more.
 
-    `true` would later go on from the highest step, whichever of the two runs has made it.
+    A later run with `resume_from_checkpoint: true` would go on from the highest step, whichever run that step is from.
     """
     here = [path for path in _checkpoints(Path(training.output_dir)) if not fault_of_checkpoint(path, needs_optimizer)]
     places = [path.resolve() for path in here]
@@ -136,37 +137,9 @@ def _check_newest(checkpoint: Path, training, needs_optimizer: bool) -> None:
     if newer := [path.name for path in here[places.index(checkpoint.resolve()) + 1 :]]:
         raise RecipeError(
             f"resume_from_checkpoint is {training.resume_from_checkpoint!r}, but output_dir "
-            f"{training.output_dir!r} holds the steps after it too ({', '.join(newer)}), and the two runs would be "
-            "mixed. Set another output_dir, or delete those checkpoints, or go on from the newest with "
+            f"{training.output_dir!r} holds later checkpoints too ({', '.join(newer)}), so two runs would be mixed "
+            "there. Set another output_dir, or delete those checkpoints, or go on from the newest one with "
             "resume_from_checkpoint: true."
-        )
-
-
-def check_same_model(checkpoint: str, config, recipe: Recipe) -> None:
-    """RecipeError where `checkpoint` is that of another model, or has an adapter where the recipe has none."""
-    folder = Path(checkpoint)
-    has_adapter, uses_peft = (folder / "adapter_config.json").is_file(), recipe.model.use_peft
-    has_model = bool(matches(folder, ("model*.safetensors", "pytorch_model*.bin")))
-    differences = []
-    if has_adapter != uses_peft and (has_adapter or has_model):
-        differences.append(f"use_peft is {str(uses_peft).lower()} and was {str(has_adapter).lower()}")
-    if has_adapter and uses_peft:
-        rank = json.loads((folder / "adapter_config.json").read_text()).get("r")
-        if rank not in (None, recipe.model.lora_r):
-            differences.append(f"lora_r is {recipe.model.lora_r} and was {rank}")
-    if (folder / "config.json").is_file():
-        saved = json.loads((folder / "config.json").read_text())
-        if saved.get("model_type", config.model_type) != config.model_type:
-            differences.append(f"model_type is {config.model_type!r} and was {saved['model_type']!r}")
-        saved, text = saved.get("text_config", saved), config.get_text_config()
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            if name in saved and getattr(text, name, saved[name]) != saved[name]:
-                differences.append(f"{name} is {getattr(text, name)} and was {saved[name]}")
-    if differences:
-        raise RecipeError(
-            f"resume_from_checkpoint means {checkpoint}, which was saved for another model than "
-            f"{recipe.model.model_name_or_path!r}: {'; '.join(differences)}. Give the model and the adapter of that "
-            "run, or a checkpoint of this one."
         )
 
 
@@ -174,8 +147,9 @@ def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
     """Train, and save the model in `output_dir`.
 
     Raises:
-        RunError: The disk does not take a checkpoint or the model. What was trained is saved then, where that is
-            possible: the model without its optimizer, or, where the checkpoints fitted, a checkpoint of the last step.
+        RecipeError: The first evaluation does not have the metric that `metric_for_best_model` names.
+        RunError: A checkpoint or the model cannot be written. What was trained is saved if possible: as the model
+            without its optimizer, or, if the checkpoints could be written, as a checkpoint of the last step.
     """
     try:
         if not _is_finished(trainer, checkpoint):
@@ -183,7 +157,7 @@ def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
     except KeyError as error:
         if "metric_for_best_model" not in str(error):
             raise
-        with contextlib.suppress(Exception):  # if the disk takes no more, an earlier checkpoint is named
+        with contextlib.suppress(Exception):  # if this step cannot be saved, the message names an earlier checkpoint
             trainer._save_checkpoint(trainer.model, trial=None)
         raise RecipeError(f"{recipe.path}: {error.args[0]} {what_is_left(recipe)}") from error
     except Exception as error:
@@ -210,7 +184,10 @@ def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
 
 
 def _is_finished(trainer, checkpoint: str | None) -> bool:
-    """Whether `checkpoint` has all steps of the run; then its model is loaded. The stock trainer trains one more."""
+    """Whether `checkpoint` is of the last step of the run. If so, load its model.
+
+    The stock trainer would train one more step.
+    """
     if checkpoint is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return False
     from transformers import TrainerState
@@ -229,8 +206,8 @@ def _is_finished(trainer, checkpoint: str | None) -> bool:
 
 
 def what_is_left(recipe: Recipe) -> str:
-    """A sentence on the newest whole checkpoint of a run that ended early, and how to go on from it."""
-    if not recipe.began:  # what lies in output_dir is an earlier run's
+    """What to say of a run that ended early: its newest whole checkpoint, and the command that goes on from it."""
+    if not recipe.began:  # whatever is in output_dir is from an earlier run
         return "Training had not begun."
     training = recipe.training
     for path in reversed(_checkpoints(Path(training.output_dir))):
@@ -257,7 +234,11 @@ def _how_to_resume(recipe: Recipe) -> str:
 
 
 def _keep_last_step(trainer, recipe: Recipe) -> str:
-    """After the final save failed: a checkpoint of the last step, or else the model in another folder; says where."""
+    """After the final save has failed, save a checkpoint of the last step, or else the model in another folder.
+
+    Returns:
+        `str`: What is saved and where, as sentences for the user.
+    """
     folder = Path(trainer.args.output_dir)
     last = folder / f"checkpoint-{trainer.state.global_step}"
     if trainer.is_world_process_zero():
@@ -268,19 +249,22 @@ def _keep_last_step(trainer, recipe: Recipe) -> str:
             trainer._save_checkpoint(trainer.model, trial=None)
         except Exception as error:
             shutil.rmtree(last, ignore_errors=True)
-            reason = f"A checkpoint of the last step cannot be written either: {_reason(error, folder)}."
+            reason = f"A checkpoint of the last step cannot be written there either: {_reason(error, folder)}."
             return f"{reason} {_keep_elsewhere(trainer)} {what_is_left(recipe)}"
-    return f"The last step is saved as a checkpoint: {last}. Make room first. {_how_to_resume(recipe)}"
+    return f"The last step is saved as a checkpoint: {last}. Make room on the disk. {_how_to_resume(recipe)}"
 
 
 def _keep_model(trainer) -> str:
-    """After a checkpoint failed: the model alone, which is smaller, in `output_dir` or else elsewhere; says where.
+    """After a checkpoint could not be written, save the model alone, which is smaller, in `output_dir` or elsewhere.
 
-    The half checkpoint is deleted first, because its room is needed. A model that an earlier run has left in
-    `output_dir` is not risked.
+    The unfinished checkpoint is deleted first, because its space is needed. If an earlier run has left a model in
+    `output_dir`, that model is kept, and this one is saved elsewhere.
+
+    Returns:
+        `str`: Where the model is saved, as a sentence for the user; empty if it cannot be saved by one process.
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
-        return ""  # the other processes are not here to save their parts
+        return ""  # each process has a part of the model, and the others do not come here to save theirs
     folder = Path(trainer.args.output_dir)
     checkpoint = folder / f"checkpoint-{trainer.state.global_step}"
     if fault_of_checkpoint(checkpoint, needs_optimizer=not trainer.args.save_only_model):
@@ -288,7 +272,7 @@ def _keep_model(trainer) -> str:
     if not matches(folder, _WEIGHTS):
         try:
             trainer._save(str(folder))
-        except Exception:  # the disk, once more, of which the message speaks already
+        except Exception:  # the disk again, which the message is about already
             _remove_half_model(folder)
         else:
             return f"The model of step {trainer.state.global_step} is saved in {folder}, without its optimizer."
@@ -298,11 +282,11 @@ def _keep_model(trainer) -> str:
 def _remove_half_model(folder: Path) -> None:
     for path in matches(folder, _WEIGHTS):
         if path.is_file() and fault_of_file(path):
-            path.unlink()  # half a model looks like one, and its room is needed
+            path.unlink()  # part of a model looks like a whole one, and its space is needed
 
 
 def _keep_elsewhere(trainer) -> str:
-    """The model in the system's folder for temporary files, which may be on another disk."""
+    """Save the model in the system's folder for temporary files, which may be on another disk, and say where it is."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
         return ""
     folder = tempfile.mkdtemp(prefix="liger-trainer-")
@@ -310,11 +294,12 @@ def _keep_elsewhere(trainer) -> str:
         trainer._save(folder)
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
-        return f"Nor does {tempfile.gettempdir()} take the model."
+        return f"The model cannot be written to {tempfile.gettempdir()} either."
     return f"The trained model is in {folder}; move it away from there."
 
 
 def _any_process(trainer, here: bool) -> bool:
+    """Whether `here` is true in any process of the run."""
     import torch
 
     if trainer.args.world_size == 1:
@@ -326,21 +311,21 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether a write failed. safetensors and torch raise errors of their own where Python raises OSError."""
+    """Whether `error` says that a write has failed. safetensors and torch have errors of their own, beside OSError."""
     if isinstance(error, OSError):
         return error.errno in _DISK_ERRORS
     return any(sign in str(error) for sign in ("Error while serializing: I/O error", "inline_container.cc"))
 
 
 def _reason(error: BaseException, folder) -> str:
-    """Why a write into `folder` failed. torch says no more than how many bytes are missing."""
+    """Why a write into `folder` has failed. torch itself says only how many bytes are missing."""
     if "inline_container.cc" in str(error):
-        return f"no space left on {folder}, or its files may not become that large"
+        return f"no space left on {folder}, or a limit on the size of its files"
     return str(error) if getattr(error, "filename", None) else f"{error} (in {folder})"
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The folders `checkpoint-N` in `folder`, by their step."""
+    """The folders `checkpoint-N` in `folder`, in the order of their steps."""
     steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
     return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
 

@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun or `accelerate launch` says through the environment, and what the recipe says."""
+"""What a launcher such as torchrun or `accelerate launch` says through the environment, settled with the recipe."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def join_processes_without_gpu() -> None:
 
 
 def check_processes(training: Any) -> None:
-    """RecipeError where several processes were launched and each would train by itself."""
+    """RecipeError if several processes were launched and each would train by itself."""
     launched = launched_processes()
     if launched > 1 and training.world_size == 1:
         raise RecipeError(

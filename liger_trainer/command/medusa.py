@@ -1,6 +1,6 @@
-"""`liger-trainer medusa-data`, `medusa-eval` and `medusa-export`: what is around the training of Medusa heads.
+"""`liger-trainer medusa-data`, `medusa-eval` and `medusa-export`: the work before and after training Medusa heads.
 
-Nothing that takes time to import is imported before a command runs.
+Nothing that takes long to import is imported before a command runs.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from liger_trainer.errors import RecipeError
 
@@ -15,34 +16,44 @@ _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
 
 
 def add_medusa_commands(commands) -> None:
-    """Add the three to the subparsers of `liger-trainer`."""
+    """Add the three commands to the subparsers of `liger-trainer`."""
     data = _command(commands, "medusa-data", _data, "let a model answer prompts, and write the rows to train heads on")
-    data.add_argument("model", metavar="MODEL", help=f"{_MODEL}; with --server its name there")
+    data.add_argument("model", metavar="MODEL", help=f"{_MODEL}; with --server, the model's name on the server")
     _add_prompts(data, max_new_tokens=512)
-    data.add_argument("--output", required=True, help="a .jsonl file; a run that was stopped goes on in it")
-    data.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    data.add_argument("--output", required=True, help="a .jsonl file, in which a run that was stopped goes on")
+    data.add_argument("--temperature", type=float, default=0.0, help="0, the default, decodes greedily")
     data.add_argument("--server", metavar="URL", help="ask an OpenAI-compatible server instead of loading MODEL")
     _add_model_options(data)
 
     evaluation = _command(
-        commands, "medusa-eval", _eval, "accuracy, acceptance length and decoding speed of heads on their model's text"
+        commands,
+        "medusa-eval",
+        _eval,
+        "measure the accuracy, the acceptance length and the decoding speed of heads on their model's text",
     )
-    evaluation.add_argument("model", metavar="MODEL", help=f"{_MODEL}; after stage 2 the output_dir")
-    evaluation.add_argument("heads", metavar="HEADS", help="output_dir of a Medusa training, or a folder of heads")
+    evaluation.add_argument("model", metavar="MODEL", help=f"{_MODEL}; after stage 2, the output_dir")
+    evaluation.add_argument("heads", metavar="HEADS", help="the output_dir of a Medusa training, or a folder of heads")
     _add_prompts(evaluation, max_new_tokens=128)
-    evaluation.add_argument("--decode_rows", type=int, default=8, help="prompts decoded for the speed; 0: none")
-    evaluation.add_argument("--tree_nodes", type=int, default=64, help="size of the tree")
-    evaluation.add_argument("--output", help="a .json file for the numbers")
+    evaluation.add_argument(
+        "--decode_rows",
+        type=int,
+        default=8,
+        help="how many prompts are decoded to measure the speed; default 8, and 0 measures none",
+    )
+    evaluation.add_argument("--tree_nodes", type=int, default=64, help="the number of nodes of the tree; default 64")
+    evaluation.add_argument("--output", help="a .json file to write the numbers into")
     _add_model_options(evaluation)
 
     export = _command(commands, "medusa-export", _export, "write heads for servers (FasterDecoding, TGI, vLLM <= 0.32)")
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="output_dir of a Medusa training, or one of its "
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a Medusa training, or one of its "
                         "checkpoints")  # fmt: skip
     export.add_argument("--output", required=True, help="a new directory")
-    export.add_argument("--model", help="the model that is served with them; unset: the one in CHECKPOINT, or the one "
-                        "that the heads were trained on")  # fmt: skip
-    export.add_argument("--format", default="all", choices=("all", "vllm"), help="all: one directory for all three; "
-                        "vllm: tensor names of vLLM, for its older releases")  # fmt: skip
+    export.add_argument("--model", help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
+                        "else the one that the heads were trained on")  # fmt: skip
+    export.add_argument(
+        "--format", default="all", choices=("all", "vllm"), help="all, the default, writes one directory for all three "
+        "servers; vllm uses the tensor names of older releases of vLLM",
+    )  # fmt: skip
     _add_model_options(export)
 
 
@@ -57,15 +68,21 @@ def _command(commands, name: str, run, description: str) -> argparse.ArgumentPar
 def _add_prompts(parser, max_new_tokens: int) -> None:
     parser.add_argument(
         "--prompts", required=True, metavar="FILE",
-        help=".json or .jsonl; each row has prompt, messages, conversations (ShareGPT) or instruction (Alpaca)",
+        help="a .json or .jsonl file; each row has prompt, messages, conversations (ShareGPT) or instruction (Alpaca)",
     )  # fmt: skip
-    parser.add_argument("--max_rows", type=int, help="only the first so many")
-    parser.add_argument("--max_new_tokens", type=int, default=max_new_tokens, help=f"default {max_new_tokens}")
-    parser.add_argument("--batch_size", type=int, default=16, help="prompts answered at once; default 16")
+    parser.add_argument("--max_rows", type=int, help="how many prompts are used, the first ones; if unset, all")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=max_new_tokens,
+        help=f"how many tokens an answer may have; default {max_new_tokens}",
+    )  # fmt: skip
+    parser.add_argument("--batch_size", type=int, default=16, help="how many prompts are answered at once; default 16")
 
 
 def _add_model_options(parser) -> None:
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
+        help="the dtype of the model; auto, the default, means the one that it is saved in",
+    )  # fmt: skip
     parser.add_argument("--gguf_file", help="a GGUF file in the folder of the model")
     parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the model")
 
@@ -74,21 +91,21 @@ def _run(command, args) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
     try:
         command(args)
-    except (ValueError, OSError) as error:  # what the libraries say of bad input; a bug elsewhere keeps its traceback
+    except (ValueError, OSError) as error:  # libraries raise these for bad input; a bug elsewhere keeps its traceback
         raise RecipeError(str(error)) from error
     return 0
 
 
 def _load(name: str, args):
-    """The model on the GPU if there is one, in eval mode, and its tokenizer."""
+    """The model, in eval mode and on the GPU if there is one, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     from liger_trainer.command.model_source import find_model
 
     source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code)
-    options = {"dtype": args.dtype}
-    if source.is_gguf:  # its own dtype is that of quantised blocks
+    options: dict[str, Any] = {"dtype": args.dtype}
+    if source.is_gguf:  # the dtype that it is saved in is that of quantised blocks
         options = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
         options["quantization_config"] = GgufConfig(dequantize=True)
     model = source.load(AutoModelForCausalLM, **options)

@@ -1,6 +1,6 @@
-"""`liger-trainer train RECIPE --preview`: the first rows as the trainer has them, with what it learns marked.
+"""`liger-trainer train RECIPE --preview`: the first rows as the trainer sees them, with what it learns marked.
 
-The rows are those that the trainer prepared, the masks those that its collator makes: nothing is tokenised here.
+The trainer has prepared the rows and its collator makes the masks, so nothing is tokenised here.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.row_counts import UNCUT, count_rows, max_length_of, uncut_pair
 from liger_trainer.errors import RecipeError
 
-ROW = "row_of_preview"  # a column that says which of the given rows a prepared one was
-_LEGEND = "What the loss counts stands between « and »; the rest is context."
+ROW = "row_of_preview"  # a column with the number that a prepared row had among the given ones
+_LEGEND = "What the loss counts stands between « and », and the rest is context."
 
 
 @contextlib.contextmanager
-def without_a_trace(recipe: Recipe):
-    """While this is open, a run of `recipe` for its preview begins anew, and in a folder that is deleted afterwards.
+def without_a_trace(recipe: Recipe) -> Iterator[None]:
+    """While this is open, `recipe` runs from its beginning, in a temporary folder that is deleted afterwards.
 
     Raises:
-        RecipeError: The trainer has no completions before it trains.
+        RecipeError: The trainer has no completions before it trains, so there is nothing to preview.
     """
     if not {"completion", "chosen"} & {name for needed in recipe.entry.columns for name in needed}:
         raise RecipeError(
-            f"--preview shows what is learned from each row, and {recipe.entry.trainer} writes its completions while "
-            "it trains. Leave out --preview."
+            f"--preview shows what is learned from each row, but {recipe.entry.trainer} generates its completions "
+            "during training. Leave out --preview."
         )
     recipe.training.resume_from_checkpoint = None
     with tempfile.TemporaryDirectory() as folder:
@@ -43,13 +43,17 @@ def first_rows(rows, count: int):
 
 
 def show_rows(trainer, given, total: int) -> str | None:
-    """What the trainer made of the rows `given`, of `total`."""
+    """The text of the preview: what the trainer has made of `given`, the first rows of `total`.
+
+    Returns:
+        `str` on the main process, None on the others.
+    """
     if not trainer.is_world_process_zero():
         return None
     counts = count_rows(trainer, given, "train")
     lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND, ""]
     if "ORPO" in type(trainer).__name__:
-        lines[1] += " In chosen, the likelihood term of ORPO counts the prompt too."
+        lines[1] += " The likelihood term of ORPO counts the prompt of chosen as well."
     rows = trainer.train_dataset
     if ROW in rows.column_names:
         shown = sorted(range(len(rows)), key=lambda i: rows[i][ROW])
@@ -58,7 +62,7 @@ def show_rows(trainer, given, total: int) -> str | None:
         gone = sorted(set(range(len(given))) - {rows[i][ROW] for i in shown})
         dropped = [f"Row {number}: dropped, with nothing to learn{within}" for number in gone]
     else:
-        shown, dropped = range(len(rows)), []
+        shown, dropped = list(range(len(rows))), []
         titles = [f"Sequence {i}" for i in shown]
         lines[0] = (
             f"Preview of {len(given)} of {total} rows, {_number(len(given), 'row')} in "
@@ -72,7 +76,10 @@ def show_rows(trainer, given, total: int) -> str | None:
 
 
 class _Sequence(NamedTuple):
-    """Token ids and which of them the loss counts; `lengths` of the texts in it; `uncut`, the tokens there were."""
+    """Token ids, and which of them the loss counts.
+
+    `lengths` has the number of tokens of each text in it, and `uncut` how many tokens there were before `max_length`.
+    """
 
     name: str
     ids: torch.Tensor
@@ -82,7 +89,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(trainer, row: dict, batch: dict) -> Iterator[_Sequence]:
-    """The sequences that a batch of one row holds."""
+    """The sequences in a batch that was made of one row."""
     if "chosen_input_ids" in batch:  # ORPO and CPO
         whole = uncut_pair(trainer, row)
         for name in ("chosen", "rejected"):
@@ -114,7 +121,7 @@ def _described(trainer, title: str, sequence: _Sequence) -> str:
     for length in sequence.lengths:
         ids, learned = (part[start : start + length] for part in (sequence.ids, sequence.learned))
         learned = learned.clone()
-        learned[:1] = False  # no token predicts the first
+        learned[:1] = False  # the first token is predicted by none
         texts.append(marked(tokenizer, ids, learned))
         count, start = count + int(learned.sum()), start + length
     title = ", ".join(filter(None, (title, sequence.name)))
@@ -127,7 +134,7 @@ def _described(trainer, title: str, sequence: _Sequence) -> str:
 
 
 def marked(tokenizer, ids: torch.Tensor, learned: torch.Tensor) -> str:
-    """The text of `ids`, special tokens included, with what is `learned` between « and »."""
+    """The text of `ids` with its special tokens, in which what is `learned` stands between « and »."""
     text, start = "", 0
     for end in range(1, len(ids) + 1):
         if end < len(ids) and learned[end] == learned[start]:
@@ -139,9 +146,9 @@ def marked(tokenizer, ids: torch.Tensor, learned: torch.Tensor) -> str:
 
 
 def _text(tokenizer, ids: torch.Tensor, start: int, end: int) -> str:
-    """The text of `ids[start:end]` as it is after what comes before it: by themselves, words may lose their space."""
+    """The text of `ids[start:end]` as it reads after the tokens before it. Decoded alone, it may lose a space."""
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     before, whole = (tokenizer.decode(ids[:stop].tolist(), **options) for stop in (start, end))
     if whole.startswith(before):
         return whole[len(before) :]
-    return tokenizer.decode(ids[start:end].tolist(), **options)  # a mask that begins within a character
+    return tokenizer.decode(ids[start:end].tolist(), **options)  # the mask begins in the middle of a character

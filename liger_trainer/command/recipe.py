@@ -137,7 +137,7 @@ _TWO_NAMES = (
 
 
 def _check_two_names(path: Path, filed: dict[str, Any], given: dict[str, Any]) -> None:
-    """Let the command line beat the file under either name of an option. RecipeError where two names disagree."""
+    """Let the command line beat the file under either name of an option. RecipeError if two names disagree."""
     for names in _TWO_NAMES:
         if any(name in given for name in names):
             for name in names:
@@ -151,7 +151,7 @@ def _check_two_names(path: Path, filed: dict[str, Any], given: dict[str, Any]) -
 
 
 def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, training: Any) -> None:
-    """RecipeError where a trainer lacks what it cannot do without, or where a reward would never be computed."""
+    """RecipeError if a trainer lacks what it cannot do without, or if a reward would never be computed."""
     if entry.rewards and not args.reward_funcs:
         raise RecipeError(
             f"{path}: {entry.trainer} needs reward_funcs; set a list, such as [boxed_answer] or [my_module.my_reward]."

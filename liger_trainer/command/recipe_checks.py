@@ -1,7 +1,8 @@
 """What a recipe asks for and would not get: options without effect, values out of range, packages that are missing.
 
-Each would train other than asked in silence, or fail after minutes of loading. All of it is decided from the recipe
-alone, before anything is loaded; only `check_rows` looks at the columns of the rows.
+With each of them, the run would train differently from what was asked without a sign, or would fail after minutes of
+loading. All of it is found out from the recipe alone, before anything is loaded; only `check_rows` looks at the columns
+of the rows.
 """
 
 import fnmatch
@@ -19,7 +20,10 @@ from liger_trainer.errors import RecipeError
 
 
 class _Switch(NamedTuple):
-    """Keys (patterns) that have no effect but with another key; `on` is given the value of each key of `switches`."""
+    """Keys, as patterns, that have an effect only together with other keys, the `switches`.
+
+    `on` gets the value of each switch, and says whether the keys have an effect. `needs` is its condition in words.
+    """
 
     keys: tuple[str, ...]
     switches: tuple[str, ...]
@@ -75,7 +79,7 @@ _SWITCHES = (
     _Switch(("precompute_ref_batch_size",), ("precompute_ref_log_probs",), "precompute_ref_log_probs: true"),
 )  # fmt: skip
 
-# Key, least and largest value, and what to say of them. None is no value, and passes.
+# A key, its least and largest value, and what the message says is expected. None is no value and is not checked.
 _RANGES = (
     ("per_device_train_batch_size", 1, math.inf, "1 or more"),
     ("per_device_eval_batch_size", 1, math.inf, "1 or more"),
@@ -103,7 +107,7 @@ _RANGES = (
 )
 
 
-# Module and package of what an option needs.
+# What an option needs: the module that is imported, and the package that has to be installed.
 _FLASH_ATTENTION = {
     "flash_attention_2": ("flash_attn", "flash-attn"),
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
@@ -130,7 +134,7 @@ Value = Callable[[str], Any]
 
 
 def values_of(chosen: dict[str, Any], defaults: dict[str, Any]) -> Value:
-    """A function of a key: its value, or else its default; an enum's as the string that a recipe has."""
+    """A function that gives the value of a key, or else its default. An enum is given as the string in a recipe."""
 
     def value(key):
         found = chosen.get(key, defaults.get(key))
@@ -140,10 +144,10 @@ def values_of(chosen: dict[str, Any], defaults: dict[str, Any]) -> Value:
 
 
 def settle(path: Path, filed: dict[str, Any], given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The keys that are set: those of the file, `filed`, and over them those of the command line, `given`.
+    """The keys that are set: those of the file, `filed`, and those of the command line, `given`, which beat them.
 
-    Where the command line turns off what keys of the file depend on, such as `--use_peft false` for `lora_r`, these
-    have no effect, as was meant, and are left out.
+    If the command line turns off what keys of the file depend on, as `--use_peft false` does with `lora_r`, these keys
+    are meant to have no effect, and are left out.
 
     Raises:
         RecipeError: A key has no effect, its value is out of range, or it needs a package that is not installed.
@@ -177,8 +181,8 @@ def settle(path: Path, filed: dict[str, Any], given: dict[str, Any], defaults: d
     if "num_train_epochs" in chosen and value("max_steps") > 0:
         if "max_steps" not in given or "num_train_epochs" in given:
             raise RecipeError(
-                f"{path}: num_train_epochs is {value('num_train_epochs')} and max_steps is {value('max_steps')}, which "
-                "would decide alone. Remove one of them, or set max_steps: -1."
+                f"{path}: num_train_epochs is {value('num_train_epochs')} and max_steps is {value('max_steps')}, but "
+                "max_steps alone would decide. Remove one of them, or set max_steps: -1."
             )
         del chosen["num_train_epochs"]
     _check_packages(path, value)
@@ -188,7 +192,7 @@ def settle(path: Path, filed: dict[str, Any], given: dict[str, Any], defaults: d
 def _check_ranges(path: Path, value: Value) -> None:
     for key, least, largest, expected in _RANGES:
         number = value(key)
-        if isinstance(number, (int, float)) and not least <= number <= largest:  # true of NaN too
+        if isinstance(number, (int, float)) and not least <= number <= largest:  # also true of NaN
             raise RecipeError(f"{path}: {key} is {number}; expected {expected}.")
     steps = value("max_steps")
     if steps != -1 and steps < 1:
@@ -196,6 +200,8 @@ def _check_ranges(path: Path, value: Value) -> None:
 
 
 def _check_packages(path: Path, value: Value) -> None:
+    """RecipeError if an option needs a package that is not installed."""
+
     def need(key, needed, package, installed):
         if not installed:
             raise RecipeError(
@@ -214,13 +220,14 @@ def _check_packages(path: Path, value: Value) -> None:
     if attention in _FLASH_ATTENTION:
         from transformers.utils import is_kernels_available
 
-        if not is_kernels_available():  # with that package, transformers takes the kernel from the Hub
+        if not is_kernels_available():  # with the package kernels, transformers takes the kernel from the Hub
             module, package = _FLASH_ATTENTION[attention]
             need("attn_implementation", attention, package, importlib.util.find_spec(module))
     _check_reports(path, value("report_to"), need)
 
 
-def _check_reports(path: Path, report_to, need: Callable) -> None:
+def _check_reports(path: Path, report_to: str | list[str] | None, need: Callable) -> None:
+    """RecipeError if `report_to` names an unknown tracker, or one whose package is not installed."""
     names = [report_to] if isinstance(report_to, str) else report_to or []
     if set(names) <= {"none", "all"}:
         return
@@ -234,12 +241,12 @@ def _check_reports(path: Path, report_to, need: Callable) -> None:
         if name not in INTEGRATION_TO_CALLBACK:
             expected = ", ".join(["none", "all", *sorted(INTEGRATION_TO_CALLBACK)])
             raise RecipeError(f"{path}: report_to is {name!r}; expected one of {expected}.")
-        if name not in ("flyte", "kubeflow"):  # these are where the run is, or are not
+        if name not in ("flyte", "kubeflow"):  # a run is started by one of these or not, and needs no package for it
             need("report_to", name, packages.get(name, name), name in get_available_reporting_integrations())
 
 
 def check_scheduler(path: Path, training) -> None:
-    """RecipeError where `lr_scheduler_kwargs` are not what `lr_scheduler_type` takes; the first step would say it."""
+    """RecipeError if `lr_scheduler_type` does not take `lr_scheduler_kwargs`. Otherwise the first step would fail."""
     import torch
     from transformers import get_scheduler
 
@@ -255,15 +262,16 @@ def check_scheduler(path: Path, training) -> None:
         ) from error
 
 
-# Besides the loss, transformers measures these in every evaluation; nobody wants the model that is best in one of them.
+# Transformers measures these in every evaluation too. The message does not list them, since no model is best in them.
 _TIMES = ("runtime", "samples_per_second", "steps_per_second", "tokens_per_second", "model_preparation_time")
-_METRIC = re.compile(r'metrics\[(?:\w+\]\[)?f?"(?:\{prefix\})?(?!train")([^"]+)"\]')  # as TRL's trainers store one
+_METRIC = re.compile(r'metrics\[(?:\w+\]\[)?f?"(?:\{prefix\})?(?!train")([^"]+)"\]')  # as TRL stores it
 
 
 def check_metric(path: Path, entry: TrainerEntry, metric: str) -> None:
-    """RecipeError where `metric_for_best_model` is none that the trainer's evaluations have.
+    """RecipeError if no evaluation of the trainer has the metric that `metric_for_best_model` names.
 
-    The names are read from the source of TRL's trainer. Without this check, the first evaluation would end the run.
+    The names of metrics are read from the source of TRL's trainer. Without this check, the first evaluation would end
+    the run.
     """
     import liger_trainer
 
@@ -280,7 +288,7 @@ def check_metric(path: Path, entry: TrainerEntry, metric: str) -> None:
 
 
 def check_rows(recipe, columns: list[str]) -> None:
-    """RecipeError where an option counts on columns that the rows, once the template is applied, do not have."""
+    """RecipeError if an option relies on columns that the rows do not have after the template has been applied."""
     if getattr(recipe.training, "completion_only_loss", None) and "completion" not in columns:
         if "completion_mask" in columns:
             return

@@ -1,4 +1,4 @@
-"""The values of a recipe: YAML read and written so that both mean the same, and the type of each value checked."""
+"""The values of a recipe: YAML is read and written in such a way that both mean the same, and types are checked."""
 
 import enum
 import re
@@ -13,7 +13,7 @@ from liger_trainer.errors import RecipeError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error, and `2e-5` a number as in YAML 1.2 (in 1.1 it is a string)."""
+    """Reads YAML in which a repeated key is an error and `2e-5` is a number, as in YAML 1.2 (in 1.1 it is a string)."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -29,7 +29,7 @@ class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads back: a string such as '2e-5' gets its quotes."""
 
     def ignore_aliases(self, data):
-        return True  # an anchor for a list that two keys share would puzzle a reader
+        return True  # a list that two keys share would otherwise be written as an anchor, which would puzzle a reader
 
 
 for _side in (_Loader, _Dumper):
@@ -40,6 +40,7 @@ for _side in (_Loader, _Dumper):
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a recipe's file. RecipeError if it is no YAML, or no mapping, or repeats a key."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except RecipeError as error:
@@ -54,12 +55,13 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """`values` as a recipe, in their order."""
+    """`values` as the text of a recipe, in their order."""
     plain = {key: _plain(value) for key, value in values.items()}
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
+    """A value as YAML has it: of an enum, the value of its member."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, (list, tuple)):
@@ -78,12 +80,13 @@ _YAML_NAMES = {
 }
 
 
-def _options(hint) -> tuple:
-    """The members of a union; any other hint by itself."""
+def _options(hint: Any) -> tuple:
+    """The members of a union; for any other hint, the hint alone."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _fits(value, hint) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from YAML has the type `hint`, which is no union."""
     origin = typing.get_origin(hint) or hint
     if origin is Literal:
         return value in typing.get_args(hint) and type(value) in {type(option) for option in typing.get_args(hint)}
@@ -103,7 +106,8 @@ def _fits(value, hint) -> bool:
     return isinstance(value, origin)
 
 
-def _expected(hint) -> str:
+def _expected(hint: Any) -> str:
+    """The type `hint` in words, for a message."""
     origin = typing.get_origin(hint) or hint
     if origin is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(hint)))
@@ -115,15 +119,15 @@ def _expected(hint) -> str:
     return _TYPE_NAMES.get(origin, getattr(origin, "__name__", str(origin)))
 
 
-def checked(path: Path, key: str, value, hint):
-    """`value` as the parser wants it. RecipeError where its YAML type is none that `hint` allows."""
+def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
+    """`value` as the parser wants it. RecipeError if `hint` does not allow the type that it has in YAML."""
     options = _options(hint)
     enums = [o for o in options if isinstance(o, type) and issubclass(o, enum.Enum)]
     if value is False and any("no" in {member.value for member in o} for o in enums):
         return "no"  # `save_strategy: no` is the boolean false in YAML
     if key == "resume_from_checkpoint" and isinstance(value, bool):
         return str(value).lower()
-    # Where an enum stands beside str, its members are all there is: any other string fails later, far from the recipe.
+    # If an enum stands beside str, only its members are allowed: any other string fails later, far from the recipe.
     allowed = [o for o in options if o is not str] if enums else options
     if any(_fits(value, o) for o in allowed):
         return value

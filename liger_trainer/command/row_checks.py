@@ -1,10 +1,13 @@
-"""Checks of the rows, all of them, before a trainer gets them: what TRL would meet with a traceback, or not notice.
+"""Checks of every row before a trainer gets it, for what would give a traceback in TRL, or would go unnoticed there.
 
-They run over columns of Arrow tables. Only a column that mixes kinds, which datasets keeps as JSON, is read row by row.
+The checks work on columns of Arrow tables. Only a column with values of several kinds, which datasets keeps as JSON, is
+read row by row.
 """
 
-import pyarrow as pa
-import pyarrow.compute as pc
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from liger_trainer.errors import RecipeError, short
 
@@ -17,7 +20,7 @@ _DESCRIBED = {
 }
 _NAMED = {TEXT: "text", MESSAGES: "a list of messages", LABEL: "a truth value", TOKENS: "a list of token ids"}
 _KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
-_FORMS = (("messages",), ("prompt", "completion"), ("text",))  # a row has the columns of one of them
+_FORMS = (("messages",), ("prompt", "completion"), ("text",))  # a row has the columns of one of these forms
 _EITHER = ("prompt", "completion", "chosen", "rejected")
 _BATCH = 100_000  # rows
 
@@ -26,11 +29,11 @@ def check_rows(rows, needed: tuple[str, ...]) -> None:
     """Check that every row has what a trainer needs.
 
     Args:
-        rows (`datasets.Dataset`): The rows, once the template is applied.
-        needed (`tuple[str, ...]`): The columns that the trainer reads. All of them are there.
+        rows (`datasets.Dataset`): The rows after the template has been applied.
+        needed (`tuple[str, ...]`): The columns that the trainer reads. All of them exist.
 
     Raises:
-        RecipeError: Names the first row that is wrong, its field and value, and the mend.
+        RecipeError: A row is wrong. The message names the first such row, the field, its value, and what to do.
     """
     if "chosen" in needed and "prompt" in rows.column_names:
         needed = ("prompt", *needed)
@@ -40,19 +43,20 @@ def check_rows(rows, needed: tuple[str, ...]) -> None:
         first, kind = next(iter(either.items()))
         other, other_kind = next((name, found) for name, found in either.items() if found != kind)
         raise RecipeError(
-            f"{first} is {_NAMED[kind]} and {other} is {_NAMED[other_kind]} in its rows. Write all of "
-            f"{', '.join(either)} as text, or all as lists of messages."
+            f"{first} is {_NAMED[kind]}, but {other} is {_NAMED[other_kind]} in its rows. Write all of "
+            f"{', '.join(either)} as text, or all of them as lists of messages."
         )
     if "chosen" in needed and "prompt" not in needed:
         _check_prompt_within(rows, kinds["chosen"])
 
 
 def _check_column(rows, column: str) -> str:
-    """What all values of `column` are, one of the kinds above."""
+    """The kind that all values of `column` have: TEXT, MESSAGES, LABEL or TOKENS."""
     wanted = _KINDS.get(column) or ((TEXT, MESSAGES) if column in _EITHER else (TEXT,))
     if _is_json(rows.features[column]):
         return _check_mixed(rows, column, wanted)
-    kind, start = None, 0
+    kind: str | None = None
+    start = 0
     for table in rows.select_columns([column]).with_format("arrow").iter(_BATCH):
         values = table.column(0).combine_chunks()
         values = values.chunk(0) if isinstance(values, pa.ChunkedArray) else values
@@ -60,16 +64,18 @@ def _check_column(rows, column: str) -> str:
         if bad is not None:
             raise _wrong(rows, column, start + bad, wanted)
         start += len(values)
+    assert kind is not None, "rows are never empty here"
     return kind
 
 
 def _kind_and_first_bad(values: pa.Array, wanted: tuple[str, ...]) -> tuple[str | None, int | None]:
+    """The kind of `values`, None if it is none of `wanted`, and the index of the first value that is wrong, if any."""
     of_type = values.type
     if TEXT in wanted and (pa.types.is_string(of_type) or pa.types.is_large_string(of_type)):
         return TEXT, _first(pc.is_null(values))
     if LABEL in wanted and pa.types.is_boolean(of_type):
         return LABEL, _first(pc.is_null(values))
-    if LABEL in wanted and pa.types.is_integer(of_type):  # 0 and 1, which count as truth values everywhere in TRL
+    if LABEL in wanted and pa.types.is_integer(of_type):  # 0 and 1 are truth values everywhere in TRL
         return LABEL, _first(pc.invert(pc.is_in(values, pa.array([0, 1], of_type))))
     if _is_list(of_type) and (MESSAGES in wanted or TOKENS in wanted):
         empty = pc.fill_null(pc.equal(pc.list_value_length(values), 0), True)
@@ -85,7 +91,10 @@ def _kind_and_first_bad(values: pa.Array, wanted: tuple[str, ...]) -> tuple[str 
 
 
 def _first_bad_message(messages: pa.StructArray) -> int | None:
-    """A message has a role, and content (text, or a list of parts) or something instead, such as tool calls."""
+    """The index of the first message that lacks a role, or has neither content nor anything in its place.
+
+    Content is text or a list of parts; tool calls, for example, may take its place.
+    """
     fields = {field.name: pc.struct_field(messages, field.name) for field in messages.type}
     if not {"role", "content"} <= fields.keys() or not pa.types.is_string(fields["role"].type):
         return 0
@@ -93,16 +102,18 @@ def _first_bad_message(messages: pa.StructArray) -> int | None:
     if not (pa.types.is_string(of_type) or pa.types.is_large_string(of_type) or _is_list(of_type)):
         if not pa.types.is_null(of_type):
             return _first(pc.is_valid(fields["content"])) or 0
-    bad, empty = pc.is_null(fields.pop("role")), pc.is_null(messages)
-    nothing = None
+    without_role, empty = pc.is_null(fields.pop("role")), pc.is_null(messages)
+    without_content: Any = None
     for values in fields.values():
-        nothing = pc.is_null(values) if nothing is None else pc.and_(nothing, pc.is_null(values))
-    return _first(pc.or_(pc.or_(bad, empty), nothing))
+        missing = pc.is_null(values)
+        without_content = missing if without_content is None else pc.and_(without_content, missing)
+    return _first(pc.or_(pc.or_(without_role, empty), without_content))
 
 
 def _check_mixed(rows, column: str, wanted: tuple[str, ...]) -> str:
-    """A column that datasets keeps as JSON, because its values, or those of its messages, are of several kinds."""
-    kind, start = None, 0
+    """The kind of a column that datasets keeps as JSON because its values, or parts of them, are of several types."""
+    kind: str | None = None
+    start = 0
     for batch in rows.select_columns([column]).iter(1000):
         for index, value in enumerate(batch[column], start):
             found = next((one for one in wanted if _fits(value, one)), None)
@@ -110,16 +121,17 @@ def _check_mixed(rows, column: str, wanted: tuple[str, ...]) -> str:
                 raise _wrong(rows, column, index, wanted)
             if kind is not None and found != kind:
                 raise RecipeError(
-                    f"Row {index} of the dataset has {column} {short(value)}, {_NAMED[found]}, and row 0 "
-                    f"{_NAMED[kind]}; every row needs the same. Mend or remove the row."
+                    f"Row {index} of the dataset has {column} {short(value)}, {_NAMED[found]}, but row 0 has "
+                    f"{_NAMED[kind]}, and every row needs the same. Mend or remove the row."
                 )
             kind = found
         start += len(batch[column])
     if kind == LABEL:
         raise RecipeError(
-            f"Some rows of the dataset have a {column} that is text or a number, and others true or false; expected "
+            f"In some rows of the dataset, {column} is text or a number, and in others true or false; expected "
             f"{_DESCRIBED[LABEL]}, in every row. Mend those rows."
         )
+    assert kind is not None, "rows are never empty here"
     return kind
 
 
@@ -152,18 +164,21 @@ def _wrong(rows, column: str, index: int, wanted: tuple[str, ...]) -> RecipeErro
             if column == "messages"
             else "Set prompt_template: sharegpt, and name the column of the turns conversations."
         )
-        return RecipeError(f"{message} It has turns of from and value. {mend}")
+        return RecipeError(f"{message} It has turns with from and value. {mend}")
     mine = next((form for form in _FORMS if column in form), None)
     others = [form[0] for form in _FORMS if mine is not None and form != mine and form[0] in rows.column_names]
     if value is None and others:
         return RecipeError(
-            f"{message} The rows have {others[0]} too; every row needs the same. Mend or remove the row."
+            f"{message} The rows have {others[0]} too, but every row needs the same columns. Mend or remove the row."
         )
     return RecipeError(f"{message} Mend or remove the row.")
 
 
 def _check_prompt_within(rows, kind: str) -> None:
-    """Without a column prompt, TRL takes what chosen and rejected begin with in common; something must remain."""
+    """Check that chosen and rejected have a prompt in common, and an answer after it.
+
+    If there is no column prompt, TRL takes the beginning that both have in common for the prompt.
+    """
     start = 0
     least = 1 if kind == TEXT else 2
     for table in rows.select_columns(["chosen", "rejected"]).with_format("arrow").iter(_BATCH):
@@ -173,21 +188,21 @@ def _check_prompt_within(rows, kind: str) -> None:
             if (bad := _first(pc.less(lengths, least))) is not None:
                 raise RecipeError(
                     f"Row {start + bad} of the dataset has {name} {short(rows[start + bad][name])}, and there is no "
-                    "column prompt; expected the prompt and an answer in it. Add a column prompt."
+                    "column prompt; expected both the prompt and an answer in it. Add a column prompt."
                 )
         if kind == MESSAGES and all(pa.types.is_struct(values.type.value_type) for values in columns):
             firsts = [_first_contents(values) for values in columns]
             texts = all(pa.types.is_string(contents.type) for contents in firsts)
             if texts and (bad := _first(pc.not_equal(*firsts))) is not None:
                 raise RecipeError(
-                    f"Row {start + bad} of the dataset has chosen and rejected that begin with different messages, and "
+                    f"In row {start + bad} of the dataset, chosen and rejected begin with different messages, and "
                     "there is no column prompt; expected the same prompt in both. Add a column prompt."
                 )
         start += len(table)
 
 
 def _first_contents(conversations: pa.Array) -> pa.Array:
-    """The content of the first message of each, none of which is empty."""
+    """The content of the first message of each conversation, none of which is empty."""
     ends = pc.cumulative_sum(pc.list_value_length(conversations))
     starts = pc.subtract(ends, pc.list_value_length(conversations))
     return pc.struct_field(conversations.flatten(), "content").take(starts)
@@ -198,13 +213,13 @@ def _is_list(of_type: pa.DataType) -> bool:
 
 
 def _is_json(feature) -> bool:
-    """Whether datasets, in later releases, keeps the values, messages or their content as JSON of several kinds."""
+    """Whether datasets keeps the values, the messages or their content as JSON, which its later releases do."""
     message = getattr(feature, "feature", None)
     content = message.get("content") if isinstance(message, dict) else None
     return "Json" in {type(part).__name__ for part in (feature, message, content)}
 
 
 def _first(mask: pa.BooleanArray) -> int | None:
-    """The index of the first true value."""
+    """The index of the first true value; None if there is none."""
     index = pc.index(mask, True).as_py()
     return None if index < 0 else index

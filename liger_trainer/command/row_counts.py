@@ -1,7 +1,7 @@
-"""What became of a recipe's rows in its trainer: how many are used, cut, dropped, or have nothing to learn.
+"""What a trainer has made of its rows: how many it uses, cuts and drops, and how many have nothing to learn.
 
-The rows are prepared by TRL, and counted here as they are afterwards. `SFTTrainer` and its kin cut rows while they
-prepare them, so there the preparation runs in two steps, the first one without `max_length`.
+TRL prepares the rows, and they are counted here afterwards. `SFTTrainer` and its subclasses cut rows while they prepare
+them, so their preparation runs in two steps, the first one without `max_length`.
 """
 
 import copy
@@ -9,12 +9,12 @@ import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow.compute as pc
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from liger_trainer._logging import logger
 from liger_trainer.errors import RecipeError, short
 
-UNCUT = "tokens_before_max_length"  # a column of the prepared rows
+UNCUT = "tokens_before_max_length"  # a column that is added to the prepared rows
 _BATCH = 10_000  # rows
 _TOKENISED = (
     "input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids",
@@ -23,15 +23,15 @@ _TOKENISED = (
 
 @dataclass(frozen=True)
 class RowCounts:
-    """`str()` is what the log and the summary say."""
+    """Numbers of rows. `str()` gives the text that the log and the summary show."""
 
     given: int
     used: int
     max_length: int | None = None
-    cut: int = 0  # of those used
-    empty: int = 0  # of those used: no token counts in the loss
-    equal: int = 0  # of those used: chosen and rejected are the same tokens
-    blank: int = 0  # of those given: the completion is an empty text, and the end token all there is to learn
+    cut: int = 0  # used rows that were cut to max_length
+    empty: int = 0  # used rows in which no token counts in the loss
+    equal: int = 0  # used rows in which chosen and rejected are the same tokens
+    blank: int = 0  # given rows whose completion is an empty text, so that only the end token can be learned
 
     @property
     def dropped(self) -> int:
@@ -39,6 +39,7 @@ class RowCounts:
 
     @property
     def remarkable(self) -> bool:
+        """Whether the log should mention the counts."""
         return bool(self.dropped or self.cut or self.empty or self.equal or self.blank)
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class RowCounts:
 
 
 def counting(trainer_class: type) -> type:
-    """`trainer_class`, or, where it prepares rows as TRL's SFT does, a subclass that keeps them as they were uncut."""
+    """`trainer_class` itself, or, if it prepares rows as TRL's SFT does, a subclass that also keeps the uncut rows."""
     from trl import SFTTrainer
 
     if not issubclass(trainer_class, SFTTrainer):
@@ -68,37 +69,37 @@ def counting(trainer_class: type) -> type:
 
 
 class _KeepsUncutRows:
-    """Prepares rows in two steps. The second finds them tokenised and labelled, and cuts, drops, packs and shuffles."""
+    """Prepares rows in two steps: the first tokenises and labels them, the second cuts, drops, packs and shuffles."""
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         uncut = copy.copy(args)
         uncut.max_length, uncut.shuffle_dataset = None, False
         rows = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
-        if not packing:  # packing leaves no rows to have the column
+        if not packing:  # packing joins rows, so a column of single rows would be lost
             rows = rows.add_column(UNCUT, _lengths(rows, "input_ids"))
         self.__dict__.setdefault("uncut_rows", {})[dataset_name] = rows
         return super()._prepare_dataset(rows, processing_class, args, packing, None, dataset_name)
 
 
 def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
-    """Count what the trainer made of its rows, and log it where some were cut, dropped or taught nothing.
+    """Count what the trainer has made of its rows, and log it if some are cut, are dropped or have nothing to learn.
 
     Args:
-        trainer (`transformers.Trainer`): As built from a class of `counting`, before it trains.
-        train_rows (`datasets.Dataset`): The rows that it was given.
-        eval_rows (`datasets.Dataset`, *optional*): Those to evaluate on.
+        trainer (`transformers.Trainer`): A trainer of a class that `counting` returned, before it trains.
+        train_rows (`datasets.Dataset`): The rows that it was given to train on.
+        eval_rows (`datasets.Dataset`, *optional*): The rows that it was given to evaluate on.
 
     Returns:
-        `RowCounts`: Of the training rows.
+        `RowCounts`: The counts of the training rows.
 
     Raises:
-        RecipeError: No row has anything to learn, or KTO's have one label only.
+        RecipeError: No row has anything to learn, or all rows of KTO have the same label.
     """
     counts = _checked_counts(trainer, train_rows, "train")
     if "label" in train_rows.column_names and hasattr(trainer, "uncut_rows") and trainer.is_world_process_zero():
         logger.warning(
-            f"The rows have a column label, which {type(trainer).__name__} does not read: bad answers are learned as "
-            "good ones are. To learn the difference, set trainer: kto."
+            f"The rows have a column label, which {type(trainer).__name__} does not read, so it learns bad answers "
+            "as well as good ones. To learn the difference between them, set trainer: kto."
         )
     if "label" in trainer.train_dataset.column_names and "completion_ids" in trainer.train_dataset.column_names:
         check_labels(trainer.train_dataset["label"])
@@ -108,7 +109,7 @@ def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
 
 
 def check_token_ids(trainer, given_rows, name: str) -> None:
-    """RecipeError where a token id of the rows is none of the model's, which would fail within a step."""
+    """RecipeError if the rows have a token id that the model does not have; with it, a training step would fail."""
     size = getattr(trainer.model.get_input_embeddings(), "num_embeddings", None)
     if size is None:
         return
@@ -124,13 +125,16 @@ def check_token_ids(trainer, given_rows, name: str) -> None:
     for column in _TOKENISED:
         if column in prepared.column_names and (found := _first_outside(prepared, column, size)) is not None:
             raise RecipeError(
-                f"The tokenizer makes the token {found[1]} of a text of the {name} rows; {expected}. Use the tokenizer "
-                "that belongs to the model, or give the model more embeddings with resize_token_embeddings."
+                f"The tokenizer turns a text of the {name} rows into the token {found[1]}; {expected}. Use the "
+                "tokenizer that belongs to the model, or give the model more embeddings with resize_token_embeddings."
             )
 
 
 def _first_outside(rows, column: str, size: int) -> tuple[int, int] | None:
-    """The first row with a token id below 0 or from `size` on, and that id. In labels, -100 leaves a token out."""
+    """The first row with a token id outside [0, size), and that id; None if there is none.
+
+    In labels, -100 is allowed, since it leaves a token out of the loss.
+    """
     start = 0
     for ((tokens, lengths),) in _lists(rows, column):
         outside = ((tokens < 0) | (tokens >= size)) & ((tokens != -100) | (column != "labels"))
@@ -148,7 +152,7 @@ def count_rows(trainer, given_rows, name: str) -> RowCounts:
 
 def _count_blank(given_rows) -> int:
     if getattr(given_rows.features.get("completion"), "dtype", None) != "string":
-        return 0  # lists of messages, to which the chat template adds more than the end token
+        return 0  # for messages, the chat template adds more to an empty answer than the end token
     batches = given_rows.select_columns(["completion"]).with_format("arrow").iter(_BATCH)
     return sum(pc.sum(pc.equal(table.column(0), "")).as_py() or 0 for table in batches)
 
@@ -161,7 +165,7 @@ def _count_prepared(trainer, given_rows, name: str) -> RowCounts:
         cut, equal = _count_pairs(rows, limit, trainer.args.truncation_mode)
         return RowCounts(given, len(rows), limit, cut, equal=equal)
     if {"prompt_ids", "completion_ids"} <= columns:
-        if "chosen" in given_rows.column_names:  # TRL makes two rows of a pair
+        if "chosen" in given_rows.column_names:  # TRL makes two rows of each pair
             given *= 2
         prompt, completion = (_lengths(rows, column) for column in ("prompt_ids", "completion_ids"))
         length = prompt + completion
@@ -179,7 +183,7 @@ def _count_prepared(trainer, given_rows, name: str) -> RowCounts:
         packing = trainer.args.eval_packing
     if packing:
         rows = trainer.uncut_rows[name]
-        limit = limit if trainer.args.packing_strategy == "bfd" else None  # the others go on in the next sequence
+        limit = limit if trainer.args.packing_strategy == "bfd" else None  # others do not cut a row, but continue it
         lengths = _lengths(rows, "input_ids")
         cut = 0 if limit is None else int((lengths > limit).sum())
         return RowCounts(given, given, limit, cut, int((~_has_labels(rows, limit)).sum()))
@@ -190,7 +194,7 @@ def _count_prepared(trainer, given_rows, name: str) -> RowCounts:
 
 
 def max_length_of(trainer) -> int | None:
-    """The `max_length` in force; ORPO and CPO have one even where none is set."""
+    """The `max_length` that the trainer uses; ORPO and CPO have one even if the recipe sets none."""
     return getattr(trainer, "max_length", None) or getattr(trainer.args, "max_length", None)
 
 
@@ -205,12 +209,12 @@ def _checked_counts(trainer, given_rows, name: str) -> RowCounts:
         if counts.max_length is not None and (uncut is None or _has_labels(uncut).any()):
             raise RecipeError(
                 f"max_length is {counts.max_length}, which cuts off the part to learn of "
-                f"{_every(counts.given, of_all)}. Set a longer max_length."
+                f"{_every(counts.given, of_all)}. Set a larger max_length."
             )
         raise RecipeError(
-            f"Nothing can be learned from the data: none of the {counts.given} {name} rows has a token to learn, since "
-            f"no token after the first counts in the loss. The first row is {short(given_rows[0])}. Fill in the text "
-            "to learn, or check masks and labels."
+            f"Nothing can be learned from the data: none of the {counts.given} {name} rows has a token to learn, "
+            "because no token after the first one counts in the loss. The first row is "
+            f"{short(given_rows[0])}. Fill in the text to learn, or check masks and labels."
         )
     if counts.blank == counts.given:
         raise RecipeError(
@@ -219,9 +223,9 @@ def _checked_counts(trainer, given_rows, name: str) -> RowCounts:
         )
     if counts.equal == counts.used:
         within = f", once they are cut to max_length {counts.max_length}" if counts.cut else ""
-        mend = "Set a longer max_length" if counts.cut else "Choose pairs that differ"
+        mend = "Set a larger max_length" if counts.cut else "Choose pairs that differ"
         raise RecipeError(
-            f"chosen and rejected are equal in {_every(counts.used, of_all)}{within}: nothing is preferred. {mend}."
+            f"chosen and rejected are equal in {_every(counts.used, of_all)}{within}, so nothing is preferred. {mend}."
         )
     if counts.remarkable and trainer.is_world_process_zero():
         logger.warning(f"{name} rows: {counts}")
@@ -233,7 +237,7 @@ def _every(count: int, of_all: str) -> str:
 
 
 def check_labels(labels) -> None:
-    """RecipeError where KTO's labels are all true or all false."""
+    """RecipeError if the labels for KTO are all true or all false."""
     found = {bool(label) for label in labels}
     if len(found) == 1:
         (only,) = found
@@ -244,17 +248,17 @@ def check_labels(labels) -> None:
 
 
 def _check_prompts_leave_room(trainer, rows, of_all: str) -> None:
-    """ORPO and CPO keep a row whose answers are cut to nothing, and divide by their length."""
+    """RecipeError if `max_length` leaves nothing of an answer. ORPO and CPO keep such a row, and divide by 0 tokens."""
     nothing = [~_has_labels(rows, column=f"{answer}_labels", first_counts=True) for answer in ("chosen", "rejected")]
     if count := int((nothing[0] | nothing[1]).sum()):
         raise RecipeError(
             f"max_length is {max_length_of(trainer)}, and the prompt alone fills it in {count} of {len(rows)} "
-            f"{of_all}, whose loss would be NaN. Set a longer max_length, or remove the rows."
+            f"{of_all}, whose loss would be NaN. Set a larger max_length, or remove these rows."
         )
 
 
 def _count_pairs(rows, limit: int | None, mode: str) -> tuple[int, int]:
-    """How many pairs of TRL's DPO are cut, and in how many chosen and rejected are equal after that."""
+    """The number of DPO's pairs that are cut, and the number in which chosen and rejected are equal afterwards."""
     cut = equal = 0
     for prompt, chosen, rejected in _lists(rows, "prompt_ids", "chosen_ids", "rejected_ids"):
         longest = prompt[1] + np.maximum(chosen[1], rejected[1])
@@ -278,7 +282,7 @@ def _count_equal(rows, first: str, second: str) -> int:
 
 
 def _count_cut_by_row(trainer, rows) -> int:
-    """ORPO and CPO cut a row where they tokenise it: do that again, uncut, for rows of the greatest length."""
+    """How many rows of ORPO or CPO are cut, for which rows that fill `max_length` are tokenised again without it."""
     sides = ("chosen_input_ids", "rejected_input_ids")
     longest = np.maximum(*(_lengths(rows, side) for side in sides))
     cut = 0
@@ -290,7 +294,7 @@ def _count_cut_by_row(trainer, rows) -> int:
 
 
 def uncut_pair(trainer, row: dict) -> dict:
-    """A row of ORPO's or CPO's, tokenised by the trainer without `max_length`."""
+    """A row of ORPO or CPO as the trainer tokenises it without `max_length`."""
     limit, trainer.max_length = trainer.max_length, sys.maxsize
     try:
         return trainer.tokenize_row(row)
@@ -299,7 +303,10 @@ def uncut_pair(trainer, row: dict) -> dict:
 
 
 def _has_labels(rows, limit: int | None = None, column: str | None = None, first_counts: bool = False) -> np.ndarray:
-    """For each row whether a token counts in the loss: not the first, since no token predicts it."""
+    """For each row, whether a token counts in the loss. The first one does not, unless `first_counts`.
+
+    That is because no token before it predicts it.
+    """
     column = column or ("labels" if "labels" in rows.column_names else "input_ids")
     found = [np.zeros(0, bool)]
     for ((values, lengths),) in _lists(rows, column):
@@ -318,7 +325,7 @@ def _lengths(rows, column: str) -> np.ndarray:
 
 
 def _lists(rows, *columns: str):
-    """Batches of rows: of each column of lists all values one after another, and the length of each list."""
+    """Batches of rows. For each column of lists, a batch has all values one after another, and each list's length."""
     for table in rows.select_columns(list(columns)).with_format("arrow").iter(_BATCH):
         batch = []
         for name in columns:
@@ -329,5 +336,6 @@ def _lists(rows, *columns: str):
 
 
 def _split(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
+    """The lists of a column as `_lists` yields it."""
     values, lengths = column
     return np.split(values, np.cumsum(lengths)[:-1])

@@ -1,4 +1,4 @@
-"""The rows of a recipe: from a file, a folder or the Hub, to what TRL's trainers take."""
+"""The rows of a recipe, from a file, a folder or the Hub, in the form that TRL's trainers take."""
 
 import os
 from collections.abc import Callable
@@ -15,9 +15,9 @@ _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".cs
 
 
 class _Template(NamedTuple):
-    """A `prompt_template`: `convert(row, index)` turns columns, of which `optional` may be missing, into others.
+    """A `prompt_template`: `convert(row, index)` makes new columns of `needed` ones and `optional` ones that are there.
 
-    `replaced` are the columns that go; None: all of them.
+    `replaced` are the columns that are removed then; None means all of them.
     """
 
     convert: Callable[[dict, int], dict]
@@ -37,26 +37,25 @@ _TEMPLATES = {
 
 
 def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
-    """The training rows and the evaluation rows (or None) of a recipe.
+    """The training rows and the evaluation rows of a recipe.
 
     Args:
         args (`RecipeArguments`): The recipe's own keys.
-        folder (`Path`): The recipe's folder, where a relative `dataset_name` is looked up too.
-        columns: Sets of columns; rows must have all of at least one set, once the template is applied.
-        seed (`int`): Draws the rows held out by `eval_fraction`.
+        folder (`Path`): The recipe's folder, in which a relative `dataset_name` is looked up too.
+        columns: Sets of columns. After the template has been applied, rows need all columns of at least one set.
+        seed (`int`): The seed with which `eval_fraction` draws the rows that it holds out.
 
     Returns:
-        `tuple[Dataset, Dataset | None]`.
+        `tuple[Dataset, Dataset | None]`: The second is None if the recipe names no rows to evaluate on.
 
     Raises:
         RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is malformed.
     """
-
     named = [args.dataset_name] if isinstance(args.dataset_name, str) else args.dataset_name or []
     files = [name for name in named if (path := find_beside(name, folder)) is not None and path.is_file()]
     if args.dataset_config is not None and files and files == named:
         raise RecipeError(
-            f"dataset_config is {args.dataset_config!r}, which has no effect on a file, and dataset_name is "
+            f"dataset_config is {args.dataset_config!r}, which has no effect on a file, but dataset_name is "
             f"{args.dataset_name!r}. Remove dataset_config."
         )
 
@@ -77,14 +76,17 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     held_out = max(1, round(args.eval_fraction * len(train)))
     if held_out == len(train):
         raise RecipeError(
-            f"eval_fraction is {args.eval_fraction}, which leaves none of the {len(train)} rows to train on."
+            f"eval_fraction is {args.eval_fraction}, which leaves none of the {len(train)} rows to train on. Set a "
+            "smaller one, or give more rows."
         )
     parts = train.train_test_split(test_size=held_out, seed=seed)
     return parts["train"], parts["test"]
 
 
 def _rows_of(args: RecipeArguments, key: str, name: str | None, folder: Path, split: str, columns, max_rows):
-    """The rows of one name in `key`, with the template applied, and checked."""
+    """The rows of one name in `key`, after the template has been applied and the rows have been checked."""
+    if not name:
+        raise RecipeError(f"{key} is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset.")
     rows = _load(args, key, name, _source(key, name, folder), split)
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
@@ -97,7 +99,7 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, folder: Path, sp
 
 def _joined(key: str, names: list[str], parts: list):
     """The rows of several files as one dataset."""
-    from datasets import concatenate_datasets
+    from datasets import concatenate_datasets  # type: ignore[import-untyped]
 
     if len(parts) == 1:
         return parts[0]
@@ -118,9 +120,8 @@ def _joined(key: str, names: list[str], parts: list):
     return concatenate_datasets(parts)
 
 
-def _source(key: str, name: str | None, folder: Path) -> str:
-    if not name:
-        raise RecipeError(f"{key} is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset.")
+def _source(key: str, name: str, folder: Path) -> str:
+    """The path of a file or folder that exists, or else `name` itself if it may be a dataset on the Hub."""
     if (path := find_beside(name, folder)) is not None:
         return str(path)
     if (
@@ -129,9 +130,9 @@ def _source(key: str, name: str | None, folder: Path) -> str:
         or name.startswith((".", "~", os.sep))
         or name.count("/") > 1
     ):
-        hint = " For a split of a Hub dataset set dataset_eval_split." if key == "eval_dataset_name" else ""
+        hint = " To use a split of a Hub dataset, set dataset_eval_split." if key == "eval_dataset_name" else ""
         raise RecipeError(
-            f"{key} is {name!r}, and there is no such file, neither from the working directory nor in "
+            f"{key} is {name!r}, and there is no such file, neither in the working directory nor in "
             f"{folder.absolute()}.{hint}"
         )
     return name
@@ -139,7 +140,7 @@ def _source(key: str, name: str | None, folder: Path) -> str:
 
 def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
     from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
+    from datasets.exceptions import DatasetGenerationError  # type: ignore[import-untyped]
 
     empty = RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
     try:
@@ -147,21 +148,21 @@ def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
             builder = _FILE_BUILDERS.get(Path(source).suffix)
             if builder is None:
                 raise RecipeError(
-                    f"{key} is {name!r}; a file is read by its ending, one of {', '.join(_FILE_BUILDERS)}."
+                    f"{key} is {name!r}; expected a file whose name ends in one of {', '.join(_FILE_BUILDERS)}."
                 )
-            if os.path.getsize(source) == 0:  # the readers fail on it in different ways
+            if os.path.getsize(source) == 0:  # each reader fails on an empty file in its own way
                 raise empty
             rows = load_dataset(builder, data_files=source, split=split)
-            if builder == "json":  # whose reader takes any bytes for text
+            if builder == "json":  # its reader takes any bytes for text
                 rows.data.validate(full=True)
         else:
             rows = load_dataset(source, args.dataset_config, split=split)
     except RecipeError:
         raise
     except (OSError, ValueError, DatasetGenerationError) as error:
-        if "corresponds to no data" in str(error):  # how datasets calls a split that exists, without rows
+        if "corresponds to no data" in str(error):  # what datasets says of a split that exists and has no rows
             raise empty from error
-        # datasets puts what is wrong with a file into the cause, and only "an error occurred" into the message.
+        # datasets says what is wrong with a file in the cause; the message itself is only "an error occurred".
         reason = " ".join(str(error.__cause__ or error).split())
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
@@ -170,7 +171,7 @@ def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
 
 
 def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...]):
-    """Apply the template `name`, and check that the trainer can use the rows."""
+    """The rows after the template `name` has been applied. RecipeError if the trainer cannot use them."""
     listed = ", ".join(rows.column_names)
     if name != "none":
         template = _TEMPLATES[name]
@@ -202,9 +203,10 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...]):
 
 
 def _without_other_prompt(rows, needed: tuple[str, ...]):
-    """Remove a column prompt that is there for another purpose, and that TRL would take for its own.
+    """The rows without a column prompt that has another purpose, because TRL would use it.
 
-    Beside `messages` or `text` it wants a completion too; beside whole conversations it is a text that they repeat.
+    Beside `messages` or `text`, TRL would want a completion as well. Beside `chosen` and `rejected` that are whole
+    conversations, a text in the column prompt repeats what they begin with.
     """
     if "prompt" not in rows.column_names or "prompt" in needed:
         return rows

@@ -1,4 +1,4 @@
-"""Run a parsed recipe: check everything, load, train, save."""
+"""Running a parsed recipe: check everything, load model and rows, train, and save."""
 
 import inspect
 import os
@@ -6,7 +6,6 @@ import time
 
 from liger_trainer.command.checkpoints import (
     check_output_dir,
-    check_same_model,
     find_checkpoint,
     remove_earlier_run,
     train_and_save,
@@ -16,7 +15,7 @@ from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
-from liger_trainer.command.resuming import check_same_trainer, say_what_the_checkpoint_decides
+from liger_trainer.command.resuming import check_same_model, check_same_trainer, say_what_the_checkpoint_decides
 from liger_trainer.command.rewards import check_columns, find_reward
 from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids, counting
 from liger_trainer.command.rows import load_rows
@@ -25,16 +24,19 @@ from liger_trainer.errors import RecipeError
 
 
 def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None:
-    """Train as the recipe says; the model, its tokenizer and `liger_report.json` end in `output_dir`.
+    """Train as the recipe says, and save the model, its tokenizer and `liger_report.json` in `output_dir`.
 
-    With `preview_rows`, train nothing, and say what the trainer makes of the first so many rows: a text.
+    Args:
+        recipe (`Recipe`): What to run.
+        preview_rows (`int`, *optional*): Train nothing, and show what the trainer makes of this many rows.
 
     Returns:
-        `Summary` on the main process, None on the others.
+        `Summary` of the run, or a text if `preview_rows` is set; on all processes but the main one, None.
 
     Raises:
-        RecipeError: Whatever the recipe names is missing or does not fit together. Nothing has been trained then.
-        RunError: The disk takes no more; the message says what of the run is saved.
+        RecipeError: Something that the recipe names is missing, or does not fit the rest. Nothing has been trained
+            then, unless the first evaluation lacks the metric that `metric_for_best_model` names.
+        RunError: A checkpoint or the model cannot be written. The message says what of the run is saved.
     """
     import trl
     from jinja2 import TemplateError
@@ -67,7 +69,7 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
     check_rows(recipe, train_rows.column_names)
     reads_label = any("label" in needed for needed in recipe.entry.columns) and "label" in train_rows.column_names
     if reads_label and preview_rows is None:
-        check_labels(train_rows["label"])  # TRL would recommend weights first
+        check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
 
     total = len(train_rows)
     if preview_rows is not None:
@@ -89,7 +91,7 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         try:
             given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
             if _needs_reference(recipe):
-                given["ref_model"], _ = _load_gguf(source, config, init, recipe)
+                given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
         except TypeError as error:
             if not _names_one_of(error, init):
                 raise
@@ -121,7 +123,7 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
     except RuntimeError as error:
         if "assistant_only_loss" not in str(error):
             raise
-        raise RecipeError(f"{recipe.path}: {error}") from error  # TRL, of a row in which the assistant says nothing
+        raise RecipeError(f"{recipe.path}: {error}") from error  # from TRL, about a row without an answer
     check_token_ids(trainer, train_rows, "train")
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, eval_rows, "eval")
@@ -142,16 +144,16 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
     summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
     if training.world_size > 1:
-        # A thread of gloo's needs the interpreter's lock to free the tensors of its last collective. If it comes to
-        # that only while the interpreter ends, it aborts the process, and the launcher reports a failed training; while
-        # the group is destroyed, each waits for the other for ever. Sleeping gives it the lock.
+        # A thread of gloo needs the interpreter's lock to free the tensors of its last collective. If it asks for the
+        # lock while the interpreter ends, it aborts the process, and the launcher reports a failed training. If it asks
+        # while the group is destroyed, the two wait for each other for ever. Sleeping gives it the lock now.
         time.sleep(0.5)
     trainer.accelerator.end_training()
     return summary
 
 
 def _names_one_of(error: TypeError, options: dict | None) -> bool:
-    """Whether Python refuses one of `options` as a keyword."""
+    """Whether `error` says that one of `options` is no keyword of the function that was called."""
     return any(f"unexpected keyword argument '{key}'" in str(error) for key in options or ())
 
 
@@ -160,18 +162,18 @@ def _unknown_to_the_model(key: str, error: TypeError, recipe: Recipe) -> RecipeE
 
 
 def _check_modules_to_save(model, recipe: Recipe) -> None:
-    """RecipeError where `lora_modules_to_save` names what the model does not have, which peft ignores."""
+    """RecipeError if `lora_modules_to_save` names a module that the model does not have, which peft would ignore."""
     names = recipe.model.lora_modules_to_save if recipe.model.use_peft else None
     for name in names or ():
         if not any(path.endswith(name) for path, _ in model.named_modules()):
             raise RecipeError(
-                f"{recipe.path}: lora_modules_to_save names {name!r}, and the model has no module of that name. Give "
+                f"{recipe.path}: lora_modules_to_save names {name!r}, but the model has no module of that name. Give "
                 "names such as lm_head or embed_tokens."
             )
 
 
 def _template_hint(error: Exception, recipe: Recipe) -> str:
-    """What to do about a chat template that does not mark answers, beside rewriting it as TRL says."""
+    """What to do about a chat template that does not mark answers, besides rewriting it as TRL says."""
     splits = getattr(recipe.training, "assistant_only_loss", False) and recipe.args.prompt_template == "none"
     if "not training-compatible" not in str(error) or not splits:
         return ""
@@ -179,6 +181,7 @@ def _template_hint(error: Exception, recipe: Recipe) -> str:
 
 
 def _check_evaluation(recipe: Recipe) -> None:
+    """RecipeError if an evaluation lacks its rows, or rows for evaluation would never be used."""
     strategy = getattr(recipe.training.eval_strategy, "value", recipe.training.eval_strategy)
     keys = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
     given = [key for key in keys if getattr(recipe.args, key) is not None]
@@ -191,7 +194,7 @@ def _check_evaluation(recipe: Recipe) -> None:
         )
     if heads_rows and recipe.training.world_size > 1:
         raise RecipeError(
-            f"{recipe.path}: medusa_eval_rows is {heads_rows}, which works on one process, and there are "
+            f"{recipe.path}: medusa_eval_rows is {heads_rows}, which works with one process only, but there are "
             f"{recipe.training.world_size}. Set it to 0, and run liger-trainer medusa-eval afterwards."
         )
     if strategy != "no" and not has_rows:
@@ -201,13 +204,17 @@ def _check_evaluation(recipe: Recipe) -> None:
         )
     if strategy == "no" and has_rows and not heads_rows:
         raise RecipeError(
-            f"{recipe.path}: rows are kept for evaluation, but eval_strategy is 'no', so they would never be used. Set "
-            f"eval_strategy: steps or epoch, or remove {given[0]}."
+            f"{recipe.path}: {given[0]} sets rows aside for evaluation, but eval_strategy is 'no', so they would never "
+            f"be used. Set eval_strategy: steps or epoch, or remove {given[0]}."
         )
 
 
 def _heads_evaluation(trainer, eval_rows):
-    """What `medusa_eval_rows` asks for, to be called after training; all that can be wrong is found now."""
+    """The evaluation that `medusa_eval_rows` asks for, to be called after training.
+
+    Raises:
+        RecipeError: The evaluation is not possible. That is found out here, before training.
+    """
     if not getattr(trainer.args, "medusa_eval_rows", 0):
         return lambda: None
     from liger_trainer.medusa.evaluate import evaluation_after_training
@@ -219,31 +226,32 @@ def _heads_evaluation(trainer, eval_rows):
 
 
 def _needs_reference(recipe: Recipe) -> bool:
-    """Whether the trainer would load a second copy of the model by its path, to compare the trained one with."""
-    from accelerate.utils import parse_flag_from_env
+    """Whether the trainer would load a second copy of the model by its path, as the reference of the trained one."""
+    from accelerate.utils import parse_flag_from_env  # type: ignore[import-untyped]
 
     import liger_trainer
 
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
-    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # then even precomputing takes a copy
+    sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # needs a copy even to precompute
     return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
 
 
 def _teacher(training) -> str:
-    """The path of the teacher, which the trainer loads with `teacher_model_init_kwargs`."""
+    """The path of the teacher. The trainer loads it from there, with `teacher_model_init_kwargs`."""
     source = find_model(training.teacher_model_name_or_path)
     if source.is_gguf:
         raise RecipeError(
             f"teacher_model_name_or_path is {training.teacher_model_name_or_path!r}, a GGUF model, which the trainer "
-            "cannot load. Save it as an ordinary model first: from_pretrained with gguf_file, then save_pretrained."
+            "cannot load. Save it as an ordinary model first, with from_pretrained(..., gguf_file=...) and "
+            "save_pretrained."
         )
     return source.path
 
 
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
-    """The model and tokenizer of a GGUF source, the weights dequantised to `dtype`."""
+    """The model and the tokenizer of a GGUF source. The weights are dequantised to `dtype`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
@@ -251,11 +259,11 @@ def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
             "load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them."
         )
     tokenizer = source.load(AutoTokenizer)
-    # Without this the trainer takes the model for a quantised one, which cannot be trained in full, nor saved.
+    # Without this, the trainer takes the model for a quantised one, which can neither be trained in full nor saved.
     init["quantization_config"] = GgufConfig(dequantize=True)
-    model = source.load(AutoModelForCausalLM, config=config, **init)  # reading it again takes seconds
+    model = source.load(AutoModelForCausalLM, config=config, **init)
     if recipe.model.use_peft:
-        # An adapter names its base model by path, and peft cannot open a GGUF file by that: give it a plain copy.
+        # An adapter names its base by a path, at which peft cannot open a GGUF file. It gets a plain copy there.
         base = os.path.abspath(os.path.join(recipe.training.output_dir, "base_model"))
         if int(os.environ.get("RANK", "0")) == 0:
             model.save_pretrained(base)

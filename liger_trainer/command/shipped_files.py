@@ -1,6 +1,6 @@
-"""`liger-trainer recipes`, `init` and `path`: list, copy and find the recipes and accelerate configs that ship.
+"""`liger-trainer recipes`, `init` and `path`: list, copy and find the shipped recipes and configs of accelerate.
 
-Nothing that takes time to import is imported here.
+Nothing that takes long to import is imported here.
 """
 
 import shlex
@@ -16,7 +16,7 @@ _NAME = "a recipe or config that `liger-trainer recipes` lists, such as llama3_8
 
 
 def add_shipped_commands(commands) -> None:
-    """Add the three to the subparsers of `liger-trainer`."""
+    """Add the three commands to the subparsers of `liger-trainer`."""
     recipes = commands.add_parser("recipes", help="list the recipes and accelerate configs that ship with the package")
     recipes.set_defaults(run=_recipes)
 
@@ -28,12 +28,14 @@ def add_shipped_commands(commands) -> None:
         allow_abbrev=False,
     )
     init.add_argument("name", metavar="NAME", help=_NAME)
-    init.add_argument("folder", metavar="DIR", nargs="?", default=".", help="where to; unset: the working directory")
+    init.add_argument(
+        "folder", metavar="DIR", nargs="?", default=".", help="where the copy goes; if unset, the working directory"
+    )
     init.set_defaults(run=_init)
 
     path = commands.add_parser(
         "path",
-        help="print where a shipped recipe or config lies",
+        help="print the path of a shipped recipe or config",
         description="Print the path of a shipped file, as in `accelerate launch --config_file $(liger-trainer path "
         "fsdp2) -m liger_trainer train RECIPE`.",
         allow_abbrev=False,
@@ -43,15 +45,15 @@ def add_shipped_commands(commands) -> None:
 
 
 def config_names() -> dict[str, Path]:
-    """Shipped configs of accelerate by name, such as `configs/fsdp2`."""
+    """The files of the shipped configs of accelerate by their names, such as `configs/fsdp2`."""
     return {f"configs/{path.stem}": path for path in sorted(shipped("configs").glob("*.yaml"))}
 
 
 def find_shipped(name: str) -> tuple[str, Path]:
-    """The whole name and the file of a shipped recipe or config; `configs/` and `.yaml` may be left out.
+    """The full name and the file of a shipped recipe or config, of which `configs/` and `.yaml` may be left out.
 
     Raises:
-        RecipeError: Nothing of that name ships.
+        RecipeError: There is no shipped file of that name.
     """
     files = recipe_names() | config_names()
     key = name.removesuffix(".yaml")
@@ -87,10 +89,10 @@ def _init(args) -> int:
     is_config = name.startswith("configs/")
     copies = {path: target} | ({} if is_config else _rows_beside(path, folder))
     for source, copy in copies.items():
-        # Rows may be there from another recipe that has the same ones.
+        # The same rows may be there already, from another recipe that uses them.
         if copy.exists() and (source == path or copy.read_bytes() != source.read_bytes()):
             raise RecipeError(
-                f"{copy} is there already and is not overwritten. Move it away, or name another folder: "
+                f"{copy} exists already and is not overwritten. Move it away, or name another folder: "
                 f"liger-trainer init {name} DIR"
             )
     for source, copy in copies.items():
@@ -98,7 +100,7 @@ def _init(args) -> int:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
         except OSError as error:
-            raise RecipeError(f"{copy} cannot be written: {error.strerror}. Name another folder: DIR.") from error
+            raise RecipeError(f"{copy} cannot be written: {error.strerror}. Name another folder as DIR.") from error
         print(copy)
     word = shlex.quote(str(target))
     run = f"accelerate launch --config_file {word} -m liger_trainer train RECIPE"
@@ -107,7 +109,7 @@ def _init(args) -> int:
 
 
 def _rows_beside(recipe: Path, folder: Path) -> dict[Path, Path]:
-    """The files of rows that ship beside a recipe, each with its place below `folder`, where the copy finds it."""
+    """The files of rows that ship beside a recipe, and for each the path below `folder` where the copy looks for it."""
     values = load_yaml(recipe)
     named = [values.get(key) or [] for key in ("dataset_name", "eval_dataset_name")]
     names = [name for value in named for name in ([value] if isinstance(value, str) else value)]
@@ -115,7 +117,7 @@ def _rows_beside(recipe: Path, folder: Path) -> dict[Path, Path]:
 
 
 def _command_for(copy: str, name: str, path: Path) -> str:
-    """The command in the header of the recipe `name`, with its copy instead."""
+    """The command in the header of the recipe `name`, with the copy in the place of the recipe."""
     lines = path.read_text(encoding="utf-8").splitlines()
     line = next(line for line in lines if f"train {name}" in line)
     return line.lstrip("# ").partition("  #")[0].rstrip().replace(f"train {name}", f"train {copy}")

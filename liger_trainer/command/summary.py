@@ -3,36 +3,43 @@
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from liger_trainer.command.row_counts import RowCounts
 
 
 class RunRecorder(TrainerCallback):
     """Notes what the summary needs while the trainer runs: logged losses, tokens seen, and the time they took.
 
-    Set before that: `rows`, what the trainer made of its rows; `parameters`, how many are trained and of how many; and
-    `early_stopping`, the callback, if there is one.
+    Before training, set `rows` (what the trainer has made of its rows), `parameters` (how many are trained, and how
+    many there are) and, if there is one, `early_stopping` (the callback).
     """
 
-    def __init__(self):
-        self.rows = self.parameters = self.early_stopping = self.stopped = None
+    def __init__(self) -> None:
+        self.rows: RowCounts | None = None
+        self.parameters: tuple[int, int] | None = None
+        self.early_stopping: Any = None
+        self.stopped: str | None = None
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
+        self.mean_loss: float | None = None
         self.first_step = self.last_step = 0
-        self.tokens = self.seconds = self.mean_loss = None
-        self._start = None
+        self.tokens = 0.0
+        self.seconds = 0.0  # 0 as long as no tokens are counted
+        self._start = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self.first_step = time.perf_counter(), state.global_step
         by_steps = args.logging_strategy == "steps" and not args.logging_first_step
         if by_steps and state.logging_steps > state.max_steps and state.is_world_process_zero:
             print(
-                f"liger-trainer: logging_steps is {state.logging_steps}, and the run has {state.max_steps} steps: only "
-                "their mean loss is logged. Set a smaller logging_steps.",
+                f"liger-trainer: logging_steps is {state.logging_steps}, but the run has only {state.max_steps} steps, "
+                "so only their mean loss is logged. Set a smaller logging_steps.",
                 file=sys.stderr,
             )
-
         if state.is_world_process_zero:
             _say_where_warmup_never_ends(args, state.max_steps)
 
@@ -61,7 +68,7 @@ class RunRecorder(TrainerCallback):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did. `str()` is what is printed."""
+    """What a run has done. `str()` gives the text that is printed."""
 
     steps: int
     resumed_at: int
@@ -71,10 +78,10 @@ class Summary:
     patched: str
     output_dir: str
     stopped: str | None = None
-    rows: object | None = None
+    rows: RowCounts | None = None
     parameters: tuple[int, int] | None = None
     eval_losses: tuple[float, ...] = ()
-    mean_loss: float | None = None  # where no loss was logged on the way
+    mean_loss: float | None = None  # of all steps, if no loss was logged during training
     evaluation: object | None = None  # printed below the rest
 
     @classmethod
@@ -122,8 +129,8 @@ def _say_where_warmup_never_ends(args, max_steps: int) -> None:
     with_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau", "greedy")
     if with_warmup and 0 < max_steps <= (warmup := args.get_warmup_steps(max_steps)):
         print(
-            f"liger-trainer: warmup_steps is {warmup}, and the run has {max_steps} steps: the warm-up never ends, and "
-            f"learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps.",
+            f"liger-trainer: warmup_steps is {warmup}, but the run has only {max_steps} steps, so the warm-up never "
+            f"ends and learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps.",
             file=sys.stderr,
         )
 
@@ -139,10 +146,10 @@ def _share(trained: int, total: int) -> str:
 
 
 def count_parameters(model) -> tuple[int, int]:
-    """How many parameters of a model are trained, and how many it has, sharded and quantised ones counted in full."""
+    """How many parameters of a model are trained, and how many it has. Sharded and quantised ones count in full."""
     counts = {True: 0, False: 0}
     for parameter in model.parameters():
-        count = getattr(parameter, "ds_numel", parameter.numel())  # of ZeRO-3, where the rest is elsewhere
+        count = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3, numel counts this rank's part only
         if type(parameter).__name__ == "Params4bit":  # bitsandbytes packs two of them into a byte
             count *= 2 * getattr(parameter, "quant_storage", torch.uint8).itemsize
         counts[parameter.requires_grad] += count
@@ -150,7 +157,7 @@ def count_parameters(model) -> tuple[int, int]:
 
 
 def peak_memory() -> str:
-    """Peak so far: of this process's tensors on the GPU, or without a GPU of the whole process."""
+    """The peak of memory so far: of this process's tensors on the GPU or, without a GPU, of the whole process."""
     if torch.cuda.is_available():
         return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB peak on the GPU (this process)"
     if sys.platform == "win32":

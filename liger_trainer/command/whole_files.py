@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint or of a model are whole, or were cut off when a run ended early."""
+"""Whether the files of a checkpoint or of a model are whole. They may be cut off if a run has ended early."""
 
 import json
 import os
@@ -7,11 +7,12 @@ from pathlib import Path
 
 
 def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The paths in `folder` that match at least one of the glob patterns, sorted."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
 def fault_of_checkpoint(checkpoint: Path, needs_optimizer: bool) -> str | None:
-    """What is missing or cut off in `checkpoint`, or None. Reads sizes and headers, not the weights."""
+    """What is missing or cut off in `checkpoint`; None if it is whole. Reads sizes and headers, not the weights."""
     if not (checkpoint / "trainer_state.json").is_file():
         return "no trainer_state.json in it"
     if not matches(checkpoint, ("*.safetensors", "pytorch_model*", "adapter_model*", "medusa_heads", "global_step*")):
@@ -26,13 +27,13 @@ def fault_of_checkpoint(checkpoint: Path, needs_optimizer: bool) -> str | None:
         if fault:
             return fault
     for folder in matches(checkpoint, ("pytorch_model_fsdp*", "optimizer_*")):
-        if folder.is_dir() and not (folder / ".metadata").is_file():  # written last
+        if folder.is_dir() and not (folder / ".metadata").is_file():  # this file is written last
             return f"{folder.name} is cut off"
     return next((fault for path in sorted(checkpoint.rglob("*")) if (fault := fault_of_file(path))), None)
 
 
 def fault_of_file(path: Path) -> str | None:
-    """That a file of weights, of states or of JSON is cut off, or None."""
+    """A message that a file of weights, states or JSON is cut off; None if it is whole, or a file of another kind."""
     whole = True
     if path.suffix == ".safetensors":
         whole = _is_whole_safetensors(path)
@@ -47,7 +48,10 @@ def fault_of_file(path: Path) -> str | None:
 
 
 def _is_whole_safetensors(path: Path) -> bool:
-    """Whether the file is as long as its header says: 8 bytes of length, the header in JSON, the tensors."""
+    """Whether the file is as long as its header says.
+
+    It has 8 bytes with the length of the header, the header in JSON, and the tensors.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -68,7 +68,7 @@ def test_errors_name_the_file(tmp_path):
         ),
         (
             {"dataset_name": good, "eval_dataset_name": "some/hub"},
-            "For a split of a Hub dataset set dataset_eval_split",
+            "To use a split of a Hub dataset, set dataset_eval_split",
         ),
     ):
         with pytest.raises(RecipeError, match=message):

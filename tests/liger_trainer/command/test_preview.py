@@ -128,9 +128,9 @@ def test_medusa_shows_the_rows_of_sft(folder, capsys):
 def test_refusals(folder, capsys, monkeypatch):
     code, _, err = preview(capsys, folder, [{"prompt": "w4"}], trainer="grpo", reward_funcs=["boxed_answer"],
                            per_device_train_batch_size=8, max_length=None)  # fmt: skip
-    assert code == 2 and "--preview" in err and "writes its completions while it trains" in err
+    assert code == 2 and "--preview" in err and "generates its completions during training" in err
     code, _, err = preview(capsys, folder, [PAIR], "0")
-    assert code == 2 and "--preview is '0'; expected how many rows to show, 1 or more" in err
+    assert code == 2 and "--preview is '0'; expected the number of rows to show, 1 or more" in err
     code, out, err = preview(capsys, folder, [PAIR], "--max_steps", "3", "--eval_fraction", "0.5")
     assert code == 2 and "so they would never be used" in err, "the recipe is checked as for a training"
 

@@ -204,7 +204,7 @@ def test_an_output_dir_that_cannot_be_written(folder, capsys):
 def test_a_warmup_that_never_ends(folder, capsys):
     path = write_recipe(folder)
     code, _, err = command(capsys, "train", path, "--warmup_steps", "4")
-    assert code == 0 and "warmup_steps is 4, and the run has 4 steps" in err and "learning_rate 0.01" in err
+    assert code == 0 and "warmup_steps is 4, but the run has only 4 steps" in err and "learning_rate 0.01" in err
     again = ("--overwrite_output_dir", "true")
     for words in (("--warmup_steps", "3"), ("--warmup_steps", "9", "--lr_scheduler_type", "constant")):
         code, _, err = command(capsys, "train", path, *words, *again)
@@ -350,7 +350,7 @@ def test_a_run_too_short_to_log_a_loss(folder, capsys):
     mean = sum(each) / 4
     path = write_recipe(folder, logging_steps=10, overwrite_output_dir=True, save_strategy="steps", save_steps=2)
     code, out, err = command(capsys, "train", path)
-    assert code == 0 and "logging_steps is 10, and the run has 4 steps" in err
+    assert code == 0 and "logging_steps is 10, but the run has only 4 steps" in err
     assert f"  loss     {mean:.3f}, the mean of all steps\n" in out
     assert re.search(r"^  speed +\d+ tokens/s$", out, re.M)
     shutil.rmtree(folder / "out" / "checkpoint-4")

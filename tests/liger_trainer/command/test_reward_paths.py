@@ -76,7 +76,7 @@ def test_what_counts_as_a_function(tmp_path, module):
     assert find_reward(f"{name}.length", tmp_path)(["a"]) == [0.0]
     assert find_reward(f"{name}.half", tmp_path).keywords == {"scale": 0.5}
     for attribute, message in (
-        ("Length", "it is a class; name a function, or an object of the class"),
+        ("Length", "it is a class; name a function, or an object that can be called"),
         ("os", "it is a module"),
         ("system", "it is a function built into Python"),
         ("number", "it is an int, not a function"),
@@ -138,4 +138,4 @@ def test_the_installed_command_finds_them(tmp_path):
 
 def test_help_says_that_naming_a_module_runs_it(capsys):
     code, out, _ = command(capsys, "train", "quickstart", "--help")
-    assert code == 0 and "imports the module, which runs its code" in " ".join(out.split())
+    assert code == 0 and "imports its module, which runs the module's code" in " ".join(out.split())

@@ -48,7 +48,7 @@ def test_found_by_name_or_dotted_path():
 
 def test_columns_that_a_reward_reads():
     check_columns(boxed_answer, ["prompt", "solution"])
-    with pytest.raises(RecipeError, match="reads the column 'solution', and the rows have prompt, answer"):
+    with pytest.raises(RecipeError, match="reads the column 'solution', but the rows have only prompt, answer"):
         check_columns(boxed_answer, ["prompt", "answer"])
 
 
@@ -56,7 +56,10 @@ def test_a_reward_that_does_not_take_all_that_trl_passes():
     def brief(completion_ids):
         return [-float(len(ids)) for ids in completion_ids]
 
-    with pytest.raises(RecipeError, match=r"'brief', which does not take all .* solution .*Add \*\*columns as its"):
+    with pytest.raises(
+        RecipeError,
+        match=r"'brief', which does not take everything .*solution.* Add \*\*columns as its",
+    ):
         check_columns(brief, ["prompt", "solution"])
 
     def all_named(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):

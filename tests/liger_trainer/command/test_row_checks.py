@@ -65,17 +65,17 @@ BAD = {
     "text, then messages": (
         "sft",
         [{"text": "a"}, {"messages": [USER, ANSWER]}],
-        "Row 0 of the dataset has messages None.*The rows have text too; every row needs the same",
+        "Row 0 of the dataset has messages None.*The rows have text too, but every row needs the same columns",
     ),
     "prompts as text, then as messages": (
         "sft",
         [{"prompt": "a", "completion": "b"}, {"prompt": [USER], "completion": [ANSWER]}],
-        r"Row 1 of the dataset has prompt \[.*\], a list of messages, and row 0 text",
+        r"Row 1 of the dataset has prompt \[.*\], a list of messages, but row 0 has text",
     ),
     "prompt as text, completion as messages": (
         "sft",
         [{"prompt": "a", "completion": [ANSWER]}],
-        "prompt is text and completion is a list of messages",
+        "prompt is text, but completion is a list of messages",
     ),
     "labels as text": (
         "kto",
@@ -115,12 +115,12 @@ BAD = {
     "other prompts in chosen and rejected": (
         "dpo",
         [{"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "Ho"}, ANSWER]}],
-        "Row 0 of the dataset has chosen and rejected that begin with different messages",
+        "In row 0 of the dataset, chosen and rejected begin with different messages",
     ),
     "prompt as text, answers alone as messages": (
         "orpo",
         [{"prompt": "Hi", "chosen": [ANSWER], "rejected": [ANSWER]}],
-        "prompt is text and chosen is a list of messages",
+        "prompt is text, but chosen is a list of messages",
     ),
     "no tokens": ("sft", [{"input_ids": [1, 2]}, {"input_ids": []}], r"Row 1 of the dataset has input_ids \[\]"),
     "tokens as text": ("sft", [{"input_ids": "a"}], "Row 0 of the dataset has input_ids 'a'; expected a list of token"),

@@ -233,7 +233,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(base, tmp_path, capsys):
     for trainer, row in (("sft", {"text": "w4 <new199>"}), ("dpo", pair)):
         code, _, err = train(capsys, tmp_path, [row] * 4, trainer=trainer)
         assert code == 2, err
-        assert "The tokenizer makes the token" in err and "resize_token_embeddings" in err
+        assert "The tokenizer turns a text of the train rows into the token" in err and "resize_token_embeddings" in err
 
 
 @pytest.mark.parametrize("trainer", ["dpo", "orpo", "cpo"])

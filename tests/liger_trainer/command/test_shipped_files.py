@@ -93,7 +93,7 @@ def test_nothing_is_overwritten(there, capsys, tmp_path, monkeypatch):
     Path(there).parent.mkdir(exist_ok=True)
     Path(there).write_text("mine\n")
     code, out, err = command(capsys, "init", "quickstart")
-    assert (code, out) == (2, "") and f"{there} is there already and is not overwritten" in err
+    assert (code, out) == (2, "") and f"{there} exists already and is not overwritten" in err
     assert Path(there).read_text() == "mine\n"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / there], "half of it is not copied"
 

@@ -166,7 +166,7 @@ def test_evaluation_at_the_end_needs_rows_and_one_process(folder):
     recipe.args.eval_fraction = 0.5
     _check_evaluation(recipe)
     recipe.training = SimpleNamespace(eval_strategy="no", medusa_eval_rows=4, world_size=2)
-    with pytest.raises(RecipeError, match="works on one process, and there are 2"):
+    with pytest.raises(RecipeError, match="works with one process only, but there are 2"):
         _check_evaluation(recipe)
     for key, message in (("medusa_eval_rows", -1), ("medusa_eval_max_new_tokens", 1)):
         with pytest.raises(RecipeError, match=f"{key} is {message}; expected"):
