@@ -72,4 +72,4 @@ def test_two_names_that_disagree(tmp_path, capsys):
     with pytest.raises(RecipeError, match="gradient_checkpointing is True and activation_checkpointing is False"):
         parse_recipe(str(path))
     code, _, err = command(capsys, "train", path, "--dry_run")
-    assert code == 2 and "keep one" in err
+    assert code == 2 and "Keep one of them" in err
