@@ -33,7 +33,10 @@ from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.head.real_logits import scores_of_logits, smoothed_loss_sum
 from liger_trainer.head.vocab_mean import vocab_mean
 from liger_trainer.instance.binding import call_previous
+from liger_trainer.varlen.padding import plan_of_call, running
 from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
+
+_OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
 
 
 @functools.cache
@@ -59,28 +62,25 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
         options = head_options(self)
         if options is None:  # the head has been removed, but somebody's wrapper still calls this forward
             return _own_forward(self, args, kwargs)
+        if fused_lm_head or label_smoothing or scored_by is not None:
+            kwargs = _without_cache(self, kwargs)
         if scored_by is not None:
-            return scored_by(lambda: _run_deferred(self, args, kwargs, options))
-        labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
-        if fused_lm_head or label_smoothing:
-            count = kwargs.pop("num_items_in_batch", None)
-            labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+            answer = functools.partial(_scored, self, args, kwargs, options, scored_by)
+        elif fused_lm_head or label_smoothing:
             request = LossRequest(
-                labels, shift_labels, count, label_smoothing, token_predictions, token_outputs, uniform_grad
-            )
-            answer = _token_outputs if fused_lm_head else _smoothed_loss
-            return answer(self, args, kwargs, options, request)
-        skip_logits = self.training if skip_logits is None else skip_logits
-        if (labels is None and shift_labels is None) or not skip_logits:
-            return _run_with_logits(self, args, kwargs)
-        outputs = _run_deferred(self, args, kwargs, options)
-        if isinstance(outputs, ModelOutput):
-            predictions = _predictions(*_shifted(outputs.logits, labels, shift_labels)) if token_predictions else None
-            outputs = type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
-            if token_predictions:
-                outputs["predictions"] = predictions
-            return outputs
-        return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
+                kwargs.get("labels"), kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), label_smoothing,
+                token_predictions, token_outputs, uniform_grad,
+            )  # fmt: skip
+            without_labels = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
+            score = _token_outputs if fused_lm_head else _smoothed_loss
+            answer = functools.partial(score, self, args, without_labels, options, request)
+        else:
+            answer = functools.partial(_own_outputs, self, args, kwargs, options, skip_logits, token_predictions)
+        plan = plan_of_call(self, args, kwargs)
+        if plan is None:
+            return answer()
+        with running(plan):
+            return answer()
 
     forward.__name__ = "forward"
     # The signature takes the place of `__wrapped__`: accelerate's `unwrap_model` takes forwards that have a
@@ -88,6 +88,48 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
     forward.__signature__ = inspect.signature(model_class.forward)  # type: ignore[attr-defined]
     del forward.__wrapped__
     return forward
+
+
+def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that returns scores only, for which keys and values would be kept for nothing."""
+    if kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None:
+        return kwargs
+    return kwargs | {"use_cache": False} if _knows_cache(type(model)) else kwargs
+
+
+@functools.cache
+def _knows_cache(model_class: type[nn.Module]) -> bool:
+    return "use_cache" in inspect.signature(model_class.forward).parameters
+
+
+def _scored(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, scored_by: Callable
+) -> Any:
+    """What `scored_by` makes of the model's own forward."""
+    return scored_by(lambda: _run_deferred(model, args, kwargs, options))
+
+
+def _own_outputs(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    options: HeadOptions,
+    skip_logits: bool | None,
+    token_predictions: bool,
+) -> Any:
+    """What the model's own forward returns; in training without the logits that its loss was computed from."""
+    labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
+    skip_logits = model.training if skip_logits is None else skip_logits
+    if (labels is None and shift_labels is None) or not skip_logits:
+        return _run_with_logits(model, args, kwargs)
+    outputs = _run_deferred(model, args, kwargs, options)
+    if isinstance(outputs, ModelOutput):
+        predictions = _predictions(*_shifted(outputs.logits, labels, shift_labels)) if token_predictions else None
+        outputs = type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
+        if token_predictions:
+            outputs["predictions"] = predictions
+        return outputs
+    return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
 
 
 def _own_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:

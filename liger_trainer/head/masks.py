@@ -18,6 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from liger_trainer.varlen.attention import NAME
+
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
 
 
@@ -101,7 +103,7 @@ def _nothing_is_masked(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     config = model.config
     decodes_text = config.get_text_config() is config and not config.is_encoder_decoder and not model._is_stateful
     masking = ("attention_mask", "position_ids", "past_key_values")
-    is_sdpa = config._attn_implementation == "sdpa"
+    is_sdpa = config._attn_implementation in ("sdpa", NAME)
     return decodes_text and is_sdpa and all(kwargs.get(name) is None for name in masking)
 
 

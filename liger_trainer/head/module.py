@@ -128,7 +128,7 @@ def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
     else:
         return f"it is a {type(head).__name__}, not a linear layer"
     for module in modules_called_by(outer):
-        attached = hook_on(module, CaptureBinding.of(module), allowed="trl." if cast_to_fp32 else None)
+        attached = hook_on(module, CaptureBinding.of(module), allowed=("trl.",) if cast_to_fp32 else ())
         if attached is not None:
             return f"{attached} on it would not see logits"
     units = (outer, head, getattr(head, "base_layer", None))

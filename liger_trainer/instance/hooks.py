@@ -36,14 +36,14 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def hook_on(module: nn.Module, ours: Binding | None = None, allowed: str | None = None) -> str | None:
+def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:
     """Describe what somebody has attached to `module` that the model's own code would run: a hook, or a forward.
 
     Hooks that gather sharded weights do not count.
 
     Args:
         ours (`Binding`, *optional*): What we have bound to the module, which does not count.
-        allowed (`str`, *optional*): The forwards and hooks of Python modules whose names begin so do not count either.
+        allowed (`tuple[str, ...]`, *optional*): Forwards and hooks of Python modules whose names begin so do not count.
 
     Returns:
         `str` or `None`: A description such as `"a forward hook (count_calls)"`; None where there is nothing.
@@ -52,7 +52,7 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: str | None 
         not has_hooks(module) and "forward" not in module.__dict__
     ):  # this is asked in every call, and is nearly always so
         return None
-    not_counted = _HOOKS_THAT_MISS_NOTHING if allowed is None else (*_HOOKS_THAT_MISS_NOTHING, allowed)
+    not_counted = (*_HOOKS_THAT_MISS_NOTHING, *allowed)
     forward = ours.previous if ours is not None and is_bound(module, ours) else module.__dict__.get("forward")
     function = _function(forward)
     if forward is not None and function is not type(module).forward and not _is_from(function, not_counted):

@@ -12,7 +12,7 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, unbind
 from liger_trainer.instance.hooks import why_children_must_run
 from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.patching import experts, head, mlps, norms, probe, rotary
+from liger_trainer.patching import experts, head, mlps, norms, probe, rotary, varlen
 from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
 from liger_trainer.patching.kind import Kind, Proven
 
@@ -33,7 +33,8 @@ def apply_liger(
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
         config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
-            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu` and `fused_linear_cross_entropy`. A further key is
+            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu` and `fused_linear_cross_entropy`. `varlen_attention`,
+            which computes nothing for padding, is off unless it is switched on here. A further key is
             `rebuild_above_mib`, 16 by default: outputs of norms and gates that are larger than so many MiB are not kept
             for the backward pass, which computes them again.
         strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code, or
@@ -62,6 +63,8 @@ def apply_liger(
         _swap_kinds(model, report, wanted)
         rotary.swap(model, report, wanted)
     head.swap(model, report, wanted, head_options)
+    with probe.isolated():
+        varlen.swap(model, report, wanted)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
         remove_liger(model)
         problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
@@ -73,6 +76,7 @@ def remove_liger(model: nn.Module) -> None:
     """Give every module of `model` its own code back; the `__dict__` of each is as before `apply_liger`."""
     model = getattr(model, "_orig_mod", model)
     _unbind_all(model)
+    varlen.remove(model)
     remove_fused_head(model)
 
 

@@ -1,0 +1,87 @@
+"""A small copy of a model, made from its config: the same class and switches with small sizes and random weights.
+
+What is shown on it holds for the code of the model, whatever its weights, its device and how it is sharded.
+"""
+
+import copy
+
+import torch
+
+_WIDTH, _HEADS, _HEAD_DIM = 64, 4, 16
+_SIZES = {
+    "vocab_size": 48, "hidden_size": _WIDTH, "n_embd": _WIDTH, "d_model": _WIDTH, "word_embed_proj_dim": _WIDTH,
+    "embedding_size": _WIDTH, "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "num_attention_heads": _HEADS,
+    "n_head": _HEADS, "n_heads": _HEADS, "num_heads": _HEADS, "num_key_value_heads": 2, "head_dim": _HEAD_DIM,
+    "global_head_dim": _HEAD_DIM, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
+    "sliding_window": 4, "attention_chunk_size": 4, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size_per_layer_input": 48,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
+
+
+def small_config(config):
+    """A copy of `config` with small sizes, a layer of each kind, and nothing random in training mode."""
+    small = copy.deepcopy(config)
+    known = small.to_dict()
+    sizes = {name: size for name, size in _SIZES.items() if isinstance(known.get(name), int)}
+    grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
+    if "num_key_value_heads" in sizes and ("qk_rope_head_dim" in sizes or not grouped):
+        sizes["num_key_value_heads"] = _HEADS
+    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]
+    kinds = known.get("layer_types")
+    kept = [0, 1] if not kinds else sorted({kinds.index(kind) for kind in kinds} | {0})
+    kept = kept if len(kept) > 1 else [0, 1]
+    depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), len(kept))
+    kept = [layer for layer in kept if layer < depth]
+    for name in _PER_LAYER:
+        if isinstance(known.get(name), list) and len(known[name]) == depth:
+            setattr(small, name, [known[name][layer] for layer in kept])
+    for name in _DEPTHS:
+        if isinstance(known.get(name), int):
+            setattr(small, name, len(kept))
+    for name, size in sizes.items():
+        setattr(small, name, size)
+    for name, value in known.items():
+        if isinstance(value, float) and (name.endswith(("dropout", "pdrop", "dropout_prob")) or "drop" in name):
+            setattr(small, name, 0.0)
+        if name in _TOKENS and value is not None:
+            setattr(small, name, _TOKENS[name])
+    _plain_rope(small)
+    return small
+
+
+def _plain_rope(config) -> None:
+    """Lists of factors and sections have the length of a head of the real size: the default takes their place."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(config, name, None)
+        if isinstance(rope, dict):
+            setattr(config, name, _without_lists(rope))
+
+
+def _without_lists(rope: dict) -> dict:
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {name: _without_lists(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    if not any(isinstance(value, list) for value in rope.values()):
+        return rope
+    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    return {"rope_type": "default"} | kept
+
+
+def small_copy(module, attention: str, seed: int):
+    """A model of the class of `module`, which has a `config`, in fp32 and training mode on the CPU."""
+    config = small_config(module.config)
+    torch.manual_seed(seed)
+    model = type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # as initialised, attention would be the same everywhere
+            drawn = torch.randn(parameter.shape, generator=generator)
+            norm = "norm" in name and parameter.ndim == 1
+            parameter.copy_(1 + 0.1 * drawn if norm else 3 * drawn / max(1, parameter.shape[-1]) ** 0.5)
+    return model.train()

@@ -1,0 +1,220 @@
+"""Causal attention over rows of uneven length that lie one after the other, in PyTorch alone.
+
+transformers' models ask a registry for their attention function and another for the mask that goes with it. Under the
+name `liger_varlen` both are here. While the rows of a call are known (`padding.py`), the mask is a `RowMask`, which
+says where each row ends, and attention is `torch.nn.attention.varlen`, whose kernel reads those ends. On CPUs, and for
+dtypes and head sizes that the kernel does not know, each row is one call of PyTorch's SDPA. In every other call, both
+functions are transformers' own for `sdpa`.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_MOST_HEAD_DIM = 256  # of the kernel
+_NOT_KNOWN = ("position_bias", "softcap", "s_aux", "cache")  # what attention may be asked for beside, and cannot do
+
+
+class AttentionName(str):
+    """The name of our attention in a config. A pickled config has "sdpa", since whoever loads it may not have us."""
+
+    __slots__ = ()
+
+    def __reduce__(self):
+        return str, ("sdpa",)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+NAME = AttentionName("liger_varlen")
+
+
+class NotForRows(Exception):
+    """A layer wants attention that is more than causal over rows of uneven length."""
+
+
+class Rows:
+    """Rows that lie one after the other in one row of tokens.
+
+    Args:
+        offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins, and the end.
+        tokens (`int`): Of all rows together.
+        longest (`int`): Tokens of the longest row.
+    """
+
+    def __init__(self, offsets: torch.Tensor, tokens: int, longest: int):
+        self.offsets, self.tokens, self.longest = offsets, tokens, longest
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, on the host, which waits for the device; the kernel does not ask for it."""
+        return self.offsets.diff().tolist()
+
+
+class RowMask:
+    """What the layers get for a mask: a token sees those of its own row up to itself, and at most `window` of them.
+
+    It is opaque to whatever handles the arguments of layers on their way (checkpointing, FSDP, hooks of accelerate).
+    `unknown` says why the mask that was asked for is another one; some models ask for masks that no layer uses.
+    """
+
+    def __init__(self, rows: Rows, window: int | None = None, unknown: str | None = None):
+        self.rows, self.window, self.unknown = rows, window, unknown
+
+
+_rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running call", default=None)
+
+
+@contextlib.contextmanager
+def rows_known(rows: Rows):
+    """Within it, masks that a model asks for are `RowMask`s over `rows`."""
+    token = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+def varlen_mask(*args, **kwargs):
+    """The mask of one kind of layer, for `AttentionMaskInterface`: a `RowMask`, or what transformers makes for SDPA."""
+    rows = _rows.get()
+    if rows is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+    return RowMask(rows, unknown="its mask is asked for in an unknown way") if args else _row_mask(rows, **kwargs)
+
+
+def _row_mask(
+    rows, *, q_length, kv_length, mask_function=causal_mask_function, local_size=None, allow_is_causal_skip=True,
+    use_vmap=False, q_offset=0, kv_offset=0, **_,
+) -> RowMask:  # fmt: skip
+    """The `RowMask` for the arguments of a function of `AttentionMaskInterface`."""
+    if not (q_length == kv_length == rows.tokens and q_offset == kv_offset == 0):
+        return RowMask(rows, unknown="it attends to more than the tokens of the call")
+    if use_vmap or not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
+        return RowMask(rows, unknown="its mask is more than causal")
+    if local_size is not None and not _is_sliding(mask_function, int(local_size)):
+        return RowMask(rows, unknown="its local attention is no sliding window")
+    return RowMask(rows, None if local_size is None else int(local_size))
+
+
+def _is_sliding(mask_function, window: int) -> bool:
+    """Whether a mask function lets a token see `window` tokens up to itself: asked at the edges."""
+    query = torch.tensor([window, window, 0, 2 * window - 1], device="cpu")
+    key = torch.tensor([1, 0, 1, window], device="cpu")
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    return mask_function(zero, zero, query, key).tolist() == [True, False, False, True]
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention for `AttentionInterface`: over the rows of a `RowMask`, else transformers' own for SDPA.
+
+    Args:
+        module (`nn.Module`): The attention layer.
+        query (`torch.Tensor`): (1, Hq, T, D), all rows one after the other.
+        key (`torch.Tensor`): (1, Hkv, T, D), Hq a multiple of Hkv.
+        value (`torch.Tensor`): (1, Hkv, T, Dv).
+        attention_mask (`RowMask`, `torch.Tensor` or None): As `varlen_mask` has made it.
+        dropout (`float`, *optional*, defaults to 0.0): Of the weights of attention.
+        scaling (`float`, *optional*): Factor of the scores; 1 / sqrt(D) by default.
+
+    Returns:
+        `tuple`: (1, T, Hq, Dv), and None for the weights of attention.
+
+    Raises:
+        NotForRows: The mask is neither causal nor a sliding window, or the scores are changed (a bias of positions, a
+            cap, sinks).
+    """
+    if not isinstance(attention_mask, RowMask):
+        own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if attention_mask.unknown is not None:
+        raise NotForRows(attention_mask.unknown)
+    for name in _NOT_KNOWN:
+        if kwargs.get(name) is not None:
+            raise NotForRows(f"its attention has a {name}")
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as of PyTorch's SDPA
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    attend = _by_kernel if _kernel_takes(query, key, value, dropout) else _row_by_row
+    return attend(query, key, value, attention_mask, dropout, scaling), None
+
+
+def _kernel_takes(query, key, value, dropout) -> bool:
+    dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and dropout == 0.0
+        and dim % 8 == 0
+        and value.shape[-1] <= dim <= _MOST_HEAD_DIM
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+@functools.cache
+def _grouped_heads_option() -> dict[str, bool]:
+    """How `varlen_attn` is told of grouped heads: PyTorch 2.11 takes them as they are, later ones want a word."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def _by_kernel(query, key, value, mask: RowMask, dropout, scaling):
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
+        value = F.pad(value, (0, query.shape[-1] - width))
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    offsets, longest = mask.rows.offsets, mask.rows.longest
+    out = varlen_attn(
+        query, key, value, offsets, offsets, longest, longest, scale=scaling,
+        window_size=(-1 if mask.window is None else mask.window - 1, 0), **_grouped_heads_option(),
+    )  # fmt: skip
+    return out[..., :width].unsqueeze(0)
+
+
+def _row_by_row(query, key, value, mask: RowMask, dropout, scaling):
+    grouped = query.shape[1] != key.shape[1]
+    done, start = [], 0
+    for length in mask.rows.lengths:
+        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+        start += length
+        if length == 0:
+            continue
+        near = None
+        if mask.window is not None and length > mask.window:
+            position = torch.arange(length, device=query.device)
+            distance = position[:, None] - position
+            near = (distance >= 0) & (distance < mask.window)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=near, dropout_p=dropout, is_causal=near is None, scale=scaling, enable_gqa=grouped
+        )
+        done.append(out.transpose(1, 2))
+    return torch.cat(done, dim=1)
+
+
+AttentionInterface.register(NAME, varlen_attention)
+AttentionMaskInterface.register(NAME, varlen_mask)

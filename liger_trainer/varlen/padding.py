@@ -1,0 +1,272 @@
+"""The backbone of a model, run on the real tokens of a batch only.
+
+A padded batch (B, S) becomes one row of its N real tokens when it enters the backbone, with the positions that the
+tokens would have had, and what leaves the backbone is put back where it was, with zeros for padding. Loss, gradients
+and hidden states of real tokens are those of the padded batch, and nothing between the embeddings and the last norm is
+computed for padding. A batch that is packed already (`position_ids` that start anew, or `cu_seq_lens_q`) takes the same
+attention.
+
+What a call needs is found once, before the model's own forward, by `planned`: there the labels are known too. A label
+that is predicted from a padding position (the first token of a row that is padded on the left, where it has a label)
+needs what the model computes for padding, so such a batch runs as it is.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from liger_trainer._logging import logger
+from liger_trainer.instance.binding import KEY as SWAPPED
+from liger_trainer.instance.binding import bind, binding_of, call_previous, is_aside, unbind
+from liger_trainer.instance.hooks import hook_on
+from liger_trainer.instance.report import Place
+from liger_trainer.varlen.attention import NAME, NotForRows, Rows, rows_known
+
+KEY = "_liger_varlen"  # of what is bound to a backbone
+COLUMNS, FROM_MASK = "columns", "mask"  # which positions a model gives tokens when it is given none
+_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
+_KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *_PER_TOKEN)
+_HARMLESS_HOOKS = ("transformers.modeling_utils", "transformers.utils.", "peft.")  # inputs that require gradients
+
+_plan: contextvars.ContextVar = contextvars.ContextVar("plan of the running call", default=None)
+
+
+class Plan:
+    """How one call goes through the backbone.
+
+    Args:
+        given (`dict`): The arguments of the call that it was made from.
+        rows (`Rows`): The rows of real tokens.
+        index (`torch.Tensor`, *optional*): int64 (N,): where in the flattened batch each real token is; None where
+            the batch is one packed row.
+
+    Attributes:
+        used (`bool`): Whether a backbone has run by it.
+    """
+
+    def __init__(self, given: dict[str, Any], rows: Rows, index: torch.Tensor | None = None):
+        self.given, self.rows, self.index, self.used = given, rows, index, False
+
+    def fits(self, call: dict[str, Any]) -> bool:
+        """Whether the backbone is called with what the plan was made from."""
+        same = all(call.get(name) is self.given.get(name) for name in ("attention_mask", "position_ids"))
+        return same and not any(isinstance(x, torch.Tensor) and name not in _KNOWN_TENSORS for name, x in call.items())
+
+    def packed(self, call: dict[str, Any], positions: str) -> dict[str, Any]:
+        """The arguments of the backbone with one row of real tokens for the batch."""
+        tokens = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+        # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
+        mask = torch.ones((1, self.rows.tokens), dtype=torch.long, device=tokens.device)
+        if self.index is None:
+            return call | {"attention_mask": mask}
+        batch, length = tokens.shape[:2]
+        packed = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
+        if "position_ids" in packed:
+            packed["position_ids"] = packed["position_ids"].expand(batch, length)
+        packed = {name: x.flatten(0, 1)[self.index].unsqueeze(0) for name, x in packed.items()}
+        if "position_ids" not in packed:
+            packed["position_ids"] = self._positions(positions, length).unsqueeze(0)
+        return call | packed | {"attention_mask": mask}
+
+    def _positions(self, kind: str, length: int) -> torch.Tensor:
+        if kind == COLUMNS:
+            return self.index % length
+        starts = self.rows.offsets[:-1].long()
+        lengths = self.rows.offsets.diff().long()
+        return torch.arange(self.rows.tokens, device=starts.device) - starts.repeat_interleave(
+            lengths, output_size=self.rows.tokens
+        )
+
+    def padded(self, outputs):
+        """What the backbone has returned, with every tensor of real tokens put back into the shape of the batch."""
+        if self.index is None:
+            return outputs
+        if isinstance(outputs, ModelOutput):
+            return type(outputs)(**{name: self.padded(x) for name, x in outputs.items()})
+        if isinstance(outputs, tuple):
+            return tuple(map(self.padded, outputs))
+        batch, length = self.given["attention_mask"].shape
+        tokens = self.rows.tokens
+        if isinstance(outputs, torch.Tensor) and outputs.shape[:2] == (1, tokens):
+            return self._spread(outputs[0], batch * length).unflatten(0, (batch, length))
+        if isinstance(outputs, torch.Tensor) and outputs.ndim == 2 and outputs.shape[0] == tokens:
+            return self._spread(outputs, batch * length)  # logits of a router
+        return outputs
+
+    def _spread(self, x, size: int) -> torch.Tensor:
+        return x.new_zeros(size, *x.shape[1:]).index_copy(0, self.index, x)
+
+
+@contextlib.contextmanager
+def planned(model, args: tuple, call: dict[str, Any], labels, shift_labels):
+    """Within it, the backbone of `model` runs on the real tokens of `call` where that gives the same numbers."""
+    backbone = backbone_of(model)
+    bound = None if backbone is None else binding_of(backbone, KEY)
+    plan = None
+    if bound is not None and not bound.aside and not args and not torch.compiler.is_compiling():
+        plan = plan_of(model.config, call, labels, shift_labels)
+        if plan is not None and (why := _seen_inside(backbone)) is not None:
+            _say(backbone, f"{why} would see rows without padding")
+            plan = None
+    with running(plan):
+        yield
+
+
+@contextlib.contextmanager
+def running(plan: "Plan | None"):
+    """Within it, a backbone that is bound runs by `plan`."""
+    token = _plan.set(plan)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
+
+
+def plan_of(config, call: dict[str, Any], labels=None, shift_labels=None) -> Plan | None:
+    """How a call with the arguments `call` goes through the backbone without padding, or None where it stays as it is.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]): Of the model.
+        call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), and `attention_mask` (B, S), or `position_ids`
+            (1, S) or `cu_seq_lens_q` of a packed row.
+        labels (`torch.Tensor`, *optional*): (B, S), each a label of the position before it.
+        shift_labels (`torch.Tensor`, *optional*): (B, S), each a label of its own position.
+    """
+    tokens = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
+    keeps = call.get("use_cache", getattr(config, "use_cache", None))
+    shows = call.get("output_attentions", getattr(config, "output_attentions", None))
+    if keeps or shows or call.get("past_key_values") is not None or config._attn_implementation != NAME:
+        return None
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+        return None
+    mask, positions = call.get("attention_mask"), call.get("position_ids")
+    if positions is not None and (positions.ndim != 2 or positions.shape[0] not in (1, tokens.shape[0])):
+        return None
+    if mask is None:
+        return _packed_plan(call, tokens)
+    if mask.ndim == 2 and mask.shape == tokens.shape[:2]:
+        return _padded_plan(call, mask, _next_labels(labels, shift_labels))
+    return None
+
+
+def _packed_plan(call, tokens) -> Plan | None:
+    """Of a batch of one row in which several lie one after the other."""
+    if tokens.shape[0] != 1:
+        return None
+    length, positions = tokens.shape[1], call.get("position_ids")
+    offsets, longest = call.get("cu_seq_lens_q"), call.get("max_length_q")
+    if offsets is None:
+        if positions is None:
+            return None
+        starts = (positions[0].diff() != 1).nonzero()[:, 0] + 1  # waits for the device, once
+        offsets = torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), length)))
+        longest = None
+    if longest is None:
+        longest = offsets.diff().max()
+    offsets, longest = offsets.to(tokens.device, torch.int32), int(longest)
+    return None if offsets.numel() < 3 else Plan(call, Rows(offsets, length, longest))
+
+
+def _next_labels(labels, shift_labels):
+    """The label that each position predicts, or None without labels."""
+    if shift_labels is not None:
+        return shift_labels
+    if labels is None:
+        return None
+    return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), -100)), dim=1)
+
+
+def _padded_plan(call, mask, labels) -> Plan | None:
+    real = mask != 0
+    batch, length = mask.shape
+    count = real.sum(1)
+    first, after = real.byte().argmax(1), length - real.flip(1).byte().argmax(1)
+    apart = ((first + count != after) & (count > 0)).sum()  # rows with padding between their tokens
+    if labels is None:
+        missed = apart.new_zeros(())
+    elif labels.shape != mask.shape or labels.device != mask.device:
+        return None
+    else:
+        missed = ((labels != -100) & ~real).sum()
+    *lengths, apart, missed = torch.cat((count, torch.stack((apart, missed)))).tolist()  # waits for the device, once
+    total = sum(lengths)
+    if apart or missed or total in (0, batch * length):
+        return None
+    offsets = torch.zeros(batch + 1, dtype=torch.int32, device=mask.device)
+    torch.cumsum(count, 0, out=offsets[1:])
+    index = torch.nonzero_static(real.flatten(), size=total)[:, 0]
+    return Plan(call, Rows(offsets, total, max(lengths)), index)
+
+
+def _seen_inside(backbone) -> str | None:
+    """What somebody has attached to a module inside the backbone, which would see other shapes than those of a batch.
+
+    A hook on the backbone itself sees the batch.
+    """
+    for module in backbone.modules():
+        if module is not backbone and (why := hook_on(module, binding_of(module, SWAPPED), _HARMLESS_HOOKS)):
+            return f"{why} on a {type(module).__name__}"
+    return None
+
+
+def backbone_of(model):
+    """The part of a transformers model before its head, or None."""
+    name = getattr(model, "base_model_prefix", "")
+    return model._modules.get(name) if name else None
+
+
+@functools.cache
+def _forward_of(backbone_class):
+    names = list(inspect.signature(backbone_class.forward).parameters)[1:]
+
+    @functools.wraps(backbone_class.forward)
+    def forward(self, *args, **kwargs):
+        plan = _plan.get()
+        if plan is None or is_aside(self, KEY):
+            return call_previous(self, KEY, args, kwargs)
+        call = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) > len(names) or not plan.fits(call):
+            return call_previous(self, KEY, args, kwargs)
+        try:
+            with running(None), rows_known(plan.rows):
+                outputs = call_previous(self, KEY, (), plan.packed(call, binding_of(self, KEY).positions))
+        except NotForRows as error:
+            binding_of(self, KEY).aside = True
+            _say(self, str(error))
+            return call_previous(self, KEY, args, kwargs)
+        plan.used = True
+        return plan.padded(outputs)
+
+    forward.__name__ = "forward"
+    forward.__signature__ = inspect.signature(backbone_class.forward)
+    del forward.__wrapped__
+    return forward
+
+
+def install(backbone, positions: str, place: Place | None = None) -> None:
+    """Have `backbone`, which has a `config`, leave out padding, and its layers attend to rows of uneven length.
+
+    `positions`: `COLUMNS` where the model numbers the columns of a batch when it is given no positions, `FROM_MASK`
+    where it numbers the real tokens of each row.
+    """
+    bind(backbone, KEY, _forward_of(type(backbone)), positions=positions, place=place)
+    backbone.config._attn_implementation = NAME
+
+
+def remove(backbone) -> None:
+    """Undo `install`."""
+    unbind(backbone, KEY)
+    if backbone.config._attn_implementation == NAME:
+        backbone.config._attn_implementation = "sdpa"
+
+
+def _say(backbone, reason: str) -> None:
+    bound = binding_of(backbone, KEY)
+    if bound.place is not None:
+        bound.place.kept(reason)
+    logger.warning_once(f"{type(backbone).__name__} computes padding too: {reason}.")
