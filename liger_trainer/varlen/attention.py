@@ -88,7 +88,7 @@ def rows_known(rows: Rows):
 
 def varlen_mask(*args, **kwargs):
     """The mask of one kind of layer, for `AttentionMaskInterface`: a `RowMask`, or what transformers makes for SDPA."""
-    rows = _rows.get()
+    rows = None if torch.compiler.is_compiling() else _rows.get()
     if rows is None:
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
     return RowMask(rows, unknown="its mask is asked for in an unknown way") if args else _row_mask(rows, **kwargs)

@@ -6,9 +6,9 @@ and hidden states of real tokens are those of the padded batch, and nothing betw
 computed for padding. A batch that is packed already (`position_ids` that start anew, or `cu_seq_lens_q`) takes the same
 attention.
 
-What a call needs is found once, before the model's own forward, by `planned`: there the labels are known too. A label
-that is predicted from a padding position (the first token of a row that is padded on the left, where it has a label)
-needs what the model computes for padding, so such a batch runs as it is.
+What a call needs is found once, before the model's own forward, by `plan_of_call`: there the labels are known too. A
+label that is predicted from a padding position (that of the first token of a row that is padded on the left) needs what
+the model computes for padding, so such a batch runs as it is.
 """
 
 import contextlib
@@ -102,19 +102,17 @@ class Plan:
         return x.new_zeros(size, *x.shape[1:]).index_copy(0, self.index, x)
 
 
-@contextlib.contextmanager
-def planned(model, args: tuple, call: dict[str, Any], labels, shift_labels):
-    """Within it, the backbone of `model` runs on the real tokens of `call` where that gives the same numbers."""
+def plan_of_call(model, args: tuple, call: dict[str, Any]) -> Plan | None:
+    """How a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is."""
     backbone = backbone_of(model)
     bound = None if backbone is None else binding_of(backbone, KEY)
-    plan = None
-    if bound is not None and not bound.aside and not args and not torch.compiler.is_compiling():
-        plan = plan_of(model.config, call, labels, shift_labels)
-        if plan is not None and (why := _seen_inside(backbone)) is not None:
-            _say(backbone, f"{why} would see rows without padding")
-            plan = None
-    with running(plan):
-        yield
+    if bound is None or bound.aside or args or torch.compiler.is_compiling():
+        return None
+    plan = plan_of(model.config, call, call.get("labels"), call.get("shift_labels"))
+    if plan is not None and (why := _seen_inside(backbone)) is not None:
+        _say(backbone, f"{why} would see rows without padding")
+        return None
+    return plan
 
 
 @contextlib.contextmanager
@@ -226,7 +224,7 @@ def _forward_of(backbone_class):
 
     @functools.wraps(backbone_class.forward)
     def forward(self, *args, **kwargs):
-        plan = _plan.get()
+        plan = None if torch.compiler.is_compiling() else _plan.get()
         if plan is None or is_aside(self, KEY):
             return call_previous(self, KEY, args, kwargs)
         call = dict(zip(names, args, strict=False)) | kwargs

@@ -37,6 +37,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import liger_trainer
 from liger_trainer.patching import rebuild
+from liger_trainer.varlen import padding
 
 STOCK = {
     "Trainer": (Trainer, StockArguments), "SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig),
@@ -117,7 +118,7 @@ def reward(completions, **columns):
     return [float(sum(map(ord, text)) % 11) for text in completions]
 
 
-def logged(name, ours, size, dtype, folder):
+def logged(name, ours, size, dtype, folder, varlen):
     """Loss and gradient norm (2, steps) of one training from one seed; with ours, everything was swapped."""
     vocab, *_, length, steps = SIZES[size]
     trainer_class, args_class = STOCK[name]
@@ -125,7 +126,7 @@ def logged(name, ours, size, dtype, folder):
     if ours:
         trainer_class = getattr(liger_trainer, f"Liger{trainer_class.__name__}")
         args_class = getattr(liger_trainer, f"Liger{args_class.__name__}")
-        options["liger_config"] = {"rebuild_above_mib": 0} if size == "tiny" else None
+        options["liger_config"] = {"varlen_attention": varlen} | ({"rebuild_above_mib": 0} if size == "tiny" else {})
     if name in ("GRPO", "RLOO"):
         options |= {"num_generations": 2, "beta": 0.04}
     if name in ("GRPO", "RLOO", "Distillation"):
@@ -161,11 +162,13 @@ def logged(name, ours, size, dtype, folder):
     return torch.tensor([[log[key] for log in logs] for key in ("loss", "grad_norm")], dtype=torch.float64)
 
 
-def compare(name, size, folder, monkeypatch):
+def compare(name, size, folder, monkeypatch, varlen=False):
+    packed, own_packed = [], padding.Plan.packed
+    monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: packed.append(self) or own_packed(self, *given))
     made, get = [], rebuild._Rebuilt.get
     monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(shape) or get(self, shape))
     stock, ours, stock_16, ours_16 = (
-        logged(name, is_ours, size, dtype, folder / f"{dtype}{is_ours}")
+        logged(name, is_ours, size, dtype, folder / f"{dtype}{is_ours}", varlen)
         for dtype in (torch.float32, torch.bfloat16)
         for is_ours in (False, True)
     )
@@ -183,15 +186,21 @@ def compare(name, size, folder, monkeypatch):
         assert off_16 <= 2 * stock_off_16 + 1e-3 * scale
     print(f"; {len(made)} tensors rebuilt")
     assert bool(made) == (name not in CHECKPOINTED)
+    assert bool(packed) == varlen
 
 
+VARLEN = pytest.mark.parametrize("varlen", [False, True], ids=["padded", "varlen"])
+
+
+@VARLEN
 @pytest.mark.parametrize("name", STOCK)
-def test_on_the_cpu(name, tmp_path, monkeypatch):
-    compare(name, "tiny", tmp_path, monkeypatch)
+def test_on_the_cpu(name, varlen, tmp_path, monkeypatch):
+    compare(name, "tiny", tmp_path, monkeypatch, varlen)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@VARLEN
 @pytest.mark.parametrize("name", STOCK)
-def test_at_the_width_of_8b(name, tmp_path, monkeypatch):
-    compare(name, "8b-width", tmp_path, monkeypatch)
+def test_at_the_width_of_8b(name, varlen, tmp_path, monkeypatch):
+    compare(name, "8b-width", tmp_path, monkeypatch, varlen)

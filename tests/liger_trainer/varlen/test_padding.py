@@ -1,0 +1,293 @@
+"""The backbone on real tokens only, beside the stock model on the padded batch; packed rows beside rows one by one."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from step_parity import assert_same_gradients
+from tiny_models import VOCAB, tiny_model
+from transformers import DataCollatorWithFlattening
+
+from liger_trainer import apply_liger, remove_liger
+from liger_trainer.varlen import padding
+from liger_trainer.varlen.attention import NAME
+
+ON = {"varlen_attention": True}
+FAMILIES = (
+    "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",
+)  # fmt: skip
+LENGTHS = (7, 1, 20, 13)
+BATCHES = {  # lengths, side, ...: of the padding
+    "right": (LENGTHS, "right"), "left": (LENGTHS, "left"), "one full row": ((20, 5), "right"),
+    "rows of one token": ((1, 6, 1), "right"), "an empty row": ((4, 0, 9), "right"), "one row": ((11,), "right"),
+}  # fmt: skip
+
+
+def model_of(name="llama", **config):
+    model = tiny_model(name, **config)
+    model.set_attn_implementation("sdpa")
+    return model.train()
+
+
+def batch(lengths=LENGTHS, side="right", width=20, prompt=2):
+    """Rows of random tokens; the labels of padding and of the first `prompt` tokens of each row are -100."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (len(lengths), width), generator=generator)
+    at = torch.arange(width).expand_as(ids)
+    count = torch.tensor(lengths)[:, None]
+    from_start = at if side == "right" else at - (width - count)
+    real = (from_start >= 0) & (from_start < count)
+    labels = ids.masked_fill(~real | (from_start < prompt), -100)
+    return {"input_ids": ids.masked_fill(~real, 0), "attention_mask": real.long(), "labels": labels}
+
+
+def step(model, call):
+    model.zero_grad()
+    outputs = model(**call, use_cache=False)
+    outputs.loss.backward()
+    return outputs.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(got, want, rtol=1e-5):
+    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0)
+    assert_same_gradients(got[1], want[1], rtol)
+
+
+@pytest.fixture
+def tokens(monkeypatch):
+    """How many tokens each backbone was given in place of a batch, call by call."""
+    seen, packed = [], padding.Plan.packed
+
+    def counted(self, call, positions):
+        seen.append(self.rows.tokens)
+        return packed(self, call, positions)
+
+    monkeypatch.setattr(padding.Plan, "packed", counted)
+    return seen
+
+
+def patched(model, config=ON):
+    report = apply_liger(model, config)
+    assert report["varlen_attention"].swapped, report
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_loss_and_gradients_are_those_of_the_padded_batch(name, side, tokens):
+    model, call = model_of(name), batch(side=side)
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == [sum(LENGTHS)]
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("prompt", [0, 2])
+def test_batches(kind, prompt, tokens):
+    lengths, side = BATCHES[kind]
+    model, call = model_of(), batch(lengths, side, prompt=prompt)
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    got = step(model, call)
+    # The first token of a row that is padded on the left is predicted from padding, whose states stock computes.
+    from_padding = ((call["labels"][:, 1:] != -100) & (call["attention_mask"][:, :-1] == 0)).any()
+    assert bool(tokens) != bool(from_padding)
+    if not want[0].isnan():
+        assert_same_step(got, want)
+
+
+def test_full_rows_go_through_as_they_are(tokens):
+    model, call = model_of(), batch((20, 20))
+    patched(model)
+    tokens.clear()
+    step(model, call)
+    step(model, {name: x for name, x in call.items() if name != "attention_mask"})
+    assert tokens == []
+
+
+def test_padding_between_tokens_and_an_empty_mask_are_left_to_the_model(tokens):
+    model, call = model_of(), batch((20, 20))
+    call["attention_mask"][0, 5:8] = 0
+    call["labels"][0, 5:9] = -100
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    call["attention_mask"][:] = 0
+    model(**call, use_cache=False)
+    assert tokens == []
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant, tokens):
+    model, call = model_of("gemma3_text"), batch()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == [sum(LENGTHS)], "and once only: what is computed again is inside"
+
+
+def test_positions_and_embeddings_of_the_caller(tokens):
+    model, call = model_of("qwen3"), batch(side="left")
+    call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp(min=0) * 2  # of nobody else's making
+    embedded = {k: v for k, v in call.items() if k != "input_ids"}
+    embeddings = model.get_input_embeddings()(call["input_ids"]).detach().requires_grad_()
+    want, want_embedded = step(model, call), step(model, embedded | {"inputs_embeds": embeddings})
+    want_grad, embeddings.grad = embeddings.grad, None
+    patched(model)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert_same_step(step(model, embedded | {"inputs_embeds": embeddings}), want_embedded)
+    torch.testing.assert_close(embeddings.grad, want_grad, rtol=1e-5, atol=1e-7)
+    assert tokens == [sum(LENGTHS)] * 2
+
+
+def test_what_leaves_the_model_has_the_shape_of_the_batch(tokens):
+    model, call = model_of("qwen3_moe", router_aux_loss_coef=0.1), batch(side="left")
+    options = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False, "skip_logits": False}
+    stock = model_of("qwen3_moe", router_aux_loss_coef=0.1)
+    want = stock(**call, **{k: v for k, v in options.items() if k != "skip_logits"})
+    patched(model)
+    tokens.clear()
+    got = model(**call, **options)
+    assert tokens
+    real = call["attention_mask"].bool()
+    assert len(got.hidden_states) == len(want.hidden_states) == 3
+    for mine, theirs in zip((*got.hidden_states, got.logits), (*want.hidden_states, want.logits), strict=True):
+        assert mine.shape == theirs.shape
+        torch.testing.assert_close(mine[real], theirs[real], rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(got.router_logits, want.router_logits, strict=True):
+        assert mine.shape == theirs.shape
+        torch.testing.assert_close(mine[real.flatten()], theirs[real.flatten()], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.aux_loss, want.aux_loss)
+    torch.testing.assert_close(got.loss, want.loss)
+
+
+def test_hooks_inside_see_the_batch(tokens):
+    model, call, shapes = model_of(), batch(), []
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, out: shapes.append(args[0].shape[:2]))
+    assert_same_step(step(model, call), want)
+    assert shapes == [(len(LENGTHS), 20)] and tokens == []
+    handle.remove()
+    model.model.register_forward_hook(lambda module, args, out: shapes.append(out.last_hidden_state.shape[:2]))
+    assert_same_step(step(model, call), want)
+    assert shapes == [(len(LENGTHS), 20)] * 2 and tokens == [sum(LENGTHS)]
+
+
+def test_a_cache_and_generation_are_stock_s(tokens):
+    model, call = model_of().eval(), batch(side="left")
+    prompt = {name: call[name] for name in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**prompt, **options)
+    patched(model)
+    tokens.clear()
+    assert torch.equal(model.generate(**prompt, **options), want)
+    assert model(**prompt, use_cache=True).past_key_values is not None
+    assert tokens == []
+
+
+def test_it_comes_and_goes(tokens):
+    model, call = model_of(), batch()
+    before = dict(model.model.__dict__)
+    assert apply_liger(model)["varlen_attention"].found == 0, "off by default"
+    patched(model)
+    assert model.config._attn_implementation == NAME
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.data.mul_(0.5)
+    unpickled = pickle.loads(pickle.dumps(model))
+    assert unpickled.config._attn_implementation == "sdpa"
+    want, half = step(model, call), step(twin, call)
+    assert not torch.allclose(want[0], half[0]), "the copy has weights of its own"
+    assert_same_step(step(unpickled, call), want)
+    tokens.clear()
+    remove_liger(model)
+    assert model.config._attn_implementation == "sdpa" and dict(model.model.__dict__) == before
+    assert_same_step(step(model, call), want)
+    assert tokens == []
+    model.set_attn_implementation("eager")
+    assert "eager" in apply_liger(model, ON)["varlen_attention"].skipped["model"]
+
+
+def test_another_attention_set_later_is_used(tokens):
+    model, call = patched(model_of()), batch()
+    want = step(model, call)
+    tokens.clear()
+    model.set_attn_implementation("eager")
+    assert_same_step(step(model, call), want)
+    assert tokens == []
+
+
+def test_an_error_in_the_middle_leaves_nothing_behind():
+    model, call = patched(model_of()), batch()
+    want = step(model, call)
+    broken = model.model.layers[1].mlp.down_proj
+    weight, broken.weight = broken.weight, None
+    with pytest.raises((TypeError, AttributeError)):
+        step(model, call)
+    broken.weight = weight
+    assert padding._plan.get() is None
+    assert_same_step(step(model, call), want)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "gemma2", "qwen2_5_vl"])
+def test_models_that_it_is_not_for_keep_their_own_code(name):
+    model = tiny_model(name)  # with states, sinks, caps or images
+    if model._supports_sdpa and name != "gemma2":
+        model.set_attn_implementation("sdpa")
+    report = apply_liger(model, ON)
+    assert not report["varlen_attention"].swapped and report["varlen_attention"].skipped
+
+
+def test_autocast_in_bf16(tokens):
+    model, call = model_of(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = step(model, call)
+        patched(model)
+        tokens.clear()
+        got = step(model, call)
+    assert tokens
+    assert_same_step(got, want, rtol=0.05)
+
+
+def packed(call):
+    """The real tokens of a batch as one row, as `DataCollatorWithFlattening` makes it."""
+    real = call["attention_mask"].bool()
+    rows = [
+        {"input_ids": ids[keep].tolist(), "labels": labels[keep].tolist()}
+        for ids, labels, keep in zip(call["input_ids"], call["labels"], real, strict=True)
+    ]
+    return rows
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
+def test_packed_rows_are_rows_one_by_one(name, told, tokens):
+    model, call = model_of(name), batch(prompt=1)
+    want = step(model, call)
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=told == "cu_seq_lens")(packed(call))
+    patched(model)
+    tokens.clear()
+    assert_same_step(step(model, dict(flat)), want)
+    assert tokens == [sum(LENGTHS)]
+
+
+def test_compiled_models_compute_padding(tokens):
+    model, call = model_of(), batch()
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    compiled = torch.compile(model, backend="eager")
+    outputs = compiled(**call, use_cache=False)
+    torch.testing.assert_close(outputs.loss.detach(), want[0], rtol=1e-5, atol=0)
+    assert tokens == []

@@ -1,0 +1,128 @@
+"""Attention over rows that lie one after the other, beside SDPA with the mask written out."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
+
+from liger_trainer.varlen import attention
+from liger_trainer.varlen.attention import NAME, NotForRows, RowMask, Rows, rows_known, varlen_attention, varlen_mask
+
+LENGTHS = (5, 1, 9, 0, 2)
+TOKENS = sum(LENGTHS)
+
+
+def rows():
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+    return Rows(offsets, TOKENS, max(LENGTHS))
+
+
+def seen(window=None):
+    """(T, T), which tokens each token sees."""
+    row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    at = torch.arange(TOKENS)
+    distance = at[:, None] - at
+    near = (distance >= 0) & (row[:, None] == row)
+    return near if window is None else near & (distance < window)
+
+
+def inputs(kv_heads=2, dim=8, value_dim=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, dim), (kv_heads, dim), (kv_heads, value_dim)
+    return [
+        torch.randn(1, heads, TOKENS, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads, width in shapes
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("kv_heads, dim, value_dim, scale", [(4, 8, 8, None), (2, 8, 8, 0.3), (1, 12, 8, None)])
+def test_values_and_gradients(window, kv_heads, dim, value_dim, scale):
+    query, key, value = inputs(kv_heads, dim, value_dim)
+    got, weights = varlen_attention(torch.nn.Module(), query, key, value, RowMask(rows(), window), scaling=scale)
+    want = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen(window), scale=scale, enable_gqa=kv_heads != 4
+    ).transpose(1, 2)
+    assert weights is None and got.is_contiguous() and got.shape == (1, TOKENS, 4, value_dim)
+    torch.testing.assert_close(got, want)
+    upstream = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=got.dtype)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, (query, key, value), upstream),
+        torch.autograd.grad(want, (query, key, value), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_autocast_rounds_as_it_does_for_sdpa():
+    query, key, value = inputs(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = varlen_attention(torch.nn.Module(), query, key, value, RowMask(rows()))
+    assert got.dtype == torch.bfloat16
+
+
+def test_the_mask_is_asked_what_it_lets_through():
+    made = {"q_length": TOKENS, "kv_length": TOKENS, "batch_size": 1}
+    with rows_known(rows()):
+        causal = varlen_mask(**made)
+        sliding = varlen_mask(**made, mask_function=sliding_window_causal_mask_function(3), local_size=3)
+        one = varlen_mask(**made, mask_function=sliding_window_causal_mask_function(1), local_size=1)
+        chunked = varlen_mask(
+            **made, mask_function=chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long)), local_size=3
+        )
+        more = varlen_mask(**made, mask_function=lambda *at: at[2] >= at[3])
+        longer = varlen_mask(**made | {"kv_length": TOKENS + 1})
+    assert (causal.window, causal.unknown) == (None, None)
+    assert (sliding.window, one.window, sliding.unknown, one.unknown) == (3, 1, None, None)
+    for mask in (chunked, more, longer):
+        assert mask.unknown is not None
+        with pytest.raises(NotForRows, match=mask.unknown):
+            varlen_attention(torch.nn.Module(), *inputs(), mask)
+    assert isinstance(varlen_mask(**made | {"q_offset": 0, "allow_is_causal_skip": False}), torch.Tensor), "no rows now"
+
+
+@pytest.mark.parametrize("name", ["softcap", "position_bias", "s_aux"])
+def test_what_changes_scores_is_not_for_rows(name):
+    with pytest.raises(NotForRows, match=name):
+        varlen_attention(torch.nn.Module(), *inputs(), RowMask(rows()), **{name: torch.ones(1)})
+
+
+def test_without_rows_it_is_transformers_own_attention():
+    query, key, value = inputs(kv_heads=4)
+    got, _ = varlen_attention(torch.nn.Module(), query, key, value, None, is_causal=True)
+    want = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    assert torch.equal(got, want)
+
+
+def test_whoever_loads_a_config_elsewhere_gets_sdpa():
+    assert pickle.loads(pickle.dumps(NAME)) == "sdpa"
+    assert copy.deepcopy({"attention": NAME})["attention"] == NAME == "liger_varlen"
+
+
+def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
+    """`torch.nn.attention.varlen` has no kernel for CPUs: what would be handed to it, and what comes back."""
+    handed = {}
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, **kwargs):
+        handed.update(shapes=(query.shape, key.shape, value.shape), longest=(max_q, max_k), window=window_size)
+        assert query.is_contiguous() and cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k
+        near = None if window_size[0] < 0 else window_size[0] + 1
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)), attn_mask=seen(near), scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_kernel_takes", lambda *given: True)
+    query, key, value = inputs(kv_heads=2, dim=12, value_dim=8)
+    got, _ = varlen_attention(torch.nn.Module(), query, key, value, RowMask(rows(), 3))
+    assert handed == {
+        "shapes": ((TOKENS, 4, 12), (TOKENS, 2, 12), (TOKENS, 2, 12)),
+        "longest": (9, 9),
+        "window": (2, 0),
+    }
+    want = F.scaled_dot_product_attention(query, key, value, attn_mask=seen(3), enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(got, want)
