@@ -70,12 +70,12 @@ class Plan:
             packed["position_ids"] = packed["position_ids"].expand(batch, length)
         packed = {name: x.flatten(0, 1)[self.index].unsqueeze(0) for name, x in packed.items()}
         if "position_ids" not in packed:
-            packed["position_ids"] = self._positions(positions, length).unsqueeze(0)
+            columns = self.index % length
+            packed["position_ids"] = (columns if positions == COLUMNS else self._places()).unsqueeze(0)
         return call | packed | {"attention_mask": mask}
 
-    def _positions(self, kind: str, length: int) -> torch.Tensor:
-        if kind == COLUMNS:
-            return self.index % length
+    def _places(self) -> torch.Tensor:
+        """Which of its row's tokens each token is."""
         starts = self.rows.offsets[:-1].long()
         lengths = self.rows.offsets.diff().long()
         return torch.arange(self.rows.tokens, device=starts.device) - starts.repeat_interleave(
@@ -265,6 +265,6 @@ def remove(backbone) -> None:
 
 def _say(backbone, reason: str) -> None:
     bound = binding_of(backbone, KEY)
-    if bound.place is not None:
+    if bound is not None and bound.place is not None:
         bound.place.kept(reason)
     logger.warning_once(f"{type(backbone).__name__} computes padding too: {reason}.")
