@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
@@ -21,6 +28,7 @@ from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, 
 from liger_trainer.head.module import own_class
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
+from liger_trainer.patching.packing import why_rows_mix
 from liger_trainer.trainers.logged_loss import FilteredLoss
 from liger_trainer.trainers.patched_models import PatchedModels
 
@@ -231,6 +239,8 @@ class LigerTrainerMixin(StockTrainer):
         config, unfused = getattr(self.args, "liger_config", None), None
         if self._wants("fused_linear_cross_entropy") and (unfused := self._why_unfused(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
+        if self._splits_rows:
+            config = (config or {}) | {"varlen_attention": False}
         self.liger_report = apply_liger(model, config, head_options=options)
         if unfused is not None:
             part = self.liger_report["fused_linear_cross_entropy"]
@@ -239,6 +249,18 @@ class LigerTrainerMixin(StockTrainer):
             self._patched.remember(model, options or HeadOptions(), instead=self.model_init is not None)
         if self.args.process_index == 0:
             logger.info(self.liger_report.one_line())
+
+    @property
+    def _splits_rows(self) -> bool:
+        """Whether context parallelism gives each GPU a part of every row: attention is then that of its own."""
+        parallelism = getattr(self.args, "parallelism_config", None)
+        return bool(parallelism is not None and parallelism.cp_enabled)
+
+    @property
+    def _packs_rows(self) -> bool:
+        """Whether batches are several rows in one."""
+        flattens = isinstance(self.data_collator, DataCollatorWithFlattening)
+        return flattens or bool(getattr(self, "padding_free", False))
 
     def _why_unfused(self, model: nn.Module) -> str | None:
         """Why the loss needs the logits of `model`, so that its head stays as it is, or None if it needs none."""
@@ -354,6 +376,13 @@ class LigerTrainerMixin(StockTrainer):
                 )
         if self._wants_tokens:
             self._refuse_token_predictions()
+        if self.uses_liger and self._packs_rows and (why := why_rows_mix(self.model)) is not None:
+            raise ValueError(
+                f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}, and the model would "
+                "learn from tokens that it must not see. Switch packing and padding_free off, or try "
+                'liger_config={"varlen_attention": true} with attn_implementation="sdpa", which keeps rows apart in '
+                "most decoders."
+            )
         if self.liger_report is not None:
             self.add_callback(_ReportCallback(self))
         if self.head_is_ours and self._overrides_compute_loss:

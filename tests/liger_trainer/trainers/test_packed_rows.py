@@ -1,0 +1,110 @@
+"""Packed rows in the trainers: beside TRL's own, and refused where they would see each other."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_models import ragged_rows, text_rows, tiny_model, tiny_tokenizer
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
+from liger_trainer.varlen import padding
+
+PACKINGS = {
+    "bfd": {"packing": True, "max_length": 32}, "bfd_split": {"packing": True, "packing_strategy": "bfd_split"},
+    "padding_free": {"padding_free": True, "max_length": None},
+    "multiples of 8": {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8},
+}  # fmt: skip
+
+
+def options_of(folder, **options):
+    return {
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "use_cpu": True,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False, "learning_rate": 0.1,
+        "gradient_checkpointing": False, "optim": "sgd", **options,
+    }  # fmt: skip
+
+
+def logged(trainer):
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return torch.tensor([[log[key] for key in ("loss", "grad_norm")] for log in logs], dtype=torch.float64)
+
+
+@pytest.fixture
+def rows_of_calls(monkeypatch):
+    """The rows of every call that went through a backbone by their lengths."""
+    seen, packed = [], padding.Plan.packed
+
+    def counted(self, call, positions):
+        seen.append(self.rows.lengths)
+        return packed(self, call, positions)
+
+    monkeypatch.setattr(padding.Plan, "packed", counted)
+    return seen
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_sft_is_trl_s(kind, name, tmp_path, rows_of_calls):
+    model = tiny_model(name)
+    model.set_attn_implementation("sdpa")
+    given = {"train_dataset": Dataset.from_list(text_rows(24)), "processing_class": tiny_tokenizer()}
+    options = options_of(tmp_path, **PACKINGS[kind])
+    want = logged(SFTTrainer(model=copy.deepcopy(model), args=SFTConfig(**options), **given))
+    assert rows_of_calls == []
+    args = LigerSFTConfig(**options, liger_config={"varlen_attention": True})
+    got = logged(LigerSFTTrainer(model=copy.deepcopy(model), args=args, **given))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+    assert len(rows_of_calls) > 3 and all(len(lengths) > 1 for lengths in rows_of_calls)
+
+
+def test_flattened_rows_are_rows_one_by_one(tmp_path, rows_of_calls):
+    model, rows = tiny_model("qwen3"), ragged_rows(12)
+    model.set_attn_implementation("sdpa")
+    options = options_of(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    args = TrainingArguments(**options)
+    one_by_one = Trainer(
+        model=copy.deepcopy(model), args=args, train_dataset=[row | {"position_ids": [*range(len(row["input_ids"]))]} for row in rows]
+    )  # fmt: skip
+    want = logged(one_by_one)
+    rows_of_calls.clear()
+    args = LigerTrainingArguments(**options_of(tmp_path), liger_config={"varlen_attention": True})
+    trainer = LigerTrainer(
+        model=copy.deepcopy(model), args=args, train_dataset=rows, data_collator=DataCollatorWithFlattening()
+    )
+    torch.testing.assert_close(logged(trainer), want, rtol=1e-4, atol=0)
+    assert len(rows_of_calls) == 3
+
+
+@pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"padding_free": True, "max_length": None}])
+def test_rows_that_would_see_each_other_are_an_error(options, tmp_path):
+    given = {"train_dataset": Dataset.from_list(text_rows(24)), "processing_class": tiny_tokenizer()}
+    options = options_of(tmp_path, **options)
+    with pytest.raises(ValueError, match="GptOssForCausalLM.*packed rows see each other"):
+        LigerSFTTrainer(model=tiny_model("gpt_oss"), args=LigerSFTConfig(**options), **given)
+    LigerSFTTrainer(model=tiny_model("gpt_oss"), args=LigerSFTConfig(**options, use_liger=False), **given)
+    LigerSFTTrainer(model=tiny_model("qwen3_moe"), args=LigerSFTConfig(**options), **given)
+
+
+def test_so_are_flattened_ones(tmp_path):
+    args = LigerTrainingArguments(**options_of(tmp_path))
+    given = {"train_dataset": ragged_rows(12), "data_collator": DataCollatorWithFlattening()}
+    with pytest.raises(ValueError, match="DataCollatorWithFlattening.*packed rows see each other"):
+        LigerTrainer(model=tiny_model("gpt_oss"), args=args, **given)
+
+
+def test_context_parallelism_splits_rows_itself(tmp_path):
+    """Its collectives are SDPA's, for which `Trainer` looks at `attn_implementation`."""
+    model = tiny_model("llama")
+    model.set_attn_implementation("sdpa")
+    args = LigerTrainingArguments(**options_of(tmp_path), liger_config={"varlen_attention": True})
+    args.parallelism_config = SimpleNamespace(cp_enabled=True)
+    trainer = LigerTrainer.__new__(LigerTrainer)
+    trainer.args = args
+    assert trainer._splits_rows
+    args.parallelism_config = None
+    assert not trainer._splits_rows
