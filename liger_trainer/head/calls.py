@@ -94,7 +94,7 @@ def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that returns scores only, for which keys and values would be kept for nothing."""
     if kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None:
         return kwargs
-    return kwargs | {"use_cache": False} if _knows_cache(type(model)) else kwargs
+    return kwargs | {"use_cache": False} if _knows_cache(type(model)) else kwargs  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -102,9 +102,7 @@ def _knows_cache(model_class: type[nn.Module]) -> bool:
     return "use_cache" in inspect.signature(model_class.forward).parameters
 
 
-def _scored(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, scored_by: Callable
-) -> Any:
+def _scored(model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, scored_by: Callable) -> Any:
     """What `scored_by` makes of the model's own forward."""
     return scored_by(lambda: _run_deferred(model, args, kwargs, options))
 

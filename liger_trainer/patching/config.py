@@ -37,5 +37,7 @@ def check_config(config: dict | None) -> dict[str, bool | float]:
         elif not isinstance(value, bool):
             raise ValueError(f"liger_config[{key!r}] is {value!r}; expected True or False.")
     return (
-        {name: name not in OFF_BY_DEFAULT for name in OPERATIONS} | {REBUILD_ABOVE_MIB: rebuild.REBUILD_ABOVE_BYTES / 2**20} | (config or {})
+        {name: name not in OFF_BY_DEFAULT for name in OPERATIONS}
+        | {REBUILD_ABOVE_MIB: rebuild.REBUILD_ABOVE_BYTES / 2**20}
+        | (config or {})
     )

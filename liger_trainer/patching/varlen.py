@@ -31,10 +31,11 @@ def swap(model, report, wanted: dict) -> None:
     if not wanted[OPERATION] or backbone is None:
         return
     part, name = report[OPERATION], model.base_model_prefix
-    positions, reason = None, _why_not(model, backbone)
+    positions: str | None = None
+    reason = _why_not(model, backbone)
     if reason is None:
         positions, reason = probe.attempt(_prove, backbone)
-    if reason is None:
+    if positions is not None:
         padding.install(backbone, positions, Place(part, name))
         part.swapped[name] = "runs on real tokens"
     else:

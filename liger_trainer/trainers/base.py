@@ -378,7 +378,7 @@ class LigerTrainerMixin(StockTrainer):
             self._refuse_token_predictions()
         if self.uses_liger and self._packs_rows and (why := why_rows_mix(self.model)) is not None:
             raise ValueError(
-                f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}, and the model would "
+                f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}, so that it would "
                 "learn from tokens that it must not see. Switch packing and padding_free off, or try "
                 'liger_config={"varlen_attention": true} with attn_implementation="sdpa", which keeps rows apart in '
                 "most decoders."

@@ -21,19 +21,32 @@ import torch
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.binding import KEY as SWAPPED
-from liger_trainer.instance.binding import bind, binding_of, call_previous, is_aside, unbind
+from liger_trainer.instance.binding import Binding, bind, call_previous, unbind
 from liger_trainer.instance.hooks import hook_on
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.attention import NAME, NotForRows, Rows, rows_known
 
-KEY = "_liger_varlen"  # of what is bound to a backbone
-COLUMNS, FROM_MASK = "columns", "mask"  # which positions a model gives tokens when it is given none
+COLUMNS, FROM_MASK = "columns", "mask"
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
 _KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *_PER_TOKEN)
 _HARMLESS_HOOKS = ("transformers.modeling_utils", "transformers.utils.", "peft.")  # inputs that require gradients
 
 _plan: contextvars.ContextVar = contextvars.ContextVar("plan of the running call", default=None)
+
+
+class BackboneBinding(Binding):
+    """What we remember about the forward that is bound to a backbone.
+
+    Attributes:
+        positions (`str`): Which positions the model gives tokens when it is given none: `COLUMNS`, the columns of the
+            batch, or `FROM_MASK`, the places of the real tokens in their row.
+    """
+
+    key = "_liger_varlen"
+
+    def __init__(self, function, positions: str, place: Place | None = None):
+        super().__init__(function, place=place)
+        self.positions = positions
 
 
 class Plan:
@@ -105,7 +118,7 @@ class Plan:
 def plan_of_call(model, args: tuple, call: dict[str, Any]) -> Plan | None:
     """How a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is."""
     backbone = backbone_of(model)
-    bound = None if backbone is None else binding_of(backbone, KEY)
+    bound = None if backbone is None else BackboneBinding.of(backbone)
     if bound is None or bound.aside or args or torch.compiler.is_compiling():
         return None
     plan = plan_of(model.config, call, call.get("labels"), call.get("shift_labels"))
@@ -207,7 +220,7 @@ def _seen_inside(backbone) -> str | None:
     A hook on the backbone itself sees the batch.
     """
     for module in backbone.modules():
-        if module is not backbone and (why := hook_on(module, binding_of(module, SWAPPED), _HARMLESS_HOOKS)):
+        if module is not backbone and (why := hook_on(module, Binding.of(module), _HARMLESS_HOOKS)):
             return f"{why} on a {type(module).__name__}"
     return None
 
@@ -225,18 +238,19 @@ def _forward_of(backbone_class):
     @functools.wraps(backbone_class.forward)
     def forward(self, *args, **kwargs):
         plan = None if torch.compiler.is_compiling() else _plan.get()
-        if plan is None or is_aside(self, KEY):
-            return call_previous(self, KEY, args, kwargs)
+        bound = BackboneBinding.of(self)
+        if plan is None or bound is None or bound.aside:
+            return call_previous(self, BackboneBinding, args, kwargs)
         call = dict(zip(names, args, strict=False)) | kwargs
         if len(args) > len(names) or not plan.fits(call):
-            return call_previous(self, KEY, args, kwargs)
+            return call_previous(self, BackboneBinding, args, kwargs)
         try:
             with running(None), rows_known(plan.rows):
-                outputs = call_previous(self, KEY, (), plan.packed(call, binding_of(self, KEY).positions))
+                outputs = call_previous(self, BackboneBinding, (), plan.packed(call, bound.positions))
         except NotForRows as error:
-            binding_of(self, KEY).aside = True
+            bound.aside = True
             _say(self, str(error))
-            return call_previous(self, KEY, args, kwargs)
+            return call_previous(self, BackboneBinding, args, kwargs)
         plan.used = True
         return plan.padded(outputs)
 
@@ -252,19 +266,19 @@ def install(backbone, positions: str, place: Place | None = None) -> None:
     `positions`: `COLUMNS` where the model numbers the columns of a batch when it is given no positions, `FROM_MASK`
     where it numbers the real tokens of each row.
     """
-    bind(backbone, KEY, _forward_of(type(backbone)), positions=positions, place=place)
+    bind(backbone, BackboneBinding(_forward_of(type(backbone)), positions, place))  # type: ignore[arg-type]
     backbone.config._attn_implementation = NAME
 
 
 def remove(backbone) -> None:
     """Undo `install`."""
-    unbind(backbone, KEY)
+    unbind(backbone, BackboneBinding)
     if backbone.config._attn_implementation == NAME:
         backbone.config._attn_implementation = "sdpa"
 
 
 def _say(backbone, reason: str) -> None:
-    bound = binding_of(backbone, KEY)
+    bound = BackboneBinding.of(backbone)
     if bound is not None and bound.place is not None:
-        bound.place.kept(reason)
+        bound.place.keeps_its_code(reason)
     logger.warning_once(f"{type(backbone).__name__} computes padding too: {reason}.")
