@@ -23,8 +23,8 @@ PACKINGS = {
 def options_of(folder, **options):
     return {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1,
-        "use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False, "learning_rate": 0.1,
-        "gradient_checkpointing": False, "optim": "sgd", **options,
+        "use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False,
+        "learning_rate": 0.1, "gradient_checkpointing": False, "optim": "sgd", **options,
     }  # fmt: skip
 
 
