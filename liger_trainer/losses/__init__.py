@@ -1,7 +1,8 @@
 """Losses for a training loop of your own: functions of log-probabilities, which need no logits and no trainer.
 
 The trainers of this package do not use them, because their losses are TRL's own code.
-`tests/liger_trainer/losses/test_losses.py` checks that the two agree. Importing this loads neither transformers nor TRL.
+`tests/liger_trainer/losses/test_losses.py` checks that the two agree. Importing this loads neither transformers nor
+TRL.
 """
 
 from liger_trainer.losses.linear import linear_loss

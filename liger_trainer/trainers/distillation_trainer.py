@@ -94,7 +94,9 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
                     f"The {name} cannot be distilled with a fused divergence, since {reason}. Set "
                     'liger_config={"fused_linear_cross_entropy": false}.'
                 )
-            sizes[name] = output_head(base_model_of(model)).out_features
+            head = output_head(model)
+            assert head is not None, "head_reason would have said so"
+            sizes[name] = head.out_features
         if sizes["student"] != sizes["teacher"]:
             raise ValueError(
                 f"The LM head of the student has {sizes['student']} outputs, that of the teacher {sizes['teacher']}. A "
