@@ -18,7 +18,7 @@ from torch import nn
 from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import base_model_of, head_reason, output_head
+from liger_trainer.head.find import head_reason, output_head
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.trl import LigerTRLMixin, _NoAdapterIsRefused, with_globals
 from liger_triton import linear_divergence
