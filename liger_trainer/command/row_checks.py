@@ -6,8 +6,8 @@ read row by row.
 
 from typing import Any
 
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.compute as pc  # type: ignore[import-untyped]
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from liger_trainer.errors import RecipeError, short
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow.compute as pc  # type: ignore[import-untyped]
+import pyarrow.compute as pc
 
 from liger_trainer._logging import logger
 from liger_trainer.errors import RecipeError, short

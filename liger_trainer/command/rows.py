@@ -99,7 +99,7 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, folder: Path, sp
 
 def _joined(key: str, names: list[str], parts: list):
     """The rows of several files as one dataset."""
-    from datasets import concatenate_datasets  # type: ignore[import-untyped]
+    from datasets import concatenate_datasets
 
     if len(parts) == 1:
         return parts[0]
@@ -140,7 +140,7 @@ def _source(key: str, name: str, folder: Path) -> str:
 
 def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
     from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError  # type: ignore[import-untyped]
+    from datasets.exceptions import DatasetGenerationError
 
     empty = RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
     try:

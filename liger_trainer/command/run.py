@@ -227,7 +227,7 @@ def _heads_evaluation(trainer, eval_rows):
 
 def _needs_reference(recipe: Recipe) -> bool:
     """Whether the trainer would load a second copy of the model by its path, as the reference of the trained one."""
-    from accelerate.utils import parse_flag_from_env  # type: ignore[import-untyped]
+    from accelerate.utils import parse_flag_from_env
 
     import liger_trainer
 

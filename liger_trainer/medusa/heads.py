@@ -336,6 +336,6 @@ def _gathered(weight: torch.Tensor) -> AbstractContextManager:
     """Within the block `weight` is whole, even if ZeRO-3 has partitioned it."""
     if not hasattr(weight, "ds_id"):
         return nullcontext()
-    import deepspeed  # type: ignore[import-not-found, import-untyped]
+    import deepspeed
 
     return deepspeed.zero.GatheredParameters([weight])

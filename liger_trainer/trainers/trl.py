@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 import trl
-from accelerate.utils import (  # type: ignore[import-untyped]
+from accelerate.utils import (
     convert_outputs_to_fp32,
     get_mixed_precision_context_manager,
 )

@@ -3,8 +3,7 @@
 import sys
 
 import pytest
-from recipe_fixtures import write_recipe
-from test_cli import run_elsewhere
+from recipe_fixtures import run_elsewhere, write_recipe
 
 # Of Triton's library, an object that nothing can free keeps a type alive until the interpreter is finalised, as a half
 # finished step may; the library then writes a line for each function and type that it calls leaked.
