@@ -178,6 +178,12 @@ def settle(path: Path, filed: dict[str, Any], given: dict[str, Any], defaults: d
             f"{path}: save_strategy is 'best', which saves nothing without evaluation. Set eval_strategy: steps or "
             "epoch, or save_strategy: epoch."
         )
+    if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":
+        raise RecipeError(
+            f"{path}: packing_strategy is 'wrapped', which joins rows and cuts them at any token, so that a row is "
+            "learned with what is left of another one before it. Set packing_strategy: bfd, which keeps rows apart, or "
+            "bfd_split, which keeps the rest of rows longer than max_length too."
+        )
     if "num_train_epochs" in chosen and value("max_steps") > 0:
         if "max_steps" not in given or "num_train_epochs" in given:
             raise RecipeError(

@@ -359,3 +359,10 @@ def test_a_run_too_short_to_log_a_loss(folder, capsys):
     assert code == 0 and f"  loss     {sum(each[2:]) / 2:.3f}, the mean of all steps\n" in out, err
     code, _, err = command(capsys, "train", write_recipe(folder, logging_steps=4, overwrite_output_dir=True))
     assert code == 0 and "logging_steps" not in err
+
+
+def test_packing_that_lets_rows_see_each_other(folder, capsys):
+    path = write_recipe(folder, packing=True, packing_strategy="wrapped", max_length=32)
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and "packing_strategy is 'wrapped'" in err and "packing_strategy: bfd" in err
+    assert command(capsys, "train", path, "--packing_strategy", "bfd")[0] == 0
