@@ -5,9 +5,9 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
+from benchmark_scripts import benchmarks_on_path  # noqa: F401
 from checkout import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -23,14 +23,6 @@ UNIT = "|".join(FIELDS)
 BETWEEN = r"(?:\s*,|\s+and|\s+or|\s+to|\s+against|\s*/)\s+"
 BEFORE_UNIT = re.compile(rf"(?<![\w.,-])({NUMBER}(?:{BETWEEN}{NUMBER})*)\s+({UNIT})\b")
 AFTER_UNIT = re.compile(rf"({UNIT})\s+(?:against|and|or|to)\s+({NUMBER}(?:{BETWEEN}{NUMBER})*)(?![\d.,]*\s+[A-Za-z])")
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in [n for n, m in sys.modules.items() if (getattr(m, "__file__", "") or "").startswith(str(BENCHMARKS))]:
-        del sys.modules[name]
 
 
 @pytest.fixture

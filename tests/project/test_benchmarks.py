@@ -10,21 +10,9 @@ import matplotlib
 import pytest
 import torch
 import yaml
-from checkout import ROOT
+from benchmark_scripts import BENCHMARKS, benchmarks_on_path  # noqa: F401
 
 from liger_trainer.paths import shipped
-
-BENCHMARKS = str(ROOT / "benchmarks")
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    yield
-    for name in [
-        name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(BENCHMARKS)
-    ]:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

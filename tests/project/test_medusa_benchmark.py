@@ -2,22 +2,11 @@
 
 import argparse
 import json
-import sys
 
 import matplotlib
 import pytest
-from checkout import ROOT
+from benchmark_scripts import benchmarks_on_path  # noqa: F401
 from recipe_fixtures import write_model, write_rows
-
-BENCHMARKS = str(ROOT / "benchmarks")
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    yield
-    for name in [n for n, m in sys.modules.items() if (getattr(m, "__file__", "") or "").startswith(BENCHMARKS)]:
-        del sys.modules[name]
 
 
 def test_arms_agree_and_a_wrong_one_is_flagged(tmp_path):
