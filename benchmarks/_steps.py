@@ -1,5 +1,4 @@
-"""What the runs of `training.py` and `scaling.py` need: models by shape, rows, a trainer for every arm, and a measured
-run."""
+"""What the runs of `training.py` and `scaling.py` need: models by shape, a trainer for every arm, and a measured run."""
 
 import gc
 import json
@@ -12,9 +11,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from _measure import DEVICE
+from _rows import pairs_of, sft_rows, tokens_of
 
 # The shapes of published models, by name. No weights are fetched.
 MODELS = {
@@ -34,10 +33,13 @@ MODELS = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
 }  # fmt: skip
-# "+ Liger" stands for use_liger_kernel=True, and "+ compile" for torch_compile=True.
+# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, and "+ varlen" for
+# liger_config={"varlen_attention": True}.
 ARMS = {
     "sft": (
+        "LigerSFTTrainer + varlen",
         "LigerSFTTrainer",
+        "LigerTrainer + varlen",
         "LigerTrainer",
         "Trainer",
         "Trainer + Liger",
@@ -46,7 +48,7 @@ ARMS = {
         "Trainer + compile",
         "LigerTrainer + compile",
     ),
-    "dpo": ("LigerDPOTrainer", "DPOTrainer", "DPOTrainer + Liger"),
+    "dpo": ("LigerDPOTrainer + varlen", "LigerDPOTrainer", "DPOTrainer", "DPOTrainer + Liger"),
 }
 STOCK = ("Trainer", "SFTTrainer", "DPOTrainer")
 
@@ -57,7 +59,7 @@ class Run:
 
     model: str
     batch: int  # rows, or pairs for DPO, of one process
-    length: int  # tokens of a row, or of each of the two sequences of a pair
+    length: int  # tokens of a row, or of each of the two sequences of a pair; the most of them in real rows
     trainer: str = "sft"
     steps: int = 14
     skip: int = 4  # steps before the clock starts, in which allocator, cuBLAS and Triton warm up
@@ -68,27 +70,7 @@ class Run:
     workers: int = 0
     waits: bool = True  # as the stock trainer: until a batch is on the GPU, and for each loss, to see if it is finite
     processes: int = 1
-
-    @property
-    def tokens_per_step(self):
-        return self.batch * self.length * (2 if self.trainer == "dpo" else 1)
-
-
-def rows_of(path, vocab, length, count):
-    if path is None:
-        ids = np.random.default_rng(0).integers(0, vocab, count * length)
-    elif path.endswith(".npz"):
-        ids = np.load(path)["ids"].astype(np.int64)
-    else:
-        from datasets import load_dataset
-
-        ids = np.concatenate(load_dataset("json", data_files=path, split="train")["input_ids"])
-    ids = np.resize(ids, count * length) % vocab  # if there are too few ids, they are repeated
-    return [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids.reshape(count, length)]
-
-
-def collate(rows):
-    return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    rows: str = "full"  # a kind of `_rows.py`
 
 
 def build(run, dtype=torch.bfloat16):
@@ -133,27 +115,28 @@ def classes_of(arm):
 def make_trainer(arm, run, callbacks):
     from peft import LoraConfig, get_peft_model
 
-    trainer_class, args_class = classes_of(arm)
-    is_trl = any(base.__module__.startswith("trl.") for base in trainer_class.__mro__)
+    stock_class, args_class = classes_of(arm)
+    is_trl = any(base.__module__.startswith("trl.") for base in stock_class.__mro__)
     model = build(run)
     vocab = model.config.get_text_config().vocab_size
-    options, inputs = {}, {}
+    options, inputs, methods = {}, {}, {"training_step": counting_step(stock_class)}
     if arm.endswith("+ Liger"):
         options["use_liger_kernel"] = True
     if arm.endswith("+ compile"):
         options["torch_compile"] = True
+    if arm.endswith("+ varlen"):
+        options["liger_config"] = {"varlen_attention": True}
+    if run.rows != "full":
+        options["train_sampling_strategy"] = "sequential"
     if is_trl:
         from datasets import Dataset
 
         options["max_length"] = run.length
         inputs["processing_class"] = tokenizer_of()
     if run.trainer == "dpo":
-        from preferences import pairs
-
-        rows = Dataset.from_list(pairs(run.data, vocab, run.length, run.batch * run.steps * run.processes))
         # The rows are token ids already, for which TRL's DPOTrainer has no option.
-        prepared = {"_prepare_dataset": lambda self, dataset, *args: dataset}
-        trainer_class = type(trainer_class.__name__, (trainer_class,), prepared)
+        methods["_prepare_dataset"] = lambda self, dataset, *args: dataset
+        rows = Dataset.from_list(pairs_of(run, vocab))
         if not run.lora:
             inputs["ref_model"] = build(run)
             if arm.endswith("+ Liger"):  # the trainer patches the policy, but not the reference
@@ -161,12 +144,13 @@ def make_trainer(arm, run, callbacks):
 
                 _apply_liger_kernel_to_instance(inputs["ref_model"], fused_linear_cross_entropy=False)
     else:
-        rows = rows_of(run.data, vocab, run.length, run.batch * run.steps * run.processes)
+        rows, collator = sft_rows(run, vocab, tokenizer_of())
         if is_trl:
             rows = Dataset.from_list(rows)
             options["dataset_kwargs"] = {"skip_prepare_dataset": True}
+            options["packing"] = run.rows == "packed"
         else:
-            inputs["data_collator"] = collate
+            inputs["data_collator"] = collator
     if not run.waits:
         options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
     if run.lora:
@@ -185,7 +169,20 @@ def make_trainer(arm, run, callbacks):
         use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
         dataloader_drop_last=True, **options,
     )  # fmt: skip
-    return trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
+    trainer_class = type(stock_class.__name__, (stock_class,), methods)
+    trainer = trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
+    trainer.counted = []
+    return trainer
+
+
+def counting_step(stock_class):
+    """The `training_step` of `stock_class`, with the tokens of each batch put into `counted` of the trainer."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.counted.append(tokens_of(inputs))
+        return stock_class.training_step(self, model, inputs, *args, **kwargs)
+
+    return training_step
 
 
 def clock_of(run):
@@ -211,21 +208,28 @@ def clock_of(run):
 
 
 def train(arm, run, callbacks=()):
-    """Train as `run` says. Returns a row: tokens/s, ms of a step, peak memory in GiB, first losses, FLOP a token."""
+    """Train as `run` says. Returns a row: tokens/s, ms of a step, peak memory in GiB, first losses, FLOP a token.
+
+    Tokens are those of the batches that were trained on while the clock ran, without padding: `step_tokens` of each of
+    these steps. `padding` is its share of all their positions.
+    """
     clock = clock_of(run)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = make_trainer(arm, run, [clock, *callbacks])
     trainer.train()
     seconds = clock.end - clock.start
+    tokens, squares, positions = zip(*(map(int, step) for step in trainer.counted[run.skip : run.steps]), strict=True)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     row = {
         "arm": arm,
-        "tokens_per_s": (run.steps - run.skip) * run.tokens_per_step / seconds,
+        "tokens_per_s": sum(tokens) / seconds,
+        "step_tokens": tokens,
+        "padding": 1 - sum(tokens) / sum(positions),
         "ms": seconds / (run.steps - run.skip) * 1e3,
         "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
         "losses": losses[:3],
-        "flop_per_token": flop_per_token(trainer.model, run),
+        "flop_per_token": flop_per_token(trainer.model, run, sum(squares) / sum(tokens)),
     }
     report = getattr(trainer, "liger_report", None)
     if report is not None:
@@ -234,14 +238,18 @@ def train(arm, run, callbacks=()):
     return row
 
 
-def flop_per_token(model, run):
+def flop_per_token(model, run, length):
     """6 for each weight of a product (4 if it is frozen), and 6 * layers * length * heads * head_dim for causal
-    attention. For DPO, the forward pass of the reference adds 2 for each weight and a third of what attention takes."""
+    attention. For DPO, the forward pass of the reference adds 2 for each weight and a third of what attention takes.
+
+    `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
+    what attention costs a token on average.
+    """
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     weights = sum((6 if w.requires_grad else 4) * w.numel() for w in linear)
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 6 * config.num_hidden_layers * run.length * config.num_attention_heads * head_dim
+    attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
     if run.trainer == "dpo":
         return weights + 2 * sum(w.numel() for w in linear) + attention * 4 / 3
     return weights + attention
@@ -258,6 +266,15 @@ def flag_losses(rows):
             if not abs(got - want) <= (0.05 if k else 0.01) * abs(want):
                 row["note"] = f"WRONG LOSS: {got:.4f}, stock {want:.4f}"
                 break
+
+
+def flag_tokens(rows):
+    """Add a note to every row whose steps had other numbers of tokens than those of the first."""
+    first = next((row["step_tokens"] for row in rows if "step_tokens" in row), None)
+    for row in rows:
+        if row.get("step_tokens", first) != first:
+            got, want = next(pair for pair in zip(row["step_tokens"], first, strict=True) if pair[0] != pair[1])
+            row["note"] = f"OTHER ROWS: a step of {got} tokens, of the first trainer {want}"
 
 
 # Arms run in processes of their own, since Liger's patches concern the whole process, and all memory is given back

@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from _measure import DEVICE, Record, table
-from _steps import Run, build, clock_of, collate, emit, is_out_of_memory, release, rows_from, rows_of, tokenizer_of
+from _rows import collate, rows_of
+from _steps import Run, build, clock_of, emit, is_out_of_memory, release, rows_from, tokenizer_of
 
 OURS, UNFUSED, PATCHED = "LigerMedusaTrainer", "unfused", "unfused + patched"
 ARMS = (OURS, UNFUSED, PATCHED)

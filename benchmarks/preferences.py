@@ -80,6 +80,17 @@ def pairs(path, vocab, length, count):
     return found
 
 
+def real_pairs(path, vocab, length):
+    """The pairs of a file as they are, for TRL's collator, which cuts each sequence to `length` and pads.
+
+    A pair whose prompt alone has `length` tokens is left out, as TRL leaves it out.
+    """
+    rows = read(path, vocab)
+    pairs = zip(*(rows[part] for part in PARTS), strict=True)
+    found = [{f"{part}_ids": ids.tolist() for part, ids in zip(PARTS, pair, strict=True)} for pair in pairs]
+    return [pair for pair in found if len(pair["prompt_ids"]) < length]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", help="the .json file")

@@ -19,7 +19,10 @@ import torch
 from _measure import DEVICE, Record, table
 from _steps import ARMS, MODELS, Run, check_arms, emit, flag_losses, is_out_of_memory, release, rows_from, train
 
-DEFAULT_ARMS = {"sft": ("LigerTrainer", "Trainer", "Trainer + Liger", "SFTTrainer"), "dpo": ARMS["dpo"]}
+DEFAULT_ARMS = {
+    "sft": ("LigerTrainer", "Trainer", "Trainer + Liger", "SFTTrainer"),
+    "dpo": ("LigerDPOTrainer", "DPOTrainer", "DPOTrainer + Liger"),
+}
 POINTS = {
     "batch": [1, 2, 4, 8, 16, 32],
     "vocabulary": [32000, 65536, 128256, 262144],

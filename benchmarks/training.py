@@ -4,17 +4,23 @@ steps.
     python benchmarks/training.py --model Llama-3.2-1B --batch 16 --length 1024 --data rows.npz
         [--checkpointing] [--lora 16] [--no_waits] [--arms LigerTrainer "Trainer + compile" "LigerTrainer + compile"]
     python benchmarks/training.py --trainer dpo --model Llama-3.2-1B --batch 4 --length 1024 --data pairs.npz
+    python benchmarks/training.py --model Llama-3.2-1B --batch 8 --length 2048 --rows padded --data rows.npz
 
-It is full fine-tuning in bf16 with fused AdamW, or LoRA on every linear layer, of random weights. Rows have no padding:
-the token ids of `--data`, or random ones without it, are joined and cut into rows. Every arm runs in a process of its
-own, since Liger's patches concern the whole process. An arm that fails is a row that says why, and losses that are not
-those of the stock trainer are flagged.
+It is full fine-tuning in bf16 with fused AdamW, or LoRA on every linear layer, of random weights. Rows have no padding
+by default: the token ids of `--data`, or random ones without it, are joined and cut into rows. Every arm runs in a
+process of its own, since Liger's patches concern the whole process. An arm that fails is a row that says why, and
+losses and rows that are not those of the stock trainer are flagged.
 
-`--data` is an .npz with a flat array `ids`, or a .json/.jsonl file that `datasets` reads, with a column `input_ids`.
-For DPO it is an .npz made by `preferences.py`, or the .json that this takes, whose texts are replaced by about as many
-random ids. `--batch` then counts pairs, and `--length` the tokens of each of the two sequences of a pair. The reference
-model is computed on the fly, and under "DPOTrainer + Liger" it has Liger's layers too. `scaling.py` finds the longest
-context that fits.
+`--rows padded` takes the rows of `--data` as they come, each cut to `--length`, `--batch` of them a step, padded to the
+longest; `--rows packed` packs them as TRL does under `packing=True`. Labels are on all tokens. tokens/s and MFU are
+then of real tokens only, counted in the batches that were trained on while the clock ran. Half of the steps come before
+it and train on the same batches.
+
+`--data` is an .npz with a flat array `ids`, for real rows with `offsets` (rows + 1) too, or a .json/.jsonl file that
+`datasets` reads, with a column `input_ids`. For DPO it is an .npz made by `preferences.py`, or the .json that this
+takes, whose texts are replaced by about as many random ids. `--batch` then counts pairs, and `--length` the tokens of
+each of the two sequences of a pair. The reference model is computed on the fly, and under "DPOTrainer + Liger" it has
+Liger's layers too. `scaling.py` finds the longest context that fits.
 
 `--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`. Batch, tokens/s and memory
 are then those of one process.
@@ -26,14 +32,15 @@ import time
 
 import torch
 from _measure import DEVICE, Record, ceilings, table
-from _steps import ARMS, MODELS, Run, check_arms, emit, flag_losses, rows_from, train
+from _rows import KINDS
+from _steps import ARMS, MODELS, Run, check_arms, emit, flag_losses, flag_tokens, rows_from, train
 
-SKIP = Run.skip
-LORA_ARMS = ("LigerSFTTrainer", "SFTTrainer", "SFTTrainer + Liger")
+LORA_ARMS = ("LigerSFTTrainer + varlen", "LigerSFTTrainer", "SFTTrainer", "SFTTrainer + Liger")
+STEPS = {"full": 14, "padded": 32, "packed": 32}
 
 
-def profiler():
-    """A callback that runs two steps under torch's profiler and prints which kernels take their time."""
+def profiler(skip):
+    """A callback that runs two steps after `skip` under torch's profiler and prints which kernels take their time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
     from transformers import TrainerCallback
@@ -54,10 +61,10 @@ def profiler():
 
     class Profiler(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == SKIP:
+            if state.global_step == skip:
                 self.profiler = torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
                 self.profiler.__enter__()
-            if state.global_step == SKIP + 2:
+            if state.global_step == skip + 2:
                 torch.cuda.synchronize()
                 self.profiler.__exit__(None, None, None)
                 gaps(self.profiler.events())
@@ -76,16 +83,28 @@ def one_arm(options):
     run = Run(
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
         checkpointing=options.checkpointing, lora=options.lora, workers=4 if DEVICE == "cuda" else 0,
-        waits=not options.no_waits, processes=options.processes,
+        waits=not options.no_waits, processes=options.processes, rows=options.rows, skip=skip_of(options),
     )  # fmt: skip
-    emit(train(options.arm, run, [profiler()] if options.profile else []))
+    emit(train(options.arm, run, [profiler(run.skip)] if options.profile else []))
     if options.processes > 1:
         time.sleep(0.5)  # as at the end of liger_trainer/command/run.py
+
+
+def skip_of(options):
+    """Steps before the clock starts: for real rows half of them, which train on the batches of the other half."""
+    return Run.skip if options.rows == "full" else (options.steps + 1) // 2
+
+
+def default_arms(options):
+    arms = LORA_ARMS if options.lora and options.trainer == "sft" else ARMS[options.trainer]
+    left_out = ("compile", "varlen") if options.rows == "full" else ("compile",)
+    return [arm for arm in arms if not arm.endswith(left_out)]
 
 
 def case_of(options):
     """The folder of the record."""
     parts = [options.trainer, options.model.lower(), f"{options.batch}x{options.length}"]
+    parts += [options.rows] * (options.rows != "full")
     parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
     parts += ["no_waits"] * options.no_waits
     if options.config_file:
@@ -93,9 +112,10 @@ def case_of(options):
     return "-".join(parts)
 
 
+COUNTED = "tokens without padding, of the batches trained on while the clock ran"
 COLUMNS = {
     "arm": ("trainer", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "mfu": ("MFU %", ".1f"),
-    "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
+    "padding": ("padding", ".0%"), "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
 }  # fmt: skip
 
 
@@ -105,8 +125,9 @@ def main():
     parser.add_argument("--model", choices=MODELS, default="Llama-3.2-1B")
     parser.add_argument("--batch", type=int, default=16, help="rows, or pairs for DPO")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, help="; ".join(f"{kind}: {steps}" for kind, steps in STEPS.items()))
     parser.add_argument("--data")
+    parser.add_argument("--rows", choices=KINDS, default="full", help="for DPO full or padded")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no_waits", action="store_true", help="non_blocking=True, logging_nan_inf_filter=False")
     parser.add_argument("--lora", type=int, nargs="?", const=16, help="rank (16 if not given)")
@@ -118,13 +139,16 @@ def main():
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.steps <= SKIP:
-        parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
-    arms = options.arms
-    if arms is None and options.lora and options.trainer == "sft":
-        arms = LORA_ARMS
-    elif arms is None:
-        arms = [arm for arm in ARMS[options.trainer] if "compile" not in arm]
+    if options.steps is None:
+        options.steps = STEPS[options.rows]
+    if options.steps <= skip_of(options):
+        least = Run.skip + 1 if options.rows == "full" else 2
+        parser.error(f"--steps is {options.steps}; the clock starts after {skip_of(options)}, so take at least {least}")
+    if options.rows != "full" and not options.data:
+        parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
+    if options.rows == "packed" and options.trainer == "dpo":
+        parser.error("--rows packed is for --trainer sft: TRL's DPOTrainer does not pack. Take --rows padded")
+    arms = default_arms(options) if options.arms is None else options.arms
     check_arms(parser, options.trainer, arms)
     if options.arm:
         return one_arm(options)
@@ -145,14 +169,18 @@ def main():
                 row["mfu"] = 100 * row["tokens_per_s"] * row["flop_per_token"] / rate
             rows.append(row)
         flag_losses(rows)
-        record.write({"options": vars(options), "matmul_flop_per_s": rate, "rows": rows})
+        flag_tokens(rows)
+        about = {"options": vars(options), "matmul_flop_per_s": rate, "tokens": COUNTED}
+        record.write(about | {"rows": rows})
     unit = "pairs of 2 x" if options.trainer == "dpo" else "x"
     shape = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
+    shape += f", {options.rows} rows" if options.rows != "full" else ""
     shape += f", LoRA r={options.lora}" if options.lora else ""
     shape += ", no waits" if options.no_waits else ""
     shape += f", each of {options.processes} with {os.path.basename(options.config_file)}" if launcher else ""
     print(shape + (", checkpointing" if options.checkpointing else ", no checkpointing"))
-    table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in rows], COLUMNS)
+    columns = {name: title for name, title in COLUMNS.items() if name != "padding" or options.rows != "full"}
+    table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in rows], columns)
     for row in rows:
         if row.get("patched"):
             print(row["arm"], row["patched"])
