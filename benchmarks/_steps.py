@@ -1,4 +1,4 @@
-"""What the runs of `training.py` and `scaling.py` need: models by shape, a trainer for every arm, and a measured run."""
+"""What the runs of `training.py` and `scaling.py` need: models by shape, a trainer for every arm, one measured run."""
 
 import gc
 import json
