@@ -1,0 +1,133 @@
+"""On a GPU: attention by PyTorch's kernel for rows of uneven length beside float64, and who waits for the GPU.
+
+CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/varlen/test_varlen_gpu.py
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from liger_trainer import apply_liger
+from liger_trainer.varlen import attention, padding
+from liger_trainer.varlen.attention import RowMask, Rows, varlen_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+LENGTHS = (130, 1, 517, 0, 64, 300)
+TOKENS = sum(LENGTHS)
+
+
+def rows():
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int().cuda()
+    return Rows(offsets, TOKENS, max(LENGTHS))
+
+
+def exact(query, key, value, window, scale, upstream):
+    """Output and gradients in float64, with the mask written out."""
+    row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
+    distance = torch.arange(TOKENS, device="cuda")[:, None] - torch.arange(TOKENS, device="cuda")
+    seen = (distance >= 0) & (row[:, None] == row)
+    seen = seen if window is None else seen & (distance < window)
+    given = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = given[0], *(x.repeat_interleave(groups, 1) for x in given[1:])
+    scores = (q @ k.mT * scale).masked_fill(~seen, float("-inf"))
+    out = (scores.softmax(-1) @ v).transpose(1, 2)
+    return out, torch.autograd.grad(out, given, upstream.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, value_dim",
+    [(4, 4, 64, 64), (8, 2, 128, 128), (4, 4, 192, 128), (2, 1, 256, 256), (4, 2, 80, 80)],
+)
+def test_kernel(heads, kv_heads, dim, value_dim, window, dtype, monkeypatch):
+    monkeypatch.setattr(attention, "_row_by_row", None)  # the kernel takes it
+    torch.manual_seed(0)
+    shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim)
+    query, key, value = (
+        torch.randn(1, TOKENS, n, width, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+        for n, width in shapes
+    )
+    scale = dim**-0.5
+    got, _ = varlen_attention(torch.nn.Module(), query, key, value, RowMask(rows(), window), scaling=scale)
+    upstream = torch.randn_like(got)
+    grads = torch.autograd.grad(got, (query, key, value), upstream)
+    want, want_grads = exact(query, key, value, window, scale, upstream)
+    bound = 3 * torch.finfo(dtype).eps
+    for mine, theirs in zip((got, *grads), (want, *want_grads), strict=True):
+        assert (mine.double() - theirs).norm() <= bound * theirs.norm()
+
+
+def test_fp32_goes_row_by_row():
+    query, key, value = (torch.randn(1, 4, TOKENS, 64, device="cuda") for _ in range(3))
+    got, _ = varlen_attention(torch.nn.Module(), query, key, value, RowMask(rows()))
+    want, _ = exact(query, key, value, None, 64**-0.5, torch.zeros_like(got))
+    assert (got.double() - want).norm() <= 1e-5 * want.norm()
+
+
+@contextlib.contextmanager
+def waits_are_errors():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_backbone_waits_for_nothing():
+    """A plan is made with one wait, of a packed batch that comes with its lengths without any; layers wait for none."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).bfloat16()
+    apply_liger(model, {"varlen_attention": True})
+    ids, mask = torch.randint(3, 500, (4, 64), device="cuda"), torch.ones(4, 64, device="cuda", dtype=torch.long)
+    mask[1, 40:] = 0
+    call = {"input_ids": ids, "attention_mask": mask}
+    plan = padding.plan_of(model.config, call)
+    flat = {
+        "input_ids": ids[:1], "position_ids": torch.arange(64, device="cuda")[None] % 32,
+        "cu_seq_lens_q": torch.tensor([0, 32, 64], device="cuda", dtype=torch.int32), "max_length_q": 32,
+    }  # fmt: skip
+    for _ in range(2):  # the first call compiles
+        with waits_are_errors() if _ else contextlib.nullcontext():
+            with padding.running(plan):
+                model.model(**call)
+            with padding.running(padding.plan_of(model.config, flat)):
+                model.model(**flat)
+    assert plan.used
+
+
+def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    ids, mask = torch.randint(3, 500, (8, 512), device="cuda"), torch.ones(8, 512, device="cuda", dtype=torch.long)
+    for row in range(1, 8):
+        mask[row, 512 - 60 * row :] = 0
+    call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    def step():
+        model.zero_grad()
+        loss = model(**call).loss
+        loss.backward()
+        return [loss.detach().double(), *(p.grad.double() for p in model.parameters())]
+
+    want = step()
+    model.bfloat16()
+    stock = step()
+    apply_liger(model, {"varlen_attention": True})
+    ours = step()
+    for mine, theirs, best in zip(ours, stock, want, strict=True):
+        assert (mine - best).norm() <= 1.5 * (theirs - best).norm() + 1e-3 * best.norm()
+    assert F.cosine_similarity(ours[1].flatten(), want[1].flatten(), dim=0) > 0.99
