@@ -62,6 +62,7 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
         options = head_options(self)
         if options is None:  # the head has been removed, but somebody's wrapper still calls this forward
             return _own_forward(self, args, kwargs)
+        shows_padding = False  # whether the answer has something of every position
         if fused_lm_head or label_smoothing or scored_by is not None:
             kwargs = _without_cache(self, kwargs)
         if scored_by is not None:
@@ -74,12 +75,14 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
             without_labels = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
             score = _token_outputs if fused_lm_head else _smoothed_loss
             answer = functools.partial(score, self, args, without_labels, options, request)
+            shows_padding = "hidden_states" in _wanted_outputs(options, request)
         else:
+            skip_logits = self.training if skip_logits is None else skip_logits
+            shows_padding = not skip_logits or _shows_states(self, kwargs)
             answer = functools.partial(_own_outputs, self, args, kwargs, options, skip_logits, token_predictions)
-        plan = plan_of_call(self, args, kwargs)
-        if plan is None:
+        if torch.compiler.is_compiling():
             return answer()
-        with running(plan):
+        with running(None if shows_padding else plan_of_call(self, args, kwargs)):  # None too: calls may lie in others
             return answer()
 
     forward.__name__ = "forward"
@@ -88,6 +91,16 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
     forward.__signature__ = inspect.signature(model_class.forward)  # type: ignore[attr-defined]
     del forward.__wrapped__
     return forward
+
+
+def _shows_states(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the model's own forward returns, or hands to a loss of the user's, what it computes for padding."""
+    labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+    hidden = kwargs.get("output_hidden_states")
+    hidden = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
+    loss = model.__dict__.get("_loss_function")  # as somebody has set it on this model
+    theirs = loss is not None and not str(getattr(loss, "__module__", None)).startswith("transformers.")
+    return bool(not labelled or hidden or theirs)
 
 
 def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -112,12 +125,11 @@ def _own_outputs(
     args: tuple,
     kwargs: dict[str, Any],
     options: HeadOptions,
-    skip_logits: bool | None,
+    skip_logits: bool,
     token_predictions: bool,
 ) -> Any:
     """What the model's own forward returns; in training without the logits that its loss was computed from."""
     labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
-    skip_logits = model.training if skip_logits is None else skip_logits
     if (labels is None and shift_labels is None) or not skip_logits:
         return _run_with_logits(model, args, kwargs)
     outputs = _run_deferred(model, args, kwargs, options)
@@ -210,11 +222,16 @@ def _predictions(logits: torch.Tensor | DeferredLogits, target: torch.Tensor) ->
     return {"token_ids": token_ids, "log_probs": log_probs, "ranks": ranks, "labels": target.to(token_ids.device)}
 
 
+def _wanted_outputs(options: HeadOptions, request: LossRequest) -> tuple[str, ...]:
+    """The names of the outputs of a call with `fused_lm_head=True`."""
+    return options.outputs if request.token_outputs is None else request.token_outputs
+
+
 def _token_outputs(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, request: LossRequest
 ) -> FusedLMOutput:
     """Answer a call with `fused_lm_head=True`."""
-    wanted = options.outputs if request.token_outputs is None else request.token_outputs
+    wanted = _wanted_outputs(options, request)
     outputs, logits, target = _logits_and_targets(model, args, kwargs, options, request)
     scoring = {"temperature": options.temperature, "label_smoothing": request.label_smoothing}
     per_token = [name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"]

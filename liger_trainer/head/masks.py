@@ -6,6 +6,9 @@ each layer reads a (B, 1, S, S) mask and computes both halves. But when a patche
 arguments, nothing can be masked or packed. The model is then given a mask of ones, by which transformers sees that
 nothing is packed, and `sdpa_mask` of transformers is told that the mask is all ones. transformers still decides whether
 anything else needs a mask, such as a sliding window or tokens of an image that see each other.
+
+The same function of ours answers for a call whose padding is left out (`liger_trainer.varlen`), with the mask of its
+rows.
 """
 
 import functools
@@ -18,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from liger_trainer.varlen.attention import NAME
+from liger_trainer.varlen.attention import STANDS_BEFORE, row_mask
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
 
@@ -61,10 +64,13 @@ def _without_needless_masks(own: Callable) -> Callable:
 
     @functools.wraps(own)
     def sdpa_mask(*args, **kwargs):
+        if (known := row_mask(args, kwargs)) is not None:
+            return known
         if _nothing_is_padding and torch.compiler.is_compiling() and not args and _is_needless(**kwargs):
             return None
         return own(*args, **kwargs)
 
+    setattr(sdpa_mask, STANDS_BEFORE, own)
     return sdpa_mask
 
 
@@ -103,7 +109,7 @@ def _nothing_is_masked(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     config = model.config
     decodes_text = config.get_text_config() is config and not config.is_encoder_decoder and not model._is_stateful
     masking = ("attention_mask", "position_ids", "past_key_values")
-    is_sdpa = config._attn_implementation in ("sdpa", NAME)
+    is_sdpa = config._attn_implementation == "sdpa"
     return decodes_text and is_sdpa and all(kwargs.get(name) is None for name in masking)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from liger_trainer.instance.binding import Binding, bind, call_previous, unbind
+from liger_trainer.instance.binding import Binding, bind, call_previous, own_class, unbind
 from liger_trainer.instance.hooks import has_hooks, hook_on
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
@@ -92,11 +92,6 @@ def innermost(head: nn.Module) -> nn.Module:
             return head.original_module
         return head.modules_to_save[adapters[0]]
     return head
-
-
-def own_class(module: nn.Module) -> type:
-    """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
-    return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
 
 
 def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from liger_trainer.instance.report import Place
 
@@ -113,3 +114,8 @@ def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: d
     binding = kind.of(module)
     previous = None if binding is None else binding.previous
     return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+
+
+def own_class(module: nn.Module) -> type:
+    """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
+    return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from liger_trainer.head.find import base_model_of
 from liger_trainer.patching import probe
 from liger_trainer.patching.small_model import small_copy
-from liger_trainer.varlen.padding import backbone_of
+from liger_trainer.varlen.padding import BackboneBinding, backbone_of
 
 _SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
 _LENGTHS = (7, 5, 11)
@@ -27,6 +27,9 @@ def why_rows_mix(model) -> str | None:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
         return None
+    ours = BackboneBinding.of(backbone)
+    if ours is not None and ours.packs and not ours.aside:
+        return None
     with probe.isolated():
         apart, _ = probe.attempt(_rows_stay_apart, backbone)
     if apart is not False:
@@ -35,7 +38,7 @@ def why_rows_mix(model) -> str | None:
 
 
 def _rows_stay_apart(backbone) -> tuple[bool, None]:
-    copy = small_copy(backbone, backbone.config._attn_implementation, probe.SEED).eval()
+    copy = small_copy(backbone, probe.SEED, backbone.config._attn_implementation).eval()
     generator = probe.generator()
     rows = [torch.randint(3, 40, (1, length), generator=generator) for length in _LENGTHS]
     row = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(_LENGTHS))

@@ -21,6 +21,7 @@ _SIZES = {
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
+_MOST_PARAMETERS = 2_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
 
 
@@ -48,7 +49,7 @@ def small_config(config):
     for name, size in sizes.items():
         setattr(small, name, size)
     for name, value in known.items():
-        if isinstance(value, float) and (name.endswith(("dropout", "pdrop", "dropout_prob")) or "drop" in name):
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(small, name, 0.0)
         if name in _TOKENS and value is not None:
             setattr(small, name, _TOKENS[name])
@@ -73,15 +74,27 @@ def _without_lists(rope: dict) -> dict:
     return {"rope_type": "default"} | kept
 
 
-def small_copy(module, attention: str, seed: int):
-    """A model of the class of `module`, which has a `config`, in fp32 and training mode on the CPU."""
+def small_copy(module, seed: int, attention: str = "sdpa"):
+    """A model of the class of `module`, which has a `config`, in fp32 and training mode on the CPU.
+
+    Raises:
+        ValueError: Its config has sizes that are not known here, so that the copy would not be small.
+    """
     config = small_config(module.config)
-    torch.manual_seed(seed)
-    model = type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+    def made(device):
+        with torch.device(device):
+            return type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+    size = sum(parameter.numel() for parameter in made("meta").parameters())
+    if size > _MOST_PARAMETERS:
+        raise ValueError(f"a small copy of it would have {size:,} parameters; its config has sizes that are not known")
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed the GPUs of the user as well
+    model = made("cpu")
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # as initialised, attention would be the same everywhere
-            drawn = torch.randn(parameter.shape, generator=generator)
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             norm = "norm" in name and parameter.ndim == 1
-            parameter.copy_(1 + 0.1 * drawn if norm else 3 * drawn / max(1, parameter.shape[-1]) ** 0.5)
+            parameter.copy_(1 + 0.1 * drawn if norm else 2 * drawn / max(1, parameter.shape[-1]) ** 0.5)
     return model.train()

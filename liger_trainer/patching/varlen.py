@@ -1,10 +1,13 @@
-"""Rows without their padding: proven on a small copy of the model's backbone, and installed in it.
+"""Rows without their padding: proven on a small copy of the model, and installed in its backbone.
 
 The proof runs a batch padded on the right and one padded on the left through two small copies with the same weights,
-one with the model's own code and one with ours. Hidden states of real tokens and the gradients of all weights must
-agree. So must a packed row with the padded batch that has the same rows. A model whose rows would reach each other by
-anything but attention (a state, a convolution) shows it there.
+one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of all weights
+must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or whose loss
+counts padding, shows it there. Packed rows take our attention too if a packed row agrees with the padded batch that has
+the same rows.
 """
+
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -14,11 +17,11 @@ from liger_trainer.instance.report import Place
 from liger_trainer.patching import probe
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.attention import NAME
+from liger_trainer.varlen.attention import is_registered_for
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
-_RTOL = 2e-4  # of the largest element, over whole layers in fp32; a token too many or too few is off by 1e-2
+_RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
 
 
 def swap(model, report, wanted: dict) -> None:
@@ -31,15 +34,18 @@ def swap(model, report, wanted: dict) -> None:
     if not wanted[OPERATION] or backbone is None:
         return
     part, name = report[OPERATION], model.base_model_prefix
-    positions: str | None = None
+    proven: _Proven | None = None
     reason = _why_not(model, backbone)
     if reason is None:
-        positions, reason = probe.attempt(_prove, backbone)
-    if positions is not None:
-        padding.install(backbone, positions, Place(part, name))
+        proven, reason = probe.attempt(_prove, model)
+    if proven is not None:
+        reason = padding.unknown_module(backbone, proven.forwards)
+    if proven is not None and reason is None:
+        padding.install(backbone, proven.positions, proven.packs, proven.forwards, Place(part, name))
         part.swapped[name] = "runs on real tokens"
     else:
         part.skipped[name] = reason
+        remove(model)
 
 
 def remove(model) -> None:
@@ -58,53 +64,93 @@ def _why_not(model, backbone) -> str | None:
         return f"attn_implementation is {config._attn_implementation!r}, which stays as it is"
     if config.is_encoder_decoder or config.get_text_config() is not config:
         return "the model is more than a decoder of text"
+    if model._is_stateful:
+        return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
+    if not is_registered_for(backbone):
+        return "somebody has registered a function of their own for the attention 'sdpa' or for its mask"
     return None
 
 
-def _prove(backbone):
-    """(How the model numbers tokens, None), or (None, what differs)."""
-    own, ours = small_copy(backbone, "sdpa", probe.SEED), small_copy(backbone, NAME, probe.SEED)
+class _Proven(NamedTuple):
+    """What has been shown of a model.
+
+    positions: How it numbers tokens that come without positions.
+    packs: Whether the rows of a packed row stay apart with our attention. The model's own may let them see each other.
+    forwards: The code of every module inside the backbone.
+    """
+
+    positions: str
+    packs: bool
+    forwards: frozenset
+
+
+def _prove(model):
+    """(`_Proven`, None), or (None, what differs)."""
+    own, ours = small_copy(model, probe.SEED), small_copy(model, probe.SEED)
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
     real = torch.arange(_WIDTH) < torch.tensor(_LENGTHS)[:, None]
-    batches = {
-        "rows padded on the right": {"input_ids": ids, "attention_mask": real.long()},
-        "rows padded on the left": {"input_ids": ids, "attention_mask": real.flip(1).long()},
-    }
+    batches = {}
+    for side, kept in (("right", real), ("left", real.flip(1))):
+        # Predicted from real tokens; one may itself stand on padding.
+        after_real = kept.roll(1, 1) & (torch.arange(_WIDTH) > 0)
+        labels = ids.masked_fill(~after_real, -100)
+        batches[f"rows padded on the {side}"] = {"input_ids": ids, "attention_mask": kept.long(), "labels": labels}
     wanted = {what: _run(own, batch) for what, batch in batches.items()}
+    within = batches["rows padded on the right"]["labels"].masked_fill(~real, -100)
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
-    batches["a packed row"], wanted["a packed row"] = one_row, wanted["rows padded on the right"]
+    one_row["labels"] = within[real][None]
+    wanted_packed = _run(own, batches["rows padded on the right"] | {"labels": within})
+    forwards = frozenset(type(module).forward for module in padding.backbone_of(ours).modules())
     for positions in (padding.COLUMNS, padding.FROM_MASK):
-        padding.install(ours, positions)
+        padding.install(padding.backbone_of(ours), positions)
         reason = next(filter(None, (_differs(ours, batches[what], wanted[what], what) for what in batches)), None)
-        padding.remove(ours)
+        packs = _differs(ours, one_row, wanted_packed, "a packed row") is None
+        padding.remove(padding.backbone_of(ours))
         if reason is None:
-            return positions, None
+            return _Proven(positions, packs, forwards), None
     return None, reason
 
 
 def _differs(ours, batch, wanted, what: str) -> str | None:
-    plan = padding.plan_of(ours.config, batch | {"use_cache": False})
+    plan = padding.plan_of(ours.config, batch | {"use_cache": False}, batch["labels"])
     with padding.running(plan):
-        hidden, grads = _run(ours, batch)
+        got = _run(ours, batch)
     if plan is None or not plan.used:
         return f"with {what}, its backbone cannot be given real tokens alone"
-    if not probe.same(hidden, wanted[0], _RTOL):
-        return f"with {what}, hidden states differ from those of the padded batch"
-    largest = max(grad.abs().max() for grad in wanted[1].values())
-    for name, grad in wanted[1].items():
+    apart = _apart(got, wanted)
+    return None if apart is None else f"with {what}, {apart} from that of the padded batch"
+
+
+def _apart(got, wanted) -> str | None:
+    """What of two results of `_run` differs, or None."""
+    (logits, loss, grads), (wanted_logits, wanted_loss, wanted_grads) = got, wanted
+    if not probe.same(logits, wanted_logits, _RTOL):
+        return "what is computed for real tokens differs"
+    if not probe.same(loss, wanted_loss, _RTOL):
+        return "the loss differs"
+    largest = max(grad.abs().max() for grad in wanted_grads.values())
+    for name, grad in wanted_grads.items():
         # Of some weights, such as the bias of keys, the gradient is zero but for rounding.
         off = (grads[name] - grad).abs().max() if name in grads else largest
         if not off <= _RTOL * max(grad.abs().max(), 1e-3 * largest):
-            return f"with {what}, the gradient of {name} differs"
+            return f"the gradient of {name} differs"
     return None
 
 
-def _run(backbone, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Hidden states (N, H) of the real tokens, and the gradients of a function of them."""
-    backbone.zero_grad()
-    hidden = backbone(**batch, use_cache=False).last_hidden_state
-    real = hidden[batch["attention_mask"].bool()] if "attention_mask" in batch else hidden[0]
-    (real * probe.randn(real.shape, probe.generator())).sum().backward()
-    return real.detach(), {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
+def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits (N, V) of the real tokens, the loss, and the gradients of the loss and a function of those logits."""
+    model.zero_grad()
+    outputs = model(**batch, **_asks_for_routers(model), use_cache=False)
+    logits = outputs.logits[batch["attention_mask"].bool()] if "attention_mask" in batch else outputs.logits[0]
+    total = outputs.loss + (logits * probe.randn(logits.shape, probe.generator())).mean()
+    if outputs.get("aux_loss") is not None:
+        total = total + outputs.aux_loss
+    total.backward()
+    return logits.detach(), total.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _asks_for_routers(model) -> dict[str, bool]:
+    """For a mixture of experts, that the loss which balances them is computed too."""
+    return {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}

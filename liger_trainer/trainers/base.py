@@ -25,8 +25,8 @@ from transformers.trainer_utils import TrainOutput
 from liger_trainer._logging import logger
 from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
-from liger_trainer.head.module import own_class
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
+from liger_trainer.instance.binding import own_class
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.packing import why_rows_mix
 from liger_trainer.trainers.logged_loss import FilteredLoss

@@ -1,43 +1,30 @@
 """Causal attention over rows of uneven length that lie one after the other, in PyTorch alone.
 
-transformers' models ask a registry for their attention function and another for the mask that goes with it. Under the
-name `liger_varlen` both are here. While the rows of a call are known (`padding.py`), the mask is a `RowMask`, which
-says where each row ends, and attention is `torch.nn.attention.varlen`, whose kernel reads those ends. On CPUs, and for
-dtypes and head sizes that the kernel does not know, each row is one call of PyTorch's SDPA. In every other call, both
-functions are transformers' own for `sdpa`.
+transformers' models ask a registry for their attention function and another for the mask that goes with it. While a
+model whose padding is left out lives, `varlen_attention` stands in the first one under the name `sdpa`, so that configs
+keep that name. While the rows of a call are known (`padding.py`), the mask is a `RowMask`, which says where each row
+ends (`row_mask`, asked by `head/masks.py`), and attention is `torch.nn.attention.varlen`, whose kernel reads the ends.
+On CPUs, and for dtypes and head sizes that the kernel does not know, each row is one call of PyTorch's SDPA. Every
+other call is transformers' own.
 """
 
 import contextlib
 import contextvars
 import functools
 import inspect
+import weakref
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _MOST_HEAD_DIM = 256  # of the kernel
 _NOT_KNOWN = ("position_bias", "softcap", "s_aux", "cache")  # what attention may be asked for beside, and cannot do
-
-
-class AttentionName(str):
-    """The name of our attention in a config. A pickled config has "sdpa", since whoever loads it may not have us."""
-
-    __slots__ = ()
-
-    def __reduce__(self):
-        return str, ("sdpa",)
-
-    def __copy__(self):
-        return self
-
-    def __deepcopy__(self, memo):
-        return self
-
-
-NAME = AttentionName("liger_varlen")
+STANDS_BEFORE = "_liger_stands_before"  # on our function for masks: the function that it asks for all others
+_models: weakref.WeakSet = weakref.WeakSet()  # those that have asked for our attention
 
 
 class NotForRows(Exception):
@@ -86,11 +73,11 @@ def rows_known(rows: Rows):
         _rows.reset(token)
 
 
-def varlen_mask(*args, **kwargs):
-    """The mask of one kind of layer, for `AttentionMaskInterface`: a `RowMask`, or what transformers makes for SDPA."""
+def row_mask(args: tuple, kwargs: dict) -> RowMask | None:
+    """The mask of one kind of layer, from the arguments of transformers' `sdpa_mask`; None where no rows are known."""
     rows = None if torch.compiler.is_compiling() else _rows.get()
     if rows is None:
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+        return None
     return RowMask(rows, unknown="its mask is asked for in an unknown way") if args else _row_mask(rows, **kwargs)
 
 
@@ -98,7 +85,7 @@ def _row_mask(
     rows, *, q_length, kv_length, mask_function=causal_mask_function, local_size=None, allow_is_causal_skip=True,
     use_vmap=False, q_offset=0, kv_offset=0, **_,
 ) -> RowMask:  # fmt: skip
-    """The `RowMask` for the arguments of a function of `AttentionMaskInterface`."""
+    """`row_mask` of the arguments of a function of `AttentionMaskInterface`."""
     if not (q_length == kv_length == rows.tokens and q_offset == kv_offset == 0):
         return RowMask(rows, unknown="it attends to more than the tokens of the call")
     if use_vmap or not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
@@ -133,7 +120,7 @@ def varlen_attention(
         query (`torch.Tensor`): (1, Hq, T, D), all rows one after the other.
         key (`torch.Tensor`): (1, Hkv, T, D), Hq a multiple of Hkv.
         value (`torch.Tensor`): (1, Hkv, T, Dv).
-        attention_mask (`RowMask`, `torch.Tensor` or None): As `varlen_mask` has made it.
+        attention_mask (`RowMask`, `torch.Tensor` or None): As `row_mask` has made it, or any other.
         dropout (`float`, *optional*, defaults to 0.0): Of the weights of attention.
         scaling (`float`, *optional*): Factor of the scores; 1 / sqrt(D) by default.
 
@@ -145,8 +132,9 @@ def varlen_attention(
             cap, sinks).
     """
     if not isinstance(attention_mask, RowMask):
-        own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )  # fmt: skip
     if attention_mask.unknown is not None:
         raise NotForRows(attention_mask.unknown)
     for name in _NOT_KNOWN:
@@ -188,7 +176,7 @@ def _by_kernel(query, key, value, mask: RowMask, dropout, scaling):
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    offsets, longest = mask.rows.offsets, mask.rows.longest
+    offsets, longest = mask.rows.offsets.to(query.device), mask.rows.longest  # layers may be spread over devices
     out = varlen_attn(
         query, key, value, offsets, offsets, longest, longest, scale=scaling,
         window_size=(-1 if mask.window is None else mask.window - 1, 0), **_grouped_heads_option(),
@@ -216,5 +204,30 @@ def _row_by_row(query, key, value, mask: RowMask, dropout, scaling):
     return torch.cat(done, dim=1)
 
 
-AttentionInterface.register(NAME, varlen_attention)
-AttentionMaskInterface.register(NAME, varlen_mask)
+def is_registered_for(model) -> bool:
+    """Whether models that ask transformers for `sdpa` get `varlen_attention`, which stays there while `model` lives.
+
+    Not where somebody has put a function of their own there, or one for masks, which are then used as they are.
+    """
+    if getattr(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], STANDS_BEFORE, None) is not sdpa_mask:
+        return False
+    current = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if current is sdpa_attention_forward:
+        AttentionInterface.register("sdpa", varlen_attention)
+    elif current is not varlen_attention:
+        return False
+    if model not in _models:
+        weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set has let go of the model
+        _models.add(model)
+    return True
+
+
+def not_needed_by(model) -> None:
+    """Undo `is_registered_for`: after the last model, transformers' registry is as before."""
+    _models.discard(model)
+    _restore_after_last()
+
+
+def _restore_after_last() -> None:
+    if not _models and ALL_ATTENTION_FUNCTIONS["sdpa"] is varlen_attention:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)

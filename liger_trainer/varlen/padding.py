@@ -3,50 +3,63 @@
 A padded batch (B, S) becomes one row of its N real tokens when it enters the backbone, with the positions that the
 tokens would have had, and what leaves the backbone is put back where it was, with zeros for padding. Loss, gradients
 and hidden states of real tokens are those of the padded batch, and nothing between the embeddings and the last norm is
-computed for padding. A batch that is packed already (`position_ids` that start anew, or `cu_seq_lens_q`) takes the same
-attention.
+computed for padding. A batch that is packed already (`position_ids` that start anew, without an `attention_mask`) takes
+the same attention.
 
 What a call needs is found once, before the model's own forward, by `plan_of_call`: there the labels are known too. A
 label that is predicted from a padding position (that of the first token of a row that is padded on the left) needs what
-the model computes for padding, so such a batch runs as it is.
+the model computes for padding, so such a batch runs as it is. So does a call that returns logits or hidden states,
+since somebody may use those of padding (`head/calls.py`), and a model in which somebody has put a hook, or a module
+whose code the proof of `patching/varlen.py` has not run.
 """
 
 import contextlib
 import contextvars
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.binding import Binding, bind, call_previous, unbind
+from liger_trainer.instance.binding import Binding, bind, call_previous, own_class, unbind
 from liger_trainer.instance.hooks import hook_on
 from liger_trainer.instance.report import Place
-from liger_trainer.varlen.attention import NAME, NotForRows, Rows, rows_known
+from liger_trainer.varlen.attention import NotForRows, Rows, is_registered_for, not_needed_by, rows_known
 
-COLUMNS, FROM_MASK = "columns", "mask"
+COLUMNS, FROM_MASK = "columns", "mask"  # which positions a model gives tokens when it is given none
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
 _KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *_PER_TOKEN)
-_HARMLESS_HOOKS = ("transformers.modeling_utils", "transformers.utils.", "peft.")  # inputs that require gradients
+# Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
+_HARMLESS_HOOKS = (
+    "transformers.modeling_utils",
+    "transformers.utils.",
+    "peft.utils.",
+    "peft.peft_model",
+    "peft.helpers",
+)
+# Modules that the proof need not have run, since each token goes through them by itself.
+_PER_TOKEN_MODULES = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm)
+_PER_TOKEN_ROOMS = ("peft.tuners.", "peft.utils.", "bitsandbytes.", "transformers.integrations.", "liger_trainer.")
+_NOT_PER_TOKEN = ("peft.tuners.adaption_prompt", "peft.tuners.xlora")
 
 _plan: contextvars.ContextVar = contextvars.ContextVar("plan of the running call", default=None)
 
 
 class BackboneBinding(Binding):
-    """What we remember about the forward that is bound to a backbone.
-
-    Attributes:
-        positions (`str`): Which positions the model gives tokens when it is given none: `COLUMNS`, the columns of the
-            batch, or `FROM_MASK`, the places of the real tokens in their row.
-    """
+    """What we remember about the forward that is bound to a backbone; see `install` for what the fields mean."""
 
     key = "_liger_varlen"
 
-    def __init__(self, function, positions: str, place: Place | None = None):
+    def __init__(
+        self, function: Callable, positions: str, packs: bool, forwards: frozenset | None, place: Place | None
+    ):
         super().__init__(function, place=place)
-        self.positions = positions
+        self.positions, self.packs, self.forwards = positions, packs, forwards
 
 
 class Plan:
@@ -68,11 +81,13 @@ class Plan:
     def fits(self, call: dict[str, Any]) -> bool:
         """Whether the backbone is called with what the plan was made from."""
         same = all(call.get(name) is self.given.get(name) for name in ("attention_mask", "position_ids"))
-        return same and not any(isinstance(x, torch.Tensor) and name not in _KNOWN_TENSORS for name, x in call.items())
+        others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
+        same = same and _tokens_of(call).shape[:2] == _tokens_of(self.given).shape[:2]
+        return same and not any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in others)  # a count is of no token
 
     def packed(self, call: dict[str, Any], positions: str) -> dict[str, Any]:
         """The arguments of the backbone with one row of real tokens for the batch."""
-        tokens = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+        tokens = _tokens_of(call)
         # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
         mask = torch.ones((1, self.rows.tokens), dtype=torch.long, device=tokens.device)
         if self.index is None:
@@ -122,8 +137,10 @@ def plan_of_call(model, args: tuple, call: dict[str, Any]) -> Plan | None:
     if bound is None or bound.aside or args or torch.compiler.is_compiling():
         return None
     plan = plan_of(model.config, call, call.get("labels"), call.get("shift_labels"))
-    if plan is not None and (why := _seen_inside(backbone)) is not None:
-        _say(backbone, f"{why} would see rows without padding")
+    if plan is None or (plan.index is None and not bound.packs) or not is_registered_for(backbone):
+        return None
+    if (why := _why_whole(backbone, bound.forwards)) is not None:
+        _say(backbone, why)
         return None
     return plan
 
@@ -144,14 +161,16 @@ def plan_of(config, call: dict[str, Any], labels=None, shift_labels=None) -> Pla
     Args:
         config ([`~transformers.PreTrainedConfig`]): Of the model.
         call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), and `attention_mask` (B, S), or `position_ids`
-            (1, S) or `cu_seq_lens_q` of a packed row.
+            (1, S) of a packed row.
         labels (`torch.Tensor`, *optional*): (B, S), each a label of the position before it.
         shift_labels (`torch.Tensor`, *optional*): (B, S), each a label of its own position.
     """
-    tokens = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
-    keeps = call.get("use_cache", getattr(config, "use_cache", None))
-    shows = call.get("output_attentions", getattr(config, "output_attentions", None))
-    if keeps or shows or call.get("past_key_values") is not None or config._attn_implementation != NAME:
+    tokens = _tokens_of(call)
+    keeps, shows = (
+        getattr(config, name, None) if call.get(name) is None else call[name]
+        for name in ("use_cache", "output_attentions")
+    )
+    if keeps or shows or call.get("past_key_values") is not None or config._attn_implementation != "sdpa":
         return None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return None
@@ -165,22 +184,24 @@ def plan_of(config, call: dict[str, Any], labels=None, shift_labels=None) -> Pla
     return None
 
 
+def _tokens_of(call):
+    """The ids (B, S) or embeddings (B, S, H) that a call brings, or None."""
+    return call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
+
+
 def _packed_plan(call, tokens) -> Plan | None:
-    """Of a batch of one row in which several lie one after the other."""
-    if tokens.shape[0] != 1:
-        return None
+    """Of a batch of one row in which several lie one after the other.
+
+    Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
+    """
     length, positions = tokens.shape[1], call.get("position_ids")
-    offsets, longest = call.get("cu_seq_lens_q"), call.get("max_length_q")
-    if offsets is None:
-        if positions is None:
-            return None
-        starts = (positions[0].diff() != 1).nonzero()[:, 0] + 1  # waits for the device, once
-        offsets = torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), length)))
-        longest = None
-    if longest is None:
-        longest = offsets.diff().max()
-    offsets, longest = offsets.to(tokens.device, torch.int32), int(longest)
-    return None if offsets.numel() < 3 else Plan(call, Rows(offsets, length, longest))
+    if positions is None or tokens.shape[0] != 1 or positions.shape[1] != length:
+        return None
+    inner = (positions[0].diff() != 1).nonzero()[:, 0] + 1  # waits for the device
+    if inner.numel() == 0:
+        return None
+    offsets = torch.cat((inner.new_zeros(1), inner, inner.new_full((1,), length)))
+    return Plan(call, Rows(offsets.to(tokens.device, torch.int32), length, int(offsets.diff().max())))
 
 
 def _next_labels(labels, shift_labels):
@@ -209,20 +230,39 @@ def _padded_plan(call, mask, labels) -> Plan | None:
     if apart or missed or total in (0, batch * length):
         return None
     offsets = torch.zeros(batch + 1, dtype=torch.int32, device=mask.device)
-    torch.cumsum(count, 0, out=offsets[1:])
+    offsets[1:] = count.cumsum(0)
     index = torch.nonzero_static(real.flatten(), size=total)[:, 0]
     return Plan(call, Rows(offsets, total, max(lengths)), index)
 
 
-def _seen_inside(backbone) -> str | None:
-    """What somebody has attached to a module inside the backbone, which would see other shapes than those of a batch.
+def _why_whole(backbone, forwards) -> str | None:
+    """What somebody has put into the backbone that has to see a batch as it is: a hook, or a module of theirs.
 
     A hook on the backbone itself sees the batch.
     """
     for module in backbone.modules():
         if module is not backbone and (why := hook_on(module, Binding.of(module), _HARMLESS_HOOKS)):
-            return f"{why} on a {type(module).__name__}"
+            return f"{why} on a {type(module).__name__} would see rows without padding"
+    return unknown_module(backbone, forwards)
+
+
+def unknown_module(backbone, forwards: frozenset | None) -> str | None:
+    """A module inside `backbone` that may not take each token by itself, or None.
+
+    `forwards`: as of `install`, the code that has been proven.
+    """
+    for module in backbone.modules() if forwards is not None else ():
+        forward = getattr(own_class(module), "forward", None)
+        if module is not backbone and forward not in (forwards or ()) and not _is_per_token(module):
+            return f"it has a {type(module).__name__}, which may need the rows as they are"
     return None
+
+
+def _is_per_token(module) -> bool:
+    """Whether each token goes through `module` by itself, or `module` only holds others."""
+    room = type(module).__module__
+    known = isinstance(module, _PER_TOKEN_MODULES) or room.startswith(_PER_TOKEN_ROOMS)
+    return type(module).forward is nn.Module.forward or (known and not room.startswith(_NOT_PER_TOKEN))
 
 
 def backbone_of(model):
@@ -260,21 +300,28 @@ def _forward_of(backbone_class):
     return forward
 
 
-def install(backbone, positions: str, place: Place | None = None) -> None:
+def install(
+    backbone, positions: str, packs: bool = True, forwards: frozenset | None = None, place: Place | None = None
+) -> None:
     """Have `backbone`, which has a `config`, leave out padding, and its layers attend to rows of uneven length.
 
-    `positions`: `COLUMNS` where the model numbers the columns of a batch when it is given no positions, `FROM_MASK`
-    where it numbers the real tokens of each row.
+    Args:
+        backbone (`nn.Module`): What `backbone_of` has found.
+        positions (`str`): `COLUMNS` where the model numbers the columns of a batch when it is given no positions,
+            `FROM_MASK` where it numbers the real tokens of each row.
+        packs (`bool`, *optional*, defaults to `True`): Whether a packed row takes our attention too.
+        forwards (`frozenset`, *optional*): The forwards of modules that are known to work without padding. Unset: of
+            any module.
+        place (`Place`, *optional*): Where a reason to keep the model's own code is written down.
     """
-    bind(backbone, BackboneBinding(_forward_of(type(backbone)), positions, place))  # type: ignore[arg-type]
-    backbone.config._attn_implementation = NAME
+    forward = _forward_of(type(backbone))  # type: ignore[arg-type]
+    bind(backbone, BackboneBinding(forward, positions, packs, forwards, place))
 
 
 def remove(backbone) -> None:
     """Undo `install`."""
     unbind(backbone, BackboneBinding)
-    if backbone.config._attn_implementation == NAME:
-        backbone.config._attn_implementation = "sdpa"
+    not_needed_by(backbone)
 
 
 def _say(backbone, reason: str) -> None:

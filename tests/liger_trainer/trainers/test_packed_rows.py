@@ -57,9 +57,10 @@ def test_sft_is_trl_s(kind, name, tmp_path, rows_of_calls):
     want = logged(SFTTrainer(model=copy.deepcopy(model), args=SFTConfig(**options), **given))
     assert rows_of_calls == []
     args = LigerSFTConfig(**options, liger_config={"varlen_attention": True})
-    got = logged(LigerSFTTrainer(model=copy.deepcopy(model), args=args, **given))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
-    assert len(rows_of_calls) > 3 and all(len(lengths) > 1 for lengths in rows_of_calls)
+    trainer = LigerSFTTrainer(model=copy.deepcopy(model), args=args, **given)
+    rows_of_calls.clear()
+    torch.testing.assert_close(logged(trainer), want, rtol=1e-4, atol=0)
+    assert len(rows_of_calls) == 3 and all(len(lengths) > 1 for lengths in rows_of_calls)
 
 
 def test_flattened_rows_are_rows_one_by_one(tmp_path, rows_of_calls):
@@ -67,11 +68,11 @@ def test_flattened_rows_are_rows_one_by_one(tmp_path, rows_of_calls):
     model.set_attn_implementation("sdpa")
     options = options_of(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
     want = logged(Trainer(model=copy.deepcopy(model), args=TrainingArguments(**options), train_dataset=rows))
-    rows_of_calls.clear()
     args = LigerTrainingArguments(**options_of(tmp_path), liger_config={"varlen_attention": True})
     trainer = LigerTrainer(
         model=copy.deepcopy(model), args=args, train_dataset=rows, data_collator=DataCollatorWithFlattening()
     )
+    rows_of_calls.clear()
     torch.testing.assert_close(logged(trainer), want, rtol=1e-4, atol=0)
     assert len(rows_of_calls) == 3
 

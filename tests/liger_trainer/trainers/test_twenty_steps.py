@@ -118,7 +118,7 @@ def reward(completions, **columns):
     return [float(sum(map(ord, text)) % 11) for text in completions]
 
 
-def logged(name, ours, size, dtype, folder, varlen):
+def logged(name, ours, size, dtype, folder, varlen, packed):
     """Loss and gradient norm (2, steps) of one training from one seed; with ours, everything was swapped."""
     vocab, *_, length, steps = SIZES[size]
     trainer_class, args_class = STOCK[name]
@@ -152,6 +152,7 @@ def logged(name, ours, size, dtype, folder, varlen):
     elif name == "Distillation":
         given["teacher_model"] = model_of(size, dtype, seed=7)
     trainer = trainer_class(model=model, args=args, **given)
+    packed.clear()  # by the proof
     if name in ("GRPO", "RLOO", "Distillation"):
         trainer.model.generate = written(vocab, length)
     if ours:
@@ -168,7 +169,7 @@ def compare(name, size, folder, monkeypatch, varlen=False):
     made, get = [], rebuild._Rebuilt.get
     monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(shape) or get(self, shape))
     stock, ours, stock_16, ours_16 = (
-        logged(name, is_ours, size, dtype, folder / f"{dtype}{is_ours}", varlen)
+        logged(name, is_ours, size, dtype, folder / f"{dtype}{is_ours}", varlen, packed)
         for dtype in (torch.float32, torch.bfloat16)
         for is_ours in (False, True)
     )

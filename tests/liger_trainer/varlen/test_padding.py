@@ -5,72 +5,20 @@ import pickle
 
 import pytest
 import torch
-from step_parity import assert_same_gradients
-from tiny_models import VOCAB, tiny_model
+from tiny_models import tiny_model
 from transformers import DataCollatorWithFlattening
+from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.attention import NAME
 
-ON = {"varlen_attention": True}
 FAMILIES = (
     "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",
 )  # fmt: skip
-LENGTHS = (7, 1, 20, 13)
 BATCHES = {  # lengths, side, ...: of the padding
     "right": (LENGTHS, "right"), "left": (LENGTHS, "left"), "one full row": ((20, 5), "right"),
     "rows of one token": ((1, 6, 1), "right"), "an empty row": ((4, 0, 9), "right"), "one row": ((11,), "right"),
 }  # fmt: skip
-
-
-def model_of(name="llama", **config):
-    model = tiny_model(name, **config)
-    model.set_attn_implementation("sdpa")
-    return model.train()
-
-
-def batch(lengths=LENGTHS, side="right", width=20, prompt=2):
-    """Rows of random tokens; the labels of padding and of the first `prompt` tokens of each row are -100."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCAB, (len(lengths), width), generator=generator)
-    at = torch.arange(width).expand_as(ids)
-    count = torch.tensor(lengths)[:, None]
-    from_start = at if side == "right" else at - (width - count)
-    real = (from_start >= 0) & (from_start < count)
-    labels = ids.masked_fill(~real | (from_start < prompt), -100)
-    return {"input_ids": ids.masked_fill(~real, 0), "attention_mask": real.long(), "labels": labels}
-
-
-def step(model, call):
-    model.zero_grad()
-    outputs = model(**call, use_cache=False)
-    outputs.loss.backward()
-    return outputs.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_step(got, want, rtol=1e-5):
-    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0)
-    assert_same_gradients(got[1], want[1], rtol)
-
-
-@pytest.fixture
-def tokens(monkeypatch):
-    """How many tokens each backbone was given in place of a batch, call by call."""
-    seen, packed = [], padding.Plan.packed
-
-    def counted(self, call, positions):
-        seen.append(self.rows.tokens)
-        return packed(self, call, positions)
-
-    monkeypatch.setattr(padding.Plan, "packed", counted)
-    return seen
-
-
-def patched(model, config=ON):
-    report = apply_liger(model, config)
-    assert report["varlen_attention"].swapped, report
-    return model
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -98,6 +46,16 @@ def test_batches(kind, prompt, tokens):
     assert bool(tokens) != bool(from_padding)
     if not want[0].isnan():
         assert_same_step(got, want)
+
+
+def test_a_count_of_labels_from_the_trainer(tokens):
+    """`Trainer` hands it on as a tensor, which the model's forward gives to the backbone."""
+    model, call = model_of(), batch() | {"num_items_in_batch": torch.tensor(40)}
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == [sum(LENGTHS)]
 
 
 def test_full_rows_go_through_as_they_are(tokens):
@@ -149,25 +107,19 @@ def test_positions_and_embeddings_of_the_caller(tokens):
     assert tokens == [sum(LENGTHS)] * 2
 
 
-def test_what_leaves_the_model_has_the_shape_of_the_batch(tokens):
+def test_the_loss_that_balances_experts(tokens):
     model, call = model_of("qwen3_moe", router_aux_loss_coef=0.1), batch(side="left")
-    options = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False, "skip_logits": False}
-    stock = model_of("qwen3_moe", router_aux_loss_coef=0.1)
-    want = stock(**call, **{k: v for k, v in options.items() if k != "skip_logits"})
+    want, stock = step(model, call | {"output_router_logits": True}), model(**call, output_router_logits=True)
     patched(model)
     tokens.clear()
-    got = model(**call, **options)
-    assert tokens
-    real = call["attention_mask"].bool()
-    assert len(got.hidden_states) == len(want.hidden_states) == 3
-    for mine, theirs in zip((*got.hidden_states, got.logits), (*want.hidden_states, want.logits), strict=True):
+    assert_same_step(step(model, call | {"output_router_logits": True}), want)
+    got = model(**call, output_router_logits=True, use_cache=False)
+    assert tokens == [sum(LENGTHS)] * 2
+    torch.testing.assert_close(got.aux_loss, stock.aux_loss)
+    real = call["attention_mask"].bool().flatten()
+    for mine, theirs in zip(got.router_logits, stock.router_logits, strict=True):
         assert mine.shape == theirs.shape
         torch.testing.assert_close(mine[real], theirs[real], rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(got.router_logits, want.router_logits, strict=True):
-        assert mine.shape == theirs.shape
-        torch.testing.assert_close(mine[real.flatten()], theirs[real.flatten()], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(got.aux_loss, want.aux_loss)
-    torch.testing.assert_close(got.loss, want.loss)
 
 
 def test_hooks_inside_see_the_batch(tokens):
@@ -201,12 +153,10 @@ def test_it_comes_and_goes(tokens):
     before = dict(model.model.__dict__)
     assert apply_liger(model)["varlen_attention"].found == 0, "off by default"
     patched(model)
-    assert model.config._attn_implementation == NAME
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
         parameter.data.mul_(0.5)
     unpickled = pickle.loads(pickle.dumps(model))
-    assert unpickled.config._attn_implementation == "sdpa"
     want, half = step(model, call), step(twin, call)
     assert not torch.allclose(want[0], half[0]), "the copy has weights of its own"
     assert_same_step(step(unpickled, call), want)
@@ -260,22 +210,12 @@ def test_autocast_in_bf16(tokens):
     assert_same_step(got, want, rtol=0.05)
 
 
-def packed(call):
-    """The real tokens of a batch as one row, as `DataCollatorWithFlattening` makes it."""
-    real = call["attention_mask"].bool()
-    rows = [
-        {"input_ids": ids[keep].tolist(), "labels": labels[keep].tolist()}
-        for ids, labels, keep in zip(call["input_ids"], call["labels"], real, strict=True)
-    ]
-    return rows
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
 def test_packed_rows_are_rows_one_by_one(name, told, tokens):
     model, call = model_of(name), batch(prompt=1)
     want = step(model, call)
-    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=told == "cu_seq_lens")(packed(call))
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=told == "cu_seq_lens")(rows_of(call))
     patched(model)
     tokens.clear()
     assert_same_step(step(model, dict(flat)), want)

@@ -1,15 +1,12 @@
 """Attention over rows that lie one after the other, beside SDPA with the mask written out."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from liger_trainer.varlen import attention
-from liger_trainer.varlen.attention import NAME, NotForRows, RowMask, Rows, rows_known, varlen_attention, varlen_mask
+from liger_trainer.varlen.attention import NotForRows, RowMask, Rows, row_mask, rows_known, varlen_attention
 
 LENGTHS = (5, 1, 9, 0, 2)
 TOKENS = sum(LENGTHS)
@@ -67,21 +64,20 @@ def test_autocast_rounds_as_it_does_for_sdpa():
 def test_the_mask_is_asked_what_it_lets_through():
     made = {"q_length": TOKENS, "kv_length": TOKENS, "batch_size": 1}
     with rows_known(rows()):
-        causal = varlen_mask(**made)
-        sliding = varlen_mask(**made, mask_function=sliding_window_causal_mask_function(3), local_size=3)
-        one = varlen_mask(**made, mask_function=sliding_window_causal_mask_function(1), local_size=1)
-        chunked = varlen_mask(
-            **made, mask_function=chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long)), local_size=3
-        )
-        more = varlen_mask(**made, mask_function=lambda *at: at[2] >= at[3])
-        longer = varlen_mask(**made | {"kv_length": TOKENS + 1})
+        causal = row_mask((), made)
+        sliding = row_mask((), made | {"mask_function": sliding_window_causal_mask_function(3), "local_size": 3})
+        one = row_mask((), made | {"mask_function": sliding_window_causal_mask_function(1), "local_size": 1})
+        chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long))
+        chunked = row_mask((), made | {"mask_function": chunks, "local_size": 3})
+        more = row_mask((), made | {"mask_function": lambda *at: at[2] >= at[3]})
+        longer = row_mask((), made | {"kv_length": TOKENS + 1})
     assert (causal.window, causal.unknown) == (None, None)
     assert (sliding.window, one.window, sliding.unknown, one.unknown) == (3, 1, None, None)
     for mask in (chunked, more, longer):
         assert mask.unknown is not None
         with pytest.raises(NotForRows, match=mask.unknown):
             varlen_attention(torch.nn.Module(), *inputs(), mask)
-    assert isinstance(varlen_mask(**made | {"q_offset": 0, "allow_is_causal_skip": False}), torch.Tensor), "no rows now"
+    assert row_mask((), made) is None, "no rows now"
 
 
 @pytest.mark.parametrize("name", ["softcap", "position_bias", "s_aux"])
@@ -95,11 +91,6 @@ def test_without_rows_it_is_transformers_own_attention():
     got, _ = varlen_attention(torch.nn.Module(), query, key, value, None, is_causal=True)
     want = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
     assert torch.equal(got, want)
-
-
-def test_whoever_loads_a_config_elsewhere_gets_sdpa():
-    assert pickle.loads(pickle.dumps(NAME)) == "sdpa"
-    assert copy.deepcopy({"attention": NAME})["attention"] == NAME == "liger_varlen"
 
 
 def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):

@@ -1,0 +1,89 @@
+"""Configs keep the name of transformers' attention, under which ours is found while a model that needs it lives."""
+
+import copy
+import gc
+
+import pytest
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, step
+
+from liger_trainer import apply_liger, remove_liger
+
+
+def test_the_registries_are_as_before_after_the_last_model():
+    gc.collect()
+    first, second = patched(model_of()), patched(model_of())
+    assert first.config._attn_implementation == "sdpa"
+    remove_liger(first)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+    del second
+    gc.collect()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
+
+
+def test_models_that_share_a_config(tokens):
+    one = model_of()
+    other, call = LlamaForCausalLM(one.config).train(), batch()
+    want, want_other = step(one, call), step(other, call)
+    patched(one)
+    assert_same_step(step(other, call), want_other)
+    patched(other)
+    remove_liger(other)
+    tokens.clear()
+    assert_same_step(step(one, call), want)
+    assert_same_step(step(other, call), want_other)
+    assert tokens == [sum(LENGTHS)]
+
+
+def test_a_copy_outlives_the_model(tokens):
+    model, call = patched(model_of()), batch()
+    want, twin = step(model, call), copy.deepcopy(model)
+    remove_liger(model)
+    tokens.clear()
+    assert_same_step(step(twin, call), want)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_function_of_the_user_s_is_used(before, tokens, monkeypatch):
+    called, model, call = [], model_of(), batch()
+    want = step(model, call)
+
+    def theirs(*args, **kwargs):
+        called.append(kwargs)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    if not before:
+        patched(model)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", theirs)
+    report = apply_liger(model, ON)["varlen_attention"] if before else None
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == [] and len(called) >= 2
+    assert report is None or "of their own" in report.skipped["model"]
+
+
+def test_a_mask_of_the_user_s_is_used(tokens, monkeypatch):
+    gc.collect()
+    model, call = model_of(), batch()
+
+    def without_the_first(*args, **kwargs):
+        mask = sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+        mask[..., 2:, 0] = False
+        return mask
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", without_the_first)
+    want = step(model, call)
+    apply_liger(model, ON)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == []
+    remove_liger(model)
+
+
+def test_continuous_batching_takes_the_model():
+    model = patched(model_of()).eval()
+    model.init_continuous_batching(GenerationConfig(max_new_tokens=4, pad_token_id=0, eos_token_id=2, bos_token_id=1))

@@ -1,0 +1,55 @@
+"""Batches with padding, and one step of a tiny model on them, for tests of `liger_trainer.varlen`."""
+
+import torch
+from step_parity import assert_same_gradients
+from tiny_models import VOCAB, tiny_model
+
+from liger_trainer import apply_liger
+
+ON = {"varlen_attention": True}
+LENGTHS = (7, 1, 20, 13)
+
+
+def model_of(name="llama", **config):
+    model = tiny_model(name, **config)
+    model.set_attn_implementation("sdpa")
+    return model.train()
+
+
+def batch(lengths=LENGTHS, side="right", width=20, prompt=2):
+    """Rows of random tokens, padding too; the labels of padding and of the first `prompt` of each row are -100."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (len(lengths), width), generator=generator)
+    at = torch.arange(width).expand_as(ids)
+    count = torch.tensor(lengths)[:, None]
+    from_start = at if side == "right" else at - (width - count)
+    real = (from_start >= 0) & (from_start < count)
+    labels = ids.masked_fill(~real | (from_start < prompt), -100)
+    return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+
+
+def step(model, call):
+    model.zero_grad()
+    outputs = model(**call, use_cache=False)
+    outputs.loss.backward()
+    return outputs.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(got, want, rtol=1e-5):
+    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0)
+    assert_same_gradients(got[1], want[1], rtol)
+
+
+def patched(model, config=ON):
+    report = apply_liger(model, config)
+    assert report["varlen_attention"].swapped, report
+    return model
+
+
+def rows_of(call):
+    """The rows of a batch without padding, as `DataCollatorWithFlattening` takes them."""
+    real = call["attention_mask"].bool()
+    return [
+        {"input_ids": ids[keep].tolist(), "labels": labels[keep].tolist()}
+        for ids, labels, keep in zip(call["input_ids"], call["labels"], real, strict=True)
+    ]
