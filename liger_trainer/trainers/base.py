@@ -1,7 +1,5 @@
 """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss."""
 
-import difflib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,28 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import (
-    DataCollatorWithFlattening,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from liger_trainer._logging import logger
 from liger_trainer.head import masks
-from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
-from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
-from liger_trainer.instance.binding import own_class
+from liger_trainer.head.find import base_model_of, has_fused_head
+from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
-from liger_trainer.patching.packing import why_rows_mix
+from liger_trainer.trainers import init_checks
 from liger_trainer.trainers.logged_loss import FilteredLoss
 from liger_trainer.trainers.patched_models import PatchedModels
+from liger_trainer.trainers.report_callback import ReportCallback
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
     from transformers import Trainer as StockTrainer
@@ -207,34 +195,9 @@ class LigerTrainerMixin(StockTrainer):
 
         `options` hold for calls with `fused_lm_head=True`. None stands for the defaults of `HeadOptions`.
         """
+        init_checks.refuse_before_patching(self, model)
         if not self.uses_liger:
-            if self.has_own_loss:
-                raise ValueError(
-                    f"{type(self).__name__} overrides {self.loss_hook}, which needs use_liger=True; got "
-                    "use_liger=False."
-                )
             return
-        if self._wants("fused_linear_cross_entropy") and output_head(model) is None:
-            raise ValueError(
-                f"use_liger=True swaps the loss for a fused LM head, but {head_reason(model)}. For such a model set "
-                'liger_config={"fused_linear_cross_entropy": false}, or use_liger=False.'
-            )
-        if self.has_own_loss and not self._wants("fused_linear_cross_entropy"):
-            raise ValueError(
-                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but liger_config "
-                "has fused_linear_cross_entropy: false. Remove that entry."
-            )
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"{self.args.n_gpu} GPUs are visible to this one process, for which Trainer uses nn.DataParallel. Its "
-                "replicas would all call the patched forwards of the first GPU's model. Start with accelerate launch "
-                "or torchrun, make one GPU visible with CUDA_VISIBLE_DEVICES, or set use_liger=False."
-            )
-        if self.args.use_liger_kernel:
-            raise ValueError(
-                "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. "
-                f"Remove use_liger_kernel, or use {self._stock_class().__name__}."
-            )
         self._patched.about_to_patch(model)
         config, unfused = getattr(self.args, "liger_config", None), None
         if self._wants("fused_linear_cross_entropy") and (unfused := self._why_unfused(model)) is not None:
@@ -256,51 +219,8 @@ class LigerTrainerMixin(StockTrainer):
         parallelism = getattr(self.args, "parallelism_config", None)
         return bool(parallelism is not None and parallelism.cp_enabled)
 
-    @property
-    def _packs_rows(self) -> bool:
-        """Whether batches are several rows in one."""
-        flattens = isinstance(self.data_collator, DataCollatorWithFlattening)
-        return flattens or bool(getattr(self, "padding_free", False))
-
     def _why_unfused(self, model: nn.Module) -> str | None:
         """Why the loss needs the logits of `model`, so that its head stays as it is, or None if it needs none."""
-        return None
-
-    def _refuse_a_second_loss(self) -> None:
-        """ValueError if an option that decides the loss is set beside `token_loss`: one of them would be ignored."""
-        others = {
-            "label_smoothing_factor": self.args.label_smoothing_factor or None,
-            "loss_type": None if getattr(self.args, "loss_type", "nll") == "nll" else self.args.loss_type,
-            "compute_loss_func": self.compute_loss_func,
-        }
-        for name, value in others.items():
-            if value is not None:
-                raise ValueError(
-                    f"{type(self).__name__} overrides token_loss, and {name} is {value!r}: only one can be the loss. "
-                    f"Remove {name}, or put what it does into token_loss."
-                )
-
-    def _refuse_unknown_outputs(self) -> None:
-        names, known = self.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
-        if isinstance(names, str):
-            raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
-        for name in names:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-                raise ValueError(
-                    f"token_outputs has the unknown name {name!r}; did you mean {near!r}? Known names: "
-                    f"{', '.join(known)}."
-                )
-
-    def _why_not_next_tokens(self) -> str | None:
-        """Why the labels of the model are not the tokens that follow in its input, or None if they are."""
-        model = base_model_of(self.model)
-        name = own_class(model).__name__
-        if getattr(model.config, "is_encoder_decoder", False):
-            return f"{name} is an encoder-decoder model"
-        masked = name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
-        if masked or name.endswith(("ForMaskedLM", "ForPreTraining")):
-            return f"{name} is a masked language model"
         return None
 
     @property
@@ -347,61 +267,30 @@ class LigerTrainerMixin(StockTrainer):
 
         return forward
 
+    def _refuse_a_second_loss(self) -> None:
+        """ValueError if an option that decides the loss is set beside the user's own: one of them would be ignored.
+
+        This is about `token_loss`. A trainer with another `loss_hook` overrides it.
+        """
+        init_checks.refuse_a_second_loss(self)
+
     def _refuse_token_predictions(self) -> None:
-        """ValueError if `eval_predictions="tokens"` has no meaning here."""
-        why = None
-        if not self.gives_token_predictions:
-            why = f"{type(self).__name__} does not compute metrics of tokens"
-        elif not self.head_is_ours:
-            unfused = None if self.liger_report is None else self._why_unfused(self.model)
-            why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
-        elif (other := self._why_not_next_tokens()) is not None:
-            why = f"{other}, whose labels are not the tokens that follow"
-        if why is not None:
-            raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
+        """ValueError if `eval_predictions="tokens"` has no meaning here. A subclass may have further reasons."""
+        init_checks.refuse_token_predictions(self)
 
     def _finish_init(self) -> None:
         if self.has_own_loss:
             self._refuse_a_second_loss()
-            self._refuse_unknown_outputs()
-            if (why := self._why_unfused(self.model)) is not None:
-                raise ValueError(
-                    f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but {why}. "
-                    "Override compute_loss instead."
-                )
-            if self.loss_hook == "token_loss" and (why := self._why_not_next_tokens()) is not None:
-                raise ValueError(
-                    f"{type(self).__name__} overrides token_loss, which scores each label as the token that follows, "
-                    f"but {why}, and its labels would be off by one. Override compute_loss instead."
-                )
+            init_checks.refuse_unknown_outputs(self)
+            init_checks.refuse_a_model_unfit_for_own_loss(self)
         if self._wants_tokens:
             self._refuse_token_predictions()
-        if self.uses_liger and self._packs_rows and (why := why_rows_mix(self.model)) is not None:
-            raise ValueError(
-                f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}, so that it would "
-                "learn from tokens that it must not see. Switch packing and padding_free off, or try "
-                'liger_config={"varlen_attention": true} with attn_implementation="sdpa", which keeps rows apart in '
-                "most decoders."
-            )
+        if self.uses_liger:
+            init_checks.refuse_packed_rows_that_mix(self)
         if self.liger_report is not None:
-            self.add_callback(_ReportCallback(self))
+            self.add_callback(ReportCallback(self))
         if self.head_is_ours and self._overrides_compute_loss:
             logger.info(self._ways_to_a_loss_of_logits())
         if self.head_is_ours and self.compute_loss_func is not None:
             also = " and TRL's metrics cost a second forward" if self._stock_class() is not Trainer else ""
             logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to avoid that.")
-
-
-class _ReportCallback(TrainerCallback):
-    """Writes `liger_report.json` into `output_dir` when training starts."""
-
-    def __init__(self, trainer: LigerTrainerMixin) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        report = self.trainer.liger_report
-        if state.is_world_process_zero and args.output_dir is not None and report is not None:
-            os.makedirs(args.output_dir, exist_ok=True)
-            report.to_json(os.path.join(args.output_dir, "liger_report.json"))

@@ -24,7 +24,6 @@ FILES = sorted([*(ROOT / "liger_trainer").rglob("*.py"), *(ROOT / "kernels" / "l
 LONGEST = 350
 REASONS = {  # lines, and why they stay together
     "liger_trainer/medusa/trainer.py": "a trainer, which a reader wants to see from top to bottom",
-    "liger_trainer/trainers/base.py": "a trainer, which a reader wants to see from top to bottom",
 }
 
 

@@ -1,0 +1,133 @@
+"""What every Liger trainer refuses while it is built, because it would train wrongly or ignore an option in silence.
+
+Each function here raises a ValueError that says what to change, or does nothing. `LigerTrainerMixin` calls
+`refuse_before_patching` in `_apply_liger`, and the others in `_finish_init`.
+"""
+
+import difflib
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers import DataCollatorWithFlattening
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from liger_trainer.head.find import base_model_of, head_reason, output_head
+from liger_trainer.instance.binding import own_class
+from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
+from liger_trainer.patching.packing import why_rows_mix
+
+if TYPE_CHECKING:
+    from liger_trainer.trainers.base import LigerTrainerMixin
+
+
+def refuse_before_patching(trainer: "LigerTrainerMixin", model: nn.Module) -> None:
+    """ValueError if `model` cannot be patched as the arguments say, or if the user's own loss would stay unused."""
+    name, args = type(trainer).__name__, trainer.args
+    if not trainer.uses_liger:
+        if trainer.has_own_loss:
+            raise ValueError(f"{name} overrides {trainer.loss_hook}, which needs use_liger=True; got use_liger=False.")
+        return
+    if trainer._wants("fused_linear_cross_entropy") and output_head(model) is None:
+        raise ValueError(
+            f"use_liger=True swaps the loss for a fused LM head, but {head_reason(model)}. For such a model set "
+            'liger_config={"fused_linear_cross_entropy": false}, or use_liger=False.'
+        )
+    if trainer.has_own_loss and not trainer._wants("fused_linear_cross_entropy"):
+        raise ValueError(
+            f"{name} overrides {trainer.loss_hook}, which needs the fused LM head, but liger_config has "
+            "fused_linear_cross_entropy: false. Remove that entry."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to this one process, for which Trainer uses nn.DataParallel. Its replicas "
+            "would all call the patched forwards of the first GPU's model. Start with accelerate launch or torchrun, "
+            "make one GPU visible with CUDA_VISIBLE_DEVICES, or set use_liger=False."
+        )
+    if args.use_liger_kernel:
+        raise ValueError(
+            "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. Remove "
+            f"use_liger_kernel, or use {trainer._stock_class().__name__}."
+        )
+
+
+def refuse_a_second_loss(trainer: "LigerTrainerMixin") -> None:
+    """ValueError if an option that decides the loss is set beside `token_loss`: one of them would be ignored."""
+    args = trainer.args
+    others = {
+        "label_smoothing_factor": args.label_smoothing_factor or None,
+        "loss_type": None if getattr(args, "loss_type", "nll") == "nll" else args.loss_type,
+        "compute_loss_func": trainer.compute_loss_func,
+    }
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{type(trainer).__name__} overrides token_loss, and {name} is {value!r}: only one can be the loss. "
+                f"Remove {name}, or put what it does into token_loss."
+            )
+
+
+def refuse_unknown_outputs(trainer: "LigerTrainerMixin") -> None:
+    """ValueError if `token_outputs` is no tuple of names, or has a name that `FusedLMOutput` does not have."""
+    names, known = trainer.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
+    if isinstance(names, str):
+        raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"token_outputs has the unknown name {name!r}; did you mean {near!r}? Known names: {', '.join(known)}."
+            )
+
+
+def refuse_a_model_unfit_for_own_loss(trainer: "LigerTrainerMixin") -> None:
+    """ValueError if the model keeps its plain head, or if its labels are not those that `token_loss` is to score."""
+    name = type(trainer).__name__
+    if (why := trainer._why_unfused(trainer.model)) is not None:
+        raise ValueError(
+            f"{name} overrides {trainer.loss_hook}, which needs the fused LM head, but {why}. Override compute_loss "
+            "instead."
+        )
+    if trainer.loss_hook == "token_loss" and (why := _why_not_next_tokens(trainer.model)) is not None:
+        raise ValueError(
+            f"{name} overrides token_loss, which scores each label as the token that follows, but {why}, and its "
+            "labels would be off by one. Override compute_loss instead."
+        )
+
+
+def refuse_token_predictions(trainer: "LigerTrainerMixin") -> None:
+    """ValueError if `eval_predictions="tokens"` has no meaning for `trainer`."""
+    why = None
+    if not trainer.gives_token_predictions:
+        why = f"{type(trainer).__name__} does not compute metrics of tokens"
+    elif not trainer.head_is_ours:
+        unfused = None if trainer.liger_report is None else trainer._why_unfused(trainer.model)
+        why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
+    elif (other := _why_not_next_tokens(trainer.model)) is not None:
+        why = f"{other}, whose labels are not the tokens that follow"
+    if why is not None:
+        raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
+
+
+def refuse_packed_rows_that_mix(trainer: "LigerTrainerMixin") -> None:
+    """ValueError if batches are several rows in one, and the model would let them see each other."""
+    flattens = isinstance(trainer.data_collator, DataCollatorWithFlattening)
+    packs = flattens or bool(getattr(trainer, "padding_free", False))
+    if packs and (why := why_rows_mix(trainer.model)) is not None:
+        raise ValueError(
+            f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}, so that it would "
+            "learn from tokens that it must not see. Switch packing and padding_free off, or try "
+            'liger_config={"varlen_attention": true} with attn_implementation="sdpa", which keeps rows apart in '
+            "most decoders."
+        )
+
+
+def _why_not_next_tokens(model: nn.Module) -> str | None:
+    """Why the labels of `model` are not the tokens that follow in its input, or None if they are."""
+    model = base_model_of(model)
+    name = own_class(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"{name} is an encoder-decoder model"
+    masked = name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    if masked or name.endswith(("ForMaskedLM", "ForPreTraining")):
+        return f"{name} is a masked language model"
+    return None

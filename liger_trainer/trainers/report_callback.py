@@ -1,0 +1,24 @@
+"""The callback by which every Liger trainer writes its report beside its checkpoints."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+if TYPE_CHECKING:
+    from liger_trainer.trainers.base import LigerTrainerMixin
+
+
+class ReportCallback(TrainerCallback):
+    """Writes `liger_report.json` into `output_dir` when training starts."""
+
+    def __init__(self, trainer: "LigerTrainerMixin") -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        report = self.trainer.liger_report
+        if state.is_world_process_zero and args.output_dir is not None and report is not None:
+            os.makedirs(args.output_dir, exist_ok=True)
+            report.to_json(os.path.join(args.output_dir, "liger_report.json"))
