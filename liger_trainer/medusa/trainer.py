@@ -24,10 +24,10 @@ from liger_trainer.medusa.heads import (
     heads_detached,
     heads_of,
 )
+from liger_trainer.medusa.init_checks import check_args, check_setup
 from liger_trainer.medusa.labels import head_targets
+from liger_trainer.medusa.loss import hard_loss, soft_loss
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
-from liger_triton import HeadsLoss, linear_heads_cross_entropy, linear_heads_kl
-from liger_triton.known_gradients import with_gradients
 
 
 class LigerMedusaTrainer(LigerSFTTrainer):
@@ -61,7 +61,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         if args is None:
             name = model if isinstance(model, str) else model.config.name_or_path
             args = MedusaConfig(f"{name.split('/')[-1]}-Medusa")
-        _check_args(args, kwargs)
+        check_args(args, kwargs)
         super().__init__(model, args, **kwargs)
         self._schedule = schedule_of(args.medusa_schedule)
         # For each mode, the sums of losses, of hits and of rows since the last log: (3, heads)
@@ -80,48 +80,9 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     def _finish_init(self) -> None:
         super()._finish_init()
-        self._check_model()
+        check_setup(self.model, self.args, self.accelerator)
         attach_heads(self.model, self._initial_heads())
         self._freeze()
-
-    def _check_model(self) -> None:
-        args, adapters = self.args, getattr(self.model, "peft_config", {})
-        if args.medusa_stage == 1 and adapters:
-            raise ValueError(
-                "medusa_stage is 1, which freezes the model, but it has an adapter (see peft_config, use_peft)."
-                " Set medusa_stage: 2 to train the adapter too, or merge it into the model first."
-            )
-        for name, config in adapters.items():
-            if config.is_prompt_learning:
-                raise ValueError(
-                    f"The adapter {name!r} is {config.peft_type.value}, which puts tokens before the text that have no "
-                    "labels. Use LoRA, or train the whole model."
-                )
-        if args.medusa_stage == 2 and not any(
-            p.requires_grad for n, p in self.model.named_parameters() if f"{HEADS_NAME}." not in n
-        ):
-            raise ValueError(
-                "medusa_stage is 2, which trains the model too, but all its parameters are frozen. Set medusa_stage: 1 "
-                "to train the heads alone, or unfreeze the model."
-            )
-        parallel = getattr(self.accelerator, "parallelism_config", None)
-        if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
-            raise ValueError(
-                "parallelism_config splits sequences over ranks (cp_size or sp_size above 1), and the targets of the "
-                "heads lie across such cuts. Set both to 1."
-            )
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if plugin is not None and "optimizer" in plugin.deepspeed_config and args.medusa_lr_multiplier != 1:
-            raise ValueError(
-                f"medusa_lr_multiplier is {args.medusa_lr_multiplier}, but the DeepSpeed config has an `optimizer`, "
-                "which has one learning rate for all. Remove it from there, or set medusa_lr_multiplier to 1."
-            )
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-            raise ValueError(
-                f"fsdp_state_dict_type is {plugin.state_dict_type}, under which the heads would not be saved. Set it "
-                "to FULL_STATE_DICT."
-            )
 
     def _initial_heads(self) -> MedusaHeads:
         args, heads = self.args, heads_of(self.model)
@@ -235,76 +196,12 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
             device=logits.device,
         )
-        score = self._soft if args.medusa_targets == "soft" else self._hard
-        loss, *sums = logits.fused(partial(score, row_weight=by_head), targets if joint else targets[1:])
+        score = partial(soft_loss if args.medusa_targets == "soft" else hard_loss, self._heads, row_weight=by_head)
+        loss, *sums = logits.fused(score, targets if joint else targets[1:])
         scores = {"loss": loss, "sums": torch.stack([s.float() for s in sums])}
         if joint and outputs.get("aux_loss") is not None:
             scores["aux_loss"] = outputs.aux_loss
         return scores
-
-    def _hard(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        row_weight: torch.Tensor,
-        logit_scale: float,
-        softcap: float | None,
-        **_: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        """Cross-entropy with the labels: the loss (), then losses, hits and rows of each head."""
-        heads = self._heads
-        options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
-
-        def score(blocks: list[torch.Tensor], weights: list[torch.Tensor]) -> HeadsLoss:
-            joint = len(target) > len(blocks)
-            rows = [hidden.flatten(0, 1)] * joint + [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
-            own = weight if self.args.medusa_tied else [weight] * joint + [w[: len(weight)] for w in weights]
-            return linear_heads_cross_entropy(rows, own, target.flatten(1), row_weight=row_weight, **options)
-
-        def score_alone(k: int, x: torch.Tensor, projection: torch.Tensor | None) -> HeadsLoss:
-            own = weight if projection is None else [projection[: len(weight)]]
-            rows, of_head = x.flatten(0, 1).to(hidden.dtype).unsqueeze(0), slice(k, k + 1)
-            found = linear_heads_cross_entropy(
-                rows, own, target[of_head].flatten(1), row_weight=row_weight[of_head], **options
-            )
-            return found._replace(loss=_settled(found.loss, list(heads[k].parameters())))
-
-        # On a frozen model the heads have nothing in common, so they are scored one by one, and memory does not grow
-        # with their number. Each backward pass is done at once. ZeRO-3 does not allow that, because there parameters
-        # are whole only while the backward pass of their own module runs.
-        if self.args.medusa_stage == 2 or any(hasattr(p, "ds_id") for p in heads.parameters()):
-            return tuple(heads(hidden, score))
-        loss, *sums = zip(*heads.one_by_one(hidden, score_alone), strict=True)
-        return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
-
-    def _soft(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        row_weight: torch.Tensor,
-        logit_scale: float,
-        softcap: float | None,
-        **_: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        """Divergence from the model's own distribution: the loss (), then losses, hits and rows of each head."""
-        options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
-
-        def score(blocks: list[torch.Tensor], weights: list[torch.Tensor]) -> HeadsLoss:
-            rows = [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
-            own = weight if self.args.medusa_tied else [w[: len(weight)] for w in weights]
-            labels = target[-len(rows) :].flatten(1)
-            return linear_heads_kl(
-                rows, own, hidden.detach().flatten(0, 1), weight.detach(), labels != -100,
-                row_weight=row_weight[-len(rows) :], target=labels, **options,
-            )  # fmt: skip
-
-        soft = tuple(self._heads(hidden, score))
-        if len(target) == self.args.medusa_num_heads:
-            return soft
-        lm = linear_heads_cross_entropy([hidden.flatten(0, 1)], weight, target[:1].flatten(1), **options)
-        return (lm.loss + soft[0], *(torch.cat(both) for both in zip(lm[1:], soft[1:], strict=True)))
 
     # What is logged
 
@@ -381,41 +278,6 @@ class LigerMedusaTrainer(LigerSFTTrainer):
                 "medusa_num_layers and medusa_tied that they were trained with."
             )
         set_model_state_dict(heads, saved.state_dict(), options=StateDictOptions(full_state_dict=True))
-
-
-def _check_args(args: MedusaConfig, kwargs: dict[str, Any]) -> None:
-    """ValueError for what would be silently ignored, before anything is loaded."""
-    if not isinstance(args, MedusaConfig):
-        raise ValueError(f"args is a {type(args).__name__}; expected a MedusaConfig, which says what the heads are.")
-    if not args.use_liger:
-        raise ValueError("use_liger is false, but the Medusa loss is computed by the fused LM head. Remove use_liger.")
-    config: Any = args.liger_config or {}
-    if not config.get("fused_linear_cross_entropy", True):
-        raise ValueError(
-            "liger_config has fused_linear_cross_entropy: false, but the Medusa loss is computed by the fused LM head. "
-            "Remove that entry."
-        )
-    ignored = {
-        "label_smoothing_factor": args.label_smoothing_factor or None,
-        "loss_type": None if args.loss_type == "nll" else args.loss_type,
-        "compute_loss_func": kwargs.get("compute_loss_func"),
-    }
-    for name, value in ignored.items():
-        if value is not None:
-            raise ValueError(f"{name} is {value!r}, which the Medusa loss does not have. Remove {name}.")
-    if (kwargs.get("optimizers") or (None,))[0] is not None:
-        raise ValueError(
-            "optimizers has an optimizer, which was made before the heads and would not train them. Choose one by "
-            "args.optim, or pass optimizer_cls_and_kwargs."
-        )
-
-
-def _settled(loss: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
-    """`loss` after its backward pass, which has freed all that it kept except for the gradients of `parameters`."""
-    if not loss.requires_grad or torch.compiler.is_compiling():
-        return loss
-    parameters = [p for p in parameters if p.requires_grad]
-    return with_gradients(loss.detach(), parameters, torch.autograd.grad(loss, parameters))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from medusa_brute_force import (
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
-import liger_trainer.medusa.trainer as medusa
+import liger_trainer.medusa.loss as medusa_loss
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.medusa.labels import head_targets, token_positions
 
@@ -143,8 +143,13 @@ def test_no_logits_whatever_the_number_of_heads(targets, num_heads, tmp_path, mo
     trainer = medusa_trainer(model, tmp_path, medusa_num_heads=num_heads, medusa_targets=targets)
     heads = []
     for name in ("linear_heads_cross_entropy", "linear_heads_kl"):
-        stock = getattr(medusa, name)
-        monkeypatch.setattr(medusa, name, lambda x, *a, stock=stock, **kw: heads.append(len(x)) or stock(x, *a, **kw))
+        stock = getattr(medusa_loss, name)
+
+        def counting(rows, *args, stock=stock, **kwargs):
+            heads.append(len(rows))
+            return stock(rows, *args, **kwargs)
+
+        monkeypatch.setattr(medusa_loss, name, counting)
     batch = ragged_batch(16)
     with LargestTensor() as largest:
         trainer.compute_loss(model.train(), batch).backward()

@@ -17,6 +17,7 @@ from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.config import schedule_of
 from liger_trainer.medusa.heads import heads_of
+from liger_trainer.medusa.init_checks import check_setup
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
 
@@ -303,9 +304,9 @@ SETUPS = [
 @pytest.mark.parametrize("own, state, message", SETUPS, ids=["cp", "sp", "deepspeed-optimizer", "fsdp-sharded"])
 def test_launches_that_would_train_or_save_wrongly(own, state, message, tmp_path):
     trainer = medusa_trainer(tiny_model("llama"), tmp_path, medusa_stage=2)
-    trainer.accelerator = SimpleNamespace(**({"parallelism_config": None} | own), state=SimpleNamespace(**state))
+    accelerator = SimpleNamespace(**({"parallelism_config": None} | own), state=SimpleNamespace(**state))
     with pytest.raises(ValueError, match=message):
-        trainer._check_model()
+        check_setup(trainer.model, trainer.args, accelerator)
 
 
 def test_arguments_of_another_class(tmp_path):

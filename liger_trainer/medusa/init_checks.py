@@ -1,0 +1,76 @@
+"""What `LigerMedusaTrainer` refuses while it is built: what would train wrongly, or be ignored, without a sign."""
+
+from typing import Any
+
+from torch import nn
+
+from liger_trainer.medusa.config import MedusaConfig
+from liger_trainer.medusa.heads import HEADS_NAME
+
+
+def check_args(args: MedusaConfig, kwargs: dict[str, Any]) -> None:
+    """ValueError for what would be silently ignored, before anything is loaded."""
+    if not isinstance(args, MedusaConfig):
+        raise ValueError(f"args is a {type(args).__name__}; expected a MedusaConfig, which says what the heads are.")
+    if not args.use_liger:
+        raise ValueError("use_liger is false, but the Medusa loss is computed by the fused LM head. Remove use_liger.")
+    config: Any = args.liger_config or {}
+    if not config.get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            "liger_config has fused_linear_cross_entropy: false, but the Medusa loss is computed by the fused LM head. "
+            "Remove that entry."
+        )
+    ignored = {
+        "label_smoothing_factor": args.label_smoothing_factor or None,
+        "loss_type": None if args.loss_type == "nll" else args.loss_type,
+        "compute_loss_func": kwargs.get("compute_loss_func"),
+    }
+    for name, value in ignored.items():
+        if value is not None:
+            raise ValueError(f"{name} is {value!r}, which the Medusa loss does not have. Remove {name}.")
+    if (kwargs.get("optimizers") or (None,))[0] is not None:
+        raise ValueError(
+            "optimizers has an optimizer, which was made before the heads and would not train them. Choose one by "
+            "args.optim, or pass optimizer_cls_and_kwargs."
+        )
+
+
+def check_setup(model: nn.Module, args: MedusaConfig, accelerator: Any) -> None:
+    """ValueError for a model, an adapter or a launch with which the heads would not be trained or saved as asked."""
+    adapters = getattr(model, "peft_config", {})
+    if args.medusa_stage == 1 and adapters:
+        raise ValueError(
+            "medusa_stage is 1, which freezes the model, but it has an adapter (see peft_config, use_peft)."
+            " Set medusa_stage: 2 to train the adapter too, or merge it into the model first."
+        )
+    for name, config in adapters.items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"The adapter {name!r} is {config.peft_type.value}, which puts tokens before the text that have no "
+                "labels. Use LoRA, or train the whole model."
+            )
+    if args.medusa_stage == 2 and not any(
+        p.requires_grad for n, p in model.named_parameters() if f"{HEADS_NAME}." not in n
+    ):
+        raise ValueError(
+            "medusa_stage is 2, which trains the model too, but all its parameters are frozen. Set medusa_stage: 1 "
+            "to train the heads alone, or unfreeze the model."
+        )
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+        raise ValueError(
+            "parallelism_config splits sequences over ranks (cp_size or sp_size above 1), and the targets of the "
+            "heads lie across such cuts. Set both to 1."
+        )
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is not None and "optimizer" in plugin.deepspeed_config and args.medusa_lr_multiplier != 1:
+        raise ValueError(
+            f"medusa_lr_multiplier is {args.medusa_lr_multiplier}, but the DeepSpeed config has an `optimizer`, "
+            "which has one learning rate for all. Remove it from there, or set medusa_lr_multiplier to 1."
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+        raise ValueError(
+            f"fsdp_state_dict_type is {plugin.state_dict_type}, under which the heads would not be saved. Set it "
+            "to FULL_STATE_DICT."
+        )
