@@ -12,8 +12,8 @@ from transformers import DataCollatorWithFlattening
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from liger_trainer.head.find import base_model_of, head_reason, output_head
-from liger_trainer.instance.binding import own_class
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
+from liger_trainer.instance.binding import own_class
 from liger_trainer.patching.packing import why_rows_mix
 
 if TYPE_CHECKING:
