@@ -1,0 +1,58 @@
+"""Every causal LM of the installed transformers that attends through SDPA: a padded batch with `varlen_attention`
+beside the same batch in stock. It takes minutes:
+
+    pytest -s -m slow tests/liger_trainer/varlen/test_all_decoders.py
+"""
+
+import pytest
+import torch
+from architectures import LIMIT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, build, step
+from parity_models import largest_difference
+from varlen_batches import ON
+
+from liger_trainer import apply_liger
+from liger_trainer.varlen import padding
+
+QUICK = ("llama", "gemma3_text", "bamba", "bloom")  # two that take it, one with a state, one without SDPA
+
+
+def without_dropout(model) -> None:
+    """With dropout, padded and unpadded rows draw other numbers."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    ],
+)
+def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
+    model, reason = build(model_type)
+    if model is None:
+        pytest.skip(f"not built: {reason}")
+    try:
+        model.set_attn_implementation("sdpa")
+    except (ValueError, ImportError) as error:
+        pytest.skip(f"no SDPA: {str(error)[:80]}")
+    without_dropout(model)
+    try:
+        want, _ = step(model)
+    except Exception as error:  # noqa: BLE001 - what stock cannot train is not ours to train
+        pytest.skip(f"does not run: {error}")
+    report = apply_liger(model, ON)["varlen_attention"]
+    used, packed = [], padding.Plan.packed
+    monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: used.append(self) or packed(self, *given))
+    got, _ = step(model)
+    print(f"\n{model_type}: {'real tokens' if used else 'padded'}, {report.skipped or report.swapped}")
+    assert bool(used) == bool(report.swapped), "what is proven is used"
+    assert set(got[1]) == set(want[1])
+    finite = torch.stack([grad.isfinite().all() for grad in want[1].values()]).all()
+    if finite:  # in some models, rows padded on the left give stock NaN
+        assert largest_difference(got, want) <= LIMIT
