@@ -65,14 +65,14 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
         shows_padding = False  # whether the answer has something of every position
         if fused_lm_head or label_smoothing or scored_by is not None:
             kwargs = _without_cache(self, kwargs)
-        if scored_by is not None:
-            answer = functools.partial(_scored, self, args, kwargs, options, scored_by)
+        without_labels = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
+        if scored_by is not None:  # `shift_labels` then say only which positions are scored
+            answer = functools.partial(_scored, self, args, without_labels, options, scored_by)
         elif fused_lm_head or label_smoothing:
             request = LossRequest(
                 kwargs.get("labels"), kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), label_smoothing,
                 token_predictions, token_outputs, uniform_grad,
             )  # fmt: skip
-            without_labels = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
             score = _token_outputs if fused_lm_head else _smoothed_loss
             answer = functools.partial(score, self, args, without_labels, options, request)
             shows_padding = "hidden_states" in _wanted_outputs(options, request)

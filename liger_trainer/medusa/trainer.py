@@ -158,7 +158,8 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
         if self.aux_loss_enabled and args.medusa_stage == 2:
             call["output_router_logits"] = True
-        scores = model(**call, scored_by=partial(self._scores, targets=targets, weight=weight))
+        scorer = partial(self._scores, targets=targets, weight=weight)
+        scores = model(**call, scored_by=scorer, shift_labels=targets[0])  # those of the other heads are of real tokens
 
         count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
         loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)
