@@ -183,7 +183,7 @@ def _count_prepared(trainer, given_rows, name: str) -> RowCounts:
         packing = trainer.args.eval_packing
     if packing:
         rows = trainer.uncut_rows[name]
-        limit = limit if trainer.args.packing_strategy == "bfd" else None  # others do not cut a row, but continue it
+        limit = limit if trainer.args.packing_strategy == "bfd" else None  # bfd_split continues a row in another
         lengths = _lengths(rows, "input_ids")
         cut = 0 if limit is None else int((lengths > limit).sum())
         return RowCounts(given, given, limit, cut, int((~_has_labels(rows, limit)).sum()))

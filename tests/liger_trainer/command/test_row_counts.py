@@ -101,7 +101,6 @@ def test_exactly_max_length_is_not_cut(folder, capsys):
 @pytest.mark.parametrize("strategy, line", [
     ("bfd", "9 used of 9; 6 cut to max_length 10; 4 have nothing to learn"),
     ("bfd_split", "9 used of 9"),
-    ("wrapped", "9 used of 9"),
 ])  # fmt: skip
 def test_packed_rows(strategy, line, folder, capsys):
     """Packing cuts with `bfd` only, and TRL drops no row then: those without anything to learn take up room."""
