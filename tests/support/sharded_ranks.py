@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import liger_trainer
+from liger_trainer.varlen import padding
 
 PAIRS = pair_rows(24)
 PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]
@@ -52,10 +53,12 @@ CASES = {
     "distillation": ("Distillation", PROMPTS, WRITES, ("teacher_model",)),
 }  # fmt: skip
 ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
-DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3, "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}}}
+DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3, "zero3-varlen": ZERO3, "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}}}
 OF_MODE = {
     "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
     **dict.fromkeys(("zero3", "fsdp2", "fsdp2-bf16"), tuple(CASES)),  # bf16: ours, beside stock in fp32
+    # With `varlen_attention`, and with other lengths on each rank.
+    **dict.fromkeys(("fsdp2-varlen", "zero3-varlen"), ("trainer", "sft-checkpointing", "dpo", "grpo")),
     # DeepSpeed cannot cut trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
     "zero3-bf16": tuple(case for case in CASES if case != "trainer-lora-beside-the-head"),
 }
@@ -63,6 +66,9 @@ OF_MODE = {
 
 def trainer_of(case, ours, mode, out, folder):
     name, rows, options, models = CASES[case]
+    varlen = mode.endswith("varlen")
+    if ours and varlen:
+        options = options | {"liger_config": {"varlen_attention": True}}
     if ours:
         args_name = "LigerTrainingArguments" if not name else f"Liger{name}Config"
         trainer_class, args_class = getattr(liger_trainer, f"Liger{name}Trainer"), getattr(liger_trainer, args_name)
@@ -78,7 +84,8 @@ def trainer_of(case, ours, mode, out, folder):
     )  # fmt: skip
 
     def load(which):  # in parts under ZeRO-3, now that there are args
-        return AutoModelForCausalLM.from_pretrained(folder / which, dtype="float32", attn_implementation="eager")
+        attention = "sdpa" if varlen else "eager"
+        return AutoModelForCausalLM.from_pretrained(folder / which, dtype="float32", attn_implementation=attention)
 
     model, given = load("tied" if "tied" in case else "policy"), {name: load("other") for name in models}
     if "lora" in case:
@@ -105,6 +112,8 @@ def trainer_of(case, ours, mode, out, folder):
 def run(case, ours, mode, out, folder):
     transformers.set_seed(0)
     trainer = trainer_of(case, ours, mode, f"{out}/{case}-{ours}", folder)
+    counted, own_packed = [], padding.Plan.packed
+    padding.Plan.packed = lambda self, *given: counted.append(self.rows.tokens) or own_packed(self, *given)
     if mode.startswith("zero3"):
         assert any(p.numel() == 0 for p in trainer.model.parameters()), "the model was loaded in parts"
     trainer.train()
@@ -112,11 +121,13 @@ def run(case, ours, mode, out, folder):
         assert all(isinstance(p, DTensor) for p in trainer.model_wrapped.parameters()), "the model was sharded"
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     trainer.evaluate()
+    padding.Plan.packed = own_packed
     wanted = ("loss", "grad_norm", "eval_loss")
     logs = [{k: v for k, v in log.items() if k in wanted} for log in trainer.state.log_history]
     return {
         "weights": weights and {k: v.float().clone() for k, v in weights.items()},
         "logs": [log for log in logs if log],
+        "without_padding": len(counted),
     }
 
 

@@ -29,8 +29,12 @@ class SaveGradients(TrainerCallback):
             }
 
 
-def train(trainer_class, args_class, out, accumulation=1, **options):
-    """One optimizer step over all 16 rows, however many processes there are."""
+def train(trainer_class, args_class, out, accumulation=1, varlen=False, **options):
+    """One optimizer step over all 16 rows, however many processes there are; with `varlen`, without their padding."""
+    model = tiny_model("llama")
+    if varlen:
+        model.set_attn_implementation("sdpa")
+        options["liger_config"] = {"varlen_attention": int(os.environ.get("WORLD_SIZE", 1)) > 1}
     world = int(os.environ.get("WORLD_SIZE", 1))  # from torchrun; torch.distributed knows it once `args` exist
     args = args_class(
         output_dir=f"{out}/run", max_steps=1, per_device_train_batch_size=16 // world // accumulation, logging_steps=1,
@@ -43,7 +47,9 @@ def train(trainer_class, args_class, out, accumulation=1, **options):
         extra = {"train_dataset": Dataset.from_list(rows), "processing_class": tiny_tokenizer()}
     else:
         extra = {"train_dataset": rows, "data_collator": collate}
-    trainer = trainer_class(model=tiny_model("llama"), args=args, callbacks=[save], **extra)
+    trainer = trainer_class(model=model, args=args, callbacks=[save], **extra)
+    if varlen and world > 1:
+        assert trainer.liger_report["varlen_attention"].swapped
     trainer.train()
     return save.grads
 
@@ -168,6 +174,7 @@ MODES = {
     ),
     "sft": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, bf16=False, gradient_checkpointing=False),
     "sft-accumulation": lambda out: train(LigerSFTTrainer, LigerSFTConfig, out, 4, bf16=False),
+    "varlen": lambda out: train(LigerTrainer, LigerTrainingArguments, out, varlen=True, remove_unused_columns=False),
     "pairs": pairs,
     "sampled": sampled,
     "fsdp2": fsdp2,

@@ -22,10 +22,11 @@ def trained(mode, tmp_path):
     return first
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("mode", ["fsdp2", "zero2", "zero3", "fsdp2-varlen", "zero3-varlen"])
 def test_weights(mode, tmp_path):
     for case, (stock, ours) in trained(mode, tmp_path).items():
         assert len(ours["logs"]) == 4 and len(stock["weights"]) >= 21
+        assert stock["without_padding"] == 0 and (ours["without_padding"] > 3) == mode.endswith("varlen"), case
         for got, want in zip(ours["logs"], stock["logs"], strict=True):
             assert got == pytest.approx(want, rel=1e-4), case
         for name, want in stock["weights"].items():
