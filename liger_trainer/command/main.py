@@ -21,8 +21,9 @@ from liger_trainer.errors import RecipeError, RunError
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    The code is 0 for success, 2 for a mistake that the user can mend, 1 for a run that could not be saved, and 130 or
-    143 for a run that was stopped by SIGINT (Ctrl-C) or SIGTERM. With every code but 0, a line on stderr says why.
+    The code is 0 for success, 2 for a mistake that the user can mend, 1 for a run that could not be saved, 130 or 143
+    for a run that was stopped by SIGINT (Ctrl-C) or SIGTERM, and 141 where nobody reads the output any more, as in
+    `liger-trainer recipes | head -1`. With every other code but 0, a line on stderr says why.
 
     Args:
         argv (`list[str]`, *optional*): The words of the command line. Unset: those of this process, which then ends
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-_CUT_SHORT = (1, 130, 143)
+_CUT_SHORT = (1, 130, 141, 143)
 
 
 def _exit_code(args: argparse.Namespace) -> int:
@@ -48,6 +49,8 @@ def _exit_code(args: argparse.Namespace) -> int:
         return _say(f"error: {error}", 2)
     except KeyboardInterrupt:
         return _say("interrupted.", 130)
+    except BrokenPipeError:
+        return 141
 
 
 def _say(line: str, code: int) -> int:
@@ -124,6 +127,8 @@ def _train(args: argparse.Namespace) -> int:
             summary = run(recipe)
     except RunError as error:
         return _say(f"error: {error}", 1)
+    except BrokenPipeError:
+        return _say(f"nobody reads the output any more, so the run has ended. {what_is_left(recipe)}", 141)
     except KeyboardInterrupt as stop:
         terminated = isinstance(stop, _Terminated)
         how = "terminated" if terminated else "interrupted"

@@ -1,5 +1,6 @@
 """How the process ends after a run that was cut short: our line is the last on stderr, and exit handlers have run."""
 
+import subprocess
 import sys
 
 import pytest
@@ -55,3 +56,18 @@ def test_a_program_that_calls_main_ends_as_it_wants(tmp_path):
     script = script.replace("    context", "    # context").replace("    ctypes", "    # ctypes")
     done = run_elsewhere(sys.executable, "-c", script, write_recipe(tmp_path), cwd=tmp_path)
     assert done.returncode == 0 and "130" in done.stdout, done.stderr
+
+
+def test_a_reader_that_has_had_enough():
+    """`liger-trainer recipes | head -1`: no traceback, and the code of a process that a closed pipe has ended."""
+    command = [sys.executable, "-m", "liger_trainer", "recipes"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 141
+
+
+def test_a_run_whose_output_nobody_reads(tmp_path):
+    script = SCRIPT.format(error="BrokenPipeError", argv="")
+    done = run_elsewhere(sys.executable, "-c", script, write_recipe(tmp_path), cwd=tmp_path)
+    assert done.returncode == 141
+    assert done.stderr.splitlines()[-1].endswith("so the run has ended. Training had not begun."), done.stderr
