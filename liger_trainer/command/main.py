@@ -44,7 +44,9 @@ _CUT_SHORT = (1, 130, 141, 143)
 
 def _exit_code(args: argparse.Namespace) -> int:
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # here, so that a closed pipe is noticed before Python ends
+        return code
     except RecipeError as error:
         return _say(f"error: {error}", 2)
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """How the process ends after a run that was cut short: our line is the last on stderr, and exit handlers have run."""
 
+import os
 import subprocess
 import sys
 
@@ -61,7 +62,8 @@ def test_a_program_that_calls_main_ends_as_it_wants(tmp_path):
 def test_a_reader_that_has_had_enough():
     """`liger-trainer recipes | head -1`: no traceback, and the code of a process that a closed pipe has ended."""
     command = [sys.executable, "-m", "liger_trainer", "recipes"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait(60) == 141
 
