@@ -33,7 +33,7 @@ from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.head.real_logits import scores_of_logits, smoothed_loss_sum
 from liger_trainer.head.vocab_mean import vocab_mean
 from liger_trainer.instance.binding import call_previous
-from liger_trainer.varlen.padding import plan_of_call, running
+from liger_trainer.varlen.padding import leaves_padding_out, plan_of_call, running
 from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
@@ -62,6 +62,7 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
         options = head_options(self)
         if options is None:  # the head has been removed, but somebody's wrapper still calls this forward
             return _own_forward(self, args, kwargs)
+        leaves_out = leaves_padding_out(self)
         shows_padding = False  # whether the answer has something of every position
         if fused_lm_head or label_smoothing or scored_by is not None:
             kwargs = _without_cache(self, kwargs)
@@ -78,9 +79,9 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
             shows_padding = "hidden_states" in _wanted_outputs(options, request)
         else:
             skip_logits = self.training if skip_logits is None else skip_logits
-            shows_padding = not skip_logits or _shows_states(self, kwargs)
+            shows_padding = not skip_logits or (leaves_out and _shows_states(self, kwargs))
             answer = functools.partial(_own_outputs, self, args, kwargs, options, skip_logits, token_predictions)
-        if torch.compiler.is_compiling():
+        if not leaves_out:
             return answer()
         with running(None if shows_padding else plan_of_call(self, args, kwargs)):  # None too: calls may lie in others
             return answer()

@@ -48,9 +48,7 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
     Returns:
         `str` or `None`: A description such as `"a forward hook (count_calls)"`; None where there is nothing.
     """
-    if (
-        not has_hooks(module) and "forward" not in module.__dict__
-    ):  # this is asked in every call, and is nearly always so
+    if not has_hooks(module) and "forward" not in module.__dict__:  # as nearly always; this is asked in every call
         return None
     not_counted = (*_HOOKS_THAT_MISS_NOTHING, *allowed)
     forward = ours.previous if ours is not None and is_bound(module, ours) else module.__dict__.get("forward")

@@ -130,11 +130,20 @@ class Plan:
         return x.new_zeros(size, *x.shape[1:]).index_copy(0, self.index, x)
 
 
-def plan_of_call(model, args: tuple, call: dict[str, Any]) -> Plan | None:
-    """How a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is."""
+def leaves_padding_out(model) -> bool:
+    """Whether calls of `model` may go through its backbone on real tokens; not while they are traced."""
     backbone = backbone_of(model)
-    bound = None if backbone is None else BackboneBinding.of(backbone)
-    if bound is None or bound.aside or args or torch.compiler.is_compiling():
+    return backbone is not None and BackboneBinding.of(backbone) is not None and not torch.compiler.is_compiling()
+
+
+def plan_of_call(model, args: tuple, call: dict[str, Any]) -> Plan | None:
+    """How a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is.
+
+    `model` is one for which `leaves_padding_out`.
+    """
+    backbone = backbone_of(model)
+    bound = BackboneBinding.of(backbone)
+    if bound is None or bound.aside or args:
         return None
     plan = plan_of(model.config, call, call.get("labels"), call.get("shift_labels"))
     if plan is None or (plan.index is None and not bound.packs) or not is_registered_for(backbone):

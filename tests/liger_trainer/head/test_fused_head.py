@@ -382,3 +382,26 @@ def test_removed_and_installed_again_inside_a_wrapper():
     output = model(**batch)
     assert output.logits is None
     torch.testing.assert_close(output.loss, want)
+
+
+class PlainModule(torch.nn.Module):
+    """A language model that is none of transformers: no config, no backbone by a known name."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lm_head = torch.nn.Embedding(31, 16), torch.nn.Linear(16, 31, bias=False)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.embedding(input_ids))
+        return (torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),)
+
+
+def test_a_module_without_a_config():
+    torch.manual_seed(0)
+    model, ids = PlainModule(), torch.randint(0, 31, (2, 5))
+    want = model(ids, labels=ids)[0]
+    assert apply_liger(model)["fused_linear_cross_entropy"].swapped
+    torch.testing.assert_close(model(input_ids=ids, labels=ids)[0], want)

@@ -13,7 +13,7 @@ from varlen_batches import ON
 from liger_trainer import apply_liger
 from liger_trainer.varlen import padding
 
-QUICK = ("llama", "gemma3_text", "bamba", "bloom")  # two that take it, one with a state, one without SDPA
+QUICK = ("llama", "gemma3_text", "bamba", "bloom")  # two that take it, one with a state, one that stays eager
 
 
 def without_dropout(model) -> None:
@@ -34,6 +34,8 @@ def without_dropout(model) -> None:
     ],
 )
 def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
+    if model_type in QUICK:
+        monkeypatch.setattr(pytest, "skip", pytest.fail)  # these are known to run
     model, reason = build(model_type)
     if model is None:
         pytest.skip(f"not built: {reason}")
@@ -52,6 +54,7 @@ def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
     got, _ = step(model)
     print(f"\n{model_type}: {'real tokens' if used else 'padded'}, {report.skipped or report.swapped}")
     assert bool(used) == bool(report.swapped), "what is proven is used"
+    assert bool(used) or model_type not in ("llama", "gemma3_text")
     assert set(got[1]) == set(want[1])
     finite = torch.stack([grad.isfinite().all() for grad in want[1].values()]).all()
     if finite:  # in some models, rows padded on the left give stock NaN
