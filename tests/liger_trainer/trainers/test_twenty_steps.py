@@ -18,33 +18,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 from transformers import TrainingArguments as StockArguments
 from transformers.trainer_utils import set_seed
-from trl import (
-    DistillationConfig,
-    DistillationTrainer,
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
-from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl_trainers import STOCK as OF_TRL
 
 import liger_trainer
 from liger_trainer.patching import rebuild
 from liger_trainer.varlen import padding
 
-STOCK = {
-    "Trainer": (Trainer, StockArguments), "SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig),
-    "KTO": (KTOTrainer, KTOConfig), "ORPO": (ORPOTrainer, ORPOConfig), "CPO": (CPOTrainer, CPOConfig),
-    "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig),
-    "Distillation": (DistillationTrainer, DistillationConfig),
-}  # fmt: skip
+STOCK = {"Trainer": (Trainer, StockArguments)} | OF_TRL
 SIZES = {  # vocabulary, hidden, intermediate, heads, tokens of a completion, steps
     "tiny": (131, 32, 48, 4, 12, 3),
     "8b-width": (128256, 4096, 14336, 32, 560, 20),
