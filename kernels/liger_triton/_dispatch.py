@@ -61,23 +61,27 @@ def once_differentiable(backward):
 
     @functools.wraps(backward)
     def once(ctx, *upstream):
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise RuntimeError(
-                "A second derivative was asked for (create_graph=True) through a fused kernel of liger_triton, which "
-                "has none. Use the plain PyTorch operation there; in a patched model, switch it off in liger_config."
-            )
-        with torch.no_grad():
+        if not torch.is_grad_enabled():  # as in every backward pass that does not build a graph of its own
             return backward(ctx, *upstream)
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                return backward(ctx, *upstream)
+        raise RuntimeError(
+            "A second derivative was asked for (create_graph=True) through a fused kernel of liger_triton, which "
+            "has none. Use the plain PyTorch operation there; in a patched model, switch it off in liger_config."
+        )
 
     return once
 
 
+def _is_elsewhere(x: torch.Tensor) -> bool:
+    """Whether `x` is on a GPU that is not the current one, on which Triton launches. With `device_map` it may be."""
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
+
+
 def _device_guard(x: torch.Tensor):
-    """A context in which the device of `x` is the current one, on which Triton launches. With `device_map` it may be
-    another."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
+    """A context in which the device of `x` is the current one."""
+    return torch.cuda.device(x.device) if _is_elsewhere(x) else contextlib.nullcontext()
 
 
 def kernel_op(name: str, mutates_args=()):
@@ -95,8 +99,10 @@ def kernel_op(name: str, mutates_args=()):
         def call(*args):
             if torch.compiler.is_compiling():
                 return op(*args)
-            with _device_guard(args[0]):
-                return fn(*args)
+            if _is_elsewhere(args[0]):
+                with torch.cuda.device(args[0].device):
+                    return fn(*args)
+            return fn(*args)
 
         call.register_fake = op.register_fake
         return call

@@ -11,6 +11,7 @@ from .halves import joined
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
 MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads are the most a program may have; a wavefront has 64
+MOST_KINDS_OF_CALLS = 1024  # of one kernel that are remembered; rows of every length make new ones
 TILE = 4096  # elements of a tile of narrow rows: 16 a thread with 8 warps, two 16-byte loads of bf16
 
 
@@ -25,8 +26,38 @@ def next_power_of_2(n: int) -> int:
 
 def runs_triton(*tensors: torch.Tensor | None) -> bool:
     """True if the kernel takes these tensors. The PyTorch twin takes empty ones and other dtypes (float64)."""
-    given = [t for t in tensors if t is not None]
-    return use_triton(given[0]) and given[0].numel() > 0 and all(t.dtype in KERNEL_DTYPES for t in given)
+    for t in tensors:
+        if t is not None and t.dtype not in KERNEL_DTYPES:
+            return False
+    x = tensors[0]
+    return x is not None and use_triton(x) and x.numel() > 0
+
+
+def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
+    """`kernel[grid](*args, **constants)`, where a call like an earlier one costs the host half as much.
+
+    Triton asks at every launch for what it has compiled the kernel: the dtype and alignment of each tensor, and which
+    integers are 1 or multiples of 16. Here calls with the same dtypes, alignments and numbers, as those of all layers
+    of a model, are handed to what was compiled for the first of them. `constants` are those that the kernel declares as
+    `tl.constexpr`, in any order, and options of the compiler.
+    """
+    if INTERPRET or torch.version.hip or not args[0].is_cuda:  # on ROCm the size of a tensor's memory counts too
+        kernel[grid](*args, **constants)
+        return
+    key = (
+        torch.cuda.current_device(),
+        *[(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, torch.Tensor) else a for a in args],
+        *constants.values(),
+    )
+    known = kernel.__dict__.setdefault("_liger_compiled", {})
+    found = known.get(key)
+    if found is None:
+        if len(known) >= MOST_KINDS_OF_CALLS:
+            known.clear()
+        known[key] = kernel[grid](*args, **constants), [constants[name] for name in kernel.arg_names[len(args) :]]
+        return
+    compiled, in_order = found
+    compiled[*grid, 1, 1](*args, *in_order)
 
 
 def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import MAX_COLUMNS, as_rows, cdiv, row_tile, runs_triton
+from ._launch import MAX_COLUMNS, as_rows, cdiv, launch, row_tile, runs_triton
 from .rms_norm import check_rms_norm, norm_dtype, rms_norm_backward, scale_row
 
 
@@ -49,7 +49,8 @@ def _forward(
     y = torch.empty(x.shape, dtype=norm_dtype(s, weight, cast), device=x.device)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     block_m, block_n, num_warps = row_tile(n)
-    _add_rms_norm_fwd_kernel[(cdiv(m, block_m),)](
+    launch(
+        _add_rms_norm_fwd_kernel, (cdiv(m, block_m),),
         x_rows, residual_rows, s if weight is None else weight.contiguous(), s, y, rstd,
         x_rows.stride(0), residual_rows.stride(0), m, n, eps, offset,
         HAS_WEIGHT=weight is not None, CAST=cast, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,

@@ -16,7 +16,7 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import check_gate, gate_gradients, gate_tiles, runs_triton
+from ._launch import check_gate, gate_gradients, gate_tiles, launch, runs_triton
 
 APPROXIMATIONS = ("tanh", "none")
 
@@ -69,7 +69,7 @@ def _geglu_bwd_kernel(
 def _forward(gate: torch.Tensor, up: torch.Tensor, tanh: bool) -> torch.Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     (g, u), n, tiles_per_row, grid, block = gate_tiles(gate, up)
-    _geglu_fwd_kernel[grid](g, u, y, g.stride(0), u.stride(0), n, tiles_per_row, TANH=tanh, BLOCK=block)
+    launch(_geglu_fwd_kernel, grid, g, u, y, g.stride(0), u.stride(0), n, tiles_per_row, TANH=tanh, BLOCK=block)
     return y
 
 
@@ -84,7 +84,8 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dg, du = gate_gradients(gate, up, reuse)  # not over dy, which autograd may hand to another branch too
     (dy, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up, dg, du)
-    _geglu_bwd_kernel[grid](
+    launch(
+        _geglu_bwd_kernel, grid,
         dy, g, u, dg_rows, du_rows, dy.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
         TANH=tanh, BLOCK=block,
     )  # fmt: skip

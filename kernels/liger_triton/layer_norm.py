@@ -15,7 +15,17 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, persistent_grid, row_tile, runs_triton
+from ._launch import (
+    MAX_COLUMNS,
+    as_rows,
+    backward_tile,
+    cdiv,
+    check_norm,
+    launch,
+    persistent_grid,
+    row_tile,
+    runs_triton,
+)
 
 
 @jit
@@ -85,7 +95,8 @@ def _forward(
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     block_m, block_n, num_warps = row_tile(n)
     w, b = (rows if p is None else p.contiguous() for p in (weight, bias))
-    _layer_norm_fwd_kernel[(cdiv(m, block_m),)](
+    launch(
+        _layer_norm_fwd_kernel, (cdiv(m, block_m),),
         rows, w, b, y, mean, rstd, rows.stride(0), m, n, eps,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
     )  # fmt: skip
@@ -113,7 +124,8 @@ def _backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)
     db = torch.empty((programs, n) if need_db else (0,), dtype=torch.float32, device=x.device)
-    _layer_norm_bwd_kernel[(programs,)](
+    launch(
+        _layer_norm_bwd_kernel, (programs,),
         dy_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, dw, db,
         dy_rows.stride(0), rows.stride(0), m, n, tiles,
         HAS_WEIGHT=weight is not None, NEED_DW=need_dw, NEED_DB=need_db, BLOCK_M=block_m, BLOCK_N=block_n,

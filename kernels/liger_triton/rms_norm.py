@@ -16,7 +16,17 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, persistent_grid, row_tile, runs_triton
+from ._launch import (
+    MAX_COLUMNS,
+    as_rows,
+    backward_tile,
+    cdiv,
+    check_norm,
+    launch,
+    persistent_grid,
+    row_tile,
+    runs_triton,
+)
 
 CASTS = ("llama", "gemma", "none")
 
@@ -97,7 +107,8 @@ def _forward(
     y = torch.empty(x.shape, dtype=norm_dtype(x, weight, cast), device=x.device)
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     block_m, block_n, num_warps = row_tile(n)
-    _rms_norm_fwd_kernel[(cdiv(m, block_m),)](
+    launch(
+        _rms_norm_fwd_kernel, (cdiv(m, block_m),),
         rows, rows if weight is None else weight.contiguous(), y, rstd, rows.stride(0), m, n, eps, offset,
         HAS_WEIGHT=weight is not None, CAST=cast, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
     )  # fmt: skip
@@ -124,7 +135,8 @@ def rms_norm_backward(
     programs = persistent_grid(tiles, x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)
-    _rms_norm_bwd_kernel[(programs,)](
+    launch(
+        _rms_norm_bwd_kernel, (programs,),
         dy_rows, dsum_rows, rows, rows if weight is None else weight.contiguous(), rstd, dx, dw,
         dy_rows.stride(0), dsum_rows.stride(0), rows.stride(0), m, n, offset, tiles,
         HAS_WEIGHT=weight is not None, HAS_DSUM=dsum is not None, NEED_DW=need_dw, BLOCK_M=block_m, BLOCK_N=block_n,

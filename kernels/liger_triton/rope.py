@@ -20,7 +20,7 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import TILE, cdiv, next_power_of_2, runs_triton
+from ._launch import TILE, cdiv, launch, next_power_of_2, runs_triton
 
 CASTS = ("promote", "input")
 COS_LAYOUTS = ("half", "interleaved", "single")
@@ -168,7 +168,8 @@ def _rotate(
     qy = torch.empty_strided(q.shape, q_out, dtype=q_dtype, device=q.device)
     ky = q.new_empty(0) if k is None else torch.empty_strided(k.shape, k_out, dtype=k_dtype, device=k.device)
     d = q.shape[-1]
-    _rope_kernel[(tiles[0] if k is None else sum(tiles),)](
+    launch(
+        _rope_kernel, (tiles[0] if k is None else sum(tiles),),
         q, qy, other, qy if k is None else ky, cos, sin, *integers, sign,
         D=d, HALF=half, FIRST=d - 2 * half if rotate_last else 0, IN_PAIRS=interleaved, OUT_PAIRS=out_interleaved,
         BLOCK_R=block_r, BLOCK_HALF=block_half, BLOCK_REST=block_rest,

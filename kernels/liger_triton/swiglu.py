@@ -15,7 +15,7 @@ import torch
 
 from . import reference
 from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import check_gate, gate_gradients, gate_tiles, runs_triton
+from ._launch import check_gate, gate_gradients, gate_tiles, launch, runs_triton
 
 
 @jit
@@ -49,7 +49,7 @@ def _swiglu_bwd_kernel(
 def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     (g, u), n, tiles_per_row, grid, block = gate_tiles(gate, up)
-    _swiglu_fwd_kernel[grid](g, u, y, g.stride(0), u.stride(0), n, tiles_per_row, BLOCK=block)
+    launch(_swiglu_fwd_kernel, grid, g, u, y, g.stride(0), u.stride(0), n, tiles_per_row, BLOCK=block)
     return y
 
 
@@ -62,7 +62,8 @@ def _(gate, up):
 def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     dg, du = gate_gradients(gate, up, reuse)  # not over dy, which autograd may hand to another branch too
     (dy, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up, dg, du)
-    _swiglu_bwd_kernel[grid](
+    launch(
+        _swiglu_bwd_kernel, grid,
         dy, g, u, dg_rows, du_rows, dy.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
         BLOCK=block,
     )  # fmt: skip

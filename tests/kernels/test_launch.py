@@ -1,0 +1,103 @@
+"""`launch` hands a call to the kernel that was compiled for calls of its kind, and to no other."""
+
+import pytest
+import torch
+
+from liger_triton import _launch
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+class Compiled:
+    def __init__(self, log, kind):
+        self.log, self.kind = log, kind
+
+    def __getitem__(self, grid):
+        return lambda *args: self.log.append((self.kind, grid, args))
+
+
+class Kernel:
+    """As a function of `triton.jit`: a call compiles for the dtype, alignment and numbers that it brings."""
+
+    arg_names = ("X", "n", "eps", "BLOCK", "FLAG")
+
+    def __init__(self):
+        self.searched, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def run(x, n, eps, *, BLOCK, FLAG, num_warps=4):
+            kind = (x.dtype, x.data_ptr() % 16 == 0, n, eps, BLOCK, FLAG, num_warps)
+            self.searched.append(kind)
+            return Compiled(self.launched, kind)
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(_launch, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+def tensor(dtype=torch.float32, offset=0):
+    whole = torch.empty(64, dtype=dtype)
+    first = -whole.data_ptr() % 16 // whole.element_size()
+    return whole[first + offset : first + offset + 16].as_subclass(OnGPU)
+
+
+def test_a_second_call_of_a_kind_is_not_searched_for(kernel):
+    x, y = tensor(), tensor()
+    _launch.launch(kernel, (3,), x, 48, 1e-6, FLAG=True, BLOCK=64, num_warps=8)
+    _launch.launch(kernel, (5, 2), y, 48, 1e-6, FLAG=True, BLOCK=64, num_warps=8)
+    assert len(kernel.searched) == 1
+    (kind, grid, args) = kernel.launched[0]
+    assert kind == kernel.searched[0] and grid[:3] == (5, 2, 1)
+    assert args[0] is y and args[1:] == (48, 1e-6, 64, True)  # constants in the order of the kernel
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": lambda: tensor(torch.bfloat16)},
+        {"x": lambda: tensor(offset=1)},
+        {"n": 1},
+        {"n": 47},
+        {"eps": 1e-5},
+        {"BLOCK": 128},
+        {"FLAG": False},
+        {"num_warps": 4},
+    ],
+    ids=("dtype", "alignment", "one", "number", "eps", "constant", "flag", "option"),
+)
+def test_another_kind_is_searched_for(kernel, other):
+    call = {"x": tensor, "n": 48, "eps": 1e-6, "BLOCK": 64, "FLAG": True, "num_warps": 8}
+    for given in (call, call | other):
+        x, n, eps, *_ = given.values()
+        _launch.launch(kernel, (1,), x(), n, eps, **{name: given[name] for name in ("BLOCK", "FLAG", "num_warps")})
+    assert len(kernel.searched) == 2 and not kernel.launched
+
+
+def test_another_device_is_another_kind(kernel, monkeypatch):
+    for device in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        _launch.launch(kernel, (1,), tensor(), 48, 1e-6, BLOCK=64, FLAG=True)
+    assert len(kernel.searched) == 2
+
+
+def test_what_is_remembered_is_bounded(kernel, monkeypatch):
+    monkeypatch.setattr(_launch, "MOST_KINDS_OF_CALLS", 4)
+    for n in range(100, 120):
+        _launch.launch(kernel, (1,), tensor(), n, 1e-6, BLOCK=64, FLAG=True)
+    assert len(kernel._liger_compiled) <= 4
+
+
+def test_the_interpreter_is_called_as_ever(kernel, monkeypatch):
+    monkeypatch.setattr(_launch, "INTERPRET", True)
+    for _ in range(2):
+        _launch.launch(kernel, (1,), tensor(), 48, 1e-6, BLOCK=64, FLAG=True)
+    assert len(kernel.searched) == 2
