@@ -37,6 +37,7 @@ from liger_trainer.varlen.padding import leaves_padding_out, plan_of_call, runni
 from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
+_OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # TRL's ORPO and CPO log the mean over padding too
 
 
 @functools.cache
@@ -76,7 +77,7 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
             )  # fmt: skip
             score = _token_outputs if fused_lm_head else _smoothed_loss
             answer = functools.partial(score, self, args, without_labels, options, request)
-            shows_padding = "hidden_states" in _wanted_outputs(options, request)
+            shows_padding = not _OF_EVERY_POSITION.isdisjoint(_wanted_outputs(options, request))
         else:
             skip_logits = self.training if skip_logits is None else skip_logits
             shows_padding = not skip_logits or (leaves_out and _shows_states(self, kwargs))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OPERATIONS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy", "varlen_attention")
-OFF_BY_DEFAULT = ("varlen_attention",)
 
 
 @dataclass
@@ -102,7 +101,7 @@ class LigerReport:
         counts = [
             f"{name} {len(operation.swapped)}/{operation.found}" if operation.enabled else f"{name} off"
             for name, operation in self.operations.items()
-            if operation.found or not (operation.enabled or name in OFF_BY_DEFAULT)
+            if operation.found or not operation.enabled
         ]
         line = f"{self.model_name}: {', '.join(counts) if counts else 'nothing recognised, nothing swapped'}"
         reasons = sorted(set(self.skipped.values()))

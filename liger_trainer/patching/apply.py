@@ -33,10 +33,10 @@ def apply_liger(
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
         config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
-            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu` and `fused_linear_cross_entropy`. `varlen_attention`,
-            which computes nothing for padding, is off unless it is switched on here. A further key is
-            `rebuild_above_mib`, 16 by default: outputs of norms and gates that are larger than so many MiB are not kept
-            for the backward pass, which computes them again.
+            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `fused_linear_cross_entropy` and `varlen_attention`,
+            with which nothing is computed for padding. A further key is `rebuild_above_mib`, 16 by default: outputs of
+            norms and gates that are larger than so many MiB are not kept for the backward pass, which computes them
+            again.
         strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code, or
             if nothing is recognised. The model is then unpatched.
         head_options (`HeadOptions`, *optional*): Temperature, precision and outputs of calls with `fused_lm_head=True`,

@@ -2,7 +2,7 @@
 
 import difflib
 
-from liger_trainer.instance.report import OFF_BY_DEFAULT, OPERATIONS
+from liger_trainer.instance.report import OPERATIONS
 from liger_trainer.patching import rebuild
 
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
@@ -37,7 +37,7 @@ def check_config(config: dict | None) -> dict[str, bool | float]:
         elif not isinstance(value, bool):
             raise ValueError(f"liger_config[{key!r}] is {value!r}; expected True or False.")
     return (
-        {name: name not in OFF_BY_DEFAULT for name in OPERATIONS}
+        dict.fromkeys(OPERATIONS, True)
         | {REBUILD_ABOVE_MIB: rebuild.REBUILD_ABOVE_BYTES / 2**20}
         | (config or {})
     )

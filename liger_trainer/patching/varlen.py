@@ -18,6 +18,7 @@ from liger_trainer.patching import probe
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
 from liger_trainer.varlen.attention import is_registered_for
+from liger_trainer.varlen.inside import unknown_module
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
@@ -39,7 +40,7 @@ def swap(model, report, wanted: dict) -> None:
     if reason is None:
         proven, reason = probe.attempt(_prove, model)
     if proven is not None:
-        reason = padding.unknown_module(backbone, proven.forwards)
+        reason = unknown_module(backbone, proven.forwards)
     if proven is not None and reason is None:
         padding.install(backbone, proven.positions, proven.packs, proven.forwards, Place(part, name))
         part.swapped[name] = "runs on real tokens"

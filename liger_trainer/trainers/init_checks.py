@@ -115,9 +115,9 @@ def refuse_packed_rows_that_mix(trainer: "LigerTrainerMixin") -> None:
     if packs and (why := why_rows_mix(trainer.model)) is not None:
         raise ValueError(
             f"Rows are packed (packing, padding_free, or DataCollatorWithFlattening), but {why}, so that it would "
-            "learn from tokens that it must not see. Switch packing and padding_free off, or try "
-            'liger_config={"varlen_attention": true} with attn_implementation="sdpa", which keeps rows apart in '
-            "most decoders."
+            "learn from tokens that it must not see. Switch packing and padding_free off, or load the model with "
+            'attn_implementation="sdpa" and leave varlen_attention on in liger_config, which keeps rows apart in most '
+            "decoders."
         )
 
 

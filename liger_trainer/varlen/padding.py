@@ -21,31 +21,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.binding import Binding, bind, call_previous, own_class, unbind
-from liger_trainer.instance.hooks import hook_on
+from liger_trainer.instance.binding import Binding, bind, call_previous, unbind
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.attention import NotForRows, Rows, is_registered_for, not_needed_by, rows_known
+from liger_trainer.varlen.inside import why_whole
 
 COLUMNS, FROM_MASK = "columns", "mask"  # which positions a model gives tokens when it is given none
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
 _KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *_PER_TOKEN)
-# Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
-_HARMLESS_HOOKS = (
-    "transformers.modeling_utils",
-    "transformers.utils.",
-    "peft.utils.",
-    "peft.peft_model",
-    "peft.helpers",
-)
-# Modules that the proof need not have run, since each token goes through them by itself.
-_PER_TOKEN_MODULES = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm)
-_PER_TOKEN_ROOMS = ("peft.tuners.", "peft.utils.", "bitsandbytes.", "transformers.integrations.", "liger_trainer.")
-_NOT_PER_TOKEN = ("peft.tuners.adaption_prompt", "peft.tuners.xlora")
 
 _plan: contextvars.ContextVar = contextvars.ContextVar("plan of the running call", default=None)
 
@@ -60,6 +47,7 @@ class BackboneBinding(Binding):
     ):
         super().__init__(function, place=place)
         self.positions, self.packs, self.forwards = positions, packs, forwards
+        self.known: dict[type, Callable] = {}  # classes of modules that may be inside, with their forwards
 
 
 class Plan:
@@ -148,7 +136,7 @@ def plan_of_call(model, args: tuple, call: dict[str, Any]) -> Plan | None:
     plan = plan_of(model.config, call, call.get("labels"), call.get("shift_labels"))
     if plan is None or (plan.index is None and not bound.packs) or not is_registered_for(backbone):
         return None
-    if (why := _why_whole(backbone, bound.forwards)) is not None:
+    if (why := why_whole(backbone, bound.forwards, bound.known)) is not None:
         _say(backbone, why)
         return None
     return plan
@@ -206,11 +194,12 @@ def _packed_plan(call, tokens) -> Plan | None:
     length, positions = tokens.shape[1], call.get("position_ids")
     if positions is None or tokens.shape[0] != 1 or positions.shape[1] != length:
         return None
-    inner = (positions[0].diff() != 1).nonzero()[:, 0] + 1  # waits for the device
+    inner = (positions[0].cpu().diff() != 1).nonzero()[:, 0] + 1  # waits for the device, once
     if inner.numel() == 0:
         return None
     offsets = torch.cat((inner.new_zeros(1), inner, inner.new_full((1,), length)))
-    return Plan(call, Rows(offsets.to(tokens.device, torch.int32), length, int(offsets.diff().max())))
+    longest = int(offsets.diff().max())
+    return Plan(call, Rows(offsets.to(tokens.device, torch.int32, non_blocking=True), length, longest))
 
 
 def _next_labels(labels, shift_labels):
@@ -242,36 +231,6 @@ def _padded_plan(call, mask, labels) -> Plan | None:
     offsets[1:] = count.cumsum(0)
     index = torch.nonzero_static(real.flatten(), size=total)[:, 0]
     return Plan(call, Rows(offsets, total, max(lengths)), index)
-
-
-def _why_whole(backbone, forwards) -> str | None:
-    """What somebody has put into the backbone that has to see a batch as it is: a hook, or a module of theirs.
-
-    A hook on the backbone itself sees the batch.
-    """
-    for module in backbone.modules():
-        if module is not backbone and (why := hook_on(module, Binding.of(module), _HARMLESS_HOOKS)):
-            return f"{why} on a {type(module).__name__} would see rows without padding"
-    return unknown_module(backbone, forwards)
-
-
-def unknown_module(backbone, forwards: frozenset | None) -> str | None:
-    """A module inside `backbone` that may not take each token by itself, or None.
-
-    `forwards`: as of `install`, the code that has been proven.
-    """
-    for module in backbone.modules() if forwards is not None else ():
-        forward = getattr(own_class(module), "forward", None)
-        if module is not backbone and forward not in (forwards or ()) and not _is_per_token(module):
-            return f"it has a {type(module).__name__}, which may need the rows as they are"
-    return None
-
-
-def _is_per_token(module) -> bool:
-    """Whether each token goes through `module` by itself, or `module` only holds others."""
-    room = type(module).__module__
-    known = isinstance(module, _PER_TOKEN_MODULES) or room.startswith(_PER_TOKEN_ROOMS)
-    return type(module).forward is nn.Module.forward or (known and not room.startswith(_NOT_PER_TOKEN))
 
 
 def backbone_of(model):

@@ -514,9 +514,9 @@ def test_probing_an_8b_model_takes_seconds():
 
 
 def test_check_config():
-    default = dict.fromkeys(OPERATIONS, True) | {"varlen_attention": False, "rebuild_above_mib": 16}
+    default = dict.fromkeys(OPERATIONS, True) | {"rebuild_above_mib": 16}
     assert check_config(None) == default
-    assert check_config({"varlen_attention": True}) == default | {"varlen_attention": True}
+    assert check_config({"varlen_attention": False}) == default | {"varlen_attention": False}
     assert check_config({"rebuild_above_mib": 0.5})["rebuild_above_mib"] == 0.5
     assert check_config({"rope": False})["rope"] is False
 

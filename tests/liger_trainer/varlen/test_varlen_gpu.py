@@ -79,7 +79,7 @@ def waits_are_errors():
 
 
 def test_the_backbone_waits_for_nothing():
-    """A plan is made with one wait, of a packed batch that comes with its lengths without any; layers wait for none."""
+    """A plan is made with one wait; the layers wait for none."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
@@ -91,17 +91,15 @@ def test_the_backbone_waits_for_nothing():
     mask[1, 40:] = 0
     call = {"input_ids": ids, "attention_mask": mask}
     plan = padding.plan_of(model.config, call)
-    flat = {
-        "input_ids": ids[:1], "position_ids": torch.arange(64, device="cuda")[None] % 32,
-        "cu_seq_lens_q": torch.tensor([0, 32, 64], device="cuda", dtype=torch.int32), "max_length_q": 32,
-    }  # fmt: skip
+    flat = {"input_ids": ids[:1], "position_ids": torch.arange(64, device="cuda")[None] % 32}
+    packed_plan = padding.plan_of(model.config, flat)
     for _ in range(2):  # the first call compiles
         with waits_are_errors() if _ else contextlib.nullcontext():
             with padding.running(plan):
                 model.model(**call)
-            with padding.running(padding.plan_of(model.config, flat)):
+            with padding.running(packed_plan):
                 model.model(**flat)
-    assert plan.used
+    assert plan.used and packed_plan.used
 
 
 def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
