@@ -12,6 +12,7 @@ from .linear_divergence import linear_divergence
 from .linear_heads_cross_entropy import linear_heads_cross_entropy
 from .linear_heads_kl import linear_heads_kl
 from .linear_logprobs import linear_logprobs
+from .lora_linear import lora_linear, lora_linears
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import rms_norm
 from .rope import rope
@@ -33,6 +34,8 @@ __all__ = [
     "linear_heads_kl",
     "linear_logprobs",
     "linear_token_ranks",
+    "lora_linear",
+    "lora_linears",
     "rms_norm",
     "rope",
     "swiglu",

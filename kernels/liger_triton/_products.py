@@ -48,6 +48,14 @@ def add_outer(total, dl, x, started: bool) -> None:
         _add(total[words], dl[:, words].t(), x, started)
 
 
+def wide_product(a, b) -> torch.Tensor:
+    """a b in fp32 (float64 for float64 factors), straight from the accumulators where a GPU multiplies 16-bit ones."""
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    total = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
+    _add(total, a, b, started=False)
+    return total
+
+
 def _add(total, a, b, started: bool) -> None:
     """total += a b, or total = a b if it is not `started`. If `total` is fp32 and the factors have 16 bits, a GPU adds
     their product straight from the accumulators of its matrix units, without rounding it. Elsewhere the factors are

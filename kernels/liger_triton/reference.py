@@ -94,6 +94,23 @@ def geglu(gate, up, *, approximate="tanh"):
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 
 
+def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
+    """See `liger_triton.lora_linear`, which runs without Triton too."""
+    y = F.linear(x, weight, bias)
+    if lora is None:
+        return y
+    lora_a, lora_b, scaling = lora
+    wide = _wide(y.dtype)
+    source = (x if lora_input is None else lora_input).to(lora_a.dtype)
+    low = F.linear(F.linear(source, lora_a), lora_b).to(wide)
+    return (y.to(wide) + scaling * low).to(y.dtype)
+
+
+def lora_linears(x, layers):
+    """See `liger_triton.lora_linears`, which runs without Triton too."""
+    return tuple(lora_linear(x, weight, bias, lora=lora) for weight, bias, lora in layers)
+
+
 def _transformed(logits, softcap, logit_scale, temperature=1.0):
     """z of the vocabulary losses, in the dtype of the arithmetic."""
     z = logits.to(_wide(logits.dtype)) * logit_scale

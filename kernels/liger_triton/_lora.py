@@ -1,0 +1,248 @@
+"""Linear layers of one input, some of which have a LoRA, as one step of autograd: what is kept, and what is computed.
+
+What the backward pass needs is kept by a first function, which makes the r-wide product, and y is made by a second one,
+which keeps nothing. In between there is a tensor of the shape of y without memory, which carries the gradient from one
+to the other. A checkpoint that recomputes a layer stops at the last tensor that is kept, so that it does not repeat
+the large product that a layer ends with.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ._dispatch import once_differentiable
+from ._low_rank import added, low_rank_gradients, parts_of, scaled_b, sum_of_parts
+from ._products import wide_product
+
+
+class Adapter(NamedTuple):
+    """The LoRA of one layer: A (r, K), B (N, r) and what their product is multiplied by."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+class Layer(NamedTuple):
+    """A linear layer (K -> N): weight (N, K), bias (N,) or None, and its LoRA or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    adapter: Adapter | None
+
+
+class Form(NamedTuple):
+    """What a group of layers is beside its tensors.
+
+    Attributes:
+        scalings (`tuple`): Of the LoRA of each layer; None where a layer has none.
+        dtype: Of the products and of the results.
+        parts (`int`): How many 16-bit numbers stand for one of an r-wide factor, 1 or 2 (see `_low_rank.py`).
+    """
+
+    scalings: tuple[float | None, ...]
+    dtype: torch.dtype
+    parts: int
+
+    def layers(self, tensors) -> list[Layer]:
+        """The layers whose tensors are flattened: weight, bias, A, B of each."""
+        found = []
+        for k, scaling in enumerate(self.scalings):
+            weight, bias, a, b = tensors[4 * k : 4 * k + 4]
+            found.append(Layer(weight, bias, None if scaling is None else Adapter(a, b, scaling)))
+        return found
+
+
+def flattened(layers: list[Layer]) -> list[torch.Tensor | None]:
+    """The tensors of `layers`, in the order of `Form.layers`."""
+    tensors: list[torch.Tensor | None] = []
+    for weight, bias, adapter in layers:
+        tensors += (weight, bias, *((None, None) if adapter is None else adapter[:2]))
+    return tensors
+
+
+def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x (..., K) as (T, K) of `dtype`, with unit stride in rows. A view where that is possible."""
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def stacked_a(layers: list[Layer], dtype: torch.dtype, parts: int) -> torch.Tensor:
+    """The A of all adapters over one another: (R, K), or (2 R, K) in two parts."""
+    all_a = [layer.adapter.a for layer in layers if layer.adapter is not None]
+    return parts_of(all_a[0] if len(all_a) == 1 else torch.cat(all_a), dtype, parts, 0)
+
+
+def low_rank(source: torch.Tensor, layers: list[Layer], form: Form) -> torch.Tensor:
+    """h (T, R) of all adapters side by side, from one product; (T, 2 R) in two parts."""
+    a = stacked_a(layers, form.dtype, form.parts)
+    if form.parts == 1:
+        return torch.mm(source, a.t())
+    return parts_of(sum_of_parts(wide_product(source, a.t()), 2, 1), form.dtype, 2, 1)
+
+
+def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[torch.Tensor, ...]]:
+    """The columns of h that belong to each layer: (rounded,), or (rounded, rest). Empty where it has no adapter."""
+    found, start, total = [], 0, h.shape[1] // form.parts
+    for layer in layers:
+        rank = 0 if layer.adapter is None else layer.adapter.a.shape[0]
+        firsts = [start + part * total for part in range(form.parts)] if rank else []
+        found.append(tuple(h[:, first : first + rank] for first in firsts))
+        start += rank
+    return found
+
+
+def output(rows: torch.Tensor, layer: Layer, h: tuple[torch.Tensor, ...], form: Form) -> torch.Tensor:
+    """y (T, N) of one layer."""
+    small = None
+    if layer.adapter is not None:
+        small = (h[0], scaled_b(layer.adapter.b, layer.adapter.scaling, form.dtype, 1).t())
+    bias = None if layer.bias is None else layer.bias.to(form.dtype)
+    return added(small, ((rows, layer.weight.to(form.dtype).t()),), bias)
+
+
+class Gradients(NamedTuple):
+    """The gradients of a group: of x and of the source of the adapters (T, K), and of the tensors of its layers.
+
+    The gradient of x has that of the source in it where the two are one tensor; the other is then None.
+    """
+
+    x: torch.Tensor | None
+    source: torch.Tensor | None
+    tensors: list[torch.Tensor | None]
+
+
+def gradients(
+    dys: list[torch.Tensor | None],
+    rows: torch.Tensor,
+    source: torch.Tensor | None,
+    h: torch.Tensor,
+    layers: list[Layer],
+    form: Form,
+    needs: tuple[bool, ...],
+) -> Gradients:
+    """The gradients of a group from those of its outputs, (T, N) each.
+
+    `source` is the input of the adapters where that is not x, as under dropout. `needs` says of x, of the source and of
+    the tensors of the layers which gradients are wanted.
+    """
+    needs_x, needs_source, *needs_tensors = needs
+    tensors: list[torch.Tensor | None] = [None] * len(needs_tensors)
+    all_dh, large = [], []
+    for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
+        needs_weight, needs_bias, _, needs_b = needs_tensors[4 * k : 4 * k + 4]
+        if dy is None:
+            if layer.adapter is not None:
+                all_dh.append(h.new_zeros(columns[0].shape, dtype=torch.promote_types(h.dtype, torch.float32)))
+            continue
+        large.append((dy, layer.weight.to(form.dtype)))
+        if layer.adapter is not None:
+            both = columns[0] if form.parts == 1 else torch.cat(columns, 1)
+            sb = scaled_b(layer.adapter.b, layer.adapter.scaling, form.dtype, form.parts)
+            dh, db = low_rank_gradients(dy, both, sb)
+            all_dh.append(sum_of_parts(dh, form.parts, 1))
+            if needs_b:
+                tensors[4 * k + 3] = sum_of_parts(db, form.parts, 1).mul_(layer.adapter.scaling)
+        if needs_weight:
+            tensors[4 * k] = torch.mm(dy.t(), rows)
+        if needs_bias:
+            tensors[4 * k + 1] = dy.sum(0)
+    dh = parts_of(all_dh[0] if len(all_dh) == 1 else torch.cat(all_dh, 1), form.dtype, form.parts, 1)
+    if any(needs_tensors[2::4]):
+        da = sum_of_parts(wide_product(dh.t(), rows if source is None else source), form.parts, 0)
+        start = 0
+        for k, layer in enumerate(layers):
+            if layer.adapter is not None:
+                stop = start + layer.adapter.a.shape[0]
+                tensors[4 * k + 2] = da[start:stop] if needs_tensors[4 * k + 2] else None
+                start = stop
+    dx = dsource = None
+    if needs_x or needs_source:
+        a = stacked_a(layers, form.dtype, 1)
+        small = (dh[:, : a.shape[0]], a)
+        if source is not None and needs_source:
+            dsource = torch.mm(*small)
+        if needs_x:
+            dx = added(small if source is None else None, tuple(large))
+    return Gradients(dx, dsource, tensors)
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps what the backward pass of a group needs, and returns a tensor without memory in place of each output."""
+
+    @staticmethod
+    def forward(ctx, form, made, x, source, *tensors):
+        layers = form.layers(tensors)
+        h = low_rank(as_matrix(x if source is None else source, form.dtype), layers, form)
+        made.append(h)
+        ctx.save_for_backward(x, source, h, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.form = form
+        return tuple(without_memory((*x.shape[:-1], layer.weight.shape[0]), form.dtype, x) for layer in layers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys):
+        x, source, h, *tensors = ctx.saved_tensors
+        form = ctx.form
+        needs = ctx.needs_input_grad[2:]
+        with no_autocast(x.device.type):
+            found = gradients(
+                [None if dy is None else as_matrix(dy, form.dtype) for dy in dys],
+                as_matrix(x, form.dtype),
+                None if source is None else as_matrix(source, form.dtype),
+                h, form.layers(tensors), form, needs,
+            )  # fmt: skip
+        dx, dsource = (
+            None if d is None else d.view(t.shape).to(t.dtype)
+            for d, t in ((found.x, x), (found.source, x if source is None else source))
+        )
+        grads = [None if g is None else g.to(t.dtype) for g, t in zip(found.tensors, tensors, strict=True)]
+        return None, None, dx, dsource, *grads
+
+
+class _Computed(torch.autograd.Function):
+    """The outputs that `compute` makes, in place of the tensors without memory, whose gradients are theirs."""
+
+    @staticmethod
+    def forward(ctx, compute, *stubs):
+        ctx.set_materialize_grads(False)
+        return compute()
+
+    @staticmethod
+    def backward(ctx, *dys):
+        return None, *dys
+
+
+def without_memory(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape and one element of memory, whose values nobody reads."""
+    return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
+
+
+def computed(stubs: tuple[torch.Tensor, ...], compute: Callable[[], tuple[torch.Tensor, ...]]):
+    """What `compute` returns, with the gradients led to what made the `stubs`."""
+    return _Computed.apply(compute, *stubs)
+
+
+def group_outputs(
+    x: torch.Tensor, source: torch.Tensor | None, layers: list[Layer], form: Form
+) -> tuple[torch.Tensor, ...]:
+    """y (..., N) of each of the layers. At least one of them has an adapter."""
+    made: list[torch.Tensor] = []
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        rows = as_matrix(x, form.dtype)
+        h = made[0] if made else low_rank(rows if source is None else as_matrix(source, form.dtype), layers, form)
+        found = [output(rows, *of_layer, form) for of_layer in zip(layers, columns_of(h, layers, form), strict=True)]
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in found)
+
+    with no_autocast(x.device.type):
+        if not torch.is_grad_enabled():
+            return compute()
+        return computed(_Kept.apply(form, made, x, source, *flattened(layers)), compute)
+
+
+def no_autocast(device_type: str):
+    """A context without autocast: the products choose their dtypes themselves."""
+    return torch.autocast(device_type, enabled=False)

@@ -1,0 +1,113 @@
+"""The products of rank r beside a frozen matrix product, and the order in which the large tensors are passed over.
+
+For T rows, a layer (K -> N) and an adapter of rank r, whose h (T, r) is x A^T, where s is the scaling:
+
+    y  = h (s B)^T, then y += x W^T in the same memory
+    dx = dh A, then dx += dy W in the same memory
+    dh = s dy B and dB = s dy^T h from one read of dy (`low_rank_gradients`)
+    dA = dh^T x
+
+Passes  over T x N: y is written once more than by the product alone and read by it; dy is read once more. Over T x K: x
+        is read for h and for dA; dx is written once more, and read. The large product comes second, because it can read
+        what it adds to while it computes, where a small one that came second would wait for both a read and a write.
+Parts   Where adapters are fp32 and the layer has 16 bits, r-wide factors are two 16-bit numbers for each of fp32, the
+        rounded one and what is left of it. They are put side by side, [hi | lo], which doubles r and costs nothing as
+        long as memory is what the products wait for. So h, dh and the gradients of A and B are those of fp32. Under
+        autocast, PEFT's layer rounds all of them to 16 bits, and one part is enough.
+"""
+
+import torch
+
+from ._dispatch import INTERPRET, _device_guard, jit, tl, use_triton
+from ._launch import _multiprocessors, cdiv, next_power_of_2
+from ._products import wide_product
+
+SMALL_FIRST = True  # which product writes y and dx: the low-rank one (the other adds to it), or the large one
+FUSED_RANK = 64  # up to this width of h, dh and dB come from one read of dy; beyond it, from two products
+BLOCK_N = 64
+
+
+@jit
+def _low_rank_gradients_kernel(
+    DY, H, SB, DH, DB, rows, columns, rank, columns_per_program, dy_stride, h_stride, sb_stride,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """DH[program_id(1)] = DY SB of some columns of DY, and DB[program_id(0)] = DY^T H of some of its rows."""
+    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    r = tl.arange(0, BLOCK_R)
+    row_mask, r_mask = row < rows, r < rank
+    wide_row = row.to(tl.int64)  # int64: 2**17 rows of 16384 are 2**31 elements
+    h = tl.load(H + wide_row[:, None] * h_stride + r[None], mask=row_mask[:, None] & r_mask[None], other=0.0)
+    if WIDEN:  # Triton's interpreter multiplies the bits of bf16 as integers
+        h = h.to(tl.float32)
+    dh = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+    DB += tl.program_id(0).to(tl.int64) * columns * rank
+    first = tl.program_id(1) * columns_per_program
+    for start in range(first, min(first + columns_per_program, columns), BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N)
+        column_mask = column < columns
+        dy_mask = row_mask[:, None] & column_mask[None]
+        dy = tl.load(DY + wide_row[:, None] * dy_stride + column[None], mask=dy_mask, other=0.0)
+        narrow_mask = column_mask[:, None] & r_mask[None]
+        sb = tl.load(SB + column[:, None] * sb_stride + r[None], mask=narrow_mask, other=0.0)
+        if WIDEN:
+            dy, sb = dy.to(tl.float32), sb.to(tl.float32)
+        dh = tl.dot(dy, sb, dh)
+        db = tl.dot(tl.trans(dy), h)
+        tl.store(DB + column[:, None] * rank + r[None], db, mask=narrow_mask)
+    DH += tl.program_id(1).to(tl.int64) * rows * rank
+    tl.store(DH + wide_row[:, None] * rank + r[None], dh, mask=row_mask[:, None] & r_mask[None])
+
+
+def low_rank_gradients(dy: torch.Tensor, h: torch.Tensor, sb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dy sb, dy^T h) in fp32, for dy (T, N), h (T, r) and sb (N, r) of one dtype with unit stride in rows."""
+    (rows, columns), rank = dy.shape, h.shape[1]
+    if not (use_triton(dy) and dy.element_size() == 2 and 0 < rank <= FUSED_RANK and dy.numel() > 0):
+        return wide_product(dy, sb), wide_product(dy.t(), h)
+    block_t = min(512 if rank <= 32 else 256, max(16, next_power_of_2(rows)))
+    row_programs = cdiv(rows, block_t)
+    # As many programs as there are multiprocessors: those of the same rows share the columns.
+    per_program = cdiv(cdiv(columns, max(1, _multiprocessors(dy.device) // row_programs)), BLOCK_N) * BLOCK_N
+    column_programs = cdiv(columns, per_program)
+    dh = torch.empty((column_programs, rows, rank), dtype=torch.float32, device=dy.device)
+    db = torch.empty((row_programs, columns, rank), dtype=torch.float32, device=dy.device)
+    with _device_guard(dy):
+        _low_rank_gradients_kernel[row_programs, column_programs](
+            dy, h, sb, dh, db, rows, columns, rank, per_program, dy.stride(0), h.stride(0), sb.stride(0),
+            BLOCK_T=block_t, BLOCK_N=BLOCK_N, BLOCK_R=max(16, next_power_of_2(rank)), WIDEN=INTERPRET,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return (*(t[0] if t.shape[0] == 1 else t.sum(0) for t in (dh, db)),)
+
+
+def parts_of(wide: torch.Tensor, dtype: torch.dtype, parts: int, dim: int) -> torch.Tensor:
+    """`wide` in `dtype`; with two parts [rounded | rest] along `dim`."""
+    rounded = wide.to(dtype)
+    if parts == 1:
+        return rounded
+    return torch.cat((rounded, (wide - rounded).to(dtype)), dim)
+
+
+def sum_of_parts(wide: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
+    """The sum of the two halves along `dim`, for what has been computed with factors of two parts."""
+    if parts == 1:
+        return wide
+    first, second = wide.chunk(2, dim)
+    return first + second
+
+
+def scaled_b(b: torch.Tensor, scaling: float, dtype: torch.dtype, parts: int) -> torch.Tensor:
+    """scaling * B (N, r) in `dtype`, multiplied before it is rounded; with two parts (N, 2 r)."""
+    if parts == 2:
+        return parts_of(b * scaling, dtype, parts, 1)
+    return torch.mul(b, scaling, out=torch.empty(b.shape, dtype=dtype, device=b.device))
+
+
+def added(small: tuple[torch.Tensor, torch.Tensor] | None, large: tuple, bias: torch.Tensor | None = None):
+    """The sum of the products of two factors each: `small` (if there is one), those in `large`, and `bias`."""
+    products = [small, *large] if SMALL_FIRST else [*large, small]
+    first, *others = (p for p in products if p is not None)
+    total = torch.mm(*first) if bias is None else torch.addmm(bias, *first)
+    for product in others:
+        total.addmm_(*product)
+    return total

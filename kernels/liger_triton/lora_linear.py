@@ -1,0 +1,130 @@
+"""LoRA: y = x W^T + b + s (x A^T) B^T, with A (r, K) and B (N, r). Hu et al. 2021, arXiv:2106.09685, section 4.1.
+
+    h  = x A^T                         kept, (T, r)
+    dh = s dy B         dB = s dy^T h
+    dx = dy W + dh A    dA = dh^T x    dW and db only where W and b are trained
+
+Shapes  x (..., K), y (..., N). In `lora_linears`, layers of one x share it: one product for the h of all, one dA, one
+        dx.
+Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 beside a W of 16 bits. The products
+        run in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
+        keep what fp32 has beyond 16 bits (`_low_rank.py`). The gradients of A and B are not rounded to 16 bits on
+        their way.
+Bytes   b per element, beside the product x W^T itself: forward reads x, and writes and reads y once more; backward
+        reads dy and x, and writes and reads dx once more. PEFT's layer under autocast reads x, writes and reads it as
+        fp32, writes and reads it in 16 bits; writes (x A^T) B^T, reads and writes it for the scaling, reads it and y,
+        and writes y. Kept for backward: x itself and h, where PEFT's layer keeps a 16-bit copy of x for each adapter.
+"""
+
+import torch
+
+from . import reference
+from ._dispatch import KERNEL_DTYPES, takes_twin
+from ._lora import Adapter, Form, Layer, group_outputs
+
+Lora = tuple[torch.Tensor, torch.Tensor, float]
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    lora: Lora,
+    lora_input: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x W^T + b + s (x A^T) B^T, differentiable in all tensors. No gradient of a frozen W is computed.
+
+    Args:
+        x (`torch.Tensor`): (..., K); bf16, fp16 or fp32 (float64: the PyTorch twin).
+        weight (`torch.Tensor`): (N, K), of the dtype of `x`, or of any under autocast.
+        bias (`torch.Tensor`, *optional*): (N,).
+        lora (`tuple`): (A, B, s), with A (r, K) and B (N, r) of any floating-point dtype and a number s.
+        lora_input (`torch.Tensor`, *optional*): What goes into A in place of `x`, such as `x` after a dropout. Its
+            gradient is apart from that of `x`.
+
+    Returns:
+        `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. It runs without Triton too.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    return _outputs(x, [(weight, bias, lora)], lora_input)[0]
+
+
+def lora_linears(
+    x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]
+) -> tuple[torch.Tensor, ...]:
+    """`lora_linear` of several layers with one input, such as q, k and v: x is read and kept once for all adapters.
+
+    Args:
+        x (`torch.Tensor`): As in `lora_linear`.
+        layers (`list`): (weight, bias or None, lora or None) of each layer, as in `lora_linear`. Ranks may differ, and
+            layers without a LoRA may be among them.
+
+    Returns:
+        `tuple` of `torch.Tensor`: The output of each layer.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit, or no layer has a LoRA.
+    """
+    return _outputs(x, layers, None)
+
+
+def result_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a linear layer computes: that of autocast, else that of `x`. Autocast leaves float64 alone."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
+    """How a group of layers is computed, see `Form`."""
+    dtype = result_dtype(x)
+    wide = any(t.dtype == torch.float32 for layer in layers if layer.adapter is not None for t in layer.adapter[:2])
+    split = wide and dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type)
+    return Form(tuple(None if layer.adapter is None else layer.adapter.scaling for layer in layers), dtype, 1 + split)
+
+
+def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]) -> list[Layer]:
+    """`layers` of which all fit `x`; ValueError if one does not."""
+    if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16, float32, float64.")
+    dtype, width, found = result_dtype(x), x.shape[-1], []
+    for weight, bias, lora in layers:
+        if weight.ndim != 2 or weight.shape[1] != width:
+            raise ValueError(f"weight is {tuple(weight.shape)}, x {tuple(x.shape)}; expected weight (N, {width}).")
+        if weight.dtype != dtype and dtype == x.dtype:
+            raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; convert one of them, or use autocast.")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias is {tuple(bias.shape)}; expected ({weight.shape[0]},) or None.")
+        adapter = None
+        if lora is not None:
+            adapter = Adapter(*lora)
+            rank = adapter.a.shape[0]
+            if adapter.a.shape != (rank, width) or adapter.b.shape != (weight.shape[0], rank):
+                raise ValueError(
+                    f"lora has A {tuple(adapter.a.shape)} and B {tuple(adapter.b.shape)}; expected A (r, {width}) and "
+                    f"B ({weight.shape[0]}, r) for weight {tuple(weight.shape)}."
+                )
+        tensors = {"weight": weight, "bias": bias, **({} if lora is None else {"lora A": lora[0], "lora B": lora[1]})}
+        for name, t in tensors.items():
+            if t is not None and (t.device != x.device or not t.is_floating_point()):
+                raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
+        found.append(Layer(weight, bias, adapter))
+    if not any(layer.adapter for layer in found):
+        raise ValueError("no layer has a lora; use torch.nn.functional.linear.")
+    return found
+
+
+def _outputs(x, layers, lora_input):
+    found = checked_layers(x, layers)
+    if lora_input is not None and lora_input.shape != x.shape:
+        raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
+    if takes_twin(x) or torch.compiler.is_compiling():  # a compiler puts the passes together by itself
+        if len(layers) > 1:
+            return reference.lora_linears(x, layers)
+        weight, bias, lora = layers[0]
+        return (reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input),)
+    return group_outputs(x, lora_input, found, form_of(x, found))

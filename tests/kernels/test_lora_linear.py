@@ -1,0 +1,280 @@
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from liger_triton import lora_linear, lora_linears, reference
+
+low_rank_file = importlib.import_module("liger_triton._low_rank")
+DTYPES = [torch.float32, torch.bfloat16]
+WIDTHS = 40, 72  # K, N
+
+
+def oracle(x, weight, bias, a, b, scaling=0.5, source=None):
+    return F.linear(x, weight, bias) + scaling * ((x if source is None else source) @ a.t()) @ b.t()
+
+
+def inputs(shape, dtype, device, rank=5, widths=WIDTHS, adapter=None, bias=True):
+    """x, weight (frozen), bias, A, B. The result of the adapter is as large as that of the weight."""
+    k, n = widths
+    x = torch.randn(*shape, k, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
+    b = torch.randn(n, device=device).to(dtype).requires_grad_() if bias else None
+    a_and_b = [
+        (torch.randn(size, device=device) * scale).to(adapter or dtype).requires_grad_()
+        for size, scale in (((rank, k), k**-0.5), ((n, rank), 2 * rank**-0.5))
+    ]
+    return [x, weight, b, *a_and_b]
+
+
+def ours(x, weight, bias, a, b, scaling=0.5):
+    return lora_linear(x, weight, bias, lora=(a, b, scaling))
+
+
+@pytest.fixture(params=[True, False], ids=["small-first", "large-first"])
+def order(request, monkeypatch):
+    monkeypatch.setattr(low_rank_file, "SMALL_FIRST", request.param)
+
+
+@pytest.mark.parametrize("adapter", [None, torch.float32], ids=["adapters-alike", "adapters-fp32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape, rank",
+    [
+        pytest.param((64,), 16, id="full-tiles"),
+        pytest.param((3, 37), 5, id="tails"),
+        pytest.param((1,), 1, id="one-row"),
+        pytest.param((2, 19), 70, id="two-products"),  # wider than FUSED_RANK
+    ],
+)
+def test_matches_float64(shape, rank, dtype, adapter, order, device, check_close):
+    check_close(ours, oracle, inputs(shape, dtype, device, rank, adapter=adapter))
+
+
+def test_several_programs_of_columns(device, monkeypatch, check_close):
+    """Four multiprocessors and two blocks of rows: each half of the columns has programs of its own."""
+    monkeypatch.setattr(low_rank_file, "_multiprocessors", lambda device: 4)
+    check_close(ours, oracle, inputs((600,), torch.bfloat16, device, 3, (24, 200)))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_gradients_of_one_read(parts, device, triton_only):
+    """(dy sb, dy^T h) of the kernel beside float64; the sums over blocks of rows and of columns are in fp32."""
+    dy, h, sb = (torch.randn(s, device=device).bfloat16() for s in ((530, 136), (530, 7 * parts), (136, 7 * parts)))
+    got = low_rank_file.low_rank_gradients(dy, h, sb)
+    for g, want in zip(got, (dy.double() @ sb.double(), dy.double().t() @ h.double()), strict=True):
+        assert g.dtype == torch.float32
+        torch.testing.assert_close(g.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_fp32_adapters_lose_nothing_to_16_bits(device):
+    """Without autocast, PEFT computes the adapter in fp32: gradients are as near to float64 as if we did."""
+    x, weight, _, a, b = inputs((50,), torch.bfloat16, device, adapter=torch.float32, bias=False)
+    dy = torch.randn(50, WIDTHS[1], device=device).bfloat16()
+    got = torch.autograd.grad(ours(x, weight, None, a, b), (a, b), dy)
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, a, b)]
+    want = torch.autograd.grad(oracle(leaves[0], leaves[1], None, *leaves[2:]), leaves[2:], dy.double())
+    for g, w in zip(got, want, strict=True):
+        assert (g.double() - w).norm() <= 1e-5 * w.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_of_one_input(dtype, device, check_close):
+    """Mixed widths, ranks and scalings, and a layer without an adapter among them."""
+    x, q, q_bias, qa, qb = inputs((2, 9), dtype, device, 4)
+    _, k, _, _, _ = inputs((1,), dtype, device, 1, (40, 24))
+    _, v, _, va, vb = inputs((1,), dtype, device, 2, (40, 16), adapter=torch.float32, bias=False)
+
+    def group(x, q, q_bias, qa, qb, k, v, va, vb):
+        return lora_linears(x, [(q, q_bias, (qa, qb, 0.5)), (k, None, None), (v, None, (va, vb, 3.0))])
+
+    def apart(x, q, q_bias, qa, qb, k, v, va, vb):
+        return oracle(x, q, q_bias, qa, qb), F.linear(x, k), oracle(x, v, None, va, vb, 3.0)
+
+    check_close(group, apart, [x, q, q_bias, qa, qb, k, v, va, vb])
+
+
+def test_an_output_that_nobody_uses(device):
+    """Its gradient is None: the others are as if it had not been computed, and its adapter gets zeros."""
+    x, q, _, qa, qb = inputs((7,), torch.float32, device, bias=False)
+    _, v, _, va, vb = inputs((1,), torch.float32, device, bias=False)
+    out, _ = lora_linears(x, [(q, None, (qa, qb, 0.5)), (v, None, (va, vb, 0.5))])
+    out.sum().backward()
+    want = torch.autograd.grad(oracle(x, q, None, qa, qb).sum(), (x, qa, qb))
+    for got, w in zip((x.grad, qa.grad, qb.grad), want, strict=True):
+        torch.testing.assert_close(got, w)
+    assert vb.grad is None and not va.grad.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_adapter_has_an_input_of_its_own(dtype, device, check_close):
+    source = torch.randn(3, 7, WIDTHS[0], device=device).requires_grad_()  # as PEFT's dropout gives it: in fp32
+
+    def dropped(x, weight, bias, a, b, source):
+        return lora_linear(x, weight, bias, lora=(a, b, 0.5), lora_input=source.to(dtype))
+
+    tensors = [*inputs((3, 7), dtype, device), source]
+    check_close(dropped, lambda *t: oracle(*t[:5], source=t[5]), tensors)
+
+
+def test_a_trained_weight_gets_its_gradient(device, check_close):
+    tensors = inputs((9,), torch.float32, device)
+    check_close(ours, oracle, [tensors[0], tensors[1].requires_grad_(), *tensors[2:]])
+
+
+@pytest.mark.parametrize("trained", [(0,), (3,), (4,), (0, 3), (0, 4)], ids=str)
+def test_only_gradients_that_are_wanted(trained, device, check_close):
+    tensors = [t.detach().requires_grad_(k in trained) for k, t in enumerate(inputs((9,), torch.float32, device))]
+    check_close(ours, oracle, tensors)
+
+
+def test_a_frozen_weight_costs_two_large_products(device, allocations):
+    """y and dx; beside them only products of the rank, and no tensor of the size of the weight."""
+    x, weight, _, a, b = inputs((31,), torch.float32, device, 5, (40, 72), bias=False)
+    with allocations() as seen:
+        ours(x, weight, None, a, b).square().mean().backward()
+    assert seen.products == 2 + 6  # x W^T and dy W; h and h B^T; dh, dB, dh A and dA
+    assert weight.numel() not in seen.sizes
+
+
+def test_x_itself_and_h_are_all_that_is_kept(device):
+    x, weight, _, a, b = inputs((2, 31), torch.bfloat16, device, 5, adapter=torch.float32, bias=False)
+    kept = []
+
+    def pack(t):
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        ours(x, weight, None, a, b)
+    assert any(t is x for t in kept)
+    known = {t.data_ptr() for t in (x, weight, a, b)}
+    assert [tuple(t.shape) for t in kept if t.data_ptr() not in known] == [(62, 10)]  # h in two parts
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_a_checkpoint(reentrant, device, allocations):
+    """The same gradients. Without reentrance, the large product that a checkpoint ends with is not repeated."""
+    x, weight, _, a, b = inputs((31,), torch.float32, device, bias=False)
+    want = torch.autograd.grad(ours(x, weight, None, a, b).square().mean(), (x, a, b))
+    with allocations() as seen:
+        y = checkpoint(ours, x, weight, None, a, b, use_reentrant=reentrant)
+        forward = seen.products
+        y.square().mean().backward()
+    assert seen.products - forward == 5 + (3 if reentrant else 1)
+    for got, w in zip((x.grad, a.grad, b.grad), want, strict=True):
+        torch.testing.assert_close(got, w)
+
+
+def test_two_backward_passes(device):
+    x, weight, bias, a, b = inputs((9,), torch.float32, device)
+    y = ours(x, weight, bias, a, b)
+    first = torch.autograd.grad(y.sum(), (x, a, b, bias), retain_graph=True)
+    for got, want in zip(torch.autograd.grad(y.sum(), (x, a, b, bias)), first, strict=True):
+        assert torch.equal(got, want)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_a_changed_input_raises(device):
+    x, weight, _, a, b = inputs((9,), torch.float32, device, bias=False)
+    y = ours(x * 1, weight, None, a, b)
+    with torch.no_grad():
+        a.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_second_derivative_raises(device):
+    x, weight, _, a, b = inputs((9,), torch.float32, device, bias=False)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(ours(x, weight, None, a, b).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_lie_apart(dtype, device, check_close):
+    x, weight, bias, a, b = inputs((4, 6), dtype, device)
+    wide = torch.randn(6, 4, 2 * WIDTHS[0], device=device).to(dtype).requires_grad_()
+    check_close(
+        lambda w, *rest: ours(w.transpose(0, 1)[..., 3 : 3 + WIDTHS[0]], *rest),
+        lambda w, *rest: oracle(w.transpose(0, 1)[..., 3 : 3 + WIDTHS[0]], *rest),
+        [wide, weight, bias, a, b],
+    )
+
+
+def test_non_contiguous_upstream(device, check_upstream_strides):
+    x, weight, bias, a, b = inputs((4, 6), torch.float32, device)
+    check_upstream_strides(lambda x, a, b: ours(x, weight, bias, a, b), (x, a, b))
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_autocast(weight_dtype, device):
+    """Results in the dtype of autocast, gradients in those of the tensors; one part, as PEFT's layer rounds there."""
+    x, weight, bias, a, b = inputs((9,), weight_dtype, device, adapter=torch.float32)
+    dy = torch.randn(9, WIDTHS[1], device=device).bfloat16()
+    results = []
+    for layer in (ours, lambda *t: reference.lora_linear(*t[:3], lora=(*t[3:], 0.5))):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = layer(x, weight, bias, a, b)
+        results.append([y, *torch.autograd.grad(y, (x, bias, a, b), dy)])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype
+        assert (got.double() - want.double()).norm() <= 0.01 * want.double().norm()
+
+
+def test_no_gradient_no_graph(device):
+    x, weight, bias, a, b = inputs((9,), torch.float32, device)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            y = ours(x, weight, bias, a, b)
+            assert not y.requires_grad
+            torch.testing.assert_close(y, oracle(x, weight, bias, a, b))
+
+
+def test_empty(device):
+    x, weight, bias, a, b = inputs((0,), torch.bfloat16, device)
+    ours(x, weight, bias, a, b).sum().backward()
+    assert x.grad.shape == x.shape and not a.grad.any() and not b.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["torch", "twin"])
+def test_compiles(dtype, device):
+    tensors = inputs((9,), dtype, device)
+    leaves = [t for t in tensors if t.requires_grad]
+    torch._dynamo.reset()
+    got = torch.compile(ours, fullgraph=True, backend="aot_eager")(*tensors)
+    want = ours(*tensors)
+    torch.testing.assert_close(got, want)
+    for g, w in zip(torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_nan_reaches_the_output(device):
+    x, weight, bias, a, b = inputs((3,), torch.float32, device)
+    with torch.no_grad():
+        a[0, 0] = torch.nan
+    assert ours(x, weight, bias, a, b).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"weight": torch.ones(72, 41)}, r"weight is \(72, 41\), x \(9, 40\); expected weight \(N, 40\)"),
+        ({"weight": torch.ones(72, 40).bfloat16()}, "weight is torch.bfloat16, x torch.float32; convert"),
+        ({"bias": torch.ones(40)}, r"bias is \(40,\); expected \(72,\)"),
+        ({"lora": (torch.ones(4, 40), torch.ones(72, 5), 1.0)}, r"expected A \(r, 40\) and B \(72, r\)"),
+        ({"lora": (torch.ones(4, 40, device="meta"), torch.ones(72, 4), 1.0)}, "lora A is torch.float32 on meta"),
+        ({"lora_input": torch.ones(9, 41)}, r"lora_input is \(9, 41\), x \(9, 40\)"),
+        ({"x": torch.ones(9, 40, dtype=torch.int64)}, "x is .* torch.int64"),
+        ({"lora": None}, "no layer has a lora"),
+    ],
+)
+def test_bad_input(change, message):
+    given = {
+        "x": torch.ones(9, 40), "weight": torch.ones(72, 40), "bias": None, "lora_input": None,
+        "lora": (torch.ones(4, 40), torch.ones(72, 4), 1.0),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        lora_linear(**(given | change))
