@@ -6,7 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-OPERATIONS = ("rms_norm", "layer_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy", "varlen_attention")
+OPERATIONS = (
+    "rms_norm", "layer_norm", "rope", "swiglu", "geglu", "lora", "fused_linear_cross_entropy", "varlen_attention",
+)  # fmt: skip
 
 
 @dataclass

@@ -7,16 +7,18 @@ a function `swap(model, report, wanted)`.
 
 from torch import nn
 
+from liger_trainer.head.find import output_head
 from liger_trainer.head.install import remove_fused_head
+from liger_trainer.head.module import modules_called_by
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, unbind
 from liger_trainer.instance.hooks import why_children_must_run
 from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.patching import experts, head, mlps, norms, probe, rotary, varlen
+from liger_trainer.patching import experts, head, lora, mlps, norms, probe, rotary, varlen
 from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
 from liger_trainer.patching.kind import Kind, Proven
 
-KINDS: tuple[Kind, ...] = (norms.KIND, mlps.KIND, experts.KIND)
+KINDS: tuple[Kind, ...] = (norms.KIND, mlps.KIND, experts.KIND, lora.KIND)
 
 
 def apply_liger(
@@ -33,10 +35,10 @@ def apply_liger(
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
         config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
-            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `fused_linear_cross_entropy` and `varlen_attention`,
-            with which nothing is computed for padding. A further key is `rebuild_above_mib`, 16 by default: outputs of
-            norms and gates that are larger than so many MiB are not kept for the backward pass, which computes them
-            again.
+            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `lora`, `fused_linear_cross_entropy` and
+            `varlen_attention`, with which nothing is computed for padding. A further key is `rebuild_above_mib`, 16 by
+            default: outputs of norms and gates that are larger than so many MiB are not kept for the backward pass,
+            which computes them again.
         strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code, or
             if nothing is recognised. The model is then unpatched.
         head_options (`HeadOptions`, *optional*): Temperature, precision and outputs of calls with `fused_lm_head=True`,
@@ -89,9 +91,11 @@ def _swap_kinds(model: nn.Module, report: LigerReport, wanted: dict[str, bool | 
     """Swap the modules of `KINDS`. Modules with equal fingerprints share one proof."""
     proofs: dict[tuple, tuple[Proven | None, str | None]] = {}
     rebuild_above = int(wanted[REBUILD_ABOVE_MIB] * 2**20)
+    output = output_head(model)
+    head_modules = [] if output is None else modules_called_by(output)  # their LoRA is in the fused loss
     for name, module in model.named_modules():
         for kind in KINDS:
-            if not kind.nominated(module):
+            if not kind.nominated(module) or (kind is lora.KIND and module in head_modules):
                 continue
             slot, reason = (kind.method, None) if kind.method else probe.slot_of(module)
             proven = None
@@ -104,7 +108,7 @@ def _swap_kinds(model: nn.Module, report: LigerReport, wanted: dict[str, bool | 
             if not operation.enabled:
                 continue
             if proven:
-                reason = why_children_must_run(module, proven.left_out)
+                reason = why_children_must_run(module, proven.left_out) or kind.why_not(module)
             if reason is None:
                 bind(module, Binding(kind.build(proven, rebuild_above), slot, Place(operation, name)))
                 operation.swapped[name] = str(proven)

@@ -23,6 +23,10 @@ class Proven(Hashable, Protocol):
     def left_out(self) -> LeftOut: ...
 
 
+def _nothing(module: nn.Module) -> None:
+    """The `why_not` of kinds that have none."""
+
+
 class Kind(NamedTuple):
     """How modules of one kind are found, proven and replaced.
 
@@ -32,6 +36,7 @@ class Kind(NamedTuple):
         build: Makes the method to bind from what was proven and the bytes above which a result is computed again.
         guessed_operation: Names the operation under which a module is reported that could not be proven.
         method (`str` or `None`): The name of the method that is replaced; None stands for the forward.
+        why_not: Tells why one module, whose formula is proven, has to keep its own code, or returns None.
     """
 
     nominated: Callable[[nn.Module], bool]
@@ -39,3 +44,4 @@ class Kind(NamedTuple):
     build: Callable[[Any, int], Callable]
     guessed_operation: Callable[[nn.Module], str]
     method: str | None = None
+    why_not: Callable[[nn.Module], str | None] = _nothing

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from liger_trainer.instance.binding import Binding, is_bound
 from liger_trainer.instance.hooks import has_hooks
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
-_RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0")
+_RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0", "_ComputedBackward")  # the last: LoRA of ours
 _FORWARDS_THAT_KEEP_NOTHING = ("torch.nn.", "peft.", "transformers.pytorch_utils")
 REBUILD_ABOVE_BYTES = 16 << 20  # smaller tensors, and those of just this size, are kept unless a caller says otherwise
 
@@ -175,7 +176,9 @@ def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
         return False
     for module in projection.modules():
         keeps_nothing = str(type(module).forward.__module__).startswith(_FORWARDS_THAT_KEEP_NOTHING)
-        if module._forward_hooks or "forward" in module.__dict__ or not keeps_nothing:
+        ours = Binding.of(module)
+        replaced = "forward" in module.__dict__ and (ours is None or not is_bound(module, ours))
+        if module._forward_hooks or replaced or not keeps_nothing:
             return False
     node = output.grad_fn
     if node is not None and node.name() in _VIEWS:  # the output is a product whose rows have another shape

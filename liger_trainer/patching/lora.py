@@ -1,0 +1,231 @@
+"""PEFT's LoRA on linear layers, `peft.tuners.lora.Linear`, nominated by its class.
+
+Its formula is the same for all sizes, so it is proven on a small copy that has the instance's own attributes: adapters,
+scalings, dropout. What the layer does is asked of PEFT's own state in every call: adapters can be switched, disabled,
+merged, added and removed after the swap. Where it is anything but a sum of plain LoRAs beside a plain linear layer, as
+with DoRA, the layer's own code runs for that call.
+
+Our forward reads weights without calling the modules that own them. Where a hook is on one of these, of somebody's own
+or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own code from then on.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from liger_trainer.head.module import CaptureBinding
+from liger_trainer.instance.binding import is_aside, own_class
+from liger_trainer.instance.hooks import LeftOut, has_hooks, hook_on, step_aside
+from liger_trainer.patching import probe
+from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
+from liger_triton import lora_linear
+
+_CLASS = ("peft.tuners.lora.layer", "Linear")
+_WIDTHS, _RANK, _TOKENS = (6, 10), 3, 5  # of the small copy
+_PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # no DTensor, and nothing quantised
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """What a layer was proven to compute, with the adapters that it had then. `left_out` is empty: see `why_not`."""
+
+    adapters: tuple[str, ...]
+    bias: bool
+    operation: str = "lora"
+    left_out: LeftOut = ()
+
+    def __str__(self) -> str:
+        return f"linear{' with bias' if self.bias else ''} + {', '.join(self.adapters)}"
+
+
+class Part(NamedTuple):
+    """One adapter of a layer, as the layer calls it."""
+
+    a: nn.Module
+    b: nn.Module
+    dropout: nn.Module
+    scaling: float
+
+    def drops(self) -> bool:
+        """Whether the dropout changes its input now."""
+        return type(self.dropout) is nn.Dropout and self.dropout.training and self.dropout.p > 0
+
+
+def nominated(module: nn.Module) -> bool:
+    """Whether `module` is PEFT's LoRA on a linear layer. Its subclasses, of quantised layers for example, are not."""
+    cls = own_class(module)
+    return (cls.__module__, cls.__qualname__) == _CLASS
+
+
+def active_parts(layer: nn.Module) -> list[Part] | None:
+    """The plain adapters whose results `layer` adds to that of its base now; None where it does anything else."""
+    state = layer.__dict__
+    if state["_disable_adapters"] or state["merged_adapters"] or not state.get("cast_input_dtype_enabled", True):
+        return None
+    modules = state["_modules"]
+    a_of, b_of, dropout_of = (modules[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
+    active = state["_active_adapter"]
+    parts = []
+    for name in (active,) if isinstance(active, str) else active:
+        if name in a_of:
+            if name in state["lora_variant"]:
+                return None
+            parts.append(Part(a_of[name], b_of[name], dropout_of[name], state["scaling"][name]))
+    return parts or None
+
+
+def called_by(layer: nn.Module, parts: list[Part]) -> list[nn.Module]:
+    """The modules that the layer's own code calls, and ours does not."""
+    called = [layer._modules["base_layer"]]
+    for part in parts:
+        called += part[:3]
+    return called
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and all(
+        t is None or type(t) in _PLAIN_TENSORS for t in (module.weight, module.bias)
+    )
+
+
+def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
+    """Whether base and adapters are linear layers with plain tensors, adapters without a bias."""
+    return _is_linear(layer._modules["base_layer"]) and all(
+        _is_linear(part.a)
+        and _is_linear(part.b)
+        and part.a.bias is None
+        and part.b.bias is None
+        and type(part.dropout) in (nn.Identity, nn.Dropout)
+        for part in parts
+    )
+
+
+def _attached(modules: list[nn.Module]) -> str | None:
+    """What is attached to one of `modules` and would be missed if it is not called."""
+    for module in modules:
+        if not has_hooks(module) and "forward" not in module.__dict__:
+            continue
+        attached = hook_on(module, CaptureBinding.of(module))
+        if attached is not None:
+            return f"{attached} on a part of the layer would not be called"
+        if has_hooks(module) or CaptureBinding.of(module) is None:
+            return "hooks on a part of the layer gather its weights in calls of it"
+    return None
+
+
+def why_not(layer: nn.Module) -> str | None:
+    """Why `layer`, with the adapters that are active now, has to run its own code; None where it need not."""
+    active = layer.__dict__["_active_adapter"]
+    for name in (active,) if isinstance(active, str) else active:
+        if name in layer.__dict__["lora_variant"]:
+            return f"its adapter is a LoRA variant ({type(layer.__dict__['lora_variant'][name]).__name__})"
+    base = layer._modules["base_layer"]
+    if type(base) is not nn.Linear:
+        return f"its base is a {type(base).__name__}, not a linear layer"
+    parts = active_parts(layer)
+    if parts is None:
+        return _attached([base])
+    if any(part.b.bias is not None for part in parts):
+        return "its LoRA has a bias (lora_bias=True)"
+    return _attached(called_by(layer, parts))
+
+
+def computes(x: torch.Tensor, layer: nn.Module, parts: list[Part]) -> bool:
+    """Whether the tensors of this call are such as the layer's own code would multiply without an error."""
+    if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
+        return False
+    weight = layer._modules["base_layer"].weight
+    tensors = (weight, *(t for part in parts for t in (part.a.weight, part.b.weight)))
+    if any(t.device != x.device or not t.is_floating_point() or t.itemsize == 1 for t in tensors):
+        return False
+    return weight.dtype == x.dtype or (
+        torch.float64 not in (x.dtype, weight.dtype) and torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def adapter_of(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """(A, B, scaling) of one adapter, or of several at once: their A over one another, their scaled B side by side."""
+    if len(parts) == 1:
+        return parts[0].a.weight, parts[0].b.weight, parts[0].scaling
+    a = torch.cat([part.a.weight for part in parts])
+    return a, torch.cat([part.scaling * part.b.weight for part in parts], 1), 1.0
+
+
+def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
+    """(what this layer computes, None), or (None, why it is none of ours)."""
+    if (reason := why_not(layer)) is not None:
+        return None, reason
+    proven = LoRA(tuple(layer._modules["lora_A"]._modules), layer._modules["base_layer"].bias is not None)
+    ours = build(proven)
+    for training in (True, False):
+        for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
+            results = []
+            for forward in (ours, type(layer).forward):
+                source = probe.generator()
+                copy = _small_copy(layer, source, dtype)
+                probe.set_training(copy, training)
+                x = probe.randn((2, _TOKENS, _WIDTHS[0]), source, dtype).requires_grad_()
+                torch.manual_seed(probe.SEED)  # of the dropout, which draws from the global generator
+                y = forward(copy, x)
+                leaves = [x, *(p for p in copy.parameters() if p.requires_grad)]
+                dy = probe.randn((2, _TOKENS, _WIDTHS[1]), source, dtype)
+                grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+                results.append([y, *(torch.zeros(()) if g is None else g for g in grads)])
+            if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
+                return None, "it is not x W^T + b + the sum of s (x A^T) B^T"
+    return proven, None
+
+
+def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
+    """A layer with the attributes of `layer`, narrow, with fp32 adapters of a small rank and random weights."""
+
+    def linear(width_in: int, width_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+        module = nn.Linear(width_in, width_out, bias=bias, device="meta", dtype=dtype)
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = nn.Parameter(probe.randn(p.shape, source, dtype))
+        return module
+
+    children = {"base_layer": linear(*_WIDTHS, layer._modules["base_layer"].bias is not None, dtype)}
+    for name, widths in (("lora_A", (_WIDTHS[0], _RANK)), ("lora_B", (_RANK, _WIDTHS[1]))):
+        adapters = layer._modules[name]._modules
+        children[name] = nn.ModuleDict({key: linear(*widths, False, torch.float32) for key in adapters})
+    copy = probe.clone(layer, source, children=children)
+    copy.__dict__ |= {"_disable_adapters": False, "merged_adapters": []}
+    return copy
+
+
+@functools.cache
+def build(proven: LoRA, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
+    """The `forward` to bind to a layer. It is the same for all layers, and `rebuild_above` has no effect."""
+    return forward
+
+
+def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The forward of PEFT's layer, with the adapter added to the product in place where the layer is plain now."""
+    own = type(self).forward
+    if args or kwargs or torch.compiler.is_compiling() or is_aside(self):
+        return own(self, x, *args, **kwargs)
+    parts = active_parts(self)
+    if parts is None or not is_plain(self, parts):
+        return own(self, x)
+    if (reason := _attached(called_by(self, parts))) is not None:
+        step_aside(self, reason)
+        return own(self, x)
+    if not computes(x, self, parts):
+        return own(self, x)
+    dropped = None
+    if any(part.drops() for part in parts):
+        if len(parts) > 1:  # each adapter has a mask of its own
+            return own(self, x)
+        dropped = parts[0].dropout(x.to(parts[0].a.weight.dtype))
+    base = self._modules["base_layer"]
+    return lora_linear(x, base.weight, base.bias, lora=adapter_of(parts), lora_input=dropped)
+
+
+KIND = Kind(nominated, prove, build, lambda module: "lora", why_not=why_not)
