@@ -13,6 +13,7 @@ from .linear_heads_cross_entropy import linear_heads_cross_entropy
 from .linear_heads_kl import linear_heads_kl
 from .linear_logprobs import linear_logprobs
 from .lora_linear import lora_linear, lora_linears
+from .lora_mlp import lora_mlp
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import rms_norm
 from .rope import rope
@@ -36,6 +37,7 @@ __all__ = [
     "linear_token_ranks",
     "lora_linear",
     "lora_linears",
+    "lora_mlp",
     "rms_norm",
     "rope",
     "swiglu",

@@ -2,6 +2,7 @@
 blocks and grids."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -38,9 +39,10 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
 
     Triton asks at every launch for what it has compiled the kernel: the dtype and alignment of each tensor, and which
     integers are 1 or multiples of 16. Here calls with the same dtypes, alignments and numbers, as those of all layers
-    of a model, are handed to what was compiled for the first of them. `constants` are those that the kernel declares as
-    `tl.constexpr`, in any order, and options of the compiler.
+    of a model, are handed to what was compiled for the first of them. `constants` are all those that the kernel
+    declares as `tl.constexpr`, in any order, and options of the compiler.
     """
+    in_order = [constants[name] for name in kernel.arg_names[len(args) :]]
     if INTERPRET or torch.version.hip or not args[0].is_cuda:  # on ROCm the size of a tensor's memory counts too
         kernel[grid](*args, **constants)
         return
@@ -54,10 +56,9 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     if found is None:
         if len(known) >= MOST_KINDS_OF_CALLS:
             known.clear()
-        known[key] = kernel[grid](*args, **constants), [constants[name] for name in kernel.arg_names[len(args) :]]
-        return
-    compiled, in_order = found
-    compiled[*grid, 1, 1](*args, *in_order)
+        known[key] = kernel[grid](*args, **constants)
+    else:
+        found[*grid, 1, 1](*args, *in_order)
 
 
 def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
@@ -172,6 +173,16 @@ def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[t
         for t in (gate, up):
             torch.autograd.graph.increment_version(t)  # whoever saved it gets an error instead of a wrong gradient
     return dg, du
+
+
+def gradients_and_product_of(
+    twin: Callable, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dg, du, y) of a gate by its PyTorch twin, in new memory."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (gate, up)]
+        y = twin(*leaves)
+    return *torch.autograd.grad(y, leaves, dy), y.detach()
 
 
 def _new_like(t: torch.Tensor) -> torch.Tensor:

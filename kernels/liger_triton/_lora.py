@@ -76,6 +76,8 @@ def stacked_a(layers: list[Layer], dtype: torch.dtype, parts: int) -> torch.Tens
 
 def low_rank(source: torch.Tensor, layers: list[Layer], form: Form) -> torch.Tensor:
     """h (T, R) of all adapters side by side, from one product; (T, 2 R) in two parts."""
+    if all(scaling is None for scaling in form.scalings):
+        return source.new_empty((source.shape[0], 0))
     a = stacked_a(layers, form.dtype, form.parts)
     if form.parts == 1:
         return torch.mm(source, a.t())
@@ -103,69 +105,71 @@ def output(rows: torch.Tensor, layer: Layer, h: tuple[torch.Tensor, ...], form: 
 
 
 class Gradients(NamedTuple):
-    """The gradients of a group: of x and of the source of the adapters (T, K), and of the tensors of its layers.
+    """The gradients of a group that are known from those of its outputs and from h.
 
-    The gradient of x has that of the source in it where the two are one tensor; the other is then None.
+    Attributes:
+        dh: (T, R), in the dtype of the form; (T, 2 R) in two parts.
+        large (`list`): The factors of the products whose sum is the gradient of x, but for the adapters' part of it.
+        tensors (`list`): Gradients of the layers' tensors, in the order of `flattened`. None where there is none yet.
     """
 
-    x: torch.Tensor | None
-    source: torch.Tensor | None
+    dh: torch.Tensor
+    large: list[tuple[torch.Tensor, torch.Tensor]]
     tensors: list[torch.Tensor | None]
 
 
-def gradients(
-    dys: list[torch.Tensor | None],
-    rows: torch.Tensor,
-    source: torch.Tensor | None,
-    h: torch.Tensor,
-    layers: list[Layer],
-    form: Form,
-    needs: tuple[bool, ...],
-) -> Gradients:
-    """The gradients of a group from those of its outputs, (T, N) each.
-
-    `source` is the input of the adapters where that is not x, as under dropout. `needs` says of x, of the source and of
-    the tensors of the layers which gradients are wanted.
-    """
-    needs_x, needs_source, *needs_tensors = needs
-    tensors: list[torch.Tensor | None] = [None] * len(needs_tensors)
+def gradients(dys: list[torch.Tensor | None], h: torch.Tensor, layers: list[Layer], form: Form, needs) -> Gradients:
+    """dh, dB and db of a group from the gradients (T, N) of its outputs. `needs` says which tensors want a gradient."""
+    tensors: list[torch.Tensor | None] = [None] * len(needs)
     all_dh, large = [], []
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
-        needs_weight, needs_bias, _, needs_b = needs_tensors[4 * k : 4 * k + 4]
         if dy is None:
             if layer.adapter is not None:
                 all_dh.append(h.new_zeros(columns[0].shape, dtype=torch.promote_types(h.dtype, torch.float32)))
             continue
         large.append((dy, layer.weight.to(form.dtype)))
+        if needs[4 * k + 1]:
+            tensors[4 * k + 1] = dy.sum(0)
         if layer.adapter is not None:
             both = columns[0] if form.parts == 1 else torch.cat(columns, 1)
             sb = scaled_b(layer.adapter.b, layer.adapter.scaling, form.dtype, form.parts)
             dh, db = low_rank_gradients(dy, both, sb)
             all_dh.append(sum_of_parts(dh, form.parts, 1))
-            if needs_b:
+            if needs[4 * k + 3]:
                 tensors[4 * k + 3] = sum_of_parts(db, form.parts, 1).mul_(layer.adapter.scaling)
-        if needs_weight:
-            tensors[4 * k] = torch.mm(dy.t(), rows)
-        if needs_bias:
-            tensors[4 * k + 1] = dy.sum(0)
-    dh = parts_of(all_dh[0] if len(all_dh) == 1 else torch.cat(all_dh, 1), form.dtype, form.parts, 1)
-    if any(needs_tensors[2::4]):
-        da = sum_of_parts(wide_product(dh.t(), rows if source is None else source), form.parts, 0)
-        start = 0
-        for k, layer in enumerate(layers):
-            if layer.adapter is not None:
-                stop = start + layer.adapter.a.shape[0]
-                tensors[4 * k + 2] = da[start:stop] if needs_tensors[4 * k + 2] else None
-                start = stop
-    dx = dsource = None
-    if needs_x or needs_source:
-        a = stacked_a(layers, form.dtype, 1)
-        small = (dh[:, : a.shape[0]], a)
-        if source is not None and needs_source:
-            dsource = torch.mm(*small)
-        if needs_x:
-            dx = added(small if source is None else None, tuple(large))
-    return Gradients(dx, dsource, tensors)
+    if not all_dh:
+        return Gradients(h, large, tensors)
+    wide = all_dh[0] if len(all_dh) == 1 else torch.cat(all_dh, 1)
+    return Gradients(parts_of(wide, form.dtype, form.parts, 1), large, tensors)
+
+
+def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[Layer], form: Form, needs) -> None:
+    """Put dA and dW of a group, which need its input, into `found.tensors`. `source` is the input of the adapters."""
+    for k, dy in enumerate(dys):
+        if needs[4 * k] and dy is not None:
+            found.tensors[4 * k] = torch.mm(dy.t(), rows)
+    if not any(needs[2::4]):
+        return
+    da = sum_of_parts(wide_product(found.dh.t(), source), form.parts, 0)
+    start = 0
+    for k, layer in enumerate(layers):
+        if layer.adapter is not None:
+            stop = start + layer.adapter.a.shape[0]
+            found.tensors[4 * k + 2] = da[start:stop] if needs[4 * k + 2] else None
+            start = stop
+
+
+def adapters_part(found: Gradients, layers: list[Layer], form: Form) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The factors dh and A of what the gradient of the input has from the adapters; None if there are no adapters."""
+    if found.dh.shape[1] == 0:
+        return None
+    a = stacked_a(layers, form.dtype, 1)
+    return found.dh[:, : a.shape[0]], a
+
+
+def rounded_like(grads: list[torch.Tensor | None], tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Each gradient in the dtype of its tensor."""
+    return [None if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
 
 
 class _Kept(torch.autograd.Function):
@@ -185,21 +189,20 @@ class _Kept(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *dys):
         x, source, h, *tensors = ctx.saved_tensors
-        form = ctx.form
-        needs = ctx.needs_input_grad[2:]
+        form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[2:]
+        layers, dx, dsource = form.layers(tensors), None, None
         with no_autocast(x.device.type):
-            found = gradients(
-                [None if dy is None else as_matrix(dy, form.dtype) for dy in dys],
-                as_matrix(x, form.dtype),
-                None if source is None else as_matrix(source, form.dtype),
-                h, form.layers(tensors), form, needs,
-            )  # fmt: skip
-        dx, dsource = (
-            None if d is None else d.view(t.shape).to(t.dtype)
-            for d, t in ((found.x, x), (found.source, x if source is None else source))
-        )
-        grads = [None if g is None else g.to(t.dtype) for g, t in zip(found.tensors, tensors, strict=True)]
-        return None, None, dx, dsource, *grads
+            dys = [None if dy is None else as_matrix(dy, form.dtype) for dy in dys]
+            found = gradients(dys, h, layers, form, needs)
+            rows = as_matrix(x, form.dtype)
+            source_rows = rows if source is None else as_matrix(source, form.dtype)
+            add_gradients_of_factors(found, dys, rows, source_rows, layers, form, needs)
+            small = adapters_part(found, layers, form)
+            if needs_source:
+                dsource = torch.mm(*small).view(x.shape).to(source.dtype)
+            if needs_x:
+                dx = added(small if source is None else None, found.large).view(x.shape).to(x.dtype)
+            return None, None, dx, dsource, *rounded_like(found.tensors, tensors)
 
 
 class _Computed(torch.autograd.Function):

@@ -16,6 +16,8 @@ Parts   Where adapters are fp32 and the layer has 16 bits, r-wide factors are tw
         autocast, PEFT's layer rounds all of them to 16 bits, and one part is enough.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from ._dispatch import INTERPRET, _device_guard, jit, tl, use_triton
@@ -23,6 +25,8 @@ from ._launch import _multiprocessors, cdiv, next_power_of_2
 from ._products import wide_product
 
 SMALL_FIRST = True  # which product writes y and dx: the low-rank one (the other adds to it), or the large one
+Factors = tuple[torch.Tensor, torch.Tensor]
+
 FUSED_RANK = 64  # up to this width of h, dh and dB come from one read of dy; beyond it, from two products
 BLOCK_N = 64
 
@@ -103,8 +107,8 @@ def scaled_b(b: torch.Tensor, scaling: float, dtype: torch.dtype, parts: int) ->
     return torch.mul(b, scaling, out=torch.empty(b.shape, dtype=dtype, device=b.device))
 
 
-def added(small: tuple[torch.Tensor, torch.Tensor] | None, large: tuple, bias: torch.Tensor | None = None):
-    """The sum of the products of two factors each: `small` (if there is one), those in `large`, and `bias`."""
+def added(small: Factors | None, large: Sequence[Factors], bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of the products of two factors each: `small`, if there is one, those in `large`, and `bias`."""
     products = [small, *large] if SMALL_FIRST else [*large, small]
     first, *others = (p for p in products if p is not None)
     total = torch.mm(*first) if bias is None else torch.addmm(bias, *first)

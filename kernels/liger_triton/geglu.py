@@ -12,11 +12,13 @@ Shapes, dtypes and bytes are those of swiglu.py. The two are separate files beca
 is in `_launch.py`; their formulas and derivatives have nothing in common.
 """
 
+import functools
+
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import check_gate, gate_gradients, gate_tiles, launch, runs_triton
+from ._dispatch import _device_guard, jit, kernel_op, once_differentiable, tl
+from ._launch import check_gate, gate_gradients, gate_tiles, gradients_and_product_of, launch, runs_triton
 
 APPROXIMATIONS = ("tanh", "none")
 
@@ -51,8 +53,9 @@ def _geglu_fwd_kernel(G, U, Y, g_stride, u_stride, n, tiles_per_row, TANH: tl.co
 @jit
 def _geglu_bwd_kernel(
     DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row,
-    TANH: tl.constexpr, BLOCK: tl.constexpr,
+    TANH: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr = False,
 ):  # fmt: skip
+    """With PRODUCT, DY is written over with y."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
     col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -63,6 +66,8 @@ def _geglu_bwd_kernel(
     value, slope = _gelu(g, TANH)
     tl.store(DU + row * d_stride + col, dy * value, mask=mask)
     tl.store(DG + row * d_stride + col, dy * u * slope, mask=mask)
+    if PRODUCT:
+        tl.store(DY + row * dy_stride + col, value * u, mask=mask)
 
 
 @kernel_op("geglu_fwd")
@@ -87,7 +92,7 @@ def _backward(
     launch(
         _geglu_bwd_kernel, grid,
         dy, g, u, dg_rows, du_rows, dy.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
-        TANH=tanh, BLOCK=block,
+        TANH=tanh, BLOCK=block, PRODUCT=False,
     )  # fmt: skip
     return dg, du
 
@@ -95,6 +100,23 @@ def _backward(
 @_backward.register_fake
 def _(dy, gate, up, tanh, reuse):
     return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
+
+
+def gradients_and_product(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, tanh: bool, reuse: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As in `swiglu.py`."""
+    if not (runs_triton(dy, gate, up) and dy.is_contiguous()):
+        twin = functools.partial(reference.geglu, approximate="tanh" if tanh else "none")
+        return gradients_and_product_of(twin, dy, gate, up)
+    dg, du = gate_gradients(gate, up, reuse)
+    (dy_rows, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up, dg, du)
+    with _device_guard(dy):
+        launch(
+            _geglu_bwd_kernel, grid, dy_rows, g, u, dg_rows, du_rows, dy_rows.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n,
+            tiles_per_row, TANH=tanh, BLOCK=block, PRODUCT=True,
+        )  # fmt: skip
+    return dg, du, dy
 
 
 class _GeGLU(torch.autograd.Function):

@@ -88,14 +88,15 @@ def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
 
 
 def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]) -> list[Layer]:
-    """`layers` of which all fit `x`; ValueError if one does not."""
+    """`layers`, of which all fit `x`; ValueError if one does not."""
     if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16, float32, float64.")
-    dtype, width, found = result_dtype(x), x.shape[-1], []
+    width, found = x.shape[-1], []
+    casts = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
     for weight, bias, lora in layers:
         if weight.ndim != 2 or weight.shape[1] != width:
             raise ValueError(f"weight is {tuple(weight.shape)}, x {tuple(x.shape)}; expected weight (N, {width}).")
-        if weight.dtype != dtype and dtype == x.dtype:
+        if weight.dtype != x.dtype and not casts:
             raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; convert one of them, or use autocast.")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias is {tuple(bias.shape)}; expected ({weight.shape[0]},) or None.")
@@ -113,13 +114,13 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tenso
             if t is not None and (t.device != x.device or not t.is_floating_point()):
                 raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
         found.append(Layer(weight, bias, adapter))
-    if not any(layer.adapter for layer in found):
-        raise ValueError("no layer has a lora; use torch.nn.functional.linear.")
     return found
 
 
 def _outputs(x, layers, lora_input):
     found = checked_layers(x, layers)
+    if all(lora is None for _, _, lora in layers):
+        raise ValueError("no layer has a lora; use torch.nn.functional.linear.")
     if lora_input is not None and lora_input.shape != x.shape:
         raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
     if takes_twin(x) or torch.compiler.is_compiling():  # a compiler puts the passes together by itself

@@ -111,6 +111,17 @@ def lora_linears(x, layers):
     return tuple(lora_linear(x, weight, bias, lora=lora) for weight, bias, lora in layers)
 
 
+def lora_mlp(x, gate, up, down, *, activation="silu"):
+    """See `liger_triton.lora_mlp`, which runs without Triton too."""
+    g, u = lora_linears(x, [gate, up])
+    a = (
+        swiglu(g, u)
+        if activation == "silu"
+        else geglu(g, u, approximate="tanh" if activation == "gelu_tanh" else "none")
+    )
+    return lora_linears(a, [down])[0]
+
+
 def _transformed(logits, softcap, logit_scale, temperature=1.0):
     """z of the vocabulary losses, in the dtype of the arithmetic."""
     z = logits.to(_wide(logits.dtype)) * logit_scale

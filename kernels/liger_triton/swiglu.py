@@ -14,8 +14,8 @@ Bytes   b per element. Forward reads g, u and writes y: 3nb (eager 5nb). Backwar
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import check_gate, gate_gradients, gate_tiles, launch, runs_triton
+from ._dispatch import _device_guard, jit, kernel_op, once_differentiable, tl
+from ._launch import check_gate, gate_gradients, gate_tiles, gradients_and_product_of, launch, runs_triton
 
 
 @jit
@@ -31,8 +31,10 @@ def _swiglu_fwd_kernel(G, U, Y, g_stride, u_stride, n, tiles_per_row, BLOCK: tl.
 
 @jit
 def _swiglu_bwd_kernel(
-    DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row, BLOCK: tl.constexpr
+    DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row,
+    BLOCK: tl.constexpr, PRODUCT: tl.constexpr = False,
 ):  # fmt: skip
+    """With PRODUCT, DY is written over with y."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
     col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -43,6 +45,8 @@ def _swiglu_bwd_kernel(
     s = tl.sigmoid(g)
     tl.store(DU + row * d_stride + col, dy * (g * s), mask=mask)
     tl.store(DG + row * d_stride + col, dy * u * (s * (1.0 + g * (1.0 - s))), mask=mask)
+    if PRODUCT:
+        tl.store(DY + row * dy_stride + col, g * s * u, mask=mask)
 
 
 @kernel_op("swiglu_fwd")
@@ -65,7 +69,7 @@ def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reuse: boo
     launch(
         _swiglu_bwd_kernel, grid,
         dy, g, u, dg_rows, du_rows, dy.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
-        BLOCK=block,
+        BLOCK=block, PRODUCT=False,
     )  # fmt: skip
     return dg, du
 
@@ -73,6 +77,22 @@ def _backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reuse: boo
 @_backward.register_fake
 def _(dy, gate, up, reuse):
     return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (gate, up))
+
+
+def gradients_and_product(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reuse: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dg, du, y) in one pass, y in the memory of `dy`. With `reuse` dg and du may be in that of `gate` and `up`."""
+    if not (runs_triton(dy, gate, up) and dy.is_contiguous()):
+        return gradients_and_product_of(reference.swiglu, dy, gate, up)
+    dg, du = gate_gradients(gate, up, reuse)
+    (dy_rows, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up, dg, du)
+    with _device_guard(dy):
+        launch(
+            _swiglu_bwd_kernel, grid, dy_rows, g, u, dg_rows, du_rows, dy_rows.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n,
+            tiles_per_row, BLOCK=block, PRODUCT=True,
+        )  # fmt: skip
+    return dg, du, dy
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from liger_trainer.head.module import CaptureBinding
-from liger_trainer.instance.binding import is_aside, own_class
+from liger_trainer.instance.binding import Binding, is_aside, is_bound, own_class
 from liger_trainer.instance.hooks import LeftOut, has_hooks, hook_on, step_aside
 from liger_trainer.patching import probe
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton import lora_linear
+
+Tensors = tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
 _WIDTHS, _RANK, _TOKENS = (6, 10), 3, 5  # of the small copy
@@ -135,11 +137,16 @@ def why_not(layer: nn.Module) -> str | None:
     return _attached(called_by(layer, parts))
 
 
-def computes(x: torch.Tensor, layer: nn.Module, parts: list[Part]) -> bool:
-    """Whether the tensors of this call are such as the layer's own code would multiply without an error."""
+def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | None = None) -> bool:
+    """Whether x, or something of its dtype and another width, is what the layer's own code multiplies without an error.
+
+    Where it is not, that code runs and raises.
+    """
     if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
         return False
-    weight = layer._modules["base_layer"].weight
+    weight = base.weight
+    if (x.shape[-1] if width is None else width) != weight.shape[1]:
+        return False
     tensors = (weight, *(t for part in parts for t in (part.a.weight, part.b.weight)))
     if any(t.device != x.device or not t.is_floating_point() or t.itemsize == 1 for t in tensors):
         return False
@@ -217,15 +224,38 @@ def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if (reason := _attached(called_by(self, parts))) is not None:
         step_aside(self, reason)
         return own(self, x)
-    if not computes(x, self, parts):
+    base = self._modules["base_layer"]
+    if not computes(x, base, parts):
         return own(self, x)
     dropped = None
     if any(part.drops() for part in parts):
         if len(parts) > 1:  # each adapter has a mask of its own
             return own(self, x)
         dropped = parts[0].dropout(x.to(parts[0].a.weight.dtype))
-    base = self._modules["base_layer"]
     return lora_linear(x, base.weight, base.bias, lora=adapter_of(parts), lora_input=dropped)
+
+
+def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) -> Tensors | None:
+    """(weight, bias, adapter or None) of a linear layer, or of a LoRA that is swapped, for code that calls neither.
+
+    None where a call of `module` with `x`, or with something of its dtype and another width, would be anything but the
+    sum of their products now, or would show somebody's hook what it computes.
+    """
+    if has_hooks(module):
+        return None
+    if type(module) is nn.Linear:
+        plain = "forward" not in module.__dict__ and _is_linear(module) and computes(x, module, [], width)
+        return (module.weight, module.bias, None) if plain else None
+    binding = Binding.of(module)
+    if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
+        return None
+    parts = active_parts(module)
+    if parts is None or not is_plain(module, parts) or any(part.drops() for part in parts):
+        return None
+    base = module._modules["base_layer"]
+    if _attached(called_by(module, parts)) is not None or not computes(x, base, parts, width):
+        return None
+    return base.weight, base.bias, adapter_of(parts)
 
 
 KIND = Kind(nominated, prove, build, lambda module: "lora", why_not=why_not)

@@ -20,10 +20,13 @@ from liger_trainer.instance.hooks import LeftOut, step_aside, why_children_must_
 from liger_trainer.patching import probe
 from liger_trainer.patching.gates import GATES, SCALES, children_except, guessed_operation
 from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.lora import Tensors, tensors_now
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, nobody_else_reads, rebuilding
+from liger_triton import lora_mlp
 from liger_triton.halves import halves
 
 TOKENS = (2, 3)
+ACTIVATIONS = {("swiglu", ""): "silu", ("geglu", "tanh"): "gelu_tanh", ("geglu", "none"): "gelu"}  # of `lora_mlp`
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,22 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     gate = GATES[mlp.operation, mlp.approximate]
     first, second, down, gate_first = mlp.inner[0], mlp.inner[-1], mlp.down, mlp.gate_first
 
+    names = (first, second, down) if gate_first else (second, first, down)
+    activation = None if first == second else ACTIVATIONS[mlp.operation, mlp.approximate]
+
+    def projections_with_lora(self, x: torch.Tensor) -> list[Tensors] | None:
+        """The tensors of gate, up and down where one of them has a LoRA and our function computes all three now."""
+        projections = [self._modules[name] for name in names]
+        if torch.compiler.is_compiling() or not any("base_layer" in module._modules for module in projections):
+            return None
+        found: list[Tensors] = []
+        for name, module in zip(names, projections, strict=True):
+            tensors = tensors_now(module, x, found[0][0].shape[0] if name == down else None)
+            if tensors is None:
+                return None
+            found.append(tensors)
+        return found if any(adapter is not None for _, _, adapter in found) else None
+
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """The two results before the gate, in the order of their calls, and whether they may be written over."""
         projections = [getattr(self, name) for name in mlp.inner]
@@ -225,6 +244,9 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         if (reason := why_children_must_run(self, mlp.left_out)) is not None:
             step_aside(self, reason)
             return type(self).forward(self, x)
+        if activation is not None and (adapted := projections_with_lora(self, x)) is not None:
+            with rebuilding(x, self):
+                return lora_mlp(x, *adapted, activation=activation)
         a, b, reuse = projected(self, x)
         if a.dtype != b.dtype:  # an adapter on one of the two may return fp32, which their product would be as well
             dtype = torch.promote_types(a.dtype, b.dtype)
