@@ -69,6 +69,7 @@ class Run:
     data: str | None = None
     checkpointing: bool = False
     lora: int | None = None  # rank, on every linear layer but the head
+    autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
     vocab: int | None = None  # instead of the model's own
     workers: int = 0
     waits: bool = True  # as the stock trainer: until a batch is on the GPU, and for each loss, to see if it is finite
@@ -167,7 +168,8 @@ def make_trainer(arm, run, callbacks):
     args = args_class(
         output_dir=tempfile.mkdtemp(), max_steps=run.steps, per_device_train_batch_size=run.batch,
         logging_steps=5, logging_first_step=True, dataloader_num_workers=run.workers,
-        learning_rate=1e-5, bf16=DEVICE == "cuda", optim="adamw_torch_fused", report_to="none", save_strategy="no",
+        learning_rate=1e-5, bf16=DEVICE == "cuda" and run.autocast, optim="adamw_torch_fused", report_to="none",
+        save_strategy="no",
         gradient_checkpointing=run.checkpointing, gradient_checkpointing_kwargs={"use_reentrant": False},
         use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
         dataloader_drop_last=True, **options,

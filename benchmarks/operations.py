@@ -29,6 +29,7 @@ import torch
 from _cases import LIMITS, MISMATCH, forward_backward
 from _cases_head import cross_entropy, dpo_head, linear_cross_entropy, logprobs_entropy
 from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, swiglu
+from _cases_lora import lora_linear, lora_mlp
 from _measure import (
     DEVICE,
     Record,
@@ -51,6 +52,14 @@ CASES = {
     "swiglu": [(swiglu, 16384, 14336)],
     "geglu": [(geglu, 16384, 14336)],
     "rope": [(rope, 4, 4096, 32, 8, 128)],
+    "lora_linear": [
+        (lora_linear, 8192, 4096, 4096, 16),
+        (lora_linear, 8192, 4096, 14336, 16),
+        (lora_linear, 8192, 14336, 4096, 16),
+        (lora_linear, 8192, 4096, 14336, 64),
+        (lora_linear, 8192, 4096, 14336, 256),
+    ],
+    "lora_mlp": [(lora_mlp, 8192, 4096, 14336, 16)],
     "cross_entropy": [(cross_entropy, 8192, 128256)],
     "linear_cross_entropy": [
         (linear_cross_entropy, 8192, 4096, 128256),
@@ -66,6 +75,8 @@ TINY = {
     "swiglu": [(swiglu, 64, 96)],
     "geglu": [(geglu, 64, 96)],
     "rope": [(rope, 1, 32, 4, 2, 16)],
+    "lora_linear": [(lora_linear, 64, 32, 48, 4)],
+    "lora_mlp": [(lora_mlp, 64, 32, 48, 4)],
     "cross_entropy": [(cross_entropy, 64, 307)],
     "linear_cross_entropy": [(linear_cross_entropy, 64, 32, 307), (linear_cross_entropy, 64, 32, 307, True)],
     "linear_logprobs": [(dpo_head, 4, 16, 32, 307), (logprobs_entropy, 64, 32, 307)],
@@ -103,6 +114,8 @@ FIRST_STEP = {
     "swiglu": [(swiglu, 8192, 8192), (swiglu, 4096, 6912)],
     "geglu": [(geglu, 8192, 8192), (geglu, 4096, 6912)],
     "rope": [(rope, 4, 2048, 32, 8, 64), (rope, 2, 1024, 16, 8, 128)],
+    "lora_linear": [(lora_linear, 8192, 2048, 8192, 16), (lora_linear, 4096, 1152, 6912, 8)],
+    "lora_mlp": [(lora_mlp, 8192, 2048, 8192, 16), (lora_mlp, 4096, 1152, 6912, 8)],
     "cross_entropy": [(cross_entropy, 4096, 128256), (cross_entropy, 2048, 50257)],
     "linear_cross_entropy": [(linear_cross_entropy, 8192, 2048, 128256), (linear_cross_entropy, 2048, 1152, 50257)],
     "linear_logprobs": [(dpo_head, 4, 1024, 2048, 128256), (dpo_head, 2, 1024, 1152, 50257)],

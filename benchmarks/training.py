@@ -2,7 +2,8 @@
 steps.
 
     python benchmarks/training.py --model Llama-3.2-1B --batch 16 --length 1024 --data rows.npz
-        [--checkpointing] [--lora 16] [--no_waits] [--arms LigerTrainer "Trainer + compile" "LigerTrainer + compile"]
+        [--checkpointing] [--lora 16] [--no_autocast] [--no_waits]
+        [--arms LigerTrainer "Trainer + compile" "LigerTrainer + compile"]
     python benchmarks/training.py --trainer dpo --model Llama-3.2-1B --batch 4 --length 1024 --data pairs.npz
     python benchmarks/training.py --model Llama-3.2-1B --batch 8 --length 2048 --rows padded --data rows.npz
 
@@ -83,7 +84,8 @@ def one_arm(options):
     run = Run(
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
         checkpointing=options.checkpointing, lora=options.lora, workers=4 if DEVICE == "cuda" else 0,
-        waits=not options.no_waits, processes=options.processes, rows=options.rows, skip=skip_of(options),
+        autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
+        skip=skip_of(options),
     )  # fmt: skip
     emit(train(options.arm, run, [profiler(run.skip)] if options.profile else []))
     if options.processes > 1:
@@ -106,6 +108,7 @@ def case_of(options):
     parts = [options.trainer, options.model.lower(), f"{options.batch}x{options.length}"]
     parts += [options.rows] * (options.rows != "full")
     parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
+    parts += ["no_autocast"] * options.no_autocast
     parts += ["no_waits"] * options.no_waits
     if options.config_file:
         parts += [os.path.splitext(os.path.basename(options.config_file))[0], f"x{options.processes}"]
@@ -131,6 +134,7 @@ def main():
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no_waits", action="store_true", help="non_blocking=True, logging_nan_inf_filter=False")
     parser.add_argument("--lora", type=int, nargs="?", const=16, help="rank (16 if not given)")
+    parser.add_argument("--no_autocast", action="store_true", help="bf16=False: the model's own dtypes, no autocast")
     parser.add_argument("--arms", nargs="*", help="; ".join(f"{k}: {', '.join(v)}" for k, v in ARMS.items()))
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
     parser.add_argument("--config_file", help="of accelerate, to launch with")
@@ -176,6 +180,7 @@ def main():
     shape = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
     shape += f", {options.rows} rows" if options.rows != "full" else ""
     shape += f", LoRA r={options.lora}" if options.lora else ""
+    shape += ", bf16=False" if options.no_autocast else ""
     shape += ", no waits" if options.no_waits else ""
     shape += f", each of {options.processes} with {os.path.basename(options.config_file)}" if launcher else ""
     print(shape + (", checkpointing" if options.checkpointing else ", no checkpointing"))

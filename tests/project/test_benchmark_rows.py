@@ -132,7 +132,14 @@ def test_default_arms_and_the_folder_of_a_record():
 
     import training
 
-    plain = {"model": "Llama-3-8B", "batch": 8, "length": 2048, "checkpointing": True, "no_waits": False}
+    plain = {
+        "model": "Llama-3-8B",
+        "batch": 8,
+        "length": 2048,
+        "checkpointing": True,
+        "no_waits": False,
+        "no_autocast": False,
+    }
     options = Namespace(trainer="sft", rows="full", lora=None, config_file=None, **plain)
     assert training.case_of(options) == "sft-llama-3-8b-8x2048-checkpointing"
     assert not any("varlen" in arm or "compile" in arm for arm in training.default_arms(options))
