@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from ._dispatch import INTERPRET, _device_guard, jit, tl, use_triton
-from ._launch import _multiprocessors, cdiv, next_power_of_2
+from ._launch import _multiprocessors, _shared_memory, cdiv, launch, next_power_of_2
 from ._products import wide_product
 
 SMALL_FIRST = True  # which product writes y and dx: the low-rank one (the other adds to it), or the large one
@@ -63,12 +63,26 @@ def _low_rank_gradients_kernel(
     tl.store(DH + wide_row[:, None] * rank + r[None], dh, mask=row_mask[:, None] & r_mask[None])
 
 
+def _tile_of(rows: int, block_r: int, device: torch.device) -> tuple[int, int]:
+    """(BLOCK_T, num_stages) of the kernel: the largest of the known tiles whose shared memory the device has.
+
+    It holds `num_stages` tiles of dy and of SB, one of H, all of 16 bits, and one of DB in fp32.
+    """
+    memory = _shared_memory(device)
+    for block_t, stages in ((512, 3), (512, 2), (256, 3), (256, 2), (128, 2), (64, 2), (32, 1)):
+        bytes_needed = 2 * (stages * BLOCK_N * (block_t + block_r) + block_t * block_r) + 4 * BLOCK_N * block_r
+        if bytes_needed <= memory and (block_t < 512 or block_r <= 32):
+            break
+    return min(block_t, max(16, next_power_of_2(rows))), stages
+
+
 def low_rank_gradients(dy: torch.Tensor, h: torch.Tensor, sb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(dy sb, dy^T h) in fp32, for dy (T, N), h (T, r) and sb (N, r) of one dtype with unit stride in rows."""
     (rows, columns), rank = dy.shape, h.shape[1]
     if not (use_triton(dy) and dy.element_size() == 2 and 0 < rank <= FUSED_RANK and dy.numel() > 0):
         return wide_product(dy, sb), wide_product(dy.t(), h)
-    block_t = min(512 if rank <= 32 else 256, max(16, next_power_of_2(rows)))
+    block_r = max(16, next_power_of_2(rank))
+    block_t, stages = _tile_of(rows, block_r, dy.device)
     row_programs = cdiv(rows, block_t)
     # As many programs as there are multiprocessors: those of the same rows share the columns.
     per_program = cdiv(cdiv(columns, max(1, _multiprocessors(dy.device) // row_programs)), BLOCK_N) * BLOCK_N
@@ -76,10 +90,10 @@ def low_rank_gradients(dy: torch.Tensor, h: torch.Tensor, sb: torch.Tensor) -> t
     dh = torch.empty((column_programs, rows, rank), dtype=torch.float32, device=dy.device)
     db = torch.empty((row_programs, columns, rank), dtype=torch.float32, device=dy.device)
     with _device_guard(dy):
-        _low_rank_gradients_kernel[row_programs, column_programs](
+        launch(
+            _low_rank_gradients_kernel, (row_programs, column_programs),
             dy, h, sb, dh, db, rows, columns, rank, per_program, dy.stride(0), h.stride(0), sb.stride(0),
-            BLOCK_T=block_t, BLOCK_N=BLOCK_N, BLOCK_R=max(16, next_power_of_2(rank)), WIDEN=INTERPRET,
-            num_warps=8, num_stages=3,
+            BLOCK_T=block_t, BLOCK_N=BLOCK_N, BLOCK_R=block_r, WIDEN=INTERPRET, num_warps=8, num_stages=stages,
         )  # fmt: skip
     return (*(t[0] if t.shape[0] == 1 else t.sum(0) for t in (dh, db)),)
 

@@ -113,8 +113,9 @@ def gradients_and_product(
     (dy_rows, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = gate_tiles(dy, gate, up, dg, du)
     with _device_guard(dy):
         launch(
-            _geglu_bwd_kernel, grid, dy_rows, g, u, dg_rows, du_rows, dy_rows.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n,
-            tiles_per_row, TANH=tanh, BLOCK=block, PRODUCT=True,
+            _geglu_bwd_kernel, grid, dy_rows, g, u, dg_rows, du_rows,
+            dy_rows.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
+            TANH=tanh, BLOCK=block, PRODUCT=True,
         )  # fmt: skip
     return dg, du, dy
 

@@ -36,8 +36,4 @@ def check_config(config: dict | None) -> dict[str, bool | float]:
                 raise ValueError(f"liger_config[{key!r}] is {value!r}; expected a number of MiB, 0 or more.")
         elif not isinstance(value, bool):
             raise ValueError(f"liger_config[{key!r}] is {value!r}; expected True or False.")
-    return (
-        dict.fromkeys(OPERATIONS, True)
-        | {REBUILD_ABOVE_MIB: rebuild.REBUILD_ABOVE_BYTES / 2**20}
-        | (config or {})
-    )
+    return dict.fromkeys(OPERATIONS, True) | {REBUILD_ABOVE_MIB: rebuild.REBUILD_ABOVE_BYTES / 2**20} | (config or {})
