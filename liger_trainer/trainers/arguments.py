@@ -1,4 +1,4 @@
-"""The fields `use_liger`, `liger_config` and `eval_predictions`, which every arguments class of this package has."""
+"""The fields that every arguments class of this package has beside those of the stock one."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from liger_trainer.patching import check_config
+from liger_trainer.trainers import checkpointing_fields
 
 if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
     from transformers import TrainingArguments as StockArguments
@@ -47,7 +48,29 @@ class LigerArguments(StockArguments):
         },
     )
 
+    activation_checkpointing: str | None = field(
+        default=None,
+        metadata={
+            "help": "true: the layers' activations are computed again in the backward pass, which takes less memory "
+            "and more time. false: they are kept. 'auto': they are kept in as many layers as memory_budget allows, "
+            "as measured in the first steps. Newer name of gradient_checkpointing.",
+            "nargs": "?",
+            "const": "true",
+        },
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Newer name of gradient_checkpointing_kwargs."}
+    )
+    memory_budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "With activation_checkpointing 'auto': how many GiB of the GPU's memory tensors may take up. By "
+            "default, what the GPU has, less a reserve."
+        },
+    )
+
     def __post_init__(self) -> None:
+        checkpointing_fields.settle(self)
         if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
             self.accelerator_config: Any = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()

@@ -11,11 +11,15 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from liger_trainer._logging import logger
+from liger_trainer.checkpointing.chooser import Chooser
+from liger_trainer.checkpointing.memory import Memory
+from liger_trainer.checkpointing.outcome import Outcome
 from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.trainers import init_checks
+from liger_trainer.trainers.auto_checkpointing import chooser_of
 from liger_trainer.trainers.logged_loss import FilteredLoss
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.report_callback import ReportCallback
@@ -48,6 +52,8 @@ class LigerTrainerMixin(StockTrainer):
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
+        checkpointing (`Outcome` or `None`): What `activation_checkpointing: auto` chose in the last training, if it did.
+        device_memory (`Memory` or `None`): Another memory than the GPU's, by which it chooses.
     """
 
     token_outputs: tuple[str, ...] = ()
@@ -56,6 +62,9 @@ class LigerTrainerMixin(StockTrainer):
     _predicted: list[dict[str, torch.Tensor]] | None = None  # a list while `prediction_step` gathers predictions
     _patched: PatchedModels
     liger_report: LigerReport | None = None
+    checkpointing: Outcome | None = None
+    device_memory: Memory | None = None
+    _chooser: Chooser | None = None
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
         """Loss of each label; the trainer sums it and divides by the number of labels that count.
@@ -122,7 +131,9 @@ class LigerTrainerMixin(StockTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._use_own_heads()
         with self._explaining_missing_logits():
-            return super().training_step(*args, **kwargs)
+            if self._chooser is None:
+                return super().training_step(*args, **kwargs)
+            return self._chooser.run(self, super().training_step, args, kwargs)
 
     def _use_own_heads(self) -> None:
         """Give the heads the options of this trainer, since another one may have been built on the same models.
@@ -171,6 +182,17 @@ class LigerTrainerMixin(StockTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock trainer does, but filter logged losses (`logging_nan_inf_filter`) without waiting."""
         self._use_own_heads()  # now, because TRL may score rows while it loads the data
+        self._chooser = chooser = chooser_of(self, self.device_memory)
+        if chooser is None:
+            return self._train_filtering(*args, **kwargs)
+        self.checkpointing = chooser.outcome
+        try:
+            return self._train_filtering(*args, **kwargs)
+        finally:
+            chooser.end()
+            self._chooser = None
+
+    def _train_filtering(self, *args: Any, **kwargs: Any) -> TrainOutput:
         if not (self.uses_liger and self.args.logging_nan_inf_filter):
             return super().train(*args, **kwargs)
         step = self.training_step  # a subclass that overrides it gets each loss as it is

@@ -11,6 +11,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("_logging", "errors", "paths"),
     ("rewards", "templates"),
     ("instance",),
+    ("checkpointing",),
     ("varlen",),
     ("head",),
     ("patching",),

@@ -1,0 +1,187 @@
+"""The life of `activation_checkpointing: auto` in one training: measure, choose, and run again what did not fit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer._logging import logger
+from liger_trainer.checkpointing import outcome, switches
+from liger_trainer.checkpointing.agreement import Ranks
+from liger_trainer.checkpointing.memory import GIB, RESERVE, Memory, limit_of
+from liger_trainer.checkpointing.micro_batch import MicroBatch
+from liger_trainer.checkpointing.outcome import Outcome
+from liger_trainer.checkpointing.plan import Plan, Profile, Size, choose
+from liger_trainer.checkpointing.redo import Before, forget_gradients, has_gradients, is_out_of_memory
+
+MORE_RESERVE = 0.05  # of what tensors may take up, each time that a micro-batch has run out of memory
+MEASURE = -1  # instead of a number of layers: every layer is checkpointed, and the micro-batch is measured
+
+
+class Chooser:
+    """Decides for each call of a layer whether its activations are kept.
+
+    In the first optimizer step every layer is checkpointed, since the states of the optimizer are not there yet. After
+    that a micro-batch is measured, again with every layer checkpointed, if it is larger than those before. What was
+    measured is kept apart for micro-batches that add to gradients and for those that make them and need more memory.
+
+    Args:
+        model (`nn.Module`): Is about to be trained, with checkpointing.
+        memory (`Memory`): The device's.
+        budget (`float`, *optional*): GiB; without it, what the device has, less a reserve.
+        why_not_again (`str`, *optional*): Why a micro-batch cannot be run again when it runs out of memory.
+    """
+
+    def __init__(self, model: nn.Module, memory: Memory, budget: float | None, why_not_again: str | None = None):
+        self.model, self.memory, self.budget, self.why_not_again = model, memory, budget, why_not_again
+        self.outcome = Outcome(budget)
+        self._profiles: dict[bool, Profile] = {}  # for micro-batches that add to gradients, and that do not
+        self._outgrown: set[bool] = set()  # those of them that do not cover a call that was made
+        self._caps: dict[
+            Size, int
+        ] = {}  # sizes that ran out of memory, and how many layers are kept at most from there
+        self._reserve = RESERVE
+        self._window: list[Before] = []  # the micro-batches since the last optimizer step
+        self._stepped = self._warned = False  # whether there was an optimizer step; whether the budget is too small
+        self._now: MicroBatch | None = None
+        self._parameters: list[nn.Parameter] | None = None
+        self._ranks: Ranks | None = None
+
+    def _begin(self) -> list[nn.Parameter]:
+        """What cannot be done before the model is sharded and wrapped, as it is in its first micro-batch."""
+        switches.install(self.model, self._call)
+        self._ranks = Ranks()
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return self._parameters
+
+    def end(self) -> None:
+        """Leave the model as it was before the first micro-batch."""
+        switches.remove(self.model)
+        if self._ranks is not None:
+            self._ranks.close()
+        self._window, self._parameters, self._now = [], None, None
+
+    def _call(self, switch: switches.Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self._now is None or self._now.inside or not torch.is_grad_enabled():
+            return switch.checkpointed(function, *args)
+        return self._now.call(switch, function, args)
+
+    # Running micro-batches
+
+    def run(self, trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return `step(*args, **kwargs)`, which runs the forward and the backward pass of a micro-batch."""
+        if self._parameters is None:
+            self._begin()
+        if not has_gradients(self._parameters or ()):
+            self._stepped, self._window = self._stepped or bool(self._window), []
+        if self.why_not_again is None:
+            self._window.append(Before.of(trainer, args, kwargs))
+        again = False
+        while True:
+            try:
+                if again:
+                    args, kwargs = self._go_back(trainer, step)
+                return self._attempt(step, args, kwargs)
+            except RuntimeError as error:
+                failed, self._now = self._now, None
+                if not is_out_of_memory(error):
+                    raise
+                reason = self._retreat(failed, str(error))
+                if reason is not None:
+                    error.args = (reason,)
+                    raise
+            # The error is gone, and with it the frames that held the tensors of the micro-batch
+            again = True
+
+    def _attempt(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        adds = has_gradients(self._parameters or ())
+        self._now = now = MicroBatch(self, adds)
+        result = step(*args, **kwargs)
+        self._now = None
+        if now.recording is not None:
+            new, old = now.recording.profile(), self._profiles.get(adds)
+            self._profiles[adds] = new if old is None else old.merged(new)
+            self._outgrown.discard(adds)
+        elif now.outgrew:
+            self._outgrown.add(adds)
+        return result
+
+    def _go_back(self, trainer: Any, step: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Undo all micro-batches since the last optimizer step, and run all but the last of them again."""
+        forget_gradients(self._parameters or ())
+        self.memory.release()
+        for before in self._window[:-1]:
+            self._attempt(step, *before.restore(trainer))
+        return self._window[-1].restore(trainer)
+
+    def _retreat(self, failed: MicroBatch | None, error: str) -> str | None:
+        """Plan for more checkpointing after a lack of memory. Returns the error's text if that is not possible."""
+        size, kept = (None, 0) if failed is None else (failed.size, failed.keeps)
+        if self.why_not_again is not None:
+            return outcome.cannot_redo(self.why_not_again, size, kept, error)
+        if size is None or kept == 0:
+            return outcome.too_large(size, self._tokens_that_fit(), error)
+        self._caps[size] = kept // 2
+        self._reserve += MORE_RESERVE
+        self.outcome.run_again += 1
+        logger.warning(outcome.run_again(size, self._caps[size]))
+        return None
+
+    # Choosing
+
+    def decide(self, now: MicroBatch, size: Size | None) -> tuple[Plan | None, bool]:
+        """The plan of a micro-batch, or None to checkpoint every layer; and whether it is measured.
+
+        Args:
+            now (`MicroBatch`): The micro-batch, which is about to call its first layer.
+            size (`Size` or `None`): Of what that layer is given.
+        """
+        assert self._ranks is not None  # there is one since `_begin`
+        if size is None or not self._stepped:
+            self._ranks.least(0)
+            return None, False
+        profile, plan = self._profiles.get(now.adds), None
+        base, limit = self.memory.allocated(), self._limit()
+        cap = min((most for least, most in self._caps.items() if size.covers(least)), default=None)
+        if profile is not None and profile.covers(size) and now.adds not in self._outgrown:
+            plan = choose(profile, base, limit, size, cap)
+        wanted = len(plan.kept) if plan is not None else 0 if cap == 0 else MEASURE
+        agreed = self._ranks.least(wanted)
+        if profile is None or plan is None or agreed == MEASURE:
+            return None, agreed == MEASURE and cap != 0
+        if agreed < wanted:
+            plan = choose(profile, base, limit, size, agreed)
+        self._note(size, profile, plan, limit)
+        return plan, False
+
+    def covers(self, now: MicroBatch, size: Size | None, number: int) -> bool:
+        """Whether what was measured covers call `number` of a micro-batch, which is given `size`."""
+        return size is not None and self._profiles[now.adds].covers(size, number)
+
+    def _limit(self) -> int:
+        return limit_of(self.budget, self.memory.capacity(), self._reserve)
+
+    def _note(self, size: Size, profile: Profile, plan: Plan, limit: int) -> None:
+        layers, kept = len(profile.calls), len(plan.kept)
+        larger = self.outcome.add(size, layers, kept, plan)
+        if self._ranks is None or not self._ranks.first:
+            return
+        if larger:
+            logger.info(outcome.chosen(size, layers, kept, plan, limit))
+        if self.budget is not None and plan.peak > self.budget * GIB and not self._warned:
+            self._warned = True
+            logger.warning(outcome.over_budget(size, plan.peak, self.budget, self._tokens_that_fit()))
+
+    def _tokens_that_fit(self) -> int | None:
+        """About how many tokens a micro-batch may have with every layer checkpointed, if one was measured."""
+        profile = self._profiles.get(False) or self._profiles.get(True)
+        if profile is None or not profile.calls:
+            return None
+        adds = profile is not self._profiles.get(False)
+        grown = 0 if adds else sum(p.numel() * p.element_size() for p in self._parameters or ())
+        activations = max(1, profile.peak - min(grown, profile.peak // 2))
+        base = self.memory.allocated()
+        return max(
+            0, int(profile.calls[0].size.tokens * (self._limit() - base - profile.peak + activations) / activations)
+        )

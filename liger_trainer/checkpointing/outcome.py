@@ -1,0 +1,124 @@
+"""What was chosen, in words: for the log, the report and the summary, and for a micro-batch that does not fit."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from liger_trainer.checkpointing.memory import GIB
+from liger_trainer.checkpointing.plan import Plan, Size
+
+
+@dataclass
+class Outcome:
+    """What was chosen in one training.
+
+    Attributes:
+        budget (`float` or `None`): The budget that was set, in GiB.
+        layers (`int`): Layers that a micro-batch calls. 0 as long as nothing was chosen.
+        least, most (`int`): How many of them kept their activations, in the micro-batches for which it was chosen.
+        size (`Size` or `None`): Of the largest of those micro-batches.
+        kept (`int`): How many layers kept their activations then.
+        peak (`int`): Bytes that were allocated then at most, as predicted.
+        run_again (`int`): Micro-batches that ran out of memory and were run again.
+    """
+
+    budget: float | None
+    layers: int = 0
+    least: int = 0
+    most: int = 0
+    size: Size | None = None
+    kept: int = 0
+    peak: int = 0
+    run_again: int = 0
+
+    def add(self, size: Size, layers: int, kept: int, plan: Plan) -> bool:
+        """Note one choice. Returns whether it is of a larger micro-batch than all before."""
+        self.least = min(self.least, kept) if self.layers else kept
+        self.most, self.layers = max(self.most, kept), layers
+        if self.size is not None and (self.size.covers(size) or size.tokens < self.size.tokens):
+            return False
+        self.size, self.kept, self.peak = size, kept, plan.peak
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report."""
+        found: dict[str, Any] = {"memory_budget_gib": self.budget, "layers": self.layers, "run_again": self.run_again}
+        if self.size is not None:
+            found |= {"kept_least": self.least, "kept_most": self.most}
+            found["largest"] = {
+                "rows": self.size.rows, "length": self.size.length, "kept": self.kept, "gib": round(self.peak / GIB, 2)
+            }  # fmt: skip
+        return found
+
+    def __str__(self) -> str:
+        again = f"; {_times(self.run_again)} run again with more checkpointing" if self.run_again else ""
+        if self.size is None:
+            return f"every layer was checkpointed{again}"
+        line = f"{self.kept} of {self.layers} layers kept their activations for {_shape(self.size)}"
+        others = f", {self.least} to {self.most} for others" if self.least < self.most else ""
+        return line + others + again
+
+
+def chosen(size: Size, layers: int, kept: int, plan: Plan, limit: int) -> str:
+    """The line of the log."""
+    return (
+        f"activation_checkpointing: auto keeps the activations of {kept} of {layers} layers for {_shape(size)}: "
+        f"{plan.peak / GIB:.1f} GiB of {limit / GIB:.1f}."
+    )
+
+
+def over_budget(size: Size, peak: int, budget: float, fits: int | None) -> str:
+    """The warning of a budget that full checkpointing does not meet."""
+    return (
+        f"memory_budget is {budget} GiB, but {_shape(size)} need {peak / GIB:.1f} GiB with every layer checkpointed, "
+        f"so it is exceeded. {_what_fits(size, fits)}"
+    )
+
+
+def run_again(size: Size | None, kept: int) -> str:
+    """The line of a micro-batch that has run out of memory and is run again."""
+    of = "A micro-batch" if size is None else f"A micro-batch of {_shape(size)}"
+    how = f"{kept} layers keeping their activations" if kept else "every layer checkpointed"
+    return f"{of} ran out of memory. It is run again, with the same random numbers and {how}."
+
+
+def too_large(size: Size | None, fits: int | None, error: str) -> str:
+    """The error of a micro-batch that does not fit with every layer checkpointed."""
+    what = "A micro-batch does" if size is None else f"A micro-batch of {_shape(size)} does"
+    return (
+        f"{what} not fit the memory of the device, though every layer is checkpointed (activation_checkpointing: "
+        f"auto). {_what_fits(size, fits)} ({error})"
+    )
+
+
+def cannot_redo(why: str, size: Size | None, kept: int, error: str) -> str:
+    """The error of a micro-batch that ran out of memory where it cannot be run again."""
+    what = "A micro-batch" if size is None else f"A micro-batch of {_shape(size)}"
+    mend = (
+        f"{kept} layers kept their activations. Set memory_budget to fewer GiB, or activation_checkpointing to true."
+        if kept
+        else _what_fits(size, None)
+    )
+    return f"{what} ran out of memory, and {why}. {mend} ({error})"
+
+
+def _what_fits(size: Size | None, tokens: int | None) -> str:
+    if size is None:
+        return "Set a smaller per_device_train_batch_size or max_length."
+    if tokens is None:
+        tokens = size.tokens // 2
+        about = f"Try half of that, {tokens} tokens"
+    elif tokens < 1:
+        return "No row fits: shard the model over more GPUs, or train an adapter (use_peft)."
+    else:
+        about = f"About {tokens} tokens fit"
+    rows, length = tokens // size.length, tokens // size.rows
+    by_rows = f"per_device_train_batch_size: {rows}, or " if 0 < rows < size.rows else ""
+    return f"{about}: {by_rows}rows of at most {max(length, 1)} tokens."
+
+
+def _shape(size: Size) -> str:
+    return f"{size.rows} x {size.length} tokens"
+
+
+def _times(count: int) -> str:
+    return "1 micro-batch was" if count == 1 else f"{count} micro-batches were"

@@ -1,0 +1,101 @@
+"""The place in a model where it is decided, for each call of a layer, whether its activations are kept.
+
+A model of transformers that checkpoints its layers calls each through a function, `_gradient_checkpointing_func`. A
+`Switch` takes the place of that function while a trainer trains, and leaves each call to the trainer's decision. No
+hook is added, so that everything inside the layers stays as it is.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer.checkpointing.plan import Size
+
+_ATTRIBUTE = "_gradient_checkpointing_func"
+_SETTER = "_set_gradient_checkpointing"
+Decide = Callable[["Switch", Callable[..., Any], tuple[Any, ...]], Any]
+
+
+class Switch:
+    """In the place of the function by which the layer `module` is checkpointed.
+
+    In a copy or a pickle of the model there is the plain function of torch instead.
+
+    Attributes:
+        checkpointed (`Callable`): The function that was there before.
+        group: Layers of one group hold activations of one size.
+    """
+
+    def __init__(self, decide: Decide, module: nn.Module, checkpointed: Callable[..., Any]):
+        self.decide, self.checkpointed = decide, checkpointed
+        sizes = tuple(getattr(p, "ds_shape", p.shape) for p in module.parameters())
+        self.group = (type(module).__qualname__, sizes, getattr(module, "attention_type", None))
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.decide(self, function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _plain, ()
+
+
+def _plain() -> Callable[..., Any]:
+    return functools.partial(checkpoint, use_reentrant=False)
+
+
+def install(model: nn.Module, decide: Decide) -> None:
+    """Put switches into `model`. They come back when checkpointing is turned off and on again."""
+    remove(model)
+    for module in model.modules():
+        method = getattr(module, _SETTER, None)
+        if getattr(method, "__self__", None) is module:  # a wrapper shows the methods of the model that it wraps
+            module.__dict__[_SETTER] = _Setter(module, decide)
+    _put(model, decide)
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `install`. The layers are checkpointed as before."""
+    for module in model.modules():
+        if isinstance(vars(module).get(_SETTER), _Setter):
+            del module.__dict__[_SETTER]
+        if isinstance(switch := vars(module).get(_ATTRIBUTE), Switch):
+            setattr(module, _ATTRIBUTE, switch.checkpointed)
+
+
+def _put(model: nn.Module, decide: Decide) -> None:
+    for module in model.modules():
+        function = vars(module).get(_ATTRIBUTE)
+        if function is not None and not isinstance(function, Switch):
+            setattr(module, _ATTRIBUTE, Switch(decide, module, function))
+
+
+class _Setter:
+    """In the place of the method by which `model` turns checkpointing on and off: it puts the switches in again."""
+
+    def __init__(self, model: nn.Module, decide: Decide):
+        self.model, self.decide = model, decide
+        self.__signature__ = inspect.signature(_setter_of(model))  # transformers looks for a parameter of an older form
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        _setter_of(self.model)(*args, **kwargs)
+        _put(self.model, self.decide)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _setter_of, (self.model,)
+
+
+def _setter_of(model: nn.Module) -> types.MethodType:
+    return types.MethodType(getattr(type(model), _SETTER), model)
+
+
+def size_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Size | None:
+    """The size of the hidden states (rows, length, ...) that a layer is given; None if there are none."""
+    given = (*args, *getattr(function, "keywords", {}).values())
+    hidden = next((x for x in given if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
+    if hidden is None:
+        return None
+    return Size(1, hidden.shape[0]) if hidden.ndim == 2 else Size(hidden.shape[0], hidden.shape[1])

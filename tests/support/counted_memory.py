@@ -1,0 +1,64 @@
+"""A device memory of the size that a test wants, on a machine without a GPU: it counts the bytes of CPU tensors.
+
+An operation whose result does not fit raises `torch.OutOfMemoryError`, as the allocator of a GPU does.
+"""
+
+import gc
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class CountedMemory(TorchDispatchMode):
+    """Counts the storages that operations create while the mode is active, from their making to their end.
+
+    Attributes:
+        size (`int` or `None`): How many bytes there are. None stands for as many as a plan can want.
+        failures (`int`): How many operations did not fit.
+        highest (`int`): The most bytes that were there at a time.
+    """
+
+    def __init__(self, size=None):
+        super().__init__()
+        self.size, self.now, self.failures, self.highest = size, 0, 0, 0
+        self._peak = 0
+        self._known = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage):
+        key, nbytes = id(storage), storage.nbytes()
+        if key in self._known or not nbytes:
+            return
+        if self.size is not None and self.now + nbytes > self.size:
+            self.failures += 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes.")
+        self._known[key] = weakref.ref(storage, lambda _: self._gone(key, nbytes))
+        self.now += nbytes
+        self._peak, self.highest = max(self._peak, self.now), max(self.highest, self.now)
+
+    def _gone(self, key, nbytes):
+        del self._known[key]
+        self.now -= nbytes
+
+    def allocated(self):
+        return self.now
+
+    def start_peak(self):
+        self._peak = self.now
+
+    def peak(self):
+        return self._peak
+
+    def capacity(self):
+        return 1 << 60 if self.size is None else self.size
+
+    def release(self):
+        gc.collect()
