@@ -68,6 +68,8 @@ class Run:
     skip: int = 4  # steps before the clock starts, in which allocator, cuBLAS and Triton warm up
     data: str | None = None
     checkpointing: bool = False
+    auto: bool = False  # our trainers choose the layers that are checkpointed
+    memory_budget: float | None = None  # GiB, by which they choose
     lora: int | None = None  # rank, on every linear layer but the head
     autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
     vocab: int | None = None  # instead of the model's own
@@ -99,6 +101,11 @@ def tokenizer_of():
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
 
 
+def name_of(arm):
+    """The name of the trainer's class."""
+    return arm.split(" + ")[0]
+
+
 def classes_of(arm):
     """(trainer class, arguments class)."""
     import transformers
@@ -106,7 +113,7 @@ def classes_of(arm):
 
     import liger_trainer
 
-    name = arm.split(" + ")[0]
+    name = name_of(arm)
     module = liger_trainer if name.startswith("Liger") else trl if hasattr(trl, name) else transformers
     config = {"Trainer": "TrainingArguments"}.get(name.removeprefix("Liger"))
     if config is None:
@@ -155,6 +162,10 @@ def make_trainer(arm, run, callbacks):
             options["packing"] = run.rows == "packed"
         else:
             inputs["data_collator"] = collator
+    if run.auto and name_of(arm).startswith("Liger"):
+        options |= {"activation_checkpointing": "auto", "memory_budget": run.memory_budget}
+    else:
+        options["gradient_checkpointing"] = run.checkpointing
     if not run.waits:
         options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
     if run.lora:
@@ -170,7 +181,7 @@ def make_trainer(arm, run, callbacks):
         logging_steps=5, logging_first_step=True, dataloader_num_workers=run.workers,
         learning_rate=1e-5, bf16=DEVICE == "cuda" and run.autocast, optim="adamw_torch_fused", report_to="none",
         save_strategy="no",
-        gradient_checkpointing=run.checkpointing, gradient_checkpointing_kwargs={"use_reentrant": False},
+        gradient_checkpointing_kwargs={"use_reentrant": False},
         use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
         dataloader_drop_last=True, **options,
     )  # fmt: skip
@@ -239,6 +250,8 @@ def train(arm, run, callbacks=()):
     report = getattr(trainer, "liger_report", None)
     if report is not None:
         row["patched"] = report.one_line()
+    if (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset torch's counter of the peak
+        row["chosen"], row["gib"] = chosen.to_dict(), max(row["gib"] or 0, chosen.highest / 2**30)
     trainer.accelerator.free_memory()
     return row
 

@@ -83,7 +83,8 @@ def one_arm(options):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     run = Run(
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
-        checkpointing=options.checkpointing, lora=options.lora, workers=4 if DEVICE == "cuda" else 0,
+        checkpointing=options.checkpointing, auto=options.auto, memory_budget=options.memory_budget,
+        lora=options.lora, workers=4 if DEVICE == "cuda" else 0,
         autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
         skip=skip_of(options),
     )  # fmt: skip
@@ -109,6 +110,7 @@ def case_of(options):
     parts += [options.rows] * (options.rows != "full")
     parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
     parts += ["no_autocast"] * options.no_autocast
+    parts += ["auto"] * options.auto + [f"{options.memory_budget:g}gib"] * bool(options.memory_budget)
     parts += ["no_waits"] * options.no_waits
     if options.config_file:
         parts += [os.path.splitext(os.path.basename(options.config_file))[0], f"x{options.processes}"]
@@ -132,6 +134,8 @@ def main():
     parser.add_argument("--data")
     parser.add_argument("--rows", choices=KINDS, default="full", help="for DPO full or padded")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--auto", action="store_true", help="with --checkpointing: ours choose what they recompute")
+    parser.add_argument("--memory_budget", type=float, help="with --auto: GiB")
     parser.add_argument("--no_waits", action="store_true", help="non_blocking=True, logging_nan_inf_filter=False")
     parser.add_argument("--lora", type=int, nargs="?", const=16, help="rank (16 if not given)")
     parser.add_argument("--no_autocast", action="store_true", help="bf16=False: the model's own dtypes, no autocast")
@@ -150,6 +154,8 @@ def main():
         parser.error(f"--steps is {options.steps}; the clock starts after {skip_of(options)}, so take at least {least}")
     if options.rows != "full" and not options.data:
         parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
+    if options.auto > options.checkpointing or (options.memory_budget is not None) > options.auto:
+        parser.error("--auto needs --checkpointing, for the other trainers, and --memory_budget needs --auto")
     if options.rows == "packed" and options.trainer == "dpo":
         parser.error("--rows packed is for --trainer sft: TRL's DPOTrainer does not pack. Take --rows padded")
     arms = default_arms(options) if options.arms is None else options.arms
@@ -189,6 +195,8 @@ def main():
     for row in rows:
         if row.get("patched"):
             print(row["arm"], row["patched"])
+        if row.get("chosen"):
+            print(row["arm"], row["chosen"])
     record.say_where()
 
 

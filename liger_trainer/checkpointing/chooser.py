@@ -9,13 +9,13 @@ from torch import nn
 from liger_trainer._logging import logger
 from liger_trainer.checkpointing import outcome, switches
 from liger_trainer.checkpointing.agreement import Ranks
-from liger_trainer.checkpointing.memory import GIB, RESERVE, Memory, limit_of
+from liger_trainer.checkpointing.memory import GIB, Memory, limit_of
 from liger_trainer.checkpointing.micro_batch import MicroBatch
 from liger_trainer.checkpointing.outcome import Outcome
 from liger_trainer.checkpointing.plan import Plan, Profile, Size, choose
 from liger_trainer.checkpointing.redo import Before, forget_gradients, has_gradients, is_out_of_memory
 
-MORE_RESERVE = 0.05  # of what tensors may take up, each time that a micro-batch has run out of memory
+LESS = 0.98  # of the peak of a plan that ran out of memory: what plans may fill from then on
 MEASURE = -1  # instead of a number of layers: every layer is checkpointed, and the micro-batch is measured
 
 
@@ -38,10 +38,9 @@ class Chooser:
         self.outcome = Outcome(budget)
         self._profiles: dict[bool, Profile] = {}  # for micro-batches that add to gradients, and that do not
         self._outgrown: set[bool] = set()  # those of them that do not cover a call that was made
-        self._caps: dict[
-            Size, int
-        ] = {}  # sizes that ran out of memory, and how many layers are kept at most from there
-        self._reserve = RESERVE
+        self._caps: dict[Size, int] = {}  # from this size on, which ran out of memory, so many layers are kept at most
+        self._limit = self._base = 0  # what may be allocated, and what was when the micro-batch began
+        self._ceiling: int | None = None  # what has turned out to be too much
         self._window: list[Before] = []  # the micro-batches since the last optimizer step
         self._stepped = self._warned = False  # whether there was an optimizer step; whether the budget is too small
         self._now: MicroBatch | None = None
@@ -103,6 +102,8 @@ class Chooser:
             new, old = now.recording.profile(), self._profiles.get(adds)
             self._profiles[adds] = new if old is None else old.merged(new)
             self._outgrown.discard(adds)
+            self._find_limit()
+            self.outcome.highest = self.memory.highest
         elif now.outgrew:
             self._outgrown.add(adds)
         return result
@@ -123,7 +124,9 @@ class Chooser:
         if size is None or kept == 0:
             return outcome.too_large(size, self._tokens_that_fit(), error)
         self._caps[size] = kept // 2
-        self._reserve += MORE_RESERVE
+        if failed is not None and failed.planned:
+            self._ceiling = int(failed.planned * LESS)
+            self._find_limit()
         self.outcome.run_again += 1
         logger.warning(outcome.run_again(size, self._caps[size]))
         return None
@@ -142,33 +145,35 @@ class Chooser:
             self._ranks.least(0)
             return None, False
         profile, plan = self._profiles.get(now.adds), None
-        base, limit = self.memory.allocated(), self._limit()
+        self._base = self.memory.allocated()
         cap = min((most for least, most in self._caps.items() if size.covers(least)), default=None)
         if profile is not None and profile.covers(size) and now.adds not in self._outgrown:
-            plan = choose(profile, base, limit, size, cap)
+            plan = choose(profile, self._base, self._limit, size, cap)
         wanted = len(plan.kept) if plan is not None else 0 if cap == 0 else MEASURE
         agreed = self._ranks.least(wanted)
         if profile is None or plan is None or agreed == MEASURE:
             return None, agreed == MEASURE and cap != 0
         if agreed < wanted:
-            plan = choose(profile, base, limit, size, agreed)
-        self._note(size, profile, plan, limit)
+            plan = choose(profile, self._base, self._limit, size, agreed)
+        self._note(size, profile, plan)
         return plan, False
 
     def covers(self, now: MicroBatch, size: Size | None, number: int) -> bool:
         """Whether what was measured covers call `number` of a micro-batch, which is given `size`."""
         return size is not None and self._profiles[now.adds].covers(size, number)
 
-    def _limit(self) -> int:
-        return limit_of(self.budget, self.memory.capacity(), self._reserve)
+    def _find_limit(self) -> None:
+        self._limit = limit_of(self.budget, self.memory.capacity())
+        if self._ceiling is not None:
+            self._limit = min(self._limit, self._ceiling)
 
-    def _note(self, size: Size, profile: Profile, plan: Plan, limit: int) -> None:
+    def _note(self, size: Size, profile: Profile, plan: Plan) -> None:
         layers, kept = len(profile.calls), len(plan.kept)
         larger = self.outcome.add(size, layers, kept, plan)
         if self._ranks is None or not self._ranks.first:
             return
         if larger:
-            logger.info(outcome.chosen(size, layers, kept, plan, limit))
+            logger.info(outcome.chosen(size, layers, kept, plan, self._limit))
         if self.budget is not None and plan.peak > self.budget * GIB and not self._warned:
             self._warned = True
             logger.warning(outcome.over_budget(size, plan.peak, self.budget, self._tokens_that_fit()))
@@ -181,7 +186,5 @@ class Chooser:
         adds = profile is not self._profiles.get(False)
         grown = 0 if adds else sum(p.numel() * p.element_size() for p in self._parameters or ())
         activations = max(1, profile.peak - min(grown, profile.peak // 2))
-        base = self.memory.allocated()
-        return max(
-            0, int(profile.calls[0].size.tokens * (self._limit() - base - profile.peak + activations) / activations)
-        )
+        left = self._limit - self._base - (profile.peak - activations)
+        return max(0, int(profile.calls[0].size.tokens * left / activations))

@@ -10,7 +10,13 @@ RESERVE_OF_BUDGET = 0.002  # of a budget that the user has set: for what is not 
 
 
 class Memory(Protocol):
-    """What is asked of a device. All sizes are bytes of tensors of this process."""
+    """What is asked of a device. All sizes are bytes of tensors of this process.
+
+    Attributes:
+        highest (`int`): The most bytes until `start_peak` was last called.
+    """
+
+    highest: int
 
     def allocated(self) -> int:
         """Bytes of the tensors that exist."""
@@ -31,8 +37,7 @@ class Memory(Protocol):
 class GpuMemory:
     """The memory of a CUDA device, as its allocator counts it.
 
-    Attributes:
-        highest (`int`): The peak of the process, which torch's counter forgets when the peak is counted anew.
+    To count a peak anew resets torch's own counter, `torch.cuda.max_memory_allocated`.
     """
 
     def __init__(self, device: torch.device):

@@ -20,6 +20,7 @@ class MicroBatch:
         size (`Size` or `None`): Of what its first layer is given.
         recording (`Recording` or `None`): If it is measured.
         inside (`bool`): Whether a layer is running. The layers inside it are its own affair.
+        planned (`int`): The most bytes that it was planned to have allocated; 0 without a plan.
         outgrew (`bool`): Whether a call was larger than those that were measured.
     """
 
@@ -28,7 +29,7 @@ class MicroBatch:
         self.size: Size | None = None
         self.recording: Recording | None = None
         self.inside = self.outgrew = False
-        self._calls = 0
+        self._calls = self.planned = 0
         self._kept: frozenset[int] = frozenset()
 
     @property
@@ -43,7 +44,8 @@ class MicroBatch:
         if number == 0:
             self.size = size
             plan, measured = self._chooser.decide(self, size)
-            self._kept = frozenset() if plan is None else plan.kept
+            if plan is not None:
+                self._kept, self.planned = plan.kept, plan.peak
             self.recording = Recording(self._chooser.memory) if measured else None
 
         def run(*args: Any) -> Any:  # also when the backward pass computes the layer again

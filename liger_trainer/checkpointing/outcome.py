@@ -19,6 +19,7 @@ class Outcome:
         kept (`int`): How many layers kept their activations then.
         peak (`int`): Bytes that were allocated then at most, as predicted.
         run_again (`int`): Micro-batches that ran out of memory and were run again.
+        highest (`int`): The most bytes that were allocated before torch's own counter was last reset.
     """
 
     budget: float | None
@@ -29,15 +30,17 @@ class Outcome:
     kept: int = 0
     peak: int = 0
     run_again: int = 0
+    highest: int = 0
 
     def add(self, size: Size, layers: int, kept: int, plan: Plan) -> bool:
         """Note one choice. Returns whether it is of a larger micro-batch than all before."""
         self.least = min(self.least, kept) if self.layers else kept
         self.most, self.layers = max(self.most, kept), layers
-        if self.size is not None and (self.size.covers(size) or size.tokens < self.size.tokens):
+        before = self.size
+        if before is not None and size.tokens < before.tokens:
             return False
         self.size, self.kept, self.peak = size, kept, plan.peak
-        return True
+        return before is None or size.tokens > before.tokens
 
     def to_dict(self) -> dict[str, Any]:
         """For the report."""
@@ -77,7 +80,7 @@ def over_budget(size: Size, peak: int, budget: float, fits: int | None) -> str:
 def run_again(size: Size | None, kept: int) -> str:
     """The line of a micro-batch that has run out of memory and is run again."""
     of = "A micro-batch" if size is None else f"A micro-batch of {_shape(size)}"
-    how = f"{kept} layers keeping their activations" if kept else "every layer checkpointed"
+    how = f"the activations of {kept} layer{'s' * (kept > 1)} kept" if kept else "every layer checkpointed"
     return f"{of} ran out of memory. It is run again, with the same random numbers and {how}."
 
 
@@ -93,18 +96,19 @@ def too_large(size: Size | None, fits: int | None, error: str) -> str:
 def cannot_redo(why: str, size: Size | None, kept: int, error: str) -> str:
     """The error of a micro-batch that ran out of memory where it cannot be run again."""
     what = "A micro-batch" if size is None else f"A micro-batch of {_shape(size)}"
-    mend = (
-        f"{kept} layers kept their activations. Set memory_budget to fewer GiB, or activation_checkpointing to true."
-        if kept
-        else _what_fits(size, None)
-    )
+    mend = _what_fits(size, None)
+    if kept:
+        mend = (
+            f"The activations of {kept} layer{'s' * (kept > 1)} were kept. Set memory_budget to fewer GiB, or "
+            "activation_checkpointing to true."
+        )
     return f"{what} ran out of memory, and {why}. {mend} ({error})"
 
 
 def _what_fits(size: Size | None, tokens: int | None) -> str:
     if size is None:
         return "Set a smaller per_device_train_batch_size or max_length."
-    if tokens is None:
+    if tokens is None or tokens >= size.tokens:  # nothing is known, or it was wrong
         tokens = size.tokens // 2
         about = f"Try half of that, {tokens} tokens"
     elif tokens < 1:

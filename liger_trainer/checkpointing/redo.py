@@ -37,7 +37,8 @@ class Before:
             for name, value in vars(trainer).items()
             if name.startswith("_") and isinstance(value, (*_PLAIN, *_CONTAINERS))
         }
-        return cls(*_copied((args, kwargs)), _random_states(), attributes)
+        args, kwargs = _copied((args, kwargs))
+        return cls(args, kwargs, _random_states(), attributes)
 
     def restore(self, trainer: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put everything back. Returns the arguments, with containers that the micro-batch may change."""

@@ -60,8 +60,12 @@ _SWITCHES = (
     _Switch(("packing_strategy",), ("packing", "eval_packing"), "packing: true", lambda *values: any(values)),
     _Switch(
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-        ("gradient_checkpointing", "activation_checkpointing"), "gradient_checkpointing: true",
+        ("gradient_checkpointing", "activation_checkpointing"), "activation_checkpointing: true",
         lambda old, new: old if new is None else new,
+    ),
+    _Switch(
+        ("memory_budget",), ("activation_checkpointing",), "activation_checkpointing: auto",
+        lambda value: value == "auto",
     ),
     _Switch(("hub_model_id", "hub_revision", "hub_strategy"), ("push_to_hub",), "push_to_hub: true"),
     _Switch(

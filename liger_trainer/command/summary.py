@@ -82,17 +82,18 @@ class Summary:
     parameters: tuple[int, int] | None = None
     eval_losses: tuple[float, ...] = ()
     mean_loss: float | None = None  # of all steps, if no loss was logged during training
+    checkpointing: str | None = None  # what activation_checkpointing: auto has chosen
     evaluation: object | None = None  # printed below the rest
 
     @classmethod
     def of(cls, recorder: RunRecorder, trainer, evaluation=None) -> "Summary":
-        report = getattr(trainer, "liger_report", None)
+        report, chosen = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
         return cls(
             steps=recorder.last_step - recorder.first_step,
             resumed_at=recorder.first_step,
             losses=recorder.losses,
             tokens_per_second=recorder.tokens / recorder.seconds if recorder.seconds else None,
-            peak_memory=peak_memory(),
+            peak_memory=peak_memory(0 if chosen is None else chosen.highest),
             patched=report.one_line() if report is not None else "nothing (use_liger is false)",
             output_dir=str(trainer.args.output_dir),
             stopped=recorder.stopped,
@@ -100,6 +101,7 @@ class Summary:
             parameters=recorder.parameters,
             eval_losses=tuple(recorder.eval_losses),
             mean_loss=recorder.mean_loss,
+            checkpointing=None if chosen is None else str(chosen),
             evaluation=evaluation,
         )
 
@@ -118,6 +120,7 @@ class Summary:
                 *([f"  eval     loss {_first_to_last(self.eval_losses)}"] if self.eval_losses else []),
                 f"  speed    {speed}",
                 f"  memory   {self.peak_memory}",
+                *([] if self.checkpointing is None else [f"  layers   {self.checkpointing}"]),
                 f"  patched  {self.patched}",
                 f"  model    {self.output_dir}",
                 *([] if self.evaluation is None else ["", str(self.evaluation)]),
@@ -156,10 +159,13 @@ def count_parameters(model) -> tuple[int, int]:
     return counts[True], sum(counts.values())
 
 
-def peak_memory() -> str:
-    """The peak of memory so far: of this process's tensors on the GPU or, without a GPU, of the whole process."""
+def peak_memory(known: int = 0) -> str:
+    """The peak of memory so far: of this process's tensors on the GPU or, without a GPU, of the whole process.
+
+    `known`: a peak in bytes that torch's counter for the GPU has forgotten.
+    """
     if torch.cuda.is_available():
-        return f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB peak on the GPU (this process)"
+        return f"{max(known, torch.cuda.max_memory_allocated()) / 2**30:.2f} GiB peak on the GPU (this process)"
     if sys.platform == "win32":
         return "not measured on Windows without a GPU"
     import resource

@@ -57,11 +57,13 @@ class LigerReport:
 
     Attributes:
         operations (`dict[str, OperationReport]`): One entry for each key of the config, in the order of `OPERATIONS`.
+        checkpointing (`dict` or `None`): What `activation_checkpointing: auto` has chosen while the model was trained.
     """
 
     def __init__(self, model_name: str):
         self.model_name = model_name
         self.operations = {name: OperationReport() for name in OPERATIONS}
+        self.checkpointing: dict[str, Any] | None = None
 
     def __getitem__(self, operation: str) -> OperationReport:
         return self.operations[operation]
@@ -73,6 +75,7 @@ class LigerReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts and lists. A name such as `model.layers.*.mlp` stands for `count` modules."""
+        chosen = {} if self.checkpointing is None else {"activation_checkpointing": self.checkpointing}
         return {
             "model": self.model_name,
             "operations": {
@@ -90,6 +93,7 @@ class LigerReport:
                 }
                 for name, operation in self.operations.items()
             },
+            **chosen,
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:

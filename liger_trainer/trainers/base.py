@@ -52,7 +52,7 @@ class LigerTrainerMixin(StockTrainer):
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
-        checkpointing (`Outcome` or `None`): What `activation_checkpointing: auto` chose in the last training, if it did.
+        checkpointing (`Outcome` or `None`): What `activation_checkpointing: auto` has chosen, in the last training.
         device_memory (`Memory` or `None`): Another memory than the GPU's, by which it chooses.
     """
 

@@ -16,13 +16,14 @@ class CountedMemory(TorchDispatchMode):
 
     Attributes:
         size (`int` or `None`): How many bytes there are. None stands for as many as a plan can want.
+        claims (`int` or `None`): How many bytes it says that there are, if that is not true.
         failures (`int`): How many operations did not fit.
         highest (`int`): The most bytes that were there at a time.
     """
 
     def __init__(self, size=None):
         super().__init__()
-        self.size, self.now, self.failures, self.highest = size, 0, 0, 0
+        self.size, self.claims, self.now, self.failures, self.highest = size, None, 0, 0, 0
         self._peak = 0
         self._known = {}
 
@@ -58,7 +59,7 @@ class CountedMemory(TorchDispatchMode):
         return self._peak
 
     def capacity(self):
-        return 1 << 60 if self.size is None else self.size
+        return self.claims or self.size or 1 << 40
 
     def release(self):
         gc.collect()

@@ -31,8 +31,9 @@ WITHOUT_EFFECT = {
     "packing_strategy": ({"packing_strategy": "wrapped"}, "packing: true"),
     "gradient_checkpointing_kwargs": (
         {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        "gradient_checkpointing: true",
+        "activation_checkpointing: true",
     ),
+    "memory_budget": ({"memory_budget": 70}, "activation_checkpointing: auto"),
     "hub_model_id": ({"hub_model_id": "me/model"}, "push_to_hub: true"),
     "fsdp_config": ({"fsdp_config": {"version": 2}}, "fsdp"),
     "vllm_mode": (

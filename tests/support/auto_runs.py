@@ -1,0 +1,72 @@
+"""A training with dropout, accumulation and uneven rows, whose layers are checkpointed as a test says.
+
+The model is not patched unless a test says so: that is much faster where Triton's kernels are interpreted.
+"""
+
+import torch
+from tiny_models import collate, ragged_rows, tiny_model
+from transformers import TrainerCallback
+
+from liger_trainer import LigerTrainer, LigerTrainingArguments
+
+LAYERS = 6
+
+
+def uneven_rows(n=128, shortest=4, longest=48):
+    """Rows of which the longest are some ten times as long as the shortest."""
+    generator = torch.Generator().manual_seed(3)
+    rows = ragged_rows(n)
+    for row in rows:
+        length = int(torch.randint(shortest, longest, (), generator=generator))
+        row["input_ids"] = (row["input_ids"] * 12)[:length]
+        row["labels"] = list(row["input_ids"])
+    return rows
+
+
+def build(out, checkpointing, memory=None, callbacks=(), trainer_class=LigerTrainer, model=None, **options):
+    defaults = {
+        "max_steps": 8, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+        "logging_steps": 1, "save_strategy": "no", "seed": 11, "remove_unused_columns": False, "use_liger": False,
+    }  # fmt: skip
+    args = LigerTrainingArguments(
+        output_dir=str(out), report_to="none", use_cpu=True, disable_tqdm=True, activation_checkpointing=checkpointing,
+        **(defaults | options),
+    )  # fmt: skip
+    model = model or tiny_model("llama", attention_dropout=0.1, num_hidden_layers=LAYERS)
+    rows = uneven_rows()
+    trainer = trainer_class(
+        model=model, args=args, train_dataset=rows, eval_dataset=rows[:6], data_collator=collate,
+        callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.device_memory = memory
+    return trainer
+
+
+def train(trainer, **resume):
+    """Train, with the trainer's memory counting; returns the logged losses and the weights."""
+    if trainer.device_memory is None:
+        trainer.train(**resume)
+    else:
+        with trainer.device_memory:
+            trainer.train(**resume)
+    losses = [log[name] for log in trainer.state.log_history for name in ("loss", "eval_loss") if name in log]
+    return losses, {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+
+
+def same_bits(got, want):
+    return got[0] == want[0] and all(torch.equal(got[1][name], want[1][name]) for name in want[1])
+
+
+class At(TrainerCallback):
+    """Calls `action` before a micro-batch of step `step`: the first of them, or the second with `second`."""
+
+    def __init__(self, step, action, second=False):
+        self.step, self.action, self.second = step, action, second
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step and not self.second:
+            self.action()
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and self.second:
+            self.action()
