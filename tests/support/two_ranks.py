@@ -140,6 +140,35 @@ def fsdp2(out):
     return grads | {"log_probs": scores.log_probs, "vocab_mean": scores.vocab_mean}
 
 
+def fsdp2_lora(out):
+    """FSDP2 of two processes, a LoRA on every linear layer: gradients of stock and patched, and what was patched."""
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    found = {}
+    for checkpointing in (False, True):
+        for patched in (False, True):
+            torch.manual_seed(3)
+            model = get_peft_model(tiny_model("llama"), lora).train()
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.enable_input_require_grads()
+            report = apply_liger(model) if patched else None
+            for layer in model.base_model.model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+            for _ in range(2):  # the second pass finds the memory of the first sharded again
+                batch = collate(ragged_rows(16)[dist.get_rank() :: 2])
+                model(**batch, num_items_in_batch=torch.tensor(40.0)).loss.backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    found[checkpointing, patched, name] = p.grad.full_tensor()
+        found["swapped", checkpointing] = len(report["lora"].swapped)
+    return found
+
+
 def fsdp1(out):
     """FSDP1 in the units that PEFT gives it, a LoRA on the LM head: gradients (as sharded) of stock and patched."""
     from peft import LoraConfig, get_peft_model
@@ -178,6 +207,7 @@ MODES = {
     "pairs": pairs,
     "sampled": sampled,
     "fsdp2": fsdp2,
+    "fsdp2-lora": fsdp2_lora,
     "fsdp1": fsdp1,
 }
 

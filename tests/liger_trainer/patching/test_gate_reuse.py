@@ -87,7 +87,8 @@ def test_gradients_are_the_same_bits(name, model_type, config, retain_graph, pat
             assert Gate.done == 0
             model.zero_grad()
             loss.backward()
-        assert bool(Gate.allowed) == bool(Gate.done) == (reuse and name != "hook")
+        in_one = name == "lora" and model_type == "llama"  # where `lora_mlp` computes all three projections
+        assert bool(Gate.allowed) == bool(Gate.done) == (reuse and name != "hook" and not in_one)
         assert all(torch.equal(out, copy) for out, copy in getattr(model, "kept", ()))
         found.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
     never, allowed = found
