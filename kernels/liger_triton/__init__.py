@@ -12,7 +12,7 @@ from .linear_divergence import linear_divergence
 from .linear_heads_cross_entropy import linear_heads_cross_entropy
 from .linear_heads_kl import linear_heads_kl
 from .linear_logprobs import linear_logprobs
-from .lora_linear import lora_linear, lora_linears
+from .lora_linear import LoRAGroup, lora_linear, lora_linears
 from .lora_mlp import lora_mlp
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import rms_norm
@@ -23,6 +23,7 @@ from .token_ranks import linear_token_ranks, token_ranks
 __all__ = [
     "Divergence",
     "HeadsLoss",
+    "LoRAGroup",
     "LogProbs",
     "TokenRanks",
     "add_rms_norm",

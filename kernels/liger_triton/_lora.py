@@ -155,7 +155,8 @@ def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[L
     for k, layer in enumerate(layers):
         if layer.adapter is not None:
             stop = start + layer.adapter.a.shape[0]
-            found.tensors[4 * k + 2] = da[start:stop] if needs[4 * k + 2] else None
+            if needs[4 * k + 2] and dys[k] is not None:  # None, not zeros, for a layer that nobody has used
+                found.tensors[4 * k + 2] = da[start:stop]
             start = stop
 
 
@@ -228,22 +229,36 @@ def computed(stubs: tuple[torch.Tensor, ...], compute: Callable[[], tuple[torch.
     return _Computed.apply(compute, *stubs)
 
 
-def group_outputs(
-    x: torch.Tensor, source: torch.Tensor | None, layers: list[Layer], form: Form
-) -> tuple[torch.Tensor, ...]:
-    """y (..., N) of each of the layers. At least one of them has an adapter."""
-    made: list[torch.Tensor] = []
+class Outputs:
+    """The outputs y (..., N) of layers with one input, each of which is computed when it is asked for, once.
 
-    def compute() -> tuple[torch.Tensor, ...]:
-        rows = as_matrix(x, form.dtype)
-        h = made[0] if made else low_rank(rows if source is None else as_matrix(source, form.dtype), layers, form)
-        found = [output(rows, *of_layer, form) for of_layer in zip(layers, columns_of(h, layers, form), strict=True)]
-        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in found)
+    The products of the adapters with the input are computed together and at once, and so are the gradients.
+    """
 
-    with no_autocast(x.device.type):
-        if not torch.is_grad_enabled():
-            return compute()
-        return computed(_Kept.apply(form, made, x, source, *flattened(layers)), compute)
+    def __init__(self, x: torch.Tensor, source: torch.Tensor | None, layers: list[Layer], form: Form):
+        self.layers, self.form, self.shape = layers, form, x.shape
+        made: list[torch.Tensor] = []
+        self.stubs: tuple[torch.Tensor, ...] | None = None
+        with no_autocast(x.device.type):
+            if torch.is_grad_enabled():
+                self.stubs = _Kept.apply(form, made, x, source, *flattened(layers))
+            with torch.no_grad():
+                self.rows = as_matrix(x, form.dtype)
+                if not made:
+                    source_rows = self.rows if source is None else as_matrix(source, form.dtype)
+                    made.append(low_rank(source_rows, layers, form))
+                self.h = columns_of(made[0], layers, form)
+
+    def __getitem__(self, k: int) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            y = output(self.rows, self.layers[k], self.h[k], self.form)
+            return y.view(*self.shape[:-1], y.shape[1])
+
+        with no_autocast(self.rows.device.type):
+            if self.stubs is not None:
+                return computed((self.stubs[k],), compute)
+            with torch.no_grad():
+                return compute()
 
 
 def no_autocast(device_type: str):

@@ -20,7 +20,7 @@ import torch
 
 from . import reference
 from ._dispatch import KERNEL_DTYPES, takes_twin
-from ._lora import Adapter, Form, Layer, group_outputs
+from ._lora import Adapter, Form, Layer, Outputs
 
 Lora = tuple[torch.Tensor, torch.Tensor, float]
 
@@ -117,6 +117,30 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tenso
     return found
 
 
+class LoRAGroup:
+    """`lora_linears` whose outputs are computed one by one, where each is asked for by a call of its own.
+
+    An output that nobody asks for costs no large product, and the tensors of its layer get no gradient.
+
+    Args:
+        x, layers: As in `lora_linears`.
+    """
+
+    def __init__(self, x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]):
+        found = checked_layers(x, layers)
+        self._twins = (x, layers) if takes_twin(x) or torch.compiler.is_compiling() else None
+        if self._twins is None:
+            self._outputs = Outputs(x, None, found, form_of(x, found))
+
+    def output(self, k: int) -> torch.Tensor:
+        """y of layer number `k`."""
+        if self._twins is None:
+            return self._outputs[k]
+        x, layers = self._twins
+        weight, bias, lora = layers[k]
+        return reference.lora_linear(x, weight, bias, lora=lora)
+
+
 def _outputs(x, layers, lora_input):
     found = checked_layers(x, layers)
     if all(lora is None for _, _, lora in layers):
@@ -128,4 +152,5 @@ def _outputs(x, layers, lora_input):
             return reference.lora_linears(x, layers)
         weight, bias, lora = layers[0]
         return (reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input),)
-    return group_outputs(x, lora_input, found, form_of(x, found))
+    outputs = Outputs(x, lora_input, found, form_of(x, found))
+    return tuple(outputs[k] for k in range(len(layers)))

@@ -14,7 +14,7 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, unbind
 from liger_trainer.instance.hooks import why_children_must_run
 from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.patching import experts, head, lora, mlps, norms, probe, rotary, varlen
+from liger_trainer.patching import experts, head, lora, lora_groups, mlps, norms, probe, rotary, varlen
 from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
 from liger_trainer.patching.kind import Kind, Proven
 
@@ -63,6 +63,7 @@ def apply_liger(
     _unbind_all(model)
     with probe.isolated():
         _swap_kinds(model, report, wanted)
+        lora_groups.form_groups(model)
         rotary.swap(model, report, wanted)
     head.swap(model, report, wanted, head_options)
     with probe.isolated():
@@ -110,7 +111,7 @@ def _swap_kinds(model: nn.Module, report: LigerReport, wanted: dict[str, bool | 
             if proven:
                 reason = why_children_must_run(module, proven.left_out) or kind.why_not(module)
             if reason is None:
-                bind(module, Binding(kind.build(proven, rebuild_above), slot, Place(operation, name)))
+                bind(module, kind.binding(kind.build(proven, rebuild_above), slot, Place(operation, name)))
                 operation.swapped[name] = str(proven)
             else:
                 operation.skipped[name] = reason

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.hooks import LeftOut
 
 
@@ -36,6 +37,7 @@ class Kind(NamedTuple):
         build: Makes the method to bind from what was proven and the bytes above which a result is computed again.
         guessed_operation: Names the operation under which a module is reported that could not be proven.
         method (`str` or `None`): The name of the method that is replaced; None stands for the forward.
+        binding: What is bound, `Binding` or a subclass that remembers more.
         why_not: Tells why one module, whose formula is proven, has to keep its own code, or returns None.
     """
 
@@ -45,3 +47,4 @@ class Kind(NamedTuple):
     guessed_operation: Callable[[nn.Module], str]
     method: str | None = None
     why_not: Callable[[nn.Module], str | None] = _nothing
+    binding: type[Binding] = Binding

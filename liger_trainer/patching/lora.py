@@ -12,7 +12,7 @@ or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own c
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -232,7 +232,13 @@ def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if len(parts) > 1:  # each adapter has a mask of its own
             return own(self, x)
         dropped = parts[0].dropout(x.to(parts[0].a.weight.dtype))
-    return lora_linear(x, base.weight, base.bias, lora=adapter_of(parts), lora_input=dropped)
+    adapter = adapter_of(parts)
+    binding = Binding.of(self)
+    if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:
+        y = binding.group.output(self, x, (base.weight, base.bias, adapter))
+        if y is not None:
+            return y
+    return lora_linear(x, base.weight, base.bias, lora=adapter, lora_input=dropped)
 
 
 def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) -> Tensors | None:
@@ -258,4 +264,20 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
     return base.weight, base.bias, adapter_of(parts)
 
 
-KIND = Kind(nominated, prove, build, lambda module: "lora", why_not=why_not)
+class LoRABinding(Binding):
+    """What is bound to a LoRA layer.
+
+    Attributes:
+        group (`Group` or `None`): The layers beside it that nearly always get the same input, such as q, k and v.
+    """
+
+    group: "Group | None" = None
+
+
+class Group(Protocol):
+    """What computes a layer together with others, see `lora_groups.py`."""
+
+    def output(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> torch.Tensor | None: ...
+
+
+KIND = Kind(nominated, prove, build, lambda module: "lora", why_not=why_not, binding=LoRABinding)

@@ -1,0 +1,240 @@
+"""q, k and v with a LoRA share what they compute if they get one input; in any other case each computes for itself."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer import apply_liger
+from liger_trainer.instance.binding import Binding
+from liger_trainer.patching import lora_groups
+
+NAMES = ("q_proj", "k_proj", "v_proj")
+
+
+class Attention(nn.Module):
+    """What an attention does with its input; `order` and `inputs` say which layer is called when, and with what."""
+
+    def __init__(self):
+        super().__init__()
+        for name, width in zip(NAMES, (16, 12, 12), strict=True):
+            setattr(self, name, nn.Linear(16, width))
+        self.o_proj = nn.Linear(16, 16)
+
+    def forward(self, x, order=NAMES, between=lambda name, x: x):
+        found = {name: getattr(self, name)(between(name, x)) for name in order}
+        return sum((k + 1) * found[name].square().mean() for k, name in enumerate(NAMES) if name in found)
+
+
+def attention(patched=True, dropout=0.0):
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    config.lora_dropout = dropout
+    model = get_peft_model(nn.Sequential(Attention()), config).train()
+    if patched:
+        assert len(apply_liger(model)["lora"].swapped) == 4
+    return model.base_model.model[0]
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """How many layers each group computed together has."""
+    sizes = []
+
+    class Counted(lora_groups.LoRAGroup):
+        def __init__(self, x, layers):
+            sizes.append(len(layers))
+            super().__init__(x, layers)
+
+    monkeypatch.setattr(lora_groups, "LoRAGroup", Counted)
+    return sizes
+
+
+def step(module, run=None, **options):
+    """The loss and all gradients, that of the input among them."""
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    module.zero_grad()
+    loss = run(module, x * 1) if run else module(x * 1, **options)
+    loss.backward()
+    return [loss.detach(), x.grad, *((n, p.grad) for n, p in module.named_parameters())]
+
+
+def assert_same(got, want):
+    for g, w in zip(got, want, strict=True):
+        if isinstance(w, tuple):
+            assert (g[1] is None) == (w[1] is None), w[0]  # None and zeros are not the same to an optimizer
+            g, w = g[1], w[1]
+        if w is not None:
+            torch.testing.assert_close(g, w)
+
+
+def begun(module):
+    return Binding.of(module.q_proj).group.begun
+
+
+@pytest.mark.parametrize(
+    "order, sizes",
+    [
+        (NAMES, [3]), (("q_proj", "k_proj"), [3]), (("q_proj",), [3]), (("k_proj", "v_proj"), [2]), (("v_proj",), []),
+        (("v_proj", "k_proj", "q_proj"), [2, 3]),
+    ],
+)  # fmt: skip
+def test_which_layers_are_called(order, sizes, groups):
+    """A layer that is not called gets no gradient, as in stock."""
+    assert_same(step(attention(), order=order), step(attention(False), order=order))
+    assert groups == sizes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_a_checkpoint(reentrant, groups):
+    def run(module, x):
+        return checkpoint(module, x, use_reentrant=reentrant)
+
+    assert_same(step(attention(), run), step(attention(False), run))
+    assert groups == ([3] if reentrant else [3, 3])
+
+
+def test_the_gradient_of_the_input_is_one_sum(groups):
+    """One node of autograd has the gradients of all three, and a second backward pass has them too."""
+    module = attention()
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    loss = module(x)
+    first = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(loss, x)[0], first)
+    assert groups == [3] and not begun(module)
+
+
+def changed(name, x):
+    """k gets another tensor, as in cross-attention."""
+    return x if name == "q_proj" else x + 1
+
+
+def changed_in_place(name, x):
+    if name == "k_proj":
+        with torch.no_grad():
+            x[0] = 1
+    return x
+
+
+def test_another_input(groups):
+    assert_same(step(attention(), between=changed), step(attention(False), between=changed))
+    assert groups == [3, 2, 1] or groups == [3, 2]
+
+
+def test_an_input_that_is_changed_in_place():
+    """k sees the change, and the backward pass raises as in stock, since q needs what was there before."""
+    for patched in (True, False):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(attention(patched), between=changed_in_place)
+
+
+def test_changed_values_are_seen_without_a_backward_pass(groups):
+    x = torch.randn(3, 5, 16)
+    losses = [attention(patched)(x.clone(), between=changed_in_place) for patched in (True, False)]
+    torch.testing.assert_close(*losses)
+    assert groups == [3, 2]
+
+
+@pytest.mark.parametrize("what", ["scaling", "weight", "adapter", "disabled", "autocast"])
+def test_a_layer_that_changes_between_the_calls(what):
+    def run(module, x):
+        q = module.q_proj(x)
+        layer = module.k_proj
+        if what == "scaling":
+            layer.scale_layer(0.5)
+        elif what == "weight":
+            layer.lora_A["default"].weight.data = layer.lora_A["default"].weight.data * 2
+        elif what == "adapter":
+            layer.lora_A["default"] = copy.deepcopy(layer.lora_A["default"])
+        elif what == "disabled":
+            layer.enable_adapters(False)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=what == "autocast"):
+            k = layer(x)
+        return q.square().mean() + k.float().square().mean()
+
+    got, want = step(attention(), run), step(attention(False), run)
+    torch.testing.assert_close(got[0], want[0], rtol=5e-3 if what == "autocast" else 1e-5, atol=0)
+    if what == "autocast":
+        return
+    if what != "weight":  # changed behind autograd's back
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("where", NAMES)
+def test_a_hook_that_changes_the_input_behind_autograd(where, groups):
+    def hook(module, args, output):
+        args[0].data.mul_(2)
+
+    losses = []
+    for patched in (True, False):
+        module = attention(patched)
+        getattr(module, where).register_forward_hook(hook)
+        losses.append(module(torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))))
+    torch.testing.assert_close(*losses)
+    assert not groups
+
+
+def test_dropout_and_evaluation_share_nothing(groups):
+    assert_same(step(attention(dropout=0.5)), step(attention(False, dropout=0.5)))
+    module = attention().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(torch.ones(2, 16)), attention(False).eval()(torch.ones(2, 16)))
+    assert not groups
+
+
+def test_nothing_is_left_behind():
+    module = attention()
+    x = torch.randn(3, 5, 16, requires_grad=True) * 1
+    alive = weakref.ref(x)
+    loss = module(x)
+    assert not begun(module)
+    del x
+    loss.backward()
+    del loss
+    gc.collect()
+    assert alive() is None
+
+
+def test_after_an_exception(groups):
+    """The next call finds what was begun, and begins anew, with the same input too."""
+
+    def fail(name, x):
+        if name == "k_proj":
+            raise KeyError
+        return x
+
+    module = attention()
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    with pytest.raises(KeyError):
+        module(x, between=fail)
+    torch.testing.assert_close(module(x), attention(False)(x))
+    assert groups == [3, 3] and not begun(module)
+
+
+def test_copies_have_groups_of_their_own(groups):
+    module = attention()
+    module(torch.randn(3, 16, requires_grad=True), order=("q_proj",))
+    twin = copy.deepcopy(module)
+    group = Binding.of(twin.q_proj).group
+    assert group is Binding.of(twin.v_proj).group is not Binding.of(module.q_proj).group
+    assert group.layers == [twin.q_proj, twin.k_proj, twin.v_proj] and not group.begun and begun(module)
+    assert_same(step(twin), step(attention(False)))
+    assert groups == [3, 3]
+
+
+def test_threads_do_not_share():
+    module, want = attention(), step(attention(False))
+    x = torch.randn(3, 16, requires_grad=True)
+    module(x, order=("q_proj",))
+    thread = threading.Thread(target=lambda: module(x, order=("k_proj", "v_proj")))
+    thread.start()
+    thread.join()
+    assert list(begun(module)) == [threading.get_ident()]
+    assert_same(step(module), want)
