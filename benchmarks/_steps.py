@@ -101,11 +101,6 @@ def tokenizer_of():
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
 
 
-def name_of(arm):
-    """The name of the trainer's class."""
-    return arm.split(" + ")[0]
-
-
 def classes_of(arm):
     """(trainer class, arguments class)."""
     import transformers
@@ -113,7 +108,7 @@ def classes_of(arm):
 
     import liger_trainer
 
-    name = name_of(arm)
+    name = arm.split(" + ")[0]
     module = liger_trainer if name.startswith("Liger") else trl if hasattr(trl, name) else transformers
     config = {"Trainer": "TrainingArguments"}.get(name.removeprefix("Liger"))
     if config is None:
@@ -162,7 +157,7 @@ def make_trainer(arm, run, callbacks):
             options["packing"] = run.rows == "packed"
         else:
             inputs["data_collator"] = collator
-    if run.auto and name_of(arm).startswith("Liger"):
+    if run.auto and arm.startswith("Liger"):
         options |= {"activation_checkpointing": "auto", "memory_budget": run.memory_budget}
     else:
         options["gradient_checkpointing"] = run.checkpointing

@@ -110,8 +110,8 @@ def case_of(options):
     parts += [options.rows] * (options.rows != "full")
     parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
     parts += ["no_autocast"] * options.no_autocast
-    parts += ["auto"] * options.auto
-    parts += [f"{options.memory_budget:g}gib"] if options.memory_budget else []
+    if options.auto:
+        parts.append("auto" if options.memory_budget is None else f"auto-{options.memory_budget:g}gib")
     parts += ["no_waits"] * options.no_waits
     if options.config_file:
         parts += [os.path.splitext(os.path.basename(options.config_file))[0], f"x{options.processes}"]
