@@ -211,8 +211,9 @@ def test_options_of_checkpointing_are_kept(kwargs, runs, tmp_path):
 PATCHED = {
     "use_liger": True,
     "liger_config": {"rebuild_above_mib": 0},
-    "max_steps": 3,
+    "max_steps": 4,
     "gradient_accumulation_steps": 1,
+    "seed": 4,
 }
 
 
