@@ -33,6 +33,12 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test compares these n
     from liger_trainer.trainers.sft_trainer import LigerSFTTrainer as LigerSFTTrainer
     from liger_trainer.trainers.trainer import LigerTrainer as LigerTrainer
     from liger_trainer.trainers.trainer import LigerTrainingArguments as LigerTrainingArguments
+    from liger_triton.modules import LigerCrossEntropyLoss as LigerCrossEntropyLoss
+    from liger_triton.modules import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
+    from liger_triton.modules import LigerGEGLUMLP as LigerGEGLUMLP
+    from liger_triton.modules import LigerLayerNorm as LigerLayerNorm
+    from liger_triton.modules import LigerRMSNorm as LigerRMSNorm
+    from liger_triton.modules import LigerSwiGLUMLP as LigerSwiGLUMLP
 
 _WHERE = {  # public name: module below this package
     "LigerTrainer": "trainers.trainer",
@@ -61,13 +67,23 @@ _WHERE = {  # public name: module below this package
     "remove_liger": "patching",
     "AutoLigerKernelForCausalLM": "auto",
 }
-__all__ = list(_WHERE)
+_MODULES = (  # those of `liger_triton.modules`, which need neither transformers nor trl
+    "LigerRMSNorm",
+    "LigerLayerNorm",
+    "LigerSwiGLUMLP",
+    "LigerGEGLUMLP",
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+)
+__all__ = [*_WHERE, *_MODULES]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(f"liger_trainer.{_WHERE[name]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module("liger_triton.modules"), name)
     if name == "losses":
         return importlib.import_module("liger_trainer.losses")
     if name.startswith("apply_liger_kernel_to_"):

@@ -12,6 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from liger_trainer.patching import LigerReport, apply_liger, check_config
 
 _PREFIX = "apply_liger_kernel_to_"
+# Arguments of liger-kernel's from_pretrained that no config of transformers has: they can mean nothing else.
+_SWITCHES_OF_LIGER = ("rope", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
 
 
 class AutoLigerKernelForCausalLM:
@@ -24,6 +26,7 @@ class AutoLigerKernelForCausalLM:
     def from_pretrained(cls, *args: Any, liger_config: dict | None = None, **kwargs: Any) -> PreTrainedModel:
         """`AutoModelForCausalLM.from_pretrained(...)`, then `apply_liger(model, liger_config)`."""
         check_config(liger_config)  # before the model is loaded, which may take minutes
+        _refuse_switches(kwargs)
         model = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
         apply_liger(model, liger_config)
         return model
@@ -32,9 +35,19 @@ class AutoLigerKernelForCausalLM:
     def from_config(cls, *args: Any, liger_config: dict | None = None, **kwargs: Any) -> PreTrainedModel:
         """`AutoModelForCausalLM.from_config(...)`, then `apply_liger(model, liger_config)`."""
         check_config(liger_config)
+        _refuse_switches(kwargs)
         model = AutoModelForCausalLM.from_config(*args, **kwargs)
         apply_liger(model, liger_config)
         return model
+
+
+def _refuse_switches(kwargs: dict[str, Any]) -> None:
+    given = {name: kwargs[name] for name in (*_SWITCHES_OF_LIGER, "rms_norm", "layer_norm") if name in kwargs}
+    if any(name in given for name in _SWITCHES_OF_LIGER):
+        config = {name: on for name, on in given.items() if name != "cross_entropy"}
+        raise ValueError(
+            f"{', '.join(given)}: single operations are switched in one argument here. Write liger_config={config!r}."
+        )
 
 
 def _model_types() -> dict[str, str]:
@@ -44,11 +57,21 @@ def _model_types() -> dict[str, str]:
 
 @functools.cache
 def _function_for(model_type: str, name: str) -> Callable[..., LigerReport]:
-    def apply_liger_kernel(model: nn.Module | None = None, *, strict: bool = False, **config: bool) -> LigerReport:
+    def apply_liger_kernel(
+        model: nn.Module | None = None, *, strict: bool = False, cross_entropy: bool = False, **config: bool
+    ) -> LigerReport:
+        if cross_entropy:
+            raise ValueError(
+                "cross_entropy=True: a cross-entropy of logits is not swapped here. Leave it out, and the loss is "
+                "fused with the LM head; a loss of your own can call liger_trainer.LigerCrossEntropyLoss."
+            )
         check_config(config)
         if model is None:
+            given = "".join(f", {key}={value!r}" for key, value in config.items())
             raise ValueError(
-                f"{name} patches one model, not the classes of transformers: pass it, {name}(model=model)."
+                f"{name} patches one model that has been built, and not the classes of transformers, which others in "
+                "this process use too. Take this line out, and after the one that builds the model write "
+                f"{name}(model=model{given})."
             )
         own = getattr(model, "config", None)
         types = {getattr(own, "model_type", None)}
@@ -63,7 +86,7 @@ def _function_for(model_type: str, name: str) -> Callable[..., LigerReport]:
 
     apply_liger_kernel.__name__ = apply_liger_kernel.__qualname__ = name
     apply_liger_kernel.__doc__ = (
-        f"`apply_liger` for a model of type {model_type}: {name}(model=model, rope=False, ...)."
+        f"`apply_liger` for a model of type {model_type}, after it is built: {name}(model=model, rope=False, ...)."
     )
     return apply_liger_kernel
 

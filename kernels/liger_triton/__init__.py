@@ -1,6 +1,7 @@
 """Triton kernels for training language models, each with a plain PyTorch twin in `liger_triton.reference`.
 
 They need torch, and Triton if the tensors are on a GPU. Each operation is a file with a function of the same name.
+`modules.py` has `torch.nn` modules over them.
 """
 
 from .add_rms_norm import add_rms_norm
@@ -14,6 +15,14 @@ from .linear_heads_kl import linear_heads_kl
 from .linear_logprobs import linear_logprobs
 from .lora_linear import LoRAGroup, lora_linear, lora_linears
 from .lora_mlp import lora_mlp
+from .modules import (
+    LigerCrossEntropyLoss,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerGEGLUMLP,
+    LigerLayerNorm,
+    LigerRMSNorm,
+    LigerSwiGLUMLP,
+)
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import rms_norm
 from .rope import rope
@@ -24,6 +33,12 @@ __all__ = [
     "Divergence",
     "HeadsLoss",
     "LoRAGroup",
+    "LigerCrossEntropyLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+    "LigerGEGLUMLP",
+    "LigerLayerNorm",
+    "LigerRMSNorm",
+    "LigerSwiGLUMLP",
     "LogProbs",
     "TokenRanks",
     "add_rms_norm",

@@ -15,6 +15,11 @@ def check_options(name, x, target, reduction, label_smoothing, softcap, logit_sc
     """ValueError unless dtypes and devices of x (called `name`) and target fit and the options are in range."""
     check_float(name, x)
     check_target(name, x, target)
+    check_numbers(reduction, label_smoothing, softcap, logit_scale, z_loss)
+
+
+def check_numbers(reduction, label_smoothing, softcap, logit_scale, z_loss) -> None:
+    """ValueError unless the options of a loss, which need no tensors, are in range."""
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction is {reduction!r}; expected "mean", "sum" or "none".')
     if not 0.0 <= label_smoothing <= 1.0:

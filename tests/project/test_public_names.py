@@ -13,10 +13,14 @@ import liger_trainer
 import liger_triton
 from liger_trainer import losses
 
+KERNEL_MODULES = {  # public in both packages
+    "LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerCrossEntropyLoss",
+    "LigerFusedLinearCrossEntropyLoss",
+}  # fmt: skip
 TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Distillation")
 NAMES = {
     "LigerTrainer", "LigerTrainingArguments", "MedusaConfig", "MedusaHeads", "LigerMedusaTrainer", "LigerReport",
-    "apply_liger", "remove_liger", "AutoLigerKernelForCausalLM",
+    "apply_liger", "remove_liger", "AutoLigerKernelForCausalLM", *KERNEL_MODULES,
     *(f"Liger{name}{kind}" for name in TRAINERS for kind in ("Config", "Trainer")),
 }  # fmt: skip
 MODULES = {  # where else something public is imported from
@@ -30,7 +34,7 @@ MODULES = {  # where else something public is imported from
 KERNELS = {
     "Divergence", "HeadsLoss", "LogProbs", "TokenRanks", "add_rms_norm", "cross_entropy", "geglu", "layer_norm",
     "linear_cross_entropy", "linear_divergence", "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs",
-    "linear_token_ranks", "rms_norm", "rope", "swiglu", "token_ranks",
+    "linear_token_ranks", "rms_norm", "rope", "swiglu", "token_ranks", *KERNEL_MODULES,
 }  # fmt: skip
 OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions", "memory_budget"}
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
@@ -59,6 +63,7 @@ def test_type_checkers_see_the_names_of_the_package():
     assert {name: module for name, _, module in imported} == {
         "losses": "liger_trainer",
         **{name: f"liger_trainer.{module}" for name, module in liger_trainer._WHERE.items()},
+        **dict.fromkeys(liger_trainer._MODULES, "liger_triton.modules"),
     }
     assert all(name == again for name, again, _ in imported), "`import X as X` is what makes a name public to a checker"
 
