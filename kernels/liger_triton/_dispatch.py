@@ -7,6 +7,7 @@ and `use_triton` sends every call to the plain PyTorch twin. A call in float64 a
 import contextlib
 import functools
 import os
+import threading
 
 import torch
 
@@ -84,6 +85,14 @@ def _device_guard(x: torch.Tensor):
     return torch.cuda.device(x.device) if _is_elsewhere(x) else contextlib.nullcontext()
 
 
+_op = threading.local()
+
+
+def runs_as_op() -> bool:
+    """Whether the host function that asks was called as an op, whose results may not share memory."""
+    return getattr(_op, "running", False)
+
+
 def kernel_op(name: str, mutates_args=()):
     """Register the decorated function as `torch.ops.liger_triton.<name>`; its first argument is a tensor.
 
@@ -93,7 +102,15 @@ def kernel_op(name: str, mutates_args=()):
     """
 
     def decorate(fn):
-        op = torch.library.custom_op(f"liger_triton::{name}", fn, mutates_args=mutates_args)
+        @functools.wraps(fn)
+        def as_op(*args):
+            _op.running = True
+            try:
+                return fn(*args)
+            finally:
+                _op.running = False
+
+        op = torch.library.custom_op(f"liger_triton::{name}", as_op, mutates_args=mutates_args)
 
         @functools.wraps(fn)
         def call(*args):

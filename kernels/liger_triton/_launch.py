@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ._dispatch import INTERPRET, KERNEL_DTYPES, graph_is_kept, use_triton
-from .halves import joined
+from ._dispatch import INTERPRET, KERNEL_DTYPES, graph_is_kept, runs_as_op, use_triton
+from .halves import every_other, joined, joined_pairs
 
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
@@ -150,19 +150,42 @@ def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tu
     return rows, n, tiles_per_row, (m * tiles_per_row,), block
 
 
-def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the backward pass of a gate writes the two gradients. They are halves of one tensor if `gate` and `up` are.
+def gate_step(gate: torch.Tensor, up: torch.Tensor) -> int:
+    """2 if the columns of both are every other one of a contiguous tensor, as in `pairs`, else 1."""
+    return 2 if every_other(gate) and every_other(up) else 1
+
+
+def stepped_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tuple[int], int]:
+    """`gate_tiles` of tensors that are either every other number of a contiguous one or made contiguous here: each is
+    one long row, whose columns are 2 or 1 apart."""
+    rows = [t if every_other(t) or t.is_contiguous() else t.contiguous() for t in tensors]
+    rows = [t.as_strided((1, t.numel()), (t.numel(), 2 if every_other(t) else 1)) for t in rows]
+    n = rows[0].shape[1]
+    block = min(2048, next_power_of_2(n))
+    tiles = cdiv(n, block)
+    return rows, n, tiles, (tiles,), block
+
+
+def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool, pairs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the backward pass of a gate writes the two gradients. They are halves of one tensor if `gate` and `up` are,
+    and with `pairs` its even and odd columns.
 
     If `reuse` allows it and the backward pass cannot run again, they are written over `gate` and `up`. That is safe
     because a program of the kernel reads all its elements before it writes any. Otherwise they are new tensors.
     """
-    if torch.compiler.is_compiling():  # the results of a custom op may not share memory
+    if runs_as_op():  # then the two may not share memory
         return _new_like(gate), _new_like(up)
     again = not reuse or graph_is_kept()
     for first, second in ((gate, up), (up, gate)):
         whole = joined(first, second)
         if whole is not None:
             a, b = (_new_like(whole) if again else whole).chunk(2, dim=-1)
+            dg, du = (a, b) if first is gate else (b, a)
+            break
+        whole = joined_pairs(first, second) if pairs else None
+        if whole is not None:
+            whole = _new_like(whole) if again else whole
+            a, b = whole[..., ::2], whole[..., 1::2]
             dg, du = (a, b) if first is gate else (b, a)
             break
     else:

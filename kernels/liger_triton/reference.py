@@ -82,10 +82,14 @@ def rope(
     return _rotate(q, cos, sin, *turn), None if k is None else _rotate(k, cos, sin, *turn)
 
 
-def swiglu(gate, up):
+def swiglu(gate, up, *, limit=None, alpha=1.0, up_offset=0.0, gate_scale=1.0):
     """See `liger_triton.swiglu`."""
     wide = _wide(gate.dtype)
-    return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+    g, u = gate.to(wide) * gate_scale, up.to(wide)
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(min=-limit, max=limit)
+    act = F.silu(g) if alpha == 1 else g * torch.sigmoid(alpha * g)
+    return (act * (u + up_offset)).to(gate.dtype)
 
 
 def geglu(gate, up, *, approximate="tanh"):

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_triton import geglu, swiglu
-from liger_triton.halves import joined
+from liger_triton import geglu, reference, swiglu
+from liger_triton.halves import halves, joined, joined_pairs, pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -33,21 +33,122 @@ def test_matches_float64(shape, scale, dtype, device, check_close):
 
 
 @pytest.mark.parametrize(
-    "halves",
+    "views",
     [
         pytest.param(lambda t: t.chunk(2, dim=-1), id="halves"),
         pytest.param(lambda t: t.unflatten(-1, (-1, 2)).unbind(-1), id="interleaved"),
         pytest.param(lambda t: (t[..., :100], t.transpose(0, 1).contiguous().transpose(0, 1)[..., :100]), id="mixed"),
     ],
 )
-def test_views_of_one_projection(halves, device, check_close):
+def test_views_of_one_projection(views, device, check_close):
     """The gradient runs back into the fused projection; 2100 is more than a tile."""
     fused = torch.randn(3, 5, 4200, device=device, requires_grad=True)
-    check_close(lambda t: swiglu(*halves(t)), lambda t: oracle(*halves(t)), [fused])
+    check_close(lambda t: swiglu(*views(t)), lambda t: oracle(*views(t)), [fused])
 
 
 def test_non_contiguous_upstream(device, check_upstream_strides):
     check_upstream_strides(swiglu, inputs((4, 21), torch.float32, device))
+
+
+VARIANTS = {
+    "gpt-oss": {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
+    "deepseek-v4": {"limit": 10.0},
+    "falcon-h1": {"gate_scale": 0.37},
+    "all": {"limit": 0.8, "alpha": -0.6, "up_offset": -2.0, "gate_scale": 1.7},
+}
+
+
+def variant_oracle(gate, up, limit=None, alpha=1.0, up_offset=0.0, gate_scale=1.0):
+    gate = gate * gate_scale
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("parts", [None, "halves", "pairs"])
+def test_variants(options, parts, dtype, device, check_close):
+    """At inputs of which a good part is cut off; the gradients of parts of one tensor run back into it."""
+
+    def split(t):
+        return t.chunk(2, -1) if parts == "halves" else (t[..., ::2], t[..., 1::2])
+
+    if parts is None:
+        given = [(10 * t).detach().requires_grad_() for t in inputs((3, 5, 1001), dtype, device)]
+        check_close(
+            lambda g, u: swiglu(g, u, **options), lambda g, u: variant_oracle(g, u, **options), given
+        )  # fmt: skip
+    else:
+        fused = (10 * torch.randn(3, 5, 2002, device=device)).to(dtype).requires_grad_()
+        check_close(
+            lambda t: swiglu(*split(t), **options), lambda t: variant_oracle(*split(t), **options), [fused]
+        )
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_twin_of_variants(options):
+    g, u = (10 * t.double() for t in inputs((4, 33), torch.float32, "cpu"))
+    assert torch.equal(swiglu(g, u, **options), reference.swiglu(g, u, **options))
+    torch.testing.assert_close(swiglu(g, u, **options), variant_oracle(g, u, **options))
+
+
+def test_at_the_limit_and_beyond(device):
+    """As torch.clamp: the gradient passes at the limit and not beyond it, on both sides of up; NaN stays NaN."""
+    values = torch.tensor([-8.0, -7.0, 0.5, 7.0, 8.0, float("nan")])
+    gate, up = (t.flatten().to(device).requires_grad_() for t in torch.meshgrid(values, values, indexing="ij"))
+    options = VARIANTS["gpt-oss"]
+    got = swiglu(gate, up, **options)
+    grads = torch.autograd.grad(got.sum(), (gate, up))
+    want = variant_oracle(gate, up, **options)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    for a, b in zip(grads, torch.autograd.grad(want.sum(), (gate, up)), strict=True):
+        known = ~got.isnan()
+        torch.testing.assert_close(a[known], b[known])
+        assert a[known].count_nonzero() == b[known].count_nonzero() < known.sum()
+
+
+@pytest.mark.parametrize("limit", [0.0, -7.0, float("nan")])
+def test_bad_limit(limit, device):
+    with pytest.raises(ValueError, match="limit is .*; expected a number above 0"):
+        swiglu(*inputs((4, 24), torch.float32, device), limit=limit)
+
+
+@pytest.mark.parametrize("options", [{}, VARIANTS["gpt-oss"]], ids=["plain", "gpt-oss"])
+def test_pairs_are_not_copied(options, device, triton_only, monkeypatch):
+    """Neither forward nor backward; the gradient of the fused tensor is what the kernel has written."""
+    x = torch.randn(3, 5, 48, device=device, requires_grad=True)
+    seen = []
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a part was copied")
+
+    parts = pairs(x)
+    for t in parts:
+        t.register_hook(seen.append)
+    y, dy = swiglu(*parts, **options), torch.randn(3, 5, 24, device=device)
+    monkeypatch.setattr(torch.Tensor, "contiguous", refuse)
+    monkeypatch.setattr(torch, "stack", refuse)
+    (got,) = torch.autograd.grad(y, x, dy)
+    assert got.data_ptr() == min(t.data_ptr() for t in seen) and torch.equal(joined_pairs(*seen), got)
+    monkeypatch.undo()
+    (want,) = torch.autograd.grad(variant_oracle(x[..., ::2], x[..., 1::2], **options), x, dy)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (torch.zeros(4, 6), torch.zeros(4, 6)),
+        (torch.zeros(4, 12)[:, ::2], torch.zeros(4, 12)[:, 1::2]),
+        (torch.zeros(4, 12)[:, 1::2], torch.zeros(4, 12)[:, ::2]),
+        (torch.zeros(4, 18)[:, :12:2], torch.zeros(4, 18)[:, 1:12:2]),
+        (torch.zeros(4, 12).chunk(2, -1)),
+    ],
+    ids=["apart", "two-tensors", "two-tensors-second-first", "of-a-wider", "halves"],
+)
+def test_not_pairs(first, second):
+    assert joined_pairs(first, second) is None
 
 
 def test_halves_are_not_copied(device, monkeypatch):
@@ -99,6 +200,9 @@ def test_empty(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "twin"])
 def test_compiles(dtype, device, check_compiled):
     check_compiled(swiglu, inputs((2, 3, 24), dtype, device))
+    fused = torch.randn(2, 3, 48, device=device).to(dtype).requires_grad_()
+    for split in (halves, pairs):  # the two gradients, which are parts of one tensor in eager, may not be that here
+        check_compiled(lambda t, split=split: CLAMPED(*split(t)), [fused])
 
 
 @pytest.mark.parametrize(
@@ -132,12 +236,13 @@ def test_offsets_past_int32(fused):
     assert torch.equal(g.grad[-3:], tails[0].grad)
 
 
-GATES = [swiglu, geglu, functools.partial(geglu, approximate="none")]
+CLAMPED = functools.partial(swiglu, **VARIANTS["gpt-oss"])
+GATES = [swiglu, CLAMPED, geglu, functools.partial(geglu, approximate="none")]
 
 
-@pytest.mark.parametrize("gate", GATES, ids=["swiglu", "geglu", "exact-geglu"])
+@pytest.mark.parametrize("gate", GATES, ids=["swiglu", "clamped-swiglu", "geglu", "exact-geglu"])
 @pytest.mark.parametrize("shape", [(3, 5, 1000), (7,)], ids=str)
-@pytest.mark.parametrize("layout", ["apart", "halves", "up-first"])
+@pytest.mark.parametrize("layout", ["apart", "halves", "up-first", "pairs"])
 def test_gradients_over_the_inputs(layout, gate, shape, device, triton_only):
     """`reuse_inputs` changes where the gradients lie, not what they are; a graph that is kept is left alone."""
     leaves, dy = inputs(shape, torch.float32, device), torch.randn(shape, device=device)
@@ -148,6 +253,10 @@ def test_gradients_over_the_inputs(layout, gate, shape, device, triton_only):
         g, u = (t * 1.0 for t in leaves)
     elif layout == "halves":
         g, u = torch.cat(leaves, dim=-1).chunk(2, dim=-1)
+    elif layout == "pairs":
+        if gate not in (swiglu, CLAMPED):
+            pytest.skip("geglu copies pairs")
+        g, u = pairs(torch.stack(leaves, dim=-1).flatten(-2))
     else:
         u, g = torch.cat(leaves[::-1], dim=-1).chunk(2, dim=-1)
     for t in (g, u):
