@@ -6,6 +6,7 @@ They need torch, and Triton if the tensors are on a GPU. Each operation is a fil
 
 from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
+from .gated_rms_norm import gated_rms_norm
 from .geglu import geglu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
@@ -43,6 +44,7 @@ __all__ = [
     "TokenRanks",
     "add_rms_norm",
     "cross_entropy",
+    "gated_rms_norm",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ._dispatch import INTERPRET, KERNEL_DTYPES, graph_is_kept, runs_as_op, use_triton
-from .halves import every_other, joined, joined_pairs
+from .halves import joined, joined_pairs
 
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
@@ -150,23 +150,19 @@ def gate_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tu
     return rows, n, tiles_per_row, (m * tiles_per_row,), block
 
 
-def gate_step(gate: torch.Tensor, up: torch.Tensor) -> int:
-    """2 if the columns of both are every other one of a contiguous tensor, as in `pairs`, else 1."""
-    return 2 if every_other(gate) and every_other(up) else 1
+def paired(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, str] | None:
+    """(the contiguous tensor whose even and odd columns the two are, which of them is even: "gate" or "up"), or None if
+    they are not."""
+    if (whole := joined_pairs(gate, up)) is not None:
+        return whole, "gate"
+    if (whole := joined_pairs(up, gate)) is not None:
+        return whole, "up"
+    return None
 
 
-def stepped_tiles(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tuple[int], int]:
-    """`gate_tiles` of tensors that are either every other number of a contiguous one or made contiguous here: each is
-    one long row, whose columns are 2 or 1 apart."""
-    rows = [t if every_other(t) or t.is_contiguous() else t.contiguous() for t in tensors]
-    rows = [t.as_strided((1, t.numel()), (t.numel(), 2 if every_other(t) else 1)) for t in rows]
-    n = rows[0].shape[1]
-    block = min(2048, next_power_of_2(n))
-    tiles = cdiv(n, block)
-    return rows, n, tiles, (tiles,), block
-
-
-def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool, pairs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def gate_gradients(
+    gate: torch.Tensor, up: torch.Tensor, reuse: bool, pairs: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the backward pass of a gate writes the two gradients. They are halves of one tensor if `gate` and `up` are,
     and with `pairs` its even and odd columns.
 
@@ -176,25 +172,33 @@ def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool, pairs: boo
     if runs_as_op():  # then the two may not share memory
         return _new_like(gate), _new_like(up)
     again = not reuse or graph_is_kept()
+    both = paired(gate, up) if pairs else None
+    if both is not None:
+        whole = _new_like(both[0]) if again else both[0]
+        even, odd = whole[..., ::2], whole[..., 1::2]
+        dg, du = (even, odd) if both[1] == "gate" else (odd, even)
+        return _written_over(gate, up, dg, du, again)
     for first, second in ((gate, up), (up, gate)):
         whole = joined(first, second)
         if whole is not None:
             a, b = (_new_like(whole) if again else whole).chunk(2, dim=-1)
             dg, du = (a, b) if first is gate else (b, a)
             break
-        whole = joined_pairs(first, second) if pairs else None
-        if whole is not None:
-            whole = _new_like(whole) if again else whole
-            a, b = whole[..., ::2], whole[..., 1::2]
-            dg, du = (a, b) if first is gate else (b, a)
-            break
     else:
         apart = gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
         again = again or not (apart and gate.is_contiguous() and up.is_contiguous())
         dg, du = (_new_like(t) if again else t.detach() for t in (gate, up))
+    return _written_over(gate, up, dg, du, again)
+
+
+def _written_over(
+    gate: torch.Tensor, up: torch.Tensor, dg: torch.Tensor, du: torch.Tensor, again: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dg, du). Unless `again`, they lie over `gate` and `up`, and whoever has saved those gets an error instead of a
+    wrong gradient."""
     if not again:
         for t in (gate, up):
-            torch.autograd.graph.increment_version(t)  # whoever saved it gets an error instead of a wrong gradient
+            torch.autograd.graph.increment_version(t)
     return dg, du
 
 

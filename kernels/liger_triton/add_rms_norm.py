@@ -14,7 +14,7 @@ import torch
 from . import reference
 from ._dispatch import jit, kernel_op, once_differentiable, tl
 from ._launch import MAX_COLUMNS, as_rows, cdiv, launch, row_tile, runs_triton
-from .rms_norm import check_rms_norm, norm_dtype, rms_norm_backward, scale_row
+from .rms_norm import check_rms_norm, norm_dtype, normed, rms_norm_backward, scale_row
 
 
 @jit
@@ -34,7 +34,7 @@ def _add_rms_norm_fwd_kernel(
     s = rounded.to(tl.float32)
     tl.store(S + row[:, None] * n + col[None, :], rounded, mask=mask)
     rstd = tl.rsqrt(tl.sum(s * s, axis=1) / n + eps)
-    y = scale_row(s * rstd[:, None], w, offset, S, W, HAS_WEIGHT, CAST)
+    y = scale_row(normed(s, rstd[:, None], S, CAST), w, offset, S, W, HAS_WEIGHT, CAST)
     tl.store(Y + row[:, None] * n + col[None, :], y, mask=mask)
     tl.store(RSTD + row, rstd, mask=row < m)
 

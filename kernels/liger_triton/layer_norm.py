@@ -1,7 +1,7 @@
-"""LayerNorm: y = w * xhat + b, with xhat = (x - mean(x)) * rstd and rstd = 1 / sqrt(mean((x - mean(x))^2) + eps).
-Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+"""LayerNorm: y = (w + offset) * xhat + b, with xhat = (x - mean(x)) * rstd and
+rstd = 1 / sqrt(mean((x - mean(x))^2) + eps). Ba, Kiros and Hinton 2016, arXiv:1607.06450.
 
-    dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * w
+    dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * (w + offset)
     dw = sum over rows of dy * xhat,  db = sum over rows of dy
 
 Shapes  x, y, dx (..., N), read as M rows of N; w, b (N,), each of which may be missing; mean and rstd (M,) in fp32.
@@ -29,8 +29,14 @@ from ._launch import (
 
 
 @jit
+def shifted(w, offset, W):
+    """w + offset in fp32, rounded to the dtype of w in between, as PyTorch rounds such a sum. W is a pointer."""
+    return (w.to(tl.float32) + offset).to(W.dtype.element_ty).to(tl.float32)
+
+
+@jit
 def _layer_norm_fwd_kernel(
-    X, W, B, Y, MEAN, RSTD, x_stride, m, n, eps,
+    X, W, B, Y, MEAN, RSTD, x_stride, m, n, eps, offset,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # int64: row * n passes 2**31
@@ -42,7 +48,7 @@ def _layer_norm_fwd_kernel(
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n + eps)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
-        y *= tl.load(W + col, mask=col < n, other=0.0)[None, :].to(tl.float32)
+        y *= shifted(tl.load(W + col, mask=col < n, other=0.0), offset, W)[None, :]
     if HAS_BIAS:
         y += tl.load(B + col, mask=col < n, other=0.0)[None, :].to(tl.float32)
     tl.store(Y + row[:, None] * n + col[None, :], y, mask=mask)
@@ -52,14 +58,14 @@ def _layer_norm_fwd_kernel(
 
 @jit
 def _layer_norm_bwd_kernel(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, dy_stride, x_stride, m, n, tiles,
+    DY, X, W, MEAN, RSTD, DX, DW, DB, dy_stride, x_stride, m, n, offset, tiles,
     HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     if HAS_WEIGHT:
-        w = tl.load(W + col, mask=col < n, other=0.0)[None, :].to(tl.float32)
+        w = shifted(tl.load(W + col, mask=col < n, other=0.0), offset, W)[None, :]
     dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for tile in tl.range(pid, tiles, tl.num_programs(0), num_stages=STAGES):
@@ -87,7 +93,7 @@ def _layer_norm_bwd_kernel(
 
 @kernel_op("layer_norm_fwd")
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = as_rows(x)
     m, n = rows.shape
@@ -97,14 +103,14 @@ def _forward(
     w, b = (rows if p is None else p.contiguous() for p in (weight, bias))
     launch(
         _layer_norm_fwd_kernel, (cdiv(m, block_m),),
-        rows, w, b, y, mean, rstd, rows.stride(0), m, n, eps,
+        rows, w, b, y, mean, rstd, rows.stride(0), m, n, eps, offset,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
     )  # fmt: skip
     return y, mean, rstd
 
 
 @_forward.register_fake
-def _(x, weight, bias, eps):
+def _(x, weight, bias, eps, offset):
     m = x.numel() // x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, x.new_empty(m, dtype=torch.float32), x.new_empty(m, dtype=torch.float32)
@@ -113,7 +119,7 @@ def _(x, weight, bias, eps):
 @kernel_op("layer_norm_bwd")
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
-    need_dw: bool, need_db: bool,
+    offset: float, need_dw: bool, need_db: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dx, dw, db), the last two in fp32, and empty unless needed."""
     rows, dy_rows = as_rows(x), as_rows(dy)
@@ -127,7 +133,7 @@ def _backward(
     launch(
         _layer_norm_bwd_kernel, (programs,),
         dy_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, dw, db,
-        dy_rows.stride(0), rows.stride(0), m, n, tiles,
+        dy_rows.stride(0), rows.stride(0), m, n, offset, tiles,
         HAS_WEIGHT=weight is not None, NEED_DW=need_dw, NEED_DB=need_db, BLOCK_M=block_m, BLOCK_N=block_n,
         STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
@@ -135,7 +141,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dy, x, weight, mean, rstd, need_dw, need_db):
+def _(dy, x, weight, mean, rstd, offset, need_dw, need_db):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw, db = (rstd.new_empty(x.shape[-1] if need else 0) for need in (need_dw, need_db))
     return dx, dw, db
@@ -143,8 +149,9 @@ def _(dy, x, weight, mean, rstd, need_dw, need_db):
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        y, mean, rstd = _forward(x, weight, bias, eps)
+    def forward(ctx, x, weight, bias, eps, offset):
+        y, mean, rstd = _forward(x, weight, bias, eps, offset)
+        ctx.offset = offset
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -153,15 +160,19 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, mean, rstd = ctx.saved_tensors
-        _, need_dw, need_db, _ = ctx.needs_input_grad
-        dx, dw, db = _backward(dy, x, weight, mean, rstd, need_dw, need_db)
-        return dx, dw.to(weight.dtype) if need_dw else None, db.to(ctx.bias_dtype) if need_db else None, None
+        _, need_dw, need_db, *_ = ctx.needs_input_grad
+        dx, dw, db = _backward(dy, x, weight, mean, rstd, ctx.offset, need_dw, need_db)
+        return dx, dw.to(weight.dtype) if need_dw else None, db.to(ctx.bias_dtype) if need_db else None, None, None
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, differentiable in all three.
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *, offset: float = 0.0
+) -> torch.Tensor:
+    """(weight + offset) * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, differentiable in all
+    three.
 
-    All arithmetic is in fp32, and one rounding to x.dtype comes at the end. That is `nn.LayerNorm` for equal dtypes
+    All arithmetic is in fp32, and one rounding to x.dtype comes at the end; weight + offset is rounded to the dtype of
+    the weight too. That is `nn.LayerNorm` for equal dtypes
     and, with `bias=None`, `CohereLayerNorm` for any dtype of the weight. Under autocast `F.layer_norm` returns fp32;
     pass `x.float()` for that.
 
@@ -170,16 +181,20 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
         weight (`torch.Tensor` or `None`): (N,), on the device of `x`, of any floating dtype. `None`: no factor.
         bias (`torch.Tensor` or `None`): The same. `None`: nothing is added.
         eps (`float`): Added to the variance (the one divided by N).
+        offset (`float`, *optional*, defaults to 0.0): Added to `weight`; 1.0 where weights are stored around zero, as
+            in Nemotron.
 
     Returns:
         `torch.Tensor`, contiguous, of the shape and dtype of `x`.
 
     Raises:
-        ValueError: `weight` or `bias` is not (N,) or on another device.
+        ValueError: `weight` or `bias` is not (N,) or on another device, or `offset` is given without a weight.
     """
     check_norm(x, weight=weight, bias=bias)
+    if weight is None and offset != 0:
+        raise ValueError(f"offset is {offset}, but weight is None: there is nothing to add it to. Leave offset at 0.")
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, weight, bias):
-        return reference.layer_norm(x, weight, bias, eps)
+        return reference.layer_norm(x, weight, bias, eps, offset=offset)
     if not torch.is_grad_enabled():
-        return _forward(x, weight, bias, float(eps))[0]
-    return _LayerNorm.apply(x, weight, bias, float(eps))
+        return _forward(x, weight, bias, float(eps), float(offset))[0]
+    return _LayerNorm.apply(x, weight, bias, float(eps), float(offset))

@@ -23,8 +23,9 @@ def rms_norm(x, weight, eps, *, offset=0.0, cast="llama"):
     """See `liger_triton.rms_norm`."""
     wide = _wide(x.dtype) if weight is None else _wide(x.dtype, weight.dtype)
     x_wide = x.to(wide)
-    normed = x_wide * torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
-    if cast == "llama":
+    rstd = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed = x_wide * (rstd.to(x.dtype) if cast == "rstd" else rstd)
+    if cast in ("llama", "rstd"):
         normed = normed.to(x.dtype)
         if weight is None:
             return normed
@@ -41,8 +42,29 @@ def add_rms_norm(x, residual, weight, eps, *, offset=0.0, cast="llama"):
     return rms_norm(total, weight, eps, offset=offset, cast=cast), total
 
 
-def layer_norm(x, weight, bias, eps):
+def gated_rms_norm(
+    x, gate, weight, eps, *, activation="silu", gate_first=False, group_size=None, offset=0.0, cast="llama"
+):  # fmt: skip
+    """See `liger_triton.gated_rms_norm`."""
+    wide = _wide(*(t.dtype for t in (x, gate, weight) if t is not None))
+    h, factor = x.to(wide), None
+    if gate is not None:
+        factor = (F.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
+        h = h * factor if gate_first else h
+    groups = h.unflatten(-1, (-1, x.shape[-1] if group_size is None else group_size))
+    normed = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+    if cast == "llama":
+        normed = (weight + offset if offset else weight) * normed.to(x.dtype)
+    else:
+        normed = normed * (weight.to(wide) + offset)
+    if factor is None or gate_first:
+        return normed if cast == "llama" else normed.to(x.dtype)
+    return (normed * factor).to(x.dtype)
+
+
+def layer_norm(x, weight, bias, eps, *, offset=0.0):
     """See `liger_triton.layer_norm`."""
+    weight = weight + offset if offset else weight
     wide = _wide(*(t.dtype for t in (x, weight, bias) if t is not None))
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)

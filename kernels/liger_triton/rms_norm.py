@@ -28,18 +28,27 @@ from ._launch import (
     runs_triton,
 )
 
-CASTS = ("llama", "gemma", "none")
+CASTS = ("llama", "gemma", "none", "rstd")
+
+
+@jit
+def normed(x, rstd, X, CAST: tl.constexpr):
+    """x * rstd in fp32, with the rounding of rstd that `cast="rstd"` has before it. X is a pointer and gives the
+    dtype."""
+    if CAST == "rstd":
+        rstd = rstd.to(X.dtype.element_ty).to(tl.float32)
+    return x * rstd
 
 
 @jit
 def scale_row(xhat, w_row, offset, X, W, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr):
     """y in fp32, which the store rounds, with the inner roundings of `cast="llama"`. X and W are pointers and give the
     dtypes."""
-    if CAST == "llama":
+    if CAST == "llama" or CAST == "rstd":
         xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
     if HAS_WEIGHT:
         w = w_row.to(tl.float32) + offset
-        if CAST == "llama":
+        if CAST == "llama" or CAST == "rstd":
             w = w.to(W.dtype.element_ty).to(tl.float32)
         xhat *= w
     return xhat
@@ -58,7 +67,7 @@ def _rms_norm_fwd_kernel(
         w = tl.load(W + col, mask=col < n, other=0.0)[None, :]
     x = tl.load(X + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n + eps)
-    y = scale_row(x * rstd[:, None], w, offset, X, W, HAS_WEIGHT, CAST)
+    y = scale_row(normed(x, rstd[:, None], X, CAST), w, offset, X, W, HAS_WEIGHT, CAST)
     tl.store(Y + row[:, None] * n + col[None, :], y, mask=mask)
     tl.store(RSTD + row, rstd, mask=row < m)
 
@@ -196,7 +205,7 @@ def rms_norm(
         weight (`torch.Tensor` or `None`): (N,), on the device of `x`, of any floating dtype. `None`: no factor.
         eps (`float`): Added to the mean of the squares.
         offset (`float`, *optional*, defaults to 0.0): Added to `weight`; 1.0 where weights are stored around zero.
-        cast (`str`, *optional*, defaults to `"llama"`): `"llama"`, `"gemma"` or `"none"`.
+        cast (`str`, *optional*, defaults to `"llama"`): `"llama"`, `"gemma"`, `"none"` or `"rstd"`.
 
     Returns:
         `torch.Tensor`, contiguous, of the shape of `x`. Dtype: that of `x` for `"gemma"` and without a weight, else the

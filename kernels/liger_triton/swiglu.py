@@ -23,29 +23,38 @@ import torch
 
 from . import reference
 from ._dispatch import _device_guard, jit, kernel_op, once_differentiable, tl
-from ._launch import (
-    check_gate,
-    gate_gradients,
-    gate_step,
-    gate_tiles,
-    gradients_and_product_of,
-    launch,
-    runs_triton,
-    stepped_tiles,
-)
+from ._launch import check_gate, gate_gradients, gate_tiles, gradients_and_product_of, launch, paired, runs_triton
+
+PLAIN = (math.inf, 1.0, 0.0, 1.0)  # limit, alpha, up_offset, gate_scale
+
+
+@jit
+def _load(G, U, g_stride, u_stride, row, tile, n, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of g and of u in fp32. For pairs, G is the tensor of which they are the columns: in one long row."""
+    if PAIRS == "":
+        col = tile * BLOCK + tl.arange(0, BLOCK)
+        g = tl.load(G + row * g_stride + col, mask=col < n, other=0.0)
+        u = tl.load(U + row * u_stride + col, mask=col < n, other=0.0)
+    else:
+        col = tile * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        both = tl.load(G + col, mask=col < 2 * n, other=0.0)
+        even, odd = tl.split(tl.reshape(both, [BLOCK, 2]))
+        if PAIRS == "gate":
+            g, u = even, odd
+        else:
+            g, u = odd, even
+    return g.to(tl.float32), u.to(tl.float32)
 
 
 @jit
 def _swiglu_fwd_kernel(
     G, U, Y, g_stride, u_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-    VARIANT: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    VARIANT: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
-    col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64: a contiguous input is one row
-    mask = col < n
-    g = tl.load(G + row * g_stride + col * STEP, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(U + row * u_stride + col * STEP, mask=mask, other=0.0).to(tl.float32)
+    tile = (pid % tiles_per_row).to(tl.int64)  # int64: a contiguous input is one row
+    g, u = _load(G, U, g_stride, u_stride, row, tile, n, PAIRS, BLOCK)
     if VARIANT:
         g *= gate_scale
         g = tl.where(g > limit, limit, g)  # and not tl.minimum, which would hide a NaN
@@ -53,22 +62,24 @@ def _swiglu_fwd_kernel(
         y = g * tl.sigmoid(alpha * g) * u
     else:
         y = g * tl.sigmoid(g) * u
-    tl.store(Y + row * n + col, y, mask=mask)
+    col = tile * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + row * n + col, y, mask=col < n)
 
 
 @jit
 def _swiglu_bwd_kernel(
     DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-    VARIANT: tl.constexpr, STEP: tl.constexpr, D_STEP: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
+    VARIANT: tl.constexpr, PAIRS: tl.constexpr, D_PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """With PRODUCT, DY is written over with y."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
-    col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tile = (pid % tiles_per_row).to(tl.int64)
+    col = tile * BLOCK + tl.arange(0, BLOCK)
     mask = col < n
     dy = tl.load(DY + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(G + row * g_stride + col * STEP, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(U + row * u_stride + col * STEP, mask=mask, other=0.0).to(tl.float32)
+    g, u = _load(G, U, g_stride, u_stride, row, tile, n, PAIRS, BLOCK)
     if VARIANT:
         g *= gate_scale
         g_cut, u_cut = g > limit, (u > limit) | (u < -limit)
@@ -81,17 +92,38 @@ def _swiglu_bwd_kernel(
         s = tl.sigmoid(g)
         du = dy * (g * s)
         dg = dy * u * (s * (1.0 + g * (1.0 - s)))
-    tl.store(DU + row * d_stride + col * D_STEP, du, mask=mask)
-    tl.store(DG + row * d_stride + col * D_STEP, dg, mask=mask)
+    if D_PAIRS == "":
+        tl.store(DU + row * d_stride + col, du, mask=mask)
+        tl.store(DG + row * d_stride + col, dg, mask=mask)
+    else:
+        if D_PAIRS == "gate":
+            both = tl.join(dg, du)
+        else:
+            both = tl.join(du, dg)
+        col = tile * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        tl.store(DG + col, tl.reshape(both, [2 * BLOCK]), mask=col < 2 * n)
     if PRODUCT:
-        tl.store(DY + row * dy_stride + col, g * s * u, mask=mask)
-
-
-PLAIN = (math.inf, 1.0, 0.0, 1.0)  # limit, alpha, up_offset, gate_scale
+        tl.store(DY + row * dy_stride + tile * BLOCK + tl.arange(0, BLOCK), g * s * u, mask=mask)
 
 
 def _is_variant(limit: float, alpha: float, up_offset: float, gate_scale: float) -> bool:
     return (limit, alpha, up_offset, gate_scale) != PLAIN
+
+
+def _parts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """What the kernel is given of gate and up, or of their gradients: the two, or the tensor that has them as pairs."""
+    both = paired(a, b)
+    return (a, b, "") if both is None else (both[0], both[0], both[1])
+
+
+def _tiles(y: torch.Tensor, *parts: tuple[torch.Tensor, torch.Tensor, str]):
+    """`gate_tiles` of y and of the parts, in this order. As soon as some are pairs, all are one long row."""
+    given = [t for a, b, _ in parts for t in (a, b)]
+    if not any(kind for *_, kind in parts):
+        return gate_tiles(y, *given)
+    y, *given = (t if t.is_contiguous() else t.contiguous() for t in (y, *given))
+    rows, n, tiles_per_row, grid, block = gate_tiles(y)
+    return rows + [t.view(1, -1) for t in given], n, tiles_per_row, grid, block
 
 
 @kernel_op("swiglu_fwd")
@@ -99,12 +131,12 @@ def _forward(
     gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float, up_offset: float, gate_scale: float
 ) -> torch.Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    step = gate_step(gate, up)
-    (g, u), n, tiles_per_row, grid, block = (gate_tiles if step == 1 else stepped_tiles)(gate, up)
+    parts = _parts(gate, up)
+    (_, g, u), n, tiles_per_row, grid, block = _tiles(y, parts)
     launch(
-        _swiglu_fwd_kernel, grid, g, u, y, g.stride(0), u.stride(0), n, tiles_per_row,
-        limit, alpha, up_offset, gate_scale,
-        VARIANT=_is_variant(limit, alpha, up_offset, gate_scale), STEP=step, BLOCK=block,
+        _swiglu_fwd_kernel, grid,
+        g, u, y, g.stride(0), u.stride(0), n, tiles_per_row, limit, alpha, up_offset, gate_scale,
+        VARIANT=_is_variant(limit, alpha, up_offset, gate_scale), PAIRS=parts[2], BLOCK=block,
     )  # fmt: skip
     return y
 
@@ -120,14 +152,13 @@ def _backward(
     gate_scale: float, reuse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     dg, du = gate_gradients(gate, up, reuse, pairs=True)  # not over dy, which another branch may read
-    step, d_step = gate_step(gate, up), gate_step(dg, du)
-    tiles = gate_tiles if step == d_step == 1 else stepped_tiles
-    (dy, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = tiles(dy, gate, up, dg, du)
+    parts, d_parts = _parts(gate, up), _parts(dg, du)
+    (dy, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = _tiles(dy, parts, d_parts)
     launch(
         _swiglu_bwd_kernel, grid,
         dy, g, u, dg_rows, du_rows, dy.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
         limit, alpha, up_offset, gate_scale, VARIANT=_is_variant(limit, alpha, up_offset, gate_scale),
-        STEP=step, D_STEP=d_step, BLOCK=block, PRODUCT=False,
+        PAIRS=parts[2], D_PAIRS=d_parts[2], BLOCK=block, PRODUCT=False,
     )  # fmt: skip
     return dg, du
 
@@ -149,7 +180,7 @@ def gradients_and_product(
         launch(
             _swiglu_bwd_kernel, grid,
             dy_rows, g, u, dg_rows, du_rows, dy_rows.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n,
-            tiles_per_row, *PLAIN, VARIANT=False, STEP=1, D_STEP=1, BLOCK=block, PRODUCT=True,
+            tiles_per_row, *PLAIN, VARIANT=False, PAIRS="", D_PAIRS="", BLOCK=block, PRODUCT=True,
         )  # fmt: skip
     return dg, du, dy
 

@@ -29,9 +29,16 @@ def row(block, aligned, **flags):
     return _row_pass._row_kernel, ROW, constants, sixteen + ["x_stride", "d_stride", "W"] * aligned, block // 256
 
 
+def swiglu(**flags):
+    floats = dict.fromkeys(("limit", "alpha", "up_offset", "gate_scale"), "fp32")
+    return _swiglu_bwd_kernel, GATE | floats, {"PAIRS": "", "D_PAIRS": "", "BLOCK": 2048} | flags, GATE_SIXTEEN, 4
+
+
 # Kernel, types of the pointers and floats, constants, which arguments are multiples of 16, warps.
 CASES = {
-    "swiglu": (_swiglu_bwd_kernel, GATE, {"BLOCK": 2048}, GATE_SIXTEEN, 4),
+    "swiglu": swiglu(VARIANT=False),
+    "clamped swiglu": swiglu(VARIANT=True),
+    "swiglu of pairs": swiglu(VARIANT=True, PAIRS="gate", D_PAIRS="gate"),
     "geglu": (_geglu_bwd_kernel, GATE, {"BLOCK": 2048, "TANH": True}, GATE_SIXTEEN, 4),
     "rows": row(8192, True),
     "rows anywhere": row(4096, False),

@@ -47,9 +47,15 @@ ROWS, WEIGHT, HEAD = (T, H), (V, H), ((T, H), (V, H), (V,))
 OPS = {
     "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w, 1e-6), (ROWS, (H,))),
     "add_rms_norm": (lambda ops, x, r, w: ops.add_rms_norm(x, r, w, 1e-6), (ROWS, ROWS, (H,))),
+    "gated_rms_norm": (lambda ops, x, z, w: ops.gated_rms_norm(x, z, w, 1e-6), (ROWS, ROWS, (H,))),
+    "gated_rms_norm-gate-first": (
+        lambda ops, x, z, w: ops.gated_rms_norm(x, z, w, 1e-6, gate_first=True, group_size=H // 2),
+        (ROWS, ROWS, (H,)),
+    ),
     "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-6), (ROWS, (H,), (H,))),
     "rope": (lambda ops, q, k: ops.rope(q, k, *(t.to(q.device) for t in angles())), ((2, 3, T, 8), (2, 1, T, 8))),
     "swiglu": (lambda ops, g, u: ops.swiglu(g, u), (ROWS, ROWS)),
+    "swiglu-clamped": (lambda ops, g, u: ops.swiglu(g, u, limit=0.5, alpha=1.7, up_offset=1.0), (ROWS, ROWS)),
     "geglu": (lambda ops, g, u: ops.geglu(g, u), (ROWS, ROWS)),
     "swiglu-reuse": (lambda ops, g, u: ops.swiglu(g, u, **reuse(ops)), (ROWS, ROWS)),
     "geglu-reuse": (lambda ops, g, u: ops.geglu(g, u, **reuse(ops)), (ROWS, ROWS)),

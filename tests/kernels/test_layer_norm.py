@@ -35,6 +35,22 @@ def test_matches_float64(shape, weight, bias, dtype, device, check_close):
     check_close(lambda x, w, b: layer_norm(x, w, b, 1e-5), oracle, inputs(shape, dtype, device, weight, bias))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_offset(dtype, device, check_close):
+    """Weights around zero, as in Nemotron. A sum of one binade with 1 is exact in bf16, to which it is rounded."""
+    x, w, b = inputs((7, 41), dtype, device)
+    w = (w.detach().sign() * 0.5).requires_grad_()
+    check_close(lambda x, w, b: layer_norm(x, w, b, 1e-5, offset=1.0), lambda x, w, b: oracle(x, w + 1, b), [x, w, b])
+
+
+def test_offset_is_added_in_the_dtype_of_the_weight(device):
+    x, w = torch.randn(4, 32, device=device), torch.full((32,), 2.0**-10, device=device, dtype=torch.bfloat16)
+    assert torch.equal(layer_norm(x, w, None, 1e-5, offset=1.0), layer_norm(x, w + 1, None, 1e-5))
+    assert torch.equal(w + 1, torch.ones_like(w)), "2**-10 is lost"
+    with pytest.raises(ValueError, match="offset is 1.0, but weight is None"):
+        layer_norm(x, None, None, 1e-5, offset=1.0)
+
+
 def test_is_coheres(device):
     """CohereLayerNorm: fp32 inside, fp32 weight allowed, no bias, the dtype of x."""
     x, w, _ = inputs((5, 40), torch.bfloat16, device, bias=False, parameter_dtype=torch.float32)

@@ -3,7 +3,7 @@ import torch
 
 from liger_triton import reference, rms_norm
 
-CASTS = ["llama", "gemma", "none"]
+CASTS = ["llama", "gemma", "none"]  # "rstd" rounds a factor of whole rows, which bf16 shows: it has tests of its own
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -66,8 +66,23 @@ def test_casts_round_where_they_say(device):
     assert rms_norm(x, w, 1e-6, cast="gemma").dtype == torch.bfloat16
 
 
+def test_rstd_is_rounded_before_the_product(device):
+    x = 2.0 ** torch.randint(-3, 3, (5, 63), device=device)  # powers of two: a product with one is exact
+    x = x.bfloat16()
+    rstd = (rms_norm(x, None, 1e-6, cast="rstd") / x).float()
+    assert torch.equal(rstd, rstd[:, :1].expand_as(rstd)) and torch.equal(rstd, rstd.bfloat16().float())
+
+
+@pytest.mark.parametrize("weight", [True, False])
+def test_rstd_is_a_norm(weight, device, check_close):
+    x, w = inputs((37, 5, 20), torch.float32, device, weight=weight)
+    check_close(
+        lambda x, w: rms_norm(x, w, 1e-5, cast="rstd"), lambda x, w: oracle(x, 1 if w is None else w), [x, w]
+    )  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("cast", ["llama", "gemma"])
+@pytest.mark.parametrize("cast", [*CASTS, "rstd"])
 def test_bf16_is_bit_equal_to_the_twin(cast):
     """Only the order of the sum differs, so a rounding may flip in a few elements; the wrong cast changes a quarter."""
     x, w = inputs((64, 4096), torch.bfloat16, "cuda")

@@ -81,9 +81,7 @@ def test_variants(options, parts, dtype, device, check_close):
         )  # fmt: skip
     else:
         fused = (10 * torch.randn(3, 5, 2002, device=device)).to(dtype).requires_grad_()
-        check_close(
-            lambda t: swiglu(*split(t), **options), lambda t: variant_oracle(*split(t), **options), [fused]
-        )
+        check_close(lambda t: swiglu(*split(t), **options), lambda t: variant_oracle(*split(t), **options), [fused])
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
