@@ -107,11 +107,14 @@ def rope(
 def swiglu(gate, up, *, limit=None, alpha=1.0, up_offset=0.0, gate_scale=1.0):
     """See `liger_triton.swiglu`."""
     wide = _wide(gate.dtype)
-    g, u = gate.to(wide) * gate_scale, up.to(wide)
+    g, u = gate.to(wide), up.to(wide)
+    if gate_scale != 1:
+        g = g * gate_scale
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(min=-limit, max=limit)
-    act = F.silu(g) if alpha == 1 else g * torch.sigmoid(alpha * g)
-    return (act * (u + up_offset)).to(gate.dtype)
+    if up_offset:
+        u = u + up_offset
+    return ((F.silu(g) if alpha == 1 else g * torch.sigmoid(alpha * g)) * u).to(gate.dtype)
 
 
 def geglu(gate, up, *, approximate="tanh"):

@@ -14,11 +14,11 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, unbind
 from liger_trainer.instance.hooks import why_children_must_run
 from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.patching import experts, head, lora, lora_groups, mlps, norms, probe, rotary, varlen
+from liger_trainer.patching import experts, gated_norms, head, lora, lora_groups, mlps, norms, probe, rotary, varlen
 from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
 from liger_trainer.patching.kind import Kind, Proven
 
-KINDS: tuple[Kind, ...] = (norms.KIND, mlps.KIND, experts.KIND, lora.KIND)
+KINDS: tuple[Kind, ...] = (norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, lora.KIND)
 
 
 def apply_liger(

@@ -11,29 +11,34 @@ from torch import nn
 from liger_trainer.instance.binding import is_aside
 from liger_trainer.instance.hooks import LeftOut, step_aside, why_children_must_run
 from liger_trainer.patching import probe
-from liger_trainer.patching.gates import GATES, SCALES, children_except, guessed_operation
+from liger_trainer.patching.gates import SCALES, Gate, candidates, children_except, guessed_operation
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
-from liger_triton.halves import halves
+from liger_triton.halves import halves, pairs
+
+PARTS: dict[str, Callable] = {"halves": halves, "pairs": pairs}  # how gate and up lie in one tensor
 
 
 @dataclass(frozen=True)
 class ExpertGate:
-    """The gate of a block of experts, whose `_apply_gate` gets one tensor with the gate in its first half and up after.
+    """The gate of a block of experts, whose `_apply_gate` gets one tensor with gate and up.
 
     Attributes:
-        operation (`str`): `"swiglu"` or `"geglu"`.
-        approximate (`str`): Which GELU it is, `"tanh"` or `"none"`; empty for SwiGLU.
+        gate (`Gate`): What it computes from the two.
+        parts (`str`): `"halves"`, the gate before up, or `"pairs"`, the gate in the even columns.
         left_out (`tuple`): The block's children, none of which our method calls.
     """
 
-    operation: str
-    approximate: str
+    gate: Gate
+    parts: str
     left_out: LeftOut
 
+    @property
+    def operation(self) -> str:
+        return self.gate.operation
+
     def __str__(self) -> str:
-        act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
-        return f"{act}, experts' _apply_gate"
+        return f"{self.gate}, experts' _apply_gate{' of pairs' if self.parts == 'pairs' else ''}"
 
 
 def nominated(module: nn.Module) -> bool:
@@ -56,7 +61,8 @@ def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
         )
     width = probe.full_shape(weight)[2 if getattr(module, "is_transposed", False) else 1]
     copy = probe.clone(module, probe.generator(), parameters=False)
-    candidates = [ExpertGate(*key, children_except(module, ())) for key in GATES]
+    left_out = children_except(module, ())
+    likely = [ExpertGate(gate, parts, left_out) for parts in PARTS for gate in candidates(module)]
     for training in (True, False):
         probe.set_training(copy, training)
         for scale in SCALES:
@@ -64,14 +70,15 @@ def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
                 source = probe.generator()
                 x, dy = probe.randn((4, width), source, dtype) * scale, probe.randn((4, width // 2), source, dtype)
                 want = _gate_and_grad(type(module)._apply_gate, copy, x, dy)
-                candidates = [
-                    c
-                    for c in candidates
-                    if all(map(probe.same, _gate_and_grad(build(c), copy, x, dy), want, [rtol] * 2))
+                likely = [
+                    c for c in likely if all(map(probe.same, _gate_and_grad(build(c), copy, x, dy), want, [rtol] * 2))
                 ]
-    if not candidates:
-        return None, "its _apply_gate is not act(gate) * up with silu or gelu on two halves: a clamp or another layout"
-    return candidates[0], None
+    if not likely:
+        return None, (
+            "its _apply_gate is not act(gate) * up with silu or gelu, plain or clamped, on two halves or on even and "
+            "odd columns"
+        )
+    return likely[0], None
 
 
 def _gate_and_grad(
@@ -89,7 +96,7 @@ def build(expert_gate: ExpertGate, rebuild_above: int = REBUILD_ABOVE_BYTES) -> 
 
     `rebuild_above` has no effect here: the block's own code keeps the result for the backward pass, and not ours.
     """
-    gate = GATES[expert_gate.operation, expert_gate.approximate]
+    gate, parts = expert_gate.gate, PARTS[expert_gate.parts]
 
     def _apply_gate(self, gate_up: torch.Tensor) -> Any:
         if is_aside(self):
@@ -97,7 +104,7 @@ def build(expert_gate: ExpertGate, rebuild_above: int = REBUILD_ABOVE_BYTES) -> 
         if (reason := why_children_must_run(self, expert_gate.left_out)) is not None:
             step_aside(self, reason)
             return type(self)._apply_gate(self, gate_up)
-        return gate(*halves(gate_up))
+        return gate.function(self)(*parts(gate_up))
 
     return probe.named(_apply_gate, "_apply_gate")
 

@@ -1,24 +1,35 @@
-"""Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections.
+"""Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections. The result may be multiplied by
+a number, and a dropout may follow.
 
 For the proof, the projections are replaced by recorders that return random tensors, so that the weights do not matter.
 It shows that x goes to the first projections unchanged, that act(gate) * up goes to the last one unchanged, and that
-the output of the last one is the result. With a dropout, a clamp, a scale or a norm in between the results differ, and
-the module keeps its own code. Our forward calls the projections as modules and in the same order, so adapters in them
+the output of the last one is the result. With anything in between that is not known here the results differ, and the
+module keeps its own code. Our forward calls the projections as modules and in the same order, so adapters in them
 and around them keep working.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from liger_trainer.instance.binding import is_aside
 from liger_trainer.instance.hooks import LeftOut, step_aside, why_children_must_run
 from liger_trainer.patching import probe
-from liger_trainer.patching.gates import GATES, SCALES, children_except, guessed_operation
+from liger_trainer.patching.gates import (
+    SCALES,
+    Gate,
+    candidates,
+    children_except,
+    guessed_operation,
+    numbers,
+    scale_names,
+)
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.lora import Tensors, tensors_now
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, nobody_else_reads, rebuilding
@@ -34,27 +45,36 @@ class MLP:
     """What a gated MLP computes, and the names of the children that do it.
 
     Attributes:
-        operation (`str`): `"swiglu"` or `"geglu"`.
-        approximate (`str`): Which GELU it is, `"tanh"` or `"none"`; empty for SwiGLU.
+        gate (`Gate`): The function between the projections.
         inner (`tuple`): The projections before the gate, in the order of their calls: two, or one if they are fused.
         down (`str`): The projection after the gate.
         gate_first (`bool`): Whether the gate is the first of the two, or the first half of the fused one.
         left_out (`tuple`): The other children, such as the activation, which our forward does not call.
+        dropout (`str` or `None`): The attribute that is the probability of a dropout of the result.
+        factor (`str` or `None`): The attribute by which the result is multiplied.
     """
 
-    operation: str
-    approximate: str
+    gate: Gate
     inner: tuple[str, ...]
     down: str
     gate_first: bool
     left_out: LeftOut
+    dropout: str | None = None
+    factor: str | None = None
+
+    @property
+    def operation(self) -> str:
+        return self.gate.operation
 
     def __str__(self) -> str:
-        act = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
         names = [*self.inner, self.down]
+        text = str(self.gate)
         if len(self.inner) == 1:
-            return f"{act}, fused {'[gate|up]' if self.gate_first else '[up|gate]'}: {', '.join(names)}"
-        return f"{act}: {', '.join(names if self.gate_first else [names[1], names[0], names[2]])}"
+            text += f", fused {'[gate|up]' if self.gate_first else '[up|gate]'}: {', '.join(names)}"
+        else:
+            text += f": {', '.join(names if self.gate_first else [names[1], names[0], names[2]])}"
+        text += f", times {self.factor}" if self.factor else ""
+        return text + (f", dropout by {self.dropout}" if self.dropout else "")
 
 
 def _widths(module: nn.Module | None) -> tuple[int, int] | None:
@@ -131,7 +151,7 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
     projections, inputs = projections_of(module), probe.inputs_of(type(module).forward)
     assert projections is not None and inputs is not None, "the module is not nominated"
     inner, down = projections
-    if len(inputs) != 1:
+    if len(inputs) != 1 and not probe.rest_is_optional(type(module).forward):
         return None, f"its forward takes {len(inputs)} inputs ({', '.join(inputs)}), a plain MLP takes one"
     extra = [n for n, c in module._modules.items() if n not in (*inner, down) and _has_parameters(c)]
     if extra:
@@ -141,13 +161,16 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
     order = [name for name, _ in calls]
     if sorted(order) != sorted((*inner, down)) or order[-1] != down:
         return None, f"it calls its projections in the order {', '.join(order)}; expected each once, {down} last"
-    for operation, approximate in GATES:
-        for gate_first in (True, False):
-            left_out = children_except(module, order)
-            mlp = MLP(operation, approximate, tuple(order[:-1]), down, gate_first, left_out)
-            if _agrees(module, mlp):
-                return mlp, None
-    return None, "it is not down(act(gate) * up) with silu or gelu: a clamp, a scale, dropout or another activation"
+    left_out = children_except(module, order)
+    dropout = next(iter(numbers(module, "drop")), None)
+    factors = [None, *scale_names(module)]
+    for gate, gate_first, factor in itertools.product(candidates(module), (True, False), factors):
+        if factor is not None and factor == gate.scale:
+            continue
+        mlp = MLP(gate, tuple(order[:-1]), down, gate_first, left_out, dropout, factor)
+        if _agrees(module, mlp):
+            return mlp, None
+    return None, "it is not down(act(gate) * up) with silu or gelu, nor one of the known clamps and scales of that"
 
 
 def _input_and_values(module: nn.Module, inner: Sequence[str], scale: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -174,6 +197,7 @@ def _recorded_calls(
         children[name] = _Recorder(name, *_widths_of(module, name), value, calls)
     copy = probe.clone(module, probe.generator(), children=children)
     probe.set_training(copy, training)
+    torch.default_generator.manual_seed(probe.SEED)  # of a dropout; the state is forked, see `probe.isolated`
     return calls, forward(copy, x)
 
 
@@ -211,8 +235,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
 
     A gated product of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
     """
-    gate = GATES[mlp.operation, mlp.approximate]
-    first, second, down, gate_first = mlp.inner[0], mlp.inner[-1], mlp.down, mlp.gate_first
+    first, second, gate_first = mlp.inner[0], mlp.inner[-1], mlp.gate_first
 
     names = (first, second, down) if gate_first else (second, first, down)
     activation = None if first == second else ACTIVATIONS[mlp.operation, mlp.approximate]
@@ -238,9 +261,9 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         reuse = all(map(nobody_else_reads, projections, outputs))
         return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        if is_aside(self):
-            return type(self).forward(self, x)
+    def forward(self, x: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if is_aside(self) or any(given is not None for given in (*others, *named.values())):
+            return type(self).forward(self, x, *others, **named)
         if (reason := why_children_must_run(self, mlp.left_out)) is not None:
             step_aside(self, reason)
             return type(self).forward(self, x)
@@ -252,7 +275,12 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
             dtype = torch.promote_types(a.dtype, b.dtype)
             a, b = a.to(dtype), b.to(dtype)
         a, b = (a, b) if gate_first else (b, a)
-        return call_rebuilding(getattr(self, down), gate, a, b, reuse, above=rebuild_above)
+        y = call_rebuilding(getattr(self, mlp.down), mlp.gate.function(self), a, b, reuse, above=rebuild_above)
+        if mlp.factor is not None:
+            y = y * getattr(self, mlp.factor)
+        if mlp.dropout is not None:
+            y = F.dropout(y, getattr(self, mlp.dropout), self.training)
+        return y
 
     return probe.named(forward, "forward")
 

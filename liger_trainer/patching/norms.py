@@ -1,10 +1,12 @@
 """RMSNorm and LayerNorm, nominated by name and shape, and swapped where a row of `VARIANTS` computes the same.
 
-The variants differ in where fp32 is rounded, in whether 1 is added to the weight, and in what an fp32 weight does to a
-bf16 input. Results in bf16 tell them apart: a rounding in another place changes 25 to 36 % of the elements.
+The variants differ in where fp32 is rounded, in whether 1 is added to the weight, in what an fp32 weight does to a
+bf16 input, and in whether a mean is over a row or over groups of its columns. Results in bf16 tell them apart: a
+rounding in another place changes 25 to 36 % of the elements. Norms that take a gate too are in `gated_norms.py`.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +19,7 @@ from liger_trainer.instance.hooks import LeftOut, has_hooks
 from liger_trainer.patching import probe
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, rebuildable
-from liger_triton import layer_norm, rms_norm
+from liger_triton import gated_rms_norm, layer_norm, rms_norm
 
 # (operation, offset, cast), ordered by how many families of models have them, most first
 VARIANTS = (
@@ -26,7 +28,11 @@ VARIANTS = (
     ("rms_norm", 0.0, "gemma"),
     ("layer_norm", 0.0, ""),
     ("rms_norm", 1.0, "llama"),
+    ("rms_norm", 0.0, "rstd"),
+    ("rms_norm", 0.0, "t5"),
+    ("layer_norm", 1.0, ""),
 )
+HALF = (torch.float16, torch.bfloat16)
 LITERAL_EPS = (1e-5, 1e-6)  # for norms that have a number in their code and no attribute, as in olmo
 MAX_CHANGED = 0.02  # bf16 elements that another order of summation may flip; a wrong cast flips a quarter of them
 NOT_OURS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, nn.RMSNorm)
@@ -38,11 +44,13 @@ class Norm:
 
     Attributes:
         operation (`str`): `"rms_norm"` or `"layer_norm"`.
-        offset, cast: Arguments of `liger_triton.rms_norm`.
+        offset, cast: Arguments of `liger_triton.rms_norm`; "t5" is "llama" for a weight in 16 bit and "none" otherwise.
         weight, bias (`str` or `None`): Names of the module's parameters; None where it has no such parameter.
         eps (`str` or `float`): The name of the module's attribute, or a number.
-        wide_autocast (`bool`): Whether it is `F.layer_norm`, which autocast runs in fp32 on accelerators, with an fp32
-            result.
+        autocast (`str`): What happens under autocast: `"wide"` for `F.layer_norm`, which runs in fp32 on accelerators
+            with an fp32 result, `"own"` where the norm's code asks about autocast and therefore runs itself, else empty.
+        group (`str` or `None`): The attribute that says how many columns are normed together; None for all.
+        channels_first (`bool`): Whether the input is an image (B, N, H, W).
         left_out (`tuple`): Empty, since a norm has no children that our forward could leave out.
     """
 
@@ -52,7 +60,9 @@ class Norm:
     weight: str | None
     bias: str | None
     eps: str | float
-    wide_autocast: bool
+    autocast: str = ""
+    group: str | None = None
+    channels_first: bool = False
     left_out: ClassVar[LeftOut] = ()
 
     def __str__(self) -> str:
@@ -60,10 +70,17 @@ class Norm:
         parts += [f"offset={self.offset:g}"] if self.offset else []
         parts += [] if self.weight else ["no weight"]
         parts += ["bias"] if self.bias else []
+        parts += [f"groups of {self.group}"] if self.group else []
+        parts += ["channels first"] if self.channels_first else []
         return ", ".join(parts) or "weight only"
 
 
 def nominated(module: nn.Module) -> bool:
+    """Whether `module` looks like a norm, and not like one that takes a gate."""
+    return looks_like_a_norm(module) and len(probe.inputs_of(type(module).forward) or ()) != 2
+
+
+def looks_like_a_norm(module: nn.Module) -> bool:
     """Whether `module` has "norm" in the name of its class, no children, and at most a 1D weight and a 1D bias."""
     return (
         "norm" in type(module).__name__.lower()
@@ -83,7 +100,8 @@ def guessed_operation(module: nn.Module) -> str:
 
 def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
     """(what this norm computes, None), or (None, why it is none of ours)."""
-    inputs = probe.inputs_of(type(module).forward)
+    forward = type(module).forward
+    inputs = probe.inputs_of(forward)
     if inputs is None or len(inputs) != 1:
         taken = "an open list of inputs" if inputs is None else f"{len(inputs)} inputs ({', '.join(inputs)})"
         return None, f"its forward takes {taken}, a plain norm takes one"
@@ -92,17 +110,44 @@ def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
     bias = next((n for n in names if "bias" in n), None)
     if len(names) > (weight is not None) + (bias is not None):
         return None, f"its parameters are {names}; expected a weight, or a weight and a bias"
-    eps_names = [n for n, v in module.__dict__.items() if isinstance(v, float) and 0 < v < 0.1]
-    cases = _Cases(module)
+    channels_first = "channels_first" in [v for v in module.__dict__.values() if isinstance(v, str)]
+    cases = Cases(module, channels_first=channels_first)
     for operation, offset, cast in VARIANTS:
-        if (bias and operation == "rms_norm") or (offset and weight is None):
+        if (bias and operation == "rms_norm") or (weight is None and (offset or cast == "t5")):
             continue
-        wide = operation == "layer_norm" and type(module).forward is nn.LayerNorm.forward
-        for eps in (*eps_names, *LITERAL_EPS):
-            norm = Norm(operation, offset, cast, weight, bias, eps, wide)
+        groups = group_names(module) if operation == "rms_norm" and weight and cast in ("llama", "gemma") else []
+        for group, eps in itertools.product((*groups, None), eps_of(module)):
+            autocast = autocast_of(module, operation)
+            norm = Norm(operation, offset, cast, weight, bias, eps, autocast, group, channels_first)
             if cases.agree(build(norm)):
                 return norm, None
     return None, "it computes none of the known norms (RMSNorm with llama or gemma cast, LayerNorm)"
+
+
+def eps_of(module: nn.Module) -> tuple[str | float, ...]:
+    """What the eps of a norm may be: the names of attributes, then numbers."""
+    return (*[n for n, v in module.__dict__.items() if isinstance(v, float) and 0 < v < 0.1], *LITERAL_EPS)
+
+
+def group_names(module: nn.Module) -> list[str]:
+    """The names of attributes that may say how many columns of the weight are normed together."""
+    width = max((probe.full_shape(p)[0] for p in module._parameters.values() if p is not None), default=0)
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if "group" in name and type(value) is int and value > 0 and width % value == 0
+    ]
+
+
+def autocast_of(module: nn.Module, operation: str) -> str:
+    """The `autocast` of a `Norm`. Code that calls the forward of `nn.LayerNorm`, through `super()`, is wide too."""
+    code = type(module).forward.__code__
+    if any("autocast" in name for name in code.co_names):
+        return "own"
+    layer_norm = type(module).forward is nn.LayerNorm.forward or (
+        isinstance(module, nn.LayerNorm) and "__class__" in code.co_freevars
+    )
+    return "wide" if operation == "layer_norm" and layer_norm else ""
 
 
 @functools.cache
@@ -116,29 +161,53 @@ def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     def formula(self) -> Callable:
         """The function of (x, weight, bias) that gives y, with the eps that the module has now."""
         e = getattr(self, eps) if isinstance(eps, str) else eps
-        if norm.operation == "rms_norm":
-            return lambda x, w, b: rms_norm(x, w, e, offset=norm.offset, cast=norm.cast)
-        return lambda x, w, b: layer_norm(x, w, b, e)
+        if norm.operation == "layer_norm":
+            return lambda x, w, b: layer_norm(x, w, b, e, offset=norm.offset)
+        if norm.group is not None:
+            size = getattr(self, norm.group)
+            return lambda x, w, b: gated_rms_norm(
+                x, None, w, e, group_size=size, offset=norm.offset, cast=norm.cast
+            )  # fmt: skip
+        if norm.cast == "t5":
+            return lambda x, w, b: rms_norm(x, w, e, cast="llama" if w.dtype in HALF else "none")
+        return lambda x, w, b: rms_norm(x, w, e, offset=norm.offset, cast=norm.cast)
+
+    def runs_itself(self, x: torch.Tensor) -> bool:
+        """Whether the norm's own code is to run, because of something for which nothing was proven."""
+        if norm.autocast == "own" and torch.is_autocast_enabled(x.device.type):
+            return True
+        if norm.cast == "t5" and (dtype := getattr(self, weight).dtype) in HALF and x.dtype != dtype:
+            return True
+        return norm.channels_first and x.ndim != 4
 
     def forward(self, x: torch.Tensor) -> Any:
-        if is_aside(self):
+        if is_aside(self) or (unusual and runs_itself(self, x)):
             return type(self).forward(self, x)
-        if norm.wide_autocast and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+        if norm.autocast == "wide" and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         make = formula(self)
         parameters = [None if name is None else getattr(self, name) for name in (weight, bias)]
+        if norm.channels_first:
+            return make(x.movedim(1, -1), *parameters).movedim(-1, 1)
         y = make(x, *parameters)
         if has_hooks(self):  # a hook may change y, even without autograd seeing it, through `y.data`
             return y
         return rebuildable(y, make, x, *parameters, above=rebuild_above)
 
+    unusual = norm.autocast == "own" or norm.cast == "t5" or norm.channels_first
     return probe.named(forward, "forward")
 
 
-class _Cases:
-    """A norm's own results on random rows, which are computed once and compared with those of each candidate."""
+class Cases:
+    """A norm's own results on random rows, which are computed once and compared with those of each candidate.
 
-    def __init__(self, module: nn.Module):
+    Args:
+        module (`nn.Module`): The norm.
+        gates (`int`, *optional*, defaults to 0): How many inputs it has beside the rows, of the same shape.
+        channels_first (`bool`, *optional*, defaults to `False`): Whether it is given (1, N, rows / 2, 2).
+    """
+
+    def __init__(self, module: nn.Module, gates: int = 0, channels_first: bool = False):
         source = probe.generator()
         wide = probe.clone(module, source)
         narrow = probe.clone(module, source)
@@ -146,28 +215,38 @@ class _Cases:
         shapes = [probe.full_shape(p)[0] for p in module._parameters.values() if p is not None]
         normalized = getattr(module, "normalized_shape", None)
         n = shapes[0] if shapes else normalized[-1] if isinstance(normalized, tuple) and normalized else 64
-        rows = max(8, 8192 // n)
+        rows = max(8, 8192 // n) & ~1
         scale = torch.tensor([1.0, 30.0, 1e-3, 3e-3]).repeat(rows // 4 + 1)[:rows, None]  # in small rows eps shows
         x = probe.randn((rows, n), source) * scale
-        self.dy = probe.randn((1, rows, n), source)
-        self.cases = [(wide, x[None], True), (wide, x[None], False), (narrow, x.bfloat16()[None, None], True)]
+        self.channels_first = channels_first
+        self.dy = self._shaped(probe.randn((1, rows, n), source))
+        x = [x, *(2 * probe.randn((rows, n), source) for _ in range(gates))]
+        bf16 = [self._shaped(t.bfloat16()[None, None]) for t in x]
+        fp32 = [self._shaped(t[None]) for t in x]
+        self.cases = [(wide, fp32, True), (wide, fp32, False), (narrow, bf16, True)]
         forward = type(module).forward
         self.wanted = [self._run(forward, *case) for case in self.cases]
-        mixed = (wide, x.bfloat16()[None, None], True)  # an fp32 weight and bf16 rows, which some norms do not take
+        mixed = (wide, bf16, True)  # an fp32 weight and bf16 rows, which some norms do not take
         try:
             self.wanted.append(self._run(forward, *mixed))
             self.cases.append(mixed)
         except RuntimeError:
             return
 
-    def _run(self, forward: Callable, module: nn.Module, x: torch.Tensor, training: bool) -> list[torch.Tensor]:
-        """The result of `forward`, and for fp32 rows also the gradients of the rows and of the parameters."""
+    def _shaped(self, t: torch.Tensor) -> torch.Tensor:
+        return t.reshape(1, -1, 2, t.shape[-1]) if self.channels_first else t
+
+    def _run(
+        self, forward: Callable, module: nn.Module, x: list[torch.Tensor], training: bool
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """The result of `forward`, and for fp32 rows also the gradients of its inputs and of the parameters."""
         probe.set_training(module, training)
-        if x.dtype != torch.float32:
-            return [forward(module, x.clone()).detach()]
-        x = x.clone().requires_grad_()
-        y = forward(module, x)
-        leaves = [x, *(p for p in module._parameters.values() if p is not None)]
+        x = [t.clone().requires_grad_(t.dtype == torch.float32) for t in x]
+        y = forward(module, *(t.movedim(-1, 1) if self.channels_first else t for t in x))
+        y = y.movedim(1, -1) if self.channels_first else y
+        if x[0].dtype != torch.float32:
+            return [y.detach()]
+        leaves = [*x, *(p for p in module._parameters.values() if p is not None)]
         return [y.detach(), *torch.autograd.grad(y, leaves, self.dy)]
 
     def agree(self, forward: Callable) -> bool:

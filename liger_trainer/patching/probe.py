@@ -144,6 +144,11 @@ def inputs_of(forward: Callable) -> list[str] | None:
     return names
 
 
+def rest_is_optional(forward: Callable) -> bool:
+    """Whether an unbound `forward` has None as the default of all its inputs but `self` and the first."""
+    return all(p.default is None for p in list(inspect.signature(forward).parameters.values())[2:])
+
+
 def attempt(prove: Callable[[Any], tuple[Any, str | None]], subject: Any) -> tuple[Any, str | None]:
     """Return `prove(subject)`, or (None, a reason that names the error) if the code of `subject` raises one."""
     try:

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_trainer.instance.binding import Binding, bind, is_aside
@@ -63,12 +64,13 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
         if makes_angles(module):
             layouts[name], makers[name] = layouts_of(module), module
     for name, module in model.named_modules():
-        own = type(module).forward
-        names = rotary_names(inspect.unwrap(own))
+        decorated = type(module).forward
+        own = inspect.unwrap(decorated)
+        names = rotary_names(own)
         if not names:
             continue
         slot, reason = probe.slot_of(module)
-        if inspect.unwrap(own) is not own:
+        if own is not decorated and not _is_without_grad(decorated):
             reason = "its forward is decorated"
         if reason is not None:
             operation.skipped[name] = reason
@@ -97,9 +99,24 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
         if reasons:
             operation.skipped[name] = "; ".join(reasons)
         else:
-            forward = _asking_before_each_call(forward_rebuilding(forward_with_globals(own, tuple(replaced))))
+            forward = forward_rebuilding(forward_with_globals(own, tuple(replaced)))
+            forward = _asking_before_each_call(forward if own is decorated else _without_grad(forward))
             bind(module, RotaryBinding(forward, slot, Place(operation, name), functions, embeddings))
             operation.swapped[name] = f"{', '.join(names)}: {' | '.join(dict.fromkeys(geometries))}"
+
+
+def _is_without_grad(forward: Callable) -> bool:
+    """Whether a forward is a function under `@torch.no_grad()` and no other decorator, as in the indexer of DeepSeek
+    V3.2, which chooses tokens and is not trained."""
+    inner = getattr(forward, "__wrapped__", None)
+    contexts = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
+    contexts = [getattr(context, "__self__", None) for context in contexts]
+    return not hasattr(inner, "__wrapped__") and any(type(context) is torch.no_grad for context in contexts)
+
+
+@functools.cache
+def _without_grad(forward: Callable) -> Callable:
+    return torch.no_grad()(forward)
 
 
 def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]]) -> list[str]:

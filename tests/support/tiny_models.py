@@ -83,6 +83,16 @@ _OWN = {
         "head_dim": 16,
     }
     | _EXPERTS,
+    "bamba": {
+        "mamba_d_state": 8,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_expand": 2,
+        "mamba_n_groups": 2,
+        "attn_layer_indices": [1],
+    },
+    "nemotron": {"partial_rotary_factor": 0.5},
+    "seed_oss": {"residual_dropout": 0.1, "attention_dropout": 0.0},
     "qwen2_5_vl": {
         "text_config": {k: v for k, v in _DECODER.items() if k != "head_dim"}
         | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},

@@ -11,7 +11,7 @@ from torch import nn
 from writing_gate import Gate
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import apply, mlps
+from liger_trainer.patching import apply, gates, mlps
 from liger_trainer.patching.rebuild import nobody_else_reads
 from liger_triton.halves import halves
 
@@ -23,7 +23,7 @@ def patched(monkeypatch):
     def gate(a, b, reuse_inputs=False):
         return Gate.apply(a, b, reuse_inputs and patch.reuse)
 
-    monkeypatch.setitem(mlps.GATES, ("swiglu", ""), gate)
+    monkeypatch.setitem(gates.GATES, ("swiglu", ""), gate)
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
     kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply.KINDS]
     monkeypatch.setattr(apply, "KINDS", tuple(kinds))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import apply, mlps, norms, rebuild
+from liger_trainer.patching import apply, gates, mlps, norms, rebuild
 from liger_triton import geglu, swiglu
 
 ALL = {"rebuild_above_mib": 0}  # however small
@@ -115,7 +115,7 @@ def test_inside_a_checkpoint(reentrant):
 
 def test_a_patched_model_keeps_no_product(monkeypatch):
     gate = Watched()
-    monkeypatch.setitem(mlps.GATES, ("swiglu", ""), gate)
+    monkeypatch.setitem(gates.GATES, ("swiglu", ""), gate)
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
     kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply.KINDS]
     monkeypatch.setattr(apply, "KINDS", tuple(kinds))
