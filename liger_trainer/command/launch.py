@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from liger_trainer.errors import RecipeError
+from liger_trainer.world import World, fault_of_world, ray_workers
 
 
 def is_main_process() -> bool:
@@ -29,15 +30,11 @@ def join_processes_without_gpu() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
-def check_processes(training: Any) -> None:
-    """RecipeError if several processes were launched and each would train by itself."""
-    launched = launched_processes()
-    if launched > 1 and training.world_size == 1:
-        raise RecipeError(
-            f"WORLD_SIZE is {launched}, but accelerate does not make one run of these processes, so each would train "
-            "by itself, into the same output_dir. Launch them with torchrun or accelerate launch, add --use_cpu true "
-            "if there is no GPU for each of them, or unset WORLD_SIZE for a run in one process."
-        )
+def check_world(recipe: Any) -> None:
+    """RecipeError if accelerate has not made of the processes what the launcher, the environment or the recipe say."""
+    world = World.of(recipe.training.distributed_state)
+    if fault := fault_of_world(os.environ, world, recipe.sharding, ray_workers()):
+        raise RecipeError(f"{recipe.path}: {fault}")
 
 
 def settle_precision(bf16: bool | None, fp16: bool | None) -> None:

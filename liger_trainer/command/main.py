@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 
+from liger_trainer.command.accelerate_file import own_environment
 from liger_trainer.command.launch import is_main_process, join_processes_without_gpu
 from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
@@ -99,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
+    with own_environment():
+        return _train_as_launched(args)
+
+
+def _train_as_launched(args: argparse.Namespace) -> int:
     # Without a GPU, OpenMP's threads spin at every barrier, which makes a step several times slower as soon as another
     # process wants a core. Sleeping costs little where the cores are idle. torch reads this when it is loaded, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.command.accelerate_file import apply_config, find_config
 from liger_trainer.command.early_keys import refuse_unknown
 from liger_trainer.command.launch import settle_precision
 from liger_trainer.command.recipe_checks import check_metric, check_scheduler, settle
@@ -25,7 +26,7 @@ from liger_trainer.paths import find_beside, shipped
 class Recipe:
     """A parsed recipe. `chosen` holds what the file and the command line set, `words` the command line itself.
 
-    `began` becomes true when training begins.
+    `sharding` is the `distributed_type` that the recipe asks for itself, and `began` becomes true when training begins.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class Recipe:
     model: Any
     chosen: dict[str, Any]
     words: tuple[str, ...] = ()
+    sharding: str | None = None
     began: bool = False
 
     def to_yaml(self) -> str:
@@ -44,6 +46,8 @@ class Recipe:
             if (named := values.get(key)) is not None:
                 paths = [self._full_path(name) for name in ([named] if isinstance(named, str) else named)]
                 values[key] = paths[0] if isinstance(named, str) else paths
+        if (config := values.get("accelerate_config")) is not None and self._full_path(config) != config:
+            values["accelerate_config"] = str(find_config(self.path, config).absolute())
         return dump_yaml(values)
 
     def _full_path(self, name: str) -> str:
@@ -100,6 +104,7 @@ def parse_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     given = options_given(parser, owners, words, entry)
     _check_two_names(path, values, given)
     chosen = settle(path, values, given, defaults)
+    sharding = _settle_sharding(path, chosen)
     settle_precision(chosen.get("bf16"), chosen.get("fp16"))
     try:
         args, training, model = parser.parse_dict(chosen)
@@ -114,7 +119,7 @@ def parse_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
         # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
         # layer has the full name q_proj.
         model.lora_target_modules = [model.lora_target_modules]
-    return Recipe(path, entry, args, training, model, chosen, (str(name), *words))
+    return Recipe(path, entry, args, training, model, chosen, (str(name), *words), sharding)
 
 
 def _trainer_entry(path: Path, values: dict[str, Any], words: list[str]) -> TrainerEntry:
@@ -148,6 +153,19 @@ def _check_two_names(path: Path, filed: dict[str, Any], given: dict[str, Any]) -
                 f"{path}: {names[0]} is {values[0]} and {names[1]} is {values[1]}, but these are two names of one "
                 "option. Keep one of them."
             )
+
+
+def _settle_sharding(path: Path, chosen: dict[str, Any]) -> str | None:
+    """Apply `accelerate_config`, and return how the recipe wants the model to be shared out, if it says so itself."""
+    keys = [key for key in ("accelerate_config", "fsdp", "deepspeed") if chosen.get(key)]
+    if len(keys) > 1:
+        raise RecipeError(
+            f"{path}: {' and '.join(f'{key} is {chosen[key]!r}' for key in keys)}, but each says how the model is "
+            "shared out over the processes. Keep one of them."
+        )
+    if keys == ["accelerate_config"]:
+        return apply_config(path, chosen["accelerate_config"])
+    return {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}.get(keys[0]) if keys else None
 
 
 def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, training: Any) -> None:

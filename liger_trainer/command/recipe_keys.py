@@ -77,6 +77,15 @@ class RecipeArguments:
         },
     )
 
+    accelerate_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "An accelerate config, as a file or the name of a shipped one, such as fsdp2. It is applied under "
+            "any launcher (torchrun, Ray, Flyte, Kubeflow) as accelerate launch --config_file would apply it, but for "
+            "the number of processes and machines, which the launcher decides."
+        },
+    )
+
     overwrite_output_dir: bool = field(
         default=False,
         metadata={

@@ -10,7 +10,7 @@ from liger_trainer.command.checkpoints import (
     remove_earlier_run,
     train_and_save,
 )
-from liger_trainer.command.launch import check_processes
+from liger_trainer.command.launch import check_world
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
@@ -45,7 +45,7 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
     import liger_trainer
 
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
-    check_processes(training)
+    check_world(recipe)
     _check_evaluation(recipe)
     check_output_dir(recipe)
     checkpoint = find_checkpoint(training)

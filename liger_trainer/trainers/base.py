@@ -1,5 +1,6 @@
 """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -239,7 +240,11 @@ class LigerTrainerMixin(StockTrainer):
     def _splits_rows(self) -> bool:
         """Whether context parallelism gives each GPU a part of every row: attention is then that of its own."""
         parallelism = getattr(self.args, "parallelism_config", None)
-        return bool(parallelism is not None and parallelism.cp_enabled)
+        if parallelism is None:  # accelerate reads it from the environment, where its launcher has put it
+            return os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true" and (
+                os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1"
+            )
+        return bool(parallelism.cp_enabled)
 
     def _why_unfused(self, model: nn.Module) -> str | None:
         """Why the loss needs the logits of `model`, so that its head stays as it is, or None if it needs none."""
@@ -301,6 +306,8 @@ class LigerTrainerMixin(StockTrainer):
         init_checks.refuse_token_predictions(self)
 
     def _finish_init(self) -> None:
+        if self.uses_liger:
+            init_checks.refuse_processes_apart(self)
         if self.has_own_loss:
             self._refuse_a_second_loss()
             init_checks.refuse_unknown_outputs(self)

@@ -5,6 +5,7 @@ Each function here raises a ValueError that says what to change, or does nothing
 """
 
 import difflib
+import os
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -15,6 +16,7 @@ from liger_trainer.head.find import base_model_of, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import own_class
 from liger_trainer.patching.packing import why_rows_mix
+from liger_trainer.world import World, fault_of_world, ray_workers
 
 if TYPE_CHECKING:
     from liger_trainer.trainers.base import LigerTrainerMixin
@@ -48,6 +50,13 @@ def refuse_before_patching(trainer: "LigerTrainerMixin", model: nn.Module) -> No
             "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. Remove "
             f"use_liger_kernel, or use {trainer._stock_class().__name__}."
         )
+
+
+def refuse_processes_apart(trainer: "LigerTrainerMixin") -> None:
+    """ValueError if the launcher has promised processes, machines or sharding that accelerate does not have."""
+    sharding = "FSDP" if getattr(trainer.args, "fsdp", None) else None
+    if fault := fault_of_world(os.environ, World.of(trainer.accelerator), sharding, ray_workers()):
+        raise ValueError(fault)
 
 
 def refuse_a_second_loss(trainer: "LigerTrainerMixin") -> None:

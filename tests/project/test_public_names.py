@@ -44,7 +44,15 @@ RECIPES = {
     "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",
     "llama3_8b/medusa_stage2", "llama3_2_3b/sft_lora_24gb",
 }  # fmt: skip
-CONFIGS = {"configs/single_gpu", "configs/ddp", "configs/fsdp2", "configs/zero2", "configs/zero3"}
+CONFIGS = {
+    "configs/single_gpu",
+    "configs/ddp",
+    "configs/fsdp2",
+    "configs/fsdp2_machines",
+    "configs/context_parallel",
+    "configs/zero2",
+    "configs/zero3",
+}
 
 
 def test_names_of_the_package():

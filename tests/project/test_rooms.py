@@ -8,7 +8,7 @@ from checkout import ROOT
 
 LAYERS = (  # a module imports from its own layer and from those before it
     ("liger_triton",),
-    ("_logging", "errors", "paths"),
+    ("_logging", "errors", "paths", "world"),
     ("rewards", "templates"),
     ("instance",),
     ("checkpointing",),

@@ -1,6 +1,7 @@
 """Recipes: shipped ones parse; what is misspelt, misplaced or mistyped stops; the command line beats the file."""
 
 import dataclasses
+import math
 
 import pytest
 import yaml
@@ -13,7 +14,15 @@ from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
 
 SHIPPED = sorted(recipe_names())
-CONFIGS = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+CONFIGS = {
+    "single_gpu": "NO",
+    "ddp": "MULTI_GPU",
+    "fsdp2": "FSDP",
+    "fsdp2_machines": "FSDP",
+    "context_parallel": "FSDP",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+}
 
 
 def recipe_text(tmp_path, text):
@@ -44,9 +53,11 @@ def test_accelerate_config_parses(name):
 
     config = load_config_from_file(str(shipped("configs") / f"{name}.yaml"))  # refuses unknown keys
     assert str(config.distributed_type).split(".")[-1] == CONFIGS[name]
-    if name == "fsdp2":
+    if CONFIGS[name] == "FSDP":
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    if sizes := config.parallelism_config:
+        assert math.prod(sizes.values()) == config.num_processes
     if name.startswith("zero"):
         assert config.deepspeed_config["zero_stage"] == int(name[-1])
 

@@ -1,0 +1,116 @@
+"""`accelerate_config` of a recipe: under any launcher, what `accelerate launch --config_file` would set is set here.
+
+`accelerate launch` hands its file on in variables of the environment, which accelerate and the trainers read when they
+are set up. torchrun, Ray, Flyte and Kubeflow start processes and know nothing of such a file.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from liger_trainer.command.launch import launched_processes
+from liger_trainer.command.unknown_keys import nearest
+from liger_trainer.errors import RecipeError
+from liger_trainer.paths import find_beside, shipped
+
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+_DECIDING = ("ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
+_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_HPU", "FSDP", "DEEPSPEED")
+
+
+@contextlib.contextmanager
+def own_environment() -> Iterator[None]:
+    """Put accelerate's variables back afterwards: a process may run several recipes, each with a file of its own."""
+    before = _ours()
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def find_config(recipe: Path, name: str) -> Path:
+    """The file that `accelerate_config` means: a path, or else a shipped config, such as `fsdp2`.
+
+    Raises:
+        RecipeError: There is neither.
+    """
+    if (path := find_beside(name, recipe.parent)) is not None and path.is_file():
+        return path
+    files = {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
+    key = name.removesuffix(".yaml").removeprefix("configs/")
+    if key in files:
+        return files[key]
+    raise RecipeError(
+        f"{recipe}: accelerate_config is {name!r}, which is neither a file nor a shipped config.{nearest(key, files)} "
+        f"Shipped: {', '.join(files)}."
+    )
+
+
+def apply_config(recipe: Path, name: str) -> str:
+    """Set what `accelerate launch` would set for the file `name`, and return its `distributed_type`.
+
+    The launcher decides how many processes and machines there are. What the file says of that has no effect.
+
+    Raises:
+        RecipeError: The file cannot be used, or the launcher's own config says otherwise.
+    """
+    path, before = find_config(recipe, name), _ours()
+    try:
+        _set({})
+        kind, wanted = _variables(path)
+    except RecipeError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
+        raise RecipeError(f"{recipe}: accelerate_config is {name!r}, which accelerate cannot use: {error}") from error
+    finally:
+        _set(before)
+    for variable, given in before.items():
+        mine = wanted.get(variable, "false" if variable.startswith("ACCELERATE_USE_") else None)
+        if variable.startswith(_DECIDING) and mine is not None and given.lower() != mine.lower():
+            if variable == "ACCELERATE_USE_CPU":  # the host decides that, and the file may
+                continue
+            raise RecipeError(
+                f"{recipe}: accelerate_config is {name!r}, which sets {variable} to {mine}, but the launcher has set "
+                f"it to {given}. Launch with torchrun, or give accelerate launch the same file, or remove "
+                "accelerate_config."
+            )
+    os.environ.update(wanted)
+    return kind
+
+
+def _variables(path: Path) -> tuple[str, dict[str, str]]:
+    """The `distributed_type` of a file, and the variables that `accelerate launch` makes of it."""
+    from accelerate.commands import launch
+    from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    processes = str(max(launched_processes(), 1))
+    words = ["--config_file", str(path), "--num_processes", processes, "--num_machines", "1", "--machine_rank", "0"]
+    parsed = launch.launch_command_parser().parse_args([*words, "--main_process_port", "0", "--module", "unused"])
+    parsed, config, precision_is_filed = launch._validate_launch_command(parsed)
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    if kind not in _TYPES:
+        raise RecipeError(
+            f"{path}: distributed_type is {kind!r}, which only accelerate launch can start. As accelerate_config, "
+            f"expected one of {', '.join(_TYPES)}."
+        )
+    if kind == "DEEPSPEED":
+        fields = [*config.deepspeed_config, *(["mixed_precision"] if precision_is_filed else [])]
+        parsed.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        environment = prepare_deepspeed_cmd_env(parsed)[1]
+    else:
+        environment = prepare_multi_gpu_env(parsed)
+    wanted = {name: value for name, value in environment.items() if name.startswith(_PREFIXES)}
+    if config.use_cpu:
+        wanted["ACCELERATE_USE_CPU"] = "true"
+    return kind, wanted
+
+
+def _ours() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+
+
+def _set(variables: dict[str, str]) -> None:
+    for name in _ours():
+        del os.environ[name]
+    os.environ.update(variables)
