@@ -5,14 +5,13 @@ import errno
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from liger_trainer.command.launch import is_main_process, launched_processes
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.whole_files import fault_of_checkpoint, fault_of_file, matches
+from liger_trainer.command.whole_files import checkpoints_in, fault_of_checkpoint, fault_of_file, matches
 from liger_trainer.errors import RecipeError, RunError
 
 # What a finished run leaves beside its checkpoints, as glob patterns: the model itself, and the files that go with it.
@@ -34,7 +33,9 @@ def check_output_dir(recipe: Recipe) -> None:
             f"{recipe.path}: overwrite_output_dir is true and resume_from_checkpoint is {resumes}, but the one deletes "
             "what the other needs. Keep one of them."
         )
-    found = _checkpoints(folder) + matches(folder, (*_WEIGHTS, "trainer_state.json"))
+    found = matches(folder, (*_WEIGHTS, "trainer_state.json"))
+    if not recipe.restarts:  # a restart has found these, and none of them is whole
+        found = checkpoints_in(folder) + found
     own = resumes == "true" or (resumes != "false" and _is_inside(resumes, folder))
     if found and not overwrite and not own:
         names = ", ".join(path.name for path in found)
@@ -85,62 +86,11 @@ def remove_earlier_run(output_dir: str) -> None:
     model = matches(folder, _WEIGHTS)
     if model:  # without a model, a config.json in that folder does not come from a run
         model += matches(folder, _BESIDE_WEIGHTS)
-    for path in _checkpoints(folder) + model:
+    for path in checkpoints_in(folder) + model:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def find_checkpoint(training) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means, where `true` is the newest whole one in `output_dir`.
-
-    Raises:
-        RecipeError: There is none, or the one that is named is not whole, or is not the newest one in `output_dir`.
-    """
-    wanted = training.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() == "false":
-        return None
-    needs_optimizer = not training.save_only_model
-    if str(wanted).lower() != "true":
-        path = Path(wanted).expanduser()
-        if fault := fault_of_checkpoint(path, needs_optimizer):
-            raise RecipeError(
-                f"resume_from_checkpoint is {wanted!r}, which is not the folder of a checkpoint ({fault}). Give a path "
-                "such as OUTPUT_DIR/checkpoint-100, or true for the newest checkpoint that is whole."
-            )
-        _check_newest(path, training, needs_optimizer)
-        return str(path)
-    faults: list[str] = []
-    for path in reversed(_checkpoints(Path(training.output_dir))):
-        if not (fault := fault_of_checkpoint(path, needs_optimizer)):
-            if faults and is_main_process():
-                print(f"liger-trainer: {'; '.join(faults)}. Resuming from {path.name}.", file=sys.stderr)
-            return str(path)
-        faults.append(f"{path.name} is not whole ({fault})")
-    found = f" that is whole: {'; '.join(faults)}" if faults else ""
-    raise RecipeError(
-        f"resume_from_checkpoint is true, but output_dir {training.output_dir!r} has no checkpoint{found}. Train "
-        "without it first, or give the path of a checkpoint."
-    )
-
-
-def _check_newest(checkpoint: Path, training, needs_optimizer: bool) -> None:
-    """RecipeError if `output_dir` already holds steps after `checkpoint`, which this run would train once more.
-
-    A later run with `resume_from_checkpoint: true` would go on from the highest step, whichever run that step is from.
-    """
-    here = [path for path in _checkpoints(Path(training.output_dir)) if not fault_of_checkpoint(path, needs_optimizer)]
-    places = [path.resolve() for path in here]
-    if checkpoint.resolve() not in places:
-        return
-    if newer := [path.name for path in here[places.index(checkpoint.resolve()) + 1 :]]:
-        raise RecipeError(
-            f"resume_from_checkpoint is {training.resume_from_checkpoint!r}, but output_dir "
-            f"{training.output_dir!r} holds later checkpoints too ({', '.join(newer)}), so two runs would be mixed "
-            "there. Set another output_dir, or delete those checkpoints, or go on from the newest one with "
-            "resume_from_checkpoint: true."
-        )
 
 
 def train_and_save(trainer, checkpoint: str | None, recipe: Recipe) -> None:
@@ -210,7 +160,7 @@ def what_is_left(recipe: Recipe) -> str:
     if not recipe.began:  # whatever is in output_dir is from an earlier run
         return "Training had not begun."
     training = recipe.training
-    for path in reversed(_checkpoints(Path(training.output_dir))):
+    for path in reversed(checkpoints_in(Path(training.output_dir))):
         if not fault_of_checkpoint(path, needs_optimizer=not training.save_only_model):
             return f"The last checkpoint is {path}. {_how_to_resume(recipe)}"
     return f"No checkpoint was saved (save_strategy is {training.save_strategy.value!r})."
@@ -322,12 +272,6 @@ def _reason(error: BaseException, folder) -> str:
     if "inline_container.cc" in str(error):
         return f"no space left on {folder}, or a limit on the size of its files"
     return str(error) if getattr(error, "filename", None) else f"{error} (in {folder})"
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """The folders `checkpoint-N` in `folder`, in the order of their steps."""
-    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
-    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
 
 
 def _is_inside(path: str, folder: Path) -> bool:

@@ -1,13 +1,9 @@
 """The command `liger-trainer`: train recipes, list and copy those that ship, merge adapters, prepare Medusa heads."""
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
-import threading
 import warnings
-from collections.abc import Iterator
 
 from liger_trainer.command.accelerate_file import own_environment
 from liger_trainer.command.launch import is_main_process, join_processes_without_gpu
@@ -120,6 +116,7 @@ def _train_as_launched(args: argparse.Namespace) -> int:
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
         return 0
     from liger_trainer.command.checkpoints import no_empty_folder, what_is_left
+    from liger_trainer.command.preemption import SaveOnSigterm, Terminated, sigterm_ends
     from liger_trainer.command.run import run
 
     if preview_rows is not None:
@@ -130,15 +127,16 @@ def _train_as_launched(args: argparse.Namespace) -> int:
         if text is not None:
             print(f"\n{text}")
         return 0
+    stop = SaveOnSigterm()
     try:
-        with _sigterm_interrupts(), no_empty_folder(recipe.training.output_dir):
-            summary = run(recipe)
+        with sigterm_ends(stop), no_empty_folder(recipe.training.output_dir):
+            summary = run(recipe, callbacks=(stop,))
     except RunError as error:
         return _say(f"error: {error}", 1)
     except BrokenPipeError:
         return _say(f"nobody reads the output any more, so the run has ended. {what_is_left(recipe)}", 141)
-    except KeyboardInterrupt as stop:
-        terminated = isinstance(stop, _Terminated)
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, Terminated)
         how = "terminated" if terminated else "interrupted"
         return _say(f"{how}. {what_is_left(recipe)}", 143 if terminated else 130)
     if summary is not None:
@@ -171,31 +169,6 @@ def _take_preview(words: list[str]) -> tuple[int | None, list[str]]:
             )
         return int(given or 1), words[:i] + rest
     return None, words
-
-
-class _Terminated(KeyboardInterrupt):
-    """Raised by SIGTERM, which job schedulers send. Like Ctrl-C, it is no error that other code should handle."""
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """While this is open, SIGTERM raises `_Terminated` in this process, and ends worker processes as it always does."""
-    process = os.getpid()
-
-    def stop(number, frame):
-        if os.getpid() == process:
-            raise _Terminated
-        signal.signal(number, signal.SIG_DFL)  # a worker has inherited this handler, and its pool wants to end it
-        os.kill(os.getpid(), number)
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from liger_trainer.command.accelerate_file import apply_config, find_config
 from liger_trainer.command.early_keys import refuse_unknown
-from liger_trainer.command.launch import settle_precision
+from liger_trainer.command.launch import join_after_restart, settle_precision
 from liger_trainer.command.recipe_checks import check_metric, check_scheduler, settle
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.recipe_parser import options_given, parser_of, show_in_help
@@ -26,7 +26,8 @@ from liger_trainer.paths import find_beside, shipped
 class Recipe:
     """A parsed recipe. `chosen` holds what the file and the command line set, `words` the command line itself.
 
-    `sharding` is the `distributed_type` that the recipe asks for itself, and `began` becomes true when training begins.
+    `sharding` is the `distributed_type` that the recipe asks for itself, and `restarts` is true for a run that goes on
+    by itself where it can. `began` becomes true when training begins.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class Recipe:
     chosen: dict[str, Any]
     words: tuple[str, ...] = ()
     sharding: str | None = None
+    restarts: bool = False
     began: bool = False
 
     def to_yaml(self) -> str:
@@ -106,6 +108,7 @@ def parse_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     chosen = settle(path, values, given, defaults)
     sharding = _settle_sharding(path, chosen)
     settle_precision(chosen.get("bf16"), chosen.get("fp16"))
+    join_after_restart(chosen.get("ddp_timeout"))
     try:
         args, training, model = parser.parse_dict(chosen)
     except (ValueError, TypeError, OSError, ImportError) as error:

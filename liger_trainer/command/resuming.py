@@ -1,16 +1,15 @@
 """What a resumed run must share with the run that saved its checkpoint: the trainer, the model and some of the keys.
 
-The trainer and the keys are read from `training_args.bin`, which every trainer of transformers writes into checkpoints.
+The trainer, the keys and the number of processes are read from the arguments that lie in the checkpoint.
 """
 
 import json
-import pickle
 import sys
-import zipfile
 from pathlib import Path
 
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.recipe import TRAINERS, Recipe
+from liger_trainer.command.saved_arguments import processes_of, saved_arguments
 from liger_trainer.command.whole_files import matches
 from liger_trainer.errors import RecipeError
 
@@ -20,7 +19,7 @@ _IN_THE_STATES = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "
 
 def check_same_trainer(checkpoint: str, recipe: Recipe) -> None:
     """RecipeError if `checkpoint` was saved by another trainer than the recipe's."""
-    saved = type(_saved_arguments(checkpoint)).__name__.removeprefix("Liger")
+    saved = type(saved_arguments(checkpoint)).__name__.removeprefix("Liger")
     names = {entry.config.removeprefix("Liger"): name for name, entry in TRAINERS.items()}
     wanted = names[recipe.entry.config.removeprefix("Liger")]
     if names.get(saved, wanted) != wanted:  # a config of an unknown name may be a subclass of the right one
@@ -60,10 +59,23 @@ def check_same_model(checkpoint: str, config, recipe: Recipe) -> None:
 
 
 def say_what_the_checkpoint_decides(checkpoint: str, recipe: Recipe) -> None:
-    """Name, in a line on stderr, the keys that have no effect because the checkpoint has other values for them."""
-    if not is_main_process() or not matches(Path(checkpoint), ("optimizer*", "global_step*")):
+    """Name, in a line on stderr, the keys that have no effect because the checkpoint has other values for them.
+
+    Another line says what changes where other processes than then share the run.
+    """
+    if not is_main_process():
         return
-    saved = vars(_saved_arguments(checkpoint))
+    before, now = processes_of(checkpoint), recipe.training.world_size
+    if before is not None and before != now:
+        print(
+            f"liger-trainer: {checkpoint} was saved by {before} process{'' if before == 1 else 'es'}, and this run has "
+            f"{now}. A step has {now}/{before} of its rows now, and the rows of this epoch are dealt out anew, so some "
+            "are learned twice or not at all in it. Change gradient_accumulation_steps to keep the rows of a step.",
+            file=sys.stderr,
+        )
+    if not matches(Path(checkpoint), ("optimizer*", "global_step*")):
+        return
+    saved = vars(saved_arguments(checkpoint))
     kept: list[str] = []
     for key in _IN_THE_STATES:
         given = getattr(recipe.training, key)
@@ -75,31 +87,3 @@ def say_what_the_checkpoint_decides(checkpoint: str, recipe: Recipe) -> None:
             "values, begin a new run with the model of that checkpoint.",
             file=sys.stderr,
         )
-
-
-class _Inert:
-    """Stands for an object of any class, and has that object's attributes, if there are any."""
-
-    def __init__(self, *args):
-        pass
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """Reads attributes only. It imports no class and calls no function that the file names, so any file is safe."""
-
-    def find_class(self, module, name):
-        return type(name, (_Inert,), {"__module__": module})
-
-    def persistent_load(self, pid):
-        return None
-
-
-def _saved_arguments(checkpoint: str) -> _Inert:
-    """The arguments of the run that saved `checkpoint`; an object without attributes if the file is missing."""
-    path = Path(checkpoint) / "training_args.bin"
-    if not path.is_file():
-        return _Inert()
-    with zipfile.ZipFile(path) as archive:
-        member = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        with archive.open(member) as file:
-            return _InertUnpickler(file).load()

@@ -3,10 +3,11 @@
 import inspect
 import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from liger_trainer.command.checkpoints import (
     check_output_dir,
-    find_checkpoint,
     remove_earlier_run,
     train_and_save,
 )
@@ -20,15 +21,17 @@ from liger_trainer.command.rewards import check_columns, find_reward
 from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids, counting
 from liger_trainer.command.rows import load_rows
 from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
+from liger_trainer.command.which_checkpoint import find_checkpoint_together, settle_restart
 from liger_trainer.errors import RecipeError
 
 
-def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None:
+def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any] = ()) -> Summary | str | None:
     """Train as the recipe says, and save the model, its tokenizer and `liger_report.json` in `output_dir`.
 
     Args:
         recipe (`Recipe`): What to run.
         preview_rows (`int`, *optional*): Train nothing, and show what the trainer makes of this many rows.
+        callbacks (`Sequence[TrainerCallback]`): Callbacks for the trainer beside its own.
 
     Returns:
         `Summary` of the run, or a text if `preview_rows` is set; on all processes but the main one, None.
@@ -47,8 +50,9 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     check_world(recipe)
     _check_evaluation(recipe)
+    settle_restart(recipe)
     check_output_dir(recipe)
-    checkpoint = find_checkpoint(training)
+    checkpoint = find_checkpoint_together(training)
     source = find_model(
         recipe.model.model_name_or_path,
         init.pop("gguf_file", None),
@@ -81,7 +85,7 @@ def run(recipe: Recipe, preview_rows: int | None = None) -> Summary | str | None
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "peft_config": trl.get_peft_config(recipe.model),
-        "callbacks": [recorder],
+        "callbacks": [recorder, *callbacks],
     }
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)

@@ -5,10 +5,18 @@ import os
 import zipfile
 from pathlib import Path
 
+from liger_trainer.command.saved_arguments import processes_of
+
 
 def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """The paths in `folder` that match at least one of the glob patterns, sorted."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders `checkpoint-N` in `folder`, in the order of their steps."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda path: int(steps[path]))
 
 
 def fault_of_checkpoint(checkpoint: Path, needs_optimizer: bool) -> str | None:
@@ -20,6 +28,8 @@ def fault_of_checkpoint(checkpoint: Path, needs_optimizer: bool) -> str | None:
             return "no weights in it"
     if needs_optimizer and not matches(checkpoint, ("optimizer*", "global_step*")):
         return "no optimizer.pt in it"
+    if fault := _fault_of_ranks(checkpoint, needs_optimizer):
+        return fault
     for index in checkpoint.glob("*.index.json"):
         if not (fault := fault_of_file(index)):
             missing = set(json.loads(index.read_text())["weight_map"].values()) - set(os.listdir(checkpoint))
@@ -30,6 +40,17 @@ def fault_of_checkpoint(checkpoint: Path, needs_optimizer: bool) -> str | None:
         if folder.is_dir() and not (folder / ".metadata").is_file():  # this file is written last
             return f"{folder.name} is cut off"
     return next((fault for path in sorted(checkpoint.rglob("*")) if (fault := fault_of_file(path))), None)
+
+
+def _fault_of_ranks(checkpoint: Path, needs_optimizer: bool) -> str | None:
+    """Each process saves the state of its random numbers, and the main one may be done before the others are."""
+    if not needs_optimizer or fault_of_file(checkpoint / "training_args.bin"):
+        return None
+    processes = processes_of(checkpoint)
+    for rank in range(processes or 0) if (processes or 0) > 1 else ():
+        if not (checkpoint / f"rng_state_{rank}.pth").is_file():
+            return f"no rng_state_{rank}.pth of its {processes} processes in it"
+    return None
 
 
 def fault_of_file(path: Path) -> str | None:

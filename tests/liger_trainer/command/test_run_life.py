@@ -215,14 +215,14 @@ def test_resume_says_what_the_checkpoint_decides(saved_run, folder, capsys):
 def test_the_arguments_of_a_checkpoint_run_no_code(tmp_path):
     import torch
 
-    from liger_trainer.command.resuming import _saved_arguments
+    from liger_trainer.command.saved_arguments import saved_arguments
 
     class Trap:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "sprung"),)
 
     torch.save(Trap(), tmp_path / "training_args.bin")
-    _saved_arguments(str(tmp_path))
+    saved_arguments(str(tmp_path))
     assert not (tmp_path / "sprung").exists()
 
 

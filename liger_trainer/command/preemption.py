@@ -1,0 +1,98 @@
+"""SIGTERM, with which schedulers take a machine back: while training, save a checkpoint of this step, then end."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised where SIGTERM ends a run. Like Ctrl-C, it is no error that other code should handle."""
+
+
+class SaveOnSigterm(TrainerCallback):
+    """Ends training after the step in which any process of the run has got SIGTERM, with a checkpoint of that step.
+
+    The processes get the signal at different times, and not all of them need get it, but they have to save together.
+    So each step they tell each other, over gloo, which does not wait for the GPU: the message is under way while the
+    optimizer steps.
+    """
+
+    def __init__(self) -> None:
+        self.training = False
+        self.asked = False
+        self._stops = False
+        self._group: Any = None
+        self._told: tuple[Any, Any] | None = None
+
+    def take(self) -> bool:
+        """Note a SIGTERM. Whether the run will end by itself, after this step."""
+        self.asked = self.asked or self.training
+        return self.asked
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.world_size > 1:
+            import torch.distributed as dist
+
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
+        self.training = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._group is not None and self._told is None:
+            self._told = self._tell()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._any_asked():
+            self._stops = True
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stops:
+            self._any_asked()  # so that no process ends, and has the launcher end the others, while another one saves
+            raise Terminated
+        self.training = False
+
+    def _tell(self) -> tuple[Any, Any]:
+        import torch
+        import torch.distributed as dist
+
+        asked = torch.tensor([int(self.asked)])
+        return asked, dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _any_asked(self) -> bool:
+        if self._group is None:
+            return self.asked
+        told, work = self._told or self._tell()
+        self._told = None
+        work.wait()
+        return bool(told.item())
+
+
+@contextlib.contextmanager
+def sigterm_ends(run: SaveOnSigterm) -> Iterator[None]:
+    """While this is open, SIGTERM has `run` save and end, or raises `Terminated` if it is not training.
+
+    Worker processes are ended as always.
+    """
+    process = os.getpid()
+
+    def stop(number: int, frame: Any) -> None:
+        if os.getpid() != process:
+            signal.signal(number, signal.SIG_DFL)  # a worker has inherited this handler, and its pool wants to end it
+            os.kill(os.getpid(), number)
+        elif not run.take():
+            raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)

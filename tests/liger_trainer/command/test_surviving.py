@@ -1,0 +1,157 @@
+"""Runs that are killed, preempted or restarted: they go on as if nothing had been, from the last whole checkpoint."""
+
+import re
+import shutil
+import sys
+
+import pytest
+from launching import HERE
+from recipe_fixtures import command, losses, run_elsewhere, write_recipe, write_rows
+from tiny_models import tiny_model
+
+from liger_trainer.command.whole_files import fault_of_checkpoint
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
+
+
+def torchrun(folder, recipe, *options, restarts=0, **env):
+    return run_elsewhere(
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", restarts,
+        "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", HERE / "preempted_cli.py", "train", recipe,
+        *options, cwd=folder, **env,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def dropping(folder):
+    """A folder whose model drops attention at random and whose rows last two epochs, so that any order would show."""
+    tiny_model("llama", attention_dropout=0.3).save_pretrained(folder / "model")
+    write_rows(folder / "rows.jsonl", 22)
+    return folder
+
+
+@pytest.fixture
+def whole(dropping):
+    """The losses of two processes that nothing has stopped."""
+    done = torchrun(dropping, write_recipe(dropping, **SAVING, output_dir=str(dropping / "whole")))
+    assert done.returncode == 0, done.stderr
+    return losses(dropping / "whole")
+
+
+def assert_goes_on(out, whole, resumed, done):
+    assert done.returncode == 0, done.stderr
+    assert f"resumed at step {resumed}" in done.stdout, done.stdout
+    assert losses(out) == whole, "to the last digit"
+
+
+def test_a_killed_rank_is_restarted_and_the_run_is_the_same(dropping, whole):
+    done = torchrun(dropping, write_recipe(dropping, **SAVING), restarts=1, HIT="1:5:9")
+    assert_goes_on(dropping / "out", whole, 4, done)
+
+
+def test_sigterm_of_one_rank_saves_that_step_on_all(dropping, whole):
+    """The signal reaches rank 1 in its sixth step: both save, end with 143, and a later job goes on from there."""
+    recipe = write_recipe(dropping, **SAVING | {"save_steps": 100}, resume_from_checkpoint="auto")
+    done = torchrun(dropping, recipe, HIT="1:5:15")
+    assert done.returncode != 0 and "Summary" not in done.stdout
+    assert re.search(r"exitcode\s*: 143", done.stderr), done.stderr
+    assert done.stderr.count("liger-trainer: terminated. ") == 1
+    out = dropping / "out"
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-6" and fault_of_checkpoint(checkpoint, True) is None
+    assert not (out / "model.safetensors").exists(), "what a finished run leaves"
+    assert_goes_on(out, whole, 6, torchrun(dropping, recipe))
+
+
+def test_a_checkpoint_without_the_state_of_one_rank_is_not_whole(dropping, whole):
+    """Rank 1 was killed while it saved, after the main process was done."""
+    (dropping / "whole" / "model.safetensors").unlink()
+    for step in (8, 6):
+        (dropping / "whole" / f"checkpoint-{step}" / "rng_state_1.pth").unlink()
+    assert "rng_state_1.pth of its 2" in fault_of_checkpoint(dropping / "whole" / "checkpoint-6", True)
+    assert fault_of_checkpoint(dropping / "whole" / "checkpoint-6", False) is None, "save_only_model has no such files"
+    recipe = write_recipe(dropping, **SAVING, output_dir=str(dropping / "whole"), resume_from_checkpoint=True)
+    done = torchrun(dropping, recipe)
+    assert_goes_on(dropping / "whole", whole, 4, done)
+    assert "checkpoint-8 is not whole" in done.stderr
+
+
+def test_fewer_processes_than_before_are_told(dropping, whole, capsys):
+    (dropping / "whole" / "model.safetensors").unlink()
+    shutil.rmtree(dropping / "whole" / "checkpoint-8")
+    recipe = write_recipe(dropping, **SAVING, output_dir=str(dropping / "whole"), resume_from_checkpoint="auto")
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 0 and "resumed at step 6" in out, err
+    assert "saved by 2 processes, and this run has 1" in err and "gradient_accumulation_steps" in err
+
+
+def test_machines_that_do_not_share_output_dir(dropping, monkeypatch):
+    """Each rank looks into a folder of its own, and only one of them holds a checkpoint."""
+    code = (
+        "import os, sys; from liger_trainer.command.main import main; "
+        "sys.exit(main(['train', sys.argv[1], '--output_dir', sys.argv[2] + os.environ['RANK']]))"
+    )
+    (dropping / "apart.py").write_text(code.replace("; ", "\n"))
+    recipe = write_recipe(dropping, **SAVING)
+    done = run_elsewhere(sys.executable, "-m", "liger_trainer", "train", recipe, "--output_dir", "o0", cwd=dropping)
+    assert done.returncode == 0, done.stderr
+    (dropping / "o0" / "model.safetensors").unlink()
+    done = run_elsewhere(
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "apart.py", recipe, "o",
+        cwd=dropping, SLURM_RESTART_COUNT="1",
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "0: checkpoint-8, 1: none" in done.stderr and "all machines share" in done.stderr
+
+
+def test_sigterm_saves_whatever_save_strategy_says(dropping):
+    recipe = write_recipe(dropping, max_steps=8)
+    done = run_elsewhere(sys.executable, HERE / "preempted_cli.py", "train", recipe, cwd=dropping, HIT="0:3:15")
+    assert done.returncode == 143, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("liger-trainer: terminated. "))
+    assert str(dropping / "out" / "checkpoint-4") in line and "--resume_from_checkpoint true" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(folder, capsys, monkeypatch):
+    recipe = write_recipe(folder, **SAVING | {"max_steps": 4}, resume_from_checkpoint="auto")
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 0 and "resumed" not in out, err
+    (folder / "out" / "checkpoint-4" / "trainer_state.json").unlink()
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 0 and "resumed at step 2" in out and "checkpoint-4 is not whole" in err
+    for step in (2, 4):
+        (folder / "out" / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    code, _, err = command(capsys, "train", recipe)
+    assert code == 2 and "model.safetensors" in err, "a finished model is not trained over"
+    (folder / "out" / "model.safetensors").unlink()
+    (folder / "out" / "trainer_state.json").unlink()
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 0 and "resumed" not in out, "killed in its first checkpoint"
+    code, _, err = command(capsys, "train", recipe, "--overwrite_output_dir", "true")
+    assert code == 2 and "overwrite_output_dir is true and resume_from_checkpoint is auto" in err
+
+
+@pytest.mark.parametrize("counter", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER"])
+def test_a_restart_goes_on_by_itself(counter, folder, capsys, monkeypatch):
+    recipe = write_recipe(folder, **SAVING | {"max_steps": 4})
+    monkeypatch.setenv(counter, "0")
+    assert command(capsys, "train", recipe)[0] == 0
+    code, _, err = command(capsys, "train", recipe)
+    assert code == 2 and "holds an earlier run" in err
+    monkeypatch.setenv(counter, "1")
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 0 and "resumed at step 4" in out, err
+    code, out, err = command(capsys, "train", recipe, "--overwrite_output_dir", "true", "--max_steps", "2")
+    assert code == 0 and "resumed" not in out and f"{counter} is 1" in err and "begins anew" in err
+
+
+def test_sigterm_before_training_ends_at_once(folder):
+    code = (
+        "import os, signal, sys\n"
+        "from liger_trainer.command import main, run\n"
+        "run.load_rows = lambda *args: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(main.main(sys.argv[1:]))\n"
+    )
+    done = run_elsewhere(sys.executable, "-c", code, "train", write_recipe(folder), cwd=folder)
+    assert done.returncode == 143 and "terminated. Training had not begun." in done.stderr, done.stderr
