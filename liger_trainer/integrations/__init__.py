@@ -1,0 +1,1 @@
+"""Ways into other trainers, a file each. A file imports its tool only where it is used."""

@@ -1,0 +1,68 @@
+"""Axolotl: `plugins: [liger_trainer.integrations.axolotl.LigerTrainerPlugin]` in its config."""
+
+from typing import Any
+
+try:
+    from axolotl.integrations.base import BasePlugin  # type: ignore[import-not-found]
+    from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+except ImportError as error:
+    raise ImportError(
+        f"liger_trainer.integrations.axolotl is a plugin of Axolotl, which cannot be imported ({error}). Run `pip "
+        "install axolotl` in the environment that trains."
+    ) from error
+
+from liger_trainer._logging import logger
+from liger_trainer.patching import apply_liger
+from liger_trainer.patching.config import check_config
+
+# Options of Axolotl that swap the same modules, or the loss, and the plugins that have options of that kind.
+_SWAPS = (
+    "liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_glu_activation",
+    "liger_cross_entropy", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy",
+    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "use_kernels",
+)  # fmt: skip
+
+
+class LigerTrainerArgs(BaseModel):
+    """The keys that the plugin adds to a config of Axolotl.
+
+    Attributes:
+        use_liger (`bool`): Patch the model with fused kernels, and compute the loss without logits.
+        liger_config (`dict`): Switches single operations off, such as `{rope: false}`.
+    """
+
+    model_config = ConfigDict(extra="allow")  # the keys of the config that are not the plugin's
+
+    use_liger: bool = True
+    liger_config: dict[str, bool | float] | None = None
+
+    @field_validator("liger_config")
+    @classmethod
+    def _known_operations(cls, value: dict | None) -> dict | None:
+        check_config(value)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_patch(cls, data: Any) -> Any:
+        given = [name for name in _SWAPS if isinstance(data, dict) and data.get(name)]
+        if given and data.get("use_liger", True) is not False:
+            raise ValueError(
+                f"{', '.join(given)} of the config swap what LigerTrainerPlugin swaps. Remove them, or set use_liger: "
+                "false."
+            )
+        return data
+
+
+class LigerTrainerPlugin(BasePlugin):
+    """Patches the model once it is loaded, with its adapters, and leaves the trainer to Axolotl."""
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.{LigerTrainerArgs.__name__}"
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        if cfg.use_liger is False:  # a key that is not there reads as None
+            return
+        given = cfg.liger_config
+        report = apply_liger(model, None if given is None else dict(given))
+        logger.info(report.one_line())

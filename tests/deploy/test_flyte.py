@@ -1,0 +1,66 @@
+"""The Flyte workflow, executed locally on two processes, and serialised for four machines."""
+
+import importlib.util
+import json
+import os
+
+import pytest
+from checkout import ROOT
+from recipe_fixtures import write_recipe
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("flytekitplugins.kfpytorch", reason="needs the extra flyte: make test-deploy installs it")
+
+
+@pytest.fixture
+def workflow_of(monkeypatch):
+    """The module deploy/flyte/workflow.py, as it is with some variables of the environment."""
+
+    def load(**env):
+        for name, value in env.items():
+            monkeypatch.setenv(name, str(value))
+        spec = importlib.util.spec_from_file_location("workflow", ROOT / "deploy" / "flyte" / "workflow.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(__import__("sys").modules, "workflow", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_the_workflow_runs_locally_on_two_processes(folder, workflow_of, monkeypatch):
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "deploy" / "flyte")))
+    monkeypatch.setenv("PYTHONPATH", paths)  # the processes are new ones
+    workflow = workflow_of(LIGER_NNODES=1, LIGER_NPROC=2, LIGER_CPU=1, LIGER_OUTPUT=folder / "out")
+    recipe = write_recipe(folder, max_steps=None, num_train_epochs=1, dataset_name=None)
+    model, report = workflow.fine_tune(
+        rows=str(folder / "rows.jsonl"), recipe=str(recipe), options=["--logging_steps", "1"], eval_fraction=0.2
+    )
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(model.download())
+    with open(report.download()) as file:
+        found = json.load(file)
+    assert found["eval_rows"] == 4 and found["eval_loss"] > 0
+    assert found["steps"] == 4 == len(found["train_loss"]), "16 rows, 2 at a time, in 2 processes"
+    assert found["liger_report"]
+
+
+def test_it_is_serialised_for_four_machines(workflow_of, monkeypatch):
+    from flytekit.configuration import Image, ImageConfig, SerializationSettings
+
+    for name in ("LIGER_NNODES", "LIGER_NPROC", "LIGER_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    workflow = workflow_of()
+    settings = SerializationSettings(
+        image_config=ImageConfig(Image("default", "liger-trainer", "0.1.0")), project="p", domain="d", version="v"
+    )
+    custom = workflow.train.get_custom(settings)
+    assert workflow.train.task_type == "pytorch"
+    assert custom["workerReplicas"]["replicas"] == 4
+    elastic = custom["elasticConfig"]
+    assert (elastic["minReplicas"], elastic["maxReplicas"], elastic["nprocPerNode"]) == (4, 4, 8)
+    assert elastic["maxRestarts"] == 3 and elastic["rdzvBackend"] == "c10d"
+    container = workflow.train.get_container(settings)
+    assert {str(entry.value) for entry in container.resources.requests} == {"8", "512Gi"}
+    assert workflow.train.get_extended_resources(settings).shared_memory is not None, "for NCCL"

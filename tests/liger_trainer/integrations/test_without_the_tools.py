@@ -1,0 +1,29 @@
+"""Without Axolotl, Lightning and kernels, nothing breaks before it is used, and the error says what to install."""
+
+import importlib
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def missing(monkeypatch):
+    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base", "kernels", "lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "liger_trainer.integrations.axolotl", raising=False)
+
+
+def test_axolotl(missing):
+    with pytest.raises(ImportError, match="plugin of Axolotl.*pip install axolotl"):
+        importlib.import_module("liger_trainer.integrations.axolotl")
+
+
+def test_kernels(missing):
+    from liger_trainer.integrations import hf_kernels
+
+    with pytest.raises(ImportError, match="pip install .kernels"):
+        hf_kernels.register()
+
+
+def test_lightning_is_not_needed_to_import_its_helper(missing):
+    importlib.import_module("liger_trainer.integrations.lightning")
