@@ -1,13 +1,13 @@
 """RMSNorms that take a gate: norm(x) * act(gate) as in Qwen3-Next, or norm(x * act(gate)) over groups as in Mamba 2.
 
-They are proven like the norms without a gate, on random rows and gates. Where the gate is optional, that they compute a
-plain norm without it says nothing about what they do with it, and the other way round, so both calls are compared.
+They are proven like the norms without a gate, on random rows and gates. Where the gate is optional, what they compute
+with it says nothing about what they do without it: a call without a gate is ours only if that is proven too.
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +35,7 @@ class GatedNorm:
         eps (`str` or `float`): The name of the module's attribute, or a number.
         group (`str` or `None`): The attribute that says how many columns are normed together; None for all.
         gate (`str`): The name of the second input of the forward.
-        optional (`bool`): Whether the gate may be left out, which gives the norm alone.
+        optional (`bool`): Whether the norm alone was proven for calls without a gate.
         left_out (`tuple`): Empty, since such a norm has no children.
     """
 
@@ -78,10 +78,9 @@ def prove(module: nn.Module) -> tuple[GatedNorm | None, str | None]:
     alone = _cases_without_gate(module) if probe.rest_is_optional(forward) else None
     groups = (*group_names(module), None)
     for variant, group, eps in itertools.product(VARIANTS, groups, eps_of(module)):
-        norm = GatedNorm(*variant, names[0], eps, group, inputs[1], alone is not None)
-        ours = build(norm)
-        if cases.agree(ours) and (alone is None or alone.agree(ours)):
-            return norm, None
+        norm = GatedNorm(*variant, names[0], eps, group, inputs[1], optional=True)
+        if cases.agree(build(norm)):
+            return replace(norm, optional=alone is not None and alone.agree(build(norm))), None
     return None, (
         f"its forward takes 2 inputs ({', '.join(inputs)}), and does not compute an RMSNorm and a product with silu or "
         "sigmoid of the second"

@@ -1,5 +1,5 @@
-"""Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections. The result may be multiplied by
-a number, and a dropout may follow.
+"""Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections. The result may be multiplied
+by a number, and a dropout may follow.
 
 For the proof, the projections are replaced by recorders that return random tensors, so that the weights do not matter.
 It shows that x goes to the first projections unchanged, that act(gate) * up goes to the last one unchanged, and that
@@ -223,7 +223,9 @@ def _agrees(module: nn.Module, mlp: MLP) -> bool:
                     ):
                         return False
                     grads = torch.autograd.grad(out, leaves, dy.to(dtype), allow_unused=True)
-                    results.append([out, *(torch.zeros(()) if g is None else g for g in grads)])
+                    # What `down` is given is compared too, since the recorder returns it: a factor or a dropout before
+                    # `down` would look like one after it.
+                    results.append([out, calls[-1][1], *(torch.zeros(()) if g is None else g for g in grads)])
                 if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
                     return False
     return True
@@ -262,7 +264,8 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
 
     def forward(self, x: torch.Tensor, *others: Any, **named: Any) -> Any:
-        if is_aside(self) or any(given is not None for given in (*others, *named.values())):
+        extra = (others or named) and any(given is not None for given in (*others, *named.values()))
+        if is_aside(self) or extra:
             return type(self).forward(self, x, *others, **named)
         if (reason := why_children_must_run(self, mlp.left_out)) is not None:
             step_aside(self, reason)

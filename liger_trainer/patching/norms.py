@@ -48,7 +48,7 @@ class Norm:
         weight, bias (`str` or `None`): Names of the module's parameters; None where it has no such parameter.
         eps (`str` or `float`): The name of the module's attribute, or a number.
         autocast (`str`): What happens under autocast: `"wide"` for `F.layer_norm`, which runs in fp32 on accelerators
-            with an fp32 result, `"own"` where the norm's code asks about autocast and therefore runs itself, else empty.
+            with an fp32 result, `"own"` where the norm's code asks about autocast and so runs itself, else empty.
         group (`str` or `None`): The attribute that says how many columns are normed together; None for all.
         channels_first (`bool`): Whether the input is an image (B, N, H, W).
         left_out (`tuple`): Empty, since a norm has no children that our forward could leave out.
@@ -176,7 +176,7 @@ def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         """Whether the norm's own code is to run, because of something for which nothing was proven."""
         if norm.autocast == "own" and torch.is_autocast_enabled(x.device.type):
             return True
-        if norm.cast == "t5" and (dtype := getattr(self, weight).dtype) in HALF and x.dtype != dtype:
+        if norm.cast == "t5" and weight and (dtype := getattr(self, weight).dtype) in HALF and x.dtype != dtype:
             return True
         return norm.channels_first and x.ndim != 4
 
@@ -247,7 +247,7 @@ class Cases:
         if x[0].dtype != torch.float32:
             return [y.detach()]
         leaves = [*x, *(p for p in module._parameters.values() if p is not None)]
-        return [y.detach(), *torch.autograd.grad(y, leaves, self.dy)]
+        return [y.detach(), *torch.autograd.grad(y, leaves, self.dy, materialize_grads=True)]
 
     def agree(self, forward: Callable) -> bool:
         """Whether `forward` gives the norm's own results in all cases."""
