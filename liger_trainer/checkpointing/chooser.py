@@ -42,7 +42,8 @@ class Chooser:
         self._limit = self._base = 0  # what may be allocated, and what was when the micro-batch began
         self._ceiling: int | None = None  # what has turned out to be too much
         self._window: list[Before] = []  # the micro-batches since the last optimizer step
-        self._stepped = self._warned = False  # whether there was an optimizer step; whether the budget is too small
+        self._began = self._stepped = False  # whether there was a micro-batch, and an optimizer step
+        self._warned = False  # of a budget that is too small
         self._now: MicroBatch | None = None
         self._parameters: list[nn.Parameter] | None = None
         self._ranks: Ranks | None = None
@@ -73,7 +74,8 @@ class Chooser:
         if self._parameters is None:
             self._begin()
         if not has_gradients(self._parameters or ()):
-            self._stepped, self._window = self._stepped or bool(self._window), []
+            self._stepped, self._window = self._began, []
+        self._began = True
         if self.why_not_again is None:
             self._window.append(Before.of(trainer, args, kwargs))
         again = False

@@ -1,5 +1,6 @@
 """HuggingFace's `kernels`: `from_pretrained(..., use_kernels=True)` finds our norms, without asking the Hub."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -55,13 +56,12 @@ def register(devices: tuple[str, ...] = ("cuda", "rocm", "xpu")) -> None:
         )
     from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
 
-    from kernels import Mode
-
+    mode = importlib.import_module("kernels").Mode  # an import statement would have mypy look into our folder kernels/
     # transformers registers this table again for each model, so what is to stay has to stand in it.
     table = get_kernel_mapping_transformers()
     ours = _Ours()
     for name in LAYERS:
-        modes = {mode: ours for mode in (Mode.TRAINING, Mode.INFERENCE)}
+        modes = {mode.TRAINING: ours, mode.INFERENCE: ours}
         table[name] = table.get(name, {}) | dict.fromkeys(devices, modes)
 
 

@@ -1,5 +1,6 @@
-"""Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections. The result may be multiplied
-by a number, and a dropout may follow.
+"""Gated MLPs `down(act(gate(x)) * up(x))`, nominated by the widths of their projections.
+
+The result may be multiplied by a number, and a dropout may follow.
 
 For the proof, the projections are replaced by recorders that return random tensors, so that the weights do not matter.
 It shows that x goes to the first projections unchanged, that act(gate) * up goes to the last one unchanged, and that
@@ -37,7 +38,7 @@ from liger_triton import lora_mlp
 from liger_triton.halves import halves
 
 TOKENS = (2, 3)
-ACTIVATIONS = {("swiglu", ""): "silu", ("geglu", "tanh"): "gelu_tanh", ("geglu", "none"): "gelu"}  # of `lora_mlp`
+ACTIVATIONS = {Gate("swiglu", ""): "silu", Gate("geglu", "tanh"): "gelu_tanh", Gate("geglu", "none"): "gelu"}
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,8 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     A gated product of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
     """
     first, second, gate_first = mlp.inner[0], mlp.inner[-1], mlp.gate_first
-
-    names = (first, second, down) if gate_first else (second, first, down)
-    activation = None if first == second else ACTIVATIONS[mlp.operation, mlp.approximate]
+    names = (first, second, mlp.down) if gate_first else (second, first, mlp.down)
+    activation = None if first == second else ACTIVATIONS.get(mlp.gate)  # of `lora_mlp`
 
     def projections_with_lora(self, x: torch.Tensor) -> list[Tensors] | None:
         """The tensors of gate, up and down where one of them has a LoRA and our function computes all three now."""
@@ -249,7 +249,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
             return None
         found: list[Tensors] = []
         for name, module in zip(names, projections, strict=True):
-            tensors = tensors_now(module, x, found[0][0].shape[0] if name == down else None)
+            tensors = tensors_now(module, x, found[0][0].shape[0] if name == mlp.down else None)
             if tensors is None:
                 return None
             found.append(tensors)
@@ -263,6 +263,15 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         reuse = all(map(nobody_else_reads, projections, outputs))
         return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
 
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """down(act(gate) * up), whose projections are called as modules."""
+        a, b, reuse = projected(self, x)
+        if a.dtype != b.dtype:  # an adapter on one of the two may return fp32, which their product would be as well
+            dtype = torch.promote_types(a.dtype, b.dtype)
+            a, b = a.to(dtype), b.to(dtype)
+        a, b = (a, b) if gate_first else (b, a)
+        return call_rebuilding(getattr(self, mlp.down), mlp.gate.function(self), a, b, reuse, above=rebuild_above)
+
     def forward(self, x: torch.Tensor, *others: Any, **named: Any) -> Any:
         extra = (others or named) and any(given is not None for given in (*others, *named.values()))
         if is_aside(self) or extra:
@@ -272,13 +281,9 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
             return type(self).forward(self, x)
         if activation is not None and (adapted := projections_with_lora(self, x)) is not None:
             with rebuilding(x, self):
-                return lora_mlp(x, *adapted, activation=activation)
-        a, b, reuse = projected(self, x)
-        if a.dtype != b.dtype:  # an adapter on one of the two may return fp32, which their product would be as well
-            dtype = torch.promote_types(a.dtype, b.dtype)
-            a, b = a.to(dtype), b.to(dtype)
-        a, b = (a, b) if gate_first else (b, a)
-        y = call_rebuilding(getattr(self, mlp.down), mlp.gate.function(self), a, b, reuse, above=rebuild_above)
+                y = lora_mlp(x, *adapted, activation=activation)
+        else:
+            y = gated(self, x)
         if mlp.factor is not None:
             y = y * getattr(self, mlp.factor)
         if mlp.dropout is not None:

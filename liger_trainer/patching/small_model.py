@@ -60,7 +60,7 @@ def small_config(config):
 def _plain_rope(config) -> None:
     """Lists of factors and sections have the length of a head of the real size: the default takes their place."""
     for name in ("rope_parameters", "rope_scaling"):
-        rope = getattr(config, name, None)
+        rope = vars(config).get(name)  # and not getattr: newer configs have the old name as an alias that warns
         if isinstance(rope, dict):
             setattr(config, name, _without_lists(rope))
 

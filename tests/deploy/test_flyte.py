@@ -1,8 +1,8 @@
 """The Flyte workflow, executed locally on two processes, and serialised for four machines."""
 
-import importlib.util
+import importlib
 import json
-import os
+import sys
 
 import pytest
 from checkout import ROOT
@@ -19,18 +19,14 @@ def workflow_of(monkeypatch):
     def load(**env):
         for name, value in env.items():
             monkeypatch.setenv(name, str(value))
-        spec = importlib.util.spec_from_file_location("workflow", ROOT / "deploy" / "flyte" / "workflow.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(__import__("sys").modules, "workflow", module)
-        spec.loader.exec_module(module)
-        return module
+        monkeypatch.syspath_prepend(ROOT / "deploy" / "flyte")  # new processes get the path of this one
+        monkeypatch.delitem(sys.modules, "workflow", raising=False)
+        return importlib.import_module("workflow")
 
     return load
 
 
-def test_the_workflow_runs_locally_on_two_processes(folder, workflow_of, monkeypatch):
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "deploy" / "flyte")))
-    monkeypatch.setenv("PYTHONPATH", paths)  # the processes are new ones
+def test_the_workflow_runs_locally_on_two_processes(folder, workflow_of):
     workflow = workflow_of(LIGER_NNODES=1, LIGER_NPROC=2, LIGER_CPU=1, LIGER_OUTPUT=folder / "out")
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1, dataset_name=None)
     model, report = workflow.fine_tune(

@@ -31,7 +31,7 @@ class CountedMemory(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                self._count(tensor.untyped_storage())
+                self._count(getattr(tensor, "_local_tensor", tensor).untyped_storage())  # of a shard, this rank's part
         return out
 
     def _count(self, storage):
