@@ -36,14 +36,14 @@ MODELS = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
 }  # fmt: skip
-# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, and "+ varlen" for
-# liger_config={"varlen_attention": True}.
+# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, and "- varlen" for
+# liger_config={"varlen_attention": False}.
 ARMS = {
     "sft": (
-        "LigerSFTTrainer + varlen",
         "LigerSFTTrainer",
-        "LigerTrainer + varlen",
+        "LigerSFTTrainer - varlen",
         "LigerTrainer",
+        "LigerTrainer - varlen",
         "Trainer",
         "Trainer + Liger",
         "SFTTrainer",
@@ -51,7 +51,7 @@ ARMS = {
         "Trainer + compile",
         "LigerTrainer + compile",
     ),
-    "dpo": ("LigerDPOTrainer + varlen", "LigerDPOTrainer", "DPOTrainer", "DPOTrainer + Liger"),
+    "dpo": ("LigerDPOTrainer", "LigerDPOTrainer - varlen", "DPOTrainer", "DPOTrainer + Liger"),
 }
 STOCK = ("Trainer", "SFTTrainer", "DPOTrainer")
 
@@ -108,7 +108,7 @@ def classes_of(arm):
 
     import liger_trainer
 
-    name = arm.split(" + ")[0]
+    name = arm.split(" ")[0]
     module = liger_trainer if name.startswith("Liger") else trl if hasattr(trl, name) else transformers
     config = {"Trainer": "TrainingArguments"}.get(name.removeprefix("Liger"))
     if config is None:
@@ -130,8 +130,8 @@ def make_trainer(arm, run, callbacks):
         options["use_liger_kernel"] = True
     if arm.endswith("+ compile"):
         options["torch_compile"] = True
-    if arm.endswith("+ varlen"):
-        options["liger_config"] = {"varlen_attention": True}
+    if arm.endswith("- varlen"):
+        options["liger_config"] = {"varlen_attention": False}
     if run.rows != "full":
         options["train_sampling_strategy"] = "sequential"
     if is_trl:

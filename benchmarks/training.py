@@ -36,7 +36,7 @@ from _measure import DEVICE, Record, ceilings, table
 from _rows import KINDS
 from _steps import ARMS, MODELS, Run, check_arms, emit, flag_losses, flag_tokens, rows_from, train
 
-LORA_ARMS = ("LigerSFTTrainer + varlen", "LigerSFTTrainer", "SFTTrainer", "SFTTrainer + Liger")
+LORA_ARMS = ("LigerSFTTrainer", "LigerSFTTrainer - varlen", "SFTTrainer", "SFTTrainer + Liger")
 STEPS = {"full": 14, "padded": 32, "packed": 32}
 
 

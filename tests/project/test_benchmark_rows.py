@@ -25,7 +25,7 @@ def file_of_pairs(folder, *characters):
     return str(folder / "pairs.json")
 
 
-SFT = ("SFTTrainer", "LigerSFTTrainer", "LigerSFTTrainer + varlen", "Trainer", "LigerTrainer", "LigerTrainer + varlen")
+SFT = ("SFTTrainer", "LigerSFTTrainer", "LigerSFTTrainer - varlen", "Trainer", "LigerTrainer", "LigerTrainer - varlen")
 
 
 def trained(arms, **run):
@@ -36,7 +36,8 @@ def trained(arms, **run):
     _steps.flag_tokens(rows)
     for row in rows:
         assert "note" not in row, row
-        assert ("varlen_attention" in row.get("patched", "")) == row["arm"].endswith("varlen")
+        ours = row["arm"].startswith("Liger") and not row["arm"].endswith("varlen")
+        assert ("varlen_attention" in row.get("patched", "")) == ours
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-3)
         assert len(row["losses"]) == 2 and row["tokens_per_s"] > 0
     return rows
@@ -80,7 +81,7 @@ def test_padded_pairs(tmp_path):
     """A pair of 5 + 3 and 5 + 10 tokens, cut to 12, and one of 1 + 2 and 1 + 1. A prompt of 16 leaves no answer."""
     data = file_of_pairs(tmp_path, (20, 12, 40), (64, 8, 8), (4, 8, 4))
     run = {"batch": 2, "length": 12, "steps": 5, "skip": 4, "rows": "padded", "data": data, "trainer": "dpo", "lora": 4}
-    rows = trained(("DPOTrainer", "LigerDPOTrainer", "LigerDPOTrainer + varlen"), **run)
+    rows = trained(("DPOTrainer", "LigerDPOTrainer", "LigerDPOTrainer - varlen"), **run)
     assert_counts(rows, (8 + 12 + 3 + 2,), 4 * 12)
 
 
@@ -117,7 +118,7 @@ def test_a_record_of_real_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     sizes = ["--model", "tiny", "--batch", "2", "--length", "32", "--steps", "6", "--json", str(record)]
     rows = ["--rows", "padded", "--data", file_of_rows(tmp_path, 5, 9, 3, 40, 7, 6)]
-    arms = ["SFTTrainer", "LigerSFTTrainer + varlen"]
+    arms = ["SFTTrainer", "LigerSFTTrainer"]
     monkeypatch.setattr(sys, "argv", [f"{BENCHMARKS}/training.py", *sizes, *rows, "--arms", *arms])
     training.main()
     held = json.loads(record.read_text())
@@ -139,6 +140,8 @@ def test_default_arms_and_the_folder_of_a_record():
         "checkpointing": True,
         "no_waits": False,
         "no_autocast": False,
+        "auto": False,
+        "memory_budget": None,
     }
     options = Namespace(trainer="sft", rows="full", lora=None, config_file=None, **plain)
     assert training.case_of(options) == "sft-llama-3-8b-8x2048-checkpointing"
@@ -150,7 +153,7 @@ def test_default_arms_and_the_folder_of_a_record():
     options.lora = 16
     assert set(training.default_arms(options)) == set(training.LORA_ARMS)
     options.trainer, options.rows = "dpo", "padded"
-    assert "LigerDPOTrainer + varlen" in training.default_arms(options)
+    assert "LigerDPOTrainer - varlen" in training.default_arms(options)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_default_arms_and_the_folder_of_a_record():
         (["--rows", "packed", "--trainer", "dpo", "--data", "pairs.json"], "does not pack"),
         (["--rows", "padded", "--data", "rows.npz", "--steps", "1"], "take at least 2"),
         (["--steps", "4"], "take at least 5"),
-        (["--trainer", "dpo", "--arms", "LigerTrainer + varlen"], "expected, for --trainer dpo"),
+        (["--trainer", "dpo", "--arms", "LigerTrainer - varlen"], "expected, for --trainer dpo"),
     ],
 )
 def test_what_the_command_line_refuses(monkeypatch, capsys, arguments, error):
