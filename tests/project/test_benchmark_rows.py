@@ -37,7 +37,7 @@ def trained(arms, **run):
     for row in rows:
         assert "note" not in row, row
         ours = row["arm"].startswith("Liger") and not row["arm"].endswith("varlen")
-        assert ("varlen_attention" in row.get("patched", "")) == ours
+        assert ("varlen_attention 1/1" in row.get("patched", "")) == ours
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-3)
         assert len(row["losses"]) == 2 and row["tokens_per_s"] > 0
     return rows
