@@ -151,6 +151,7 @@ def _check_two_names(path: Path, filed: dict[str, Any], given: dict[str, Any]) -
             for name in names:
                 filed.pop(name, None)
         values = [(filed | given).get(name) for name in names]
+        values = [str(value).lower() if isinstance(value, bool) else value for value in values]
         if None not in values and values[0] != values[1]:
             raise RecipeError(
                 f"{path}: {names[0]} is {values[0]} and {names[1]} is {values[1]}, but these are two names of one "

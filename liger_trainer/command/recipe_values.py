@@ -125,8 +125,8 @@ def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
     enums = [o for o in options if isinstance(o, type) and issubclass(o, enum.Enum)]
     if value is False and any("no" in {member.value for member in o} for o in enums):
         return "no"  # `save_strategy: no` is the boolean false in YAML
-    if key == "resume_from_checkpoint" and isinstance(value, bool):
-        return str(value).lower()
+    if key in ("resume_from_checkpoint", "activation_checkpointing") and isinstance(value, bool):
+        return str(value).lower()  # strings for the parser, which are switches as well
     # If an enum stands beside str, only its members are allowed: any other string fails later, far from the recipe.
     allowed = [o for o in options if o is not str] if enums else options
     if any(_fits(value, o) for o in allowed):

@@ -19,11 +19,14 @@ class OperationReport:
         enabled (`bool`): Whether the config asked for the operation.
         swapped (`dict[str, str]`): Module name -> the variant that it was proven to compute.
         skipped (`dict[str, str]`): Module name -> why it keeps its own code.
+        unsuited (`dict[str, str]`): Module name -> why the operation is none for it. Such a module was not recognised, so
+            that it counts neither as found nor as skipped.
     """
 
     enabled: bool = True
     swapped: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    unsuited: dict[str, str] = field(default_factory=dict)
 
     @property
     def found(self) -> int:
@@ -86,10 +89,13 @@ class LigerReport:
                         {"modules": modules, "count": count, "variant": text}
                         for modules, count, text in compress(operation.swapped)
                     ],
-                    "skipped": [
-                        {"modules": modules, "count": count, "reason": text}
-                        for modules, count, text in compress(operation.skipped)
-                    ],
+                    **{
+                        key: [
+                            {"modules": modules, "count": count, "reason": text}
+                            for modules, count, text in compress(reasons)
+                        ]
+                        for key, reasons in (("skipped", operation.skipped), ("unsuited", operation.unsuited))
+                    },
                 }
                 for name, operation in self.operations.items()
             },
@@ -110,7 +116,8 @@ class LigerReport:
             if operation.found or not operation.enabled
         ]
         line = f"{self.model_name}: {', '.join(counts) if counts else 'nothing recognised, nothing swapped'}"
-        reasons = sorted(set(self.skipped.values()))
+        unsuited = [reason for operation in self.operations.values() for reason in operation.unsuited.values()]
+        reasons = sorted({*self.skipped.values(), *unsuited})
         return f"{line} (kept: {'; '.join(reasons)})" if reasons else line
 
     def __str__(self) -> str:
@@ -121,7 +128,7 @@ class LigerReport:
                 continue
             swapped, skipped = operation.swapped, operation.skipped
             lines.append(f"{name:<28}{operation.found:>6}{len(swapped):>9}{len(skipped):>9}")
-            for sign, modules in (("+", swapped), ("-", skipped)):
+            for sign, modules in (("+", swapped), ("-", skipped), (".", operation.unsuited)):
                 for names, count, text in compress(modules):
                     lines.append(f"  {sign} {names}{f' x{count}' if count > 1 else ''}: {text}")
         return "\n".join(lines)

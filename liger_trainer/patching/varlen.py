@@ -32,13 +32,14 @@ def swap(model, report, wanted: dict) -> None:
         return
     backbone = padding.backbone_of(model)
     remove(model)
-    if not wanted[OPERATION] or backbone is None:
-        return
     part, name = report[OPERATION], model.base_model_prefix
-    proven: _Proven | None = None
-    reason = _why_not(model, backbone)
-    if reason is None:
-        proven, reason = probe.attempt(_prove, model)
+    part.enabled = bool(wanted[OPERATION] and wanted["fused_linear_cross_entropy"])  # whose forward sees the labels
+    if not part.enabled or backbone is None:
+        return
+    if (reason := _why_not(model, backbone)) is not None:
+        part.unsuited[name] = reason
+        return
+    proven, reason = probe.attempt(_prove, model)
     if proven is not None:
         reason = unknown_module(backbone, proven.forwards)
     if proven is not None and reason is None:
@@ -60,7 +61,7 @@ def remove(model) -> None:
 def _why_not(model, backbone) -> str | None:
     config = model.config
     if head_options(model) is None:
-        return "the fused LM head, whose forward sees the labels, is switched off"
+        return "it has no fused LM head, whose forward would see the labels"
     if config._attn_implementation != "sdpa":
         return f"attn_implementation is {config._attn_implementation!r}, which stays as it is"
     if config.is_encoder_decoder or config.get_text_config() is not config:
