@@ -123,12 +123,15 @@ def fingerprint(module: nn.Module) -> tuple:
 
 
 _MODULE_STATE = {name.lstrip("_") for name in nn.Module().__dict__}
+_OWN_NAME = "target_name"  # PEFT's layers keep their own name under this key, which no other layer has
 
 
 def _comparable(value: Any) -> Any:
     """Something hashable that is equal for attributes that mean the same."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype) or inspect.isroutine(value):
         return value
+    if isinstance(value, dict) and _OWN_NAME in value:
+        value = {key: kept for key, kept in value.items() if key != _OWN_NAME}
     if isinstance(value, list | tuple | dict | set | frozenset) and len(value) < 64:
         return repr(value)
     return id(value)  # of a config, for example, which means the same only if it is the same object

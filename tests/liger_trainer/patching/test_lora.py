@@ -10,7 +10,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.patching import lora, lora_groups, mlps
+from liger_trainer.patching import lora, lora_groups, mlps, probe
 from liger_trainer.patching.lora import LoRA
 
 LAYERS = 14  # two layers of seven projections
@@ -404,3 +404,13 @@ def test_compiled_models_trace_the_layer_s_own_code():
     torch._dynamo.reset()
     got = torch.compile(part("layer")(model), fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(got, part("layer")(stock)(x))
+
+
+def test_layers_of_one_shape_share_one_proof(monkeypatch):
+    """PEFT's layers know their names, which is no reason to prove each: a model of 32 layers would take minutes."""
+    proven = []
+    attempt = probe.attempt
+    monkeypatch.setattr(probe, "attempt", lambda prove, module: proven.append(prove) or attempt(prove, module))
+    apply_liger(peft_model())
+    assert proven.count(lora.prove) <= 5, "q and o, k and v, gate and up, down"
+    assert proven.count(mlps.prove) == 1
