@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
@@ -33,7 +34,8 @@ from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.head.real_logits import scores_of_logits, smoothed_loss_sum
 from liger_trainer.head.vocab_mean import vocab_mean
 from liger_trainer.instance.binding import call_previous
-from liger_trainer.varlen.padding import leaves_padding_out, plan_of_call, running
+from liger_trainer.instance.hooks import replaced_forward
+from liger_trainer.varlen.padding import computes_padding, leaves_padding_out, plan_of_call, running
 from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
@@ -84,7 +86,11 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
             answer = functools.partial(_own_outputs, self, args, kwargs, options, skip_logits, token_predictions)
         if not leaves_out:
             return answer()
-        with running(None if shows_padding else plan_of_call(self, args, kwargs)):  # None too: calls may lie in others
+        plan = plan_of_call(self, args, kwargs, shows_padding)
+        if plan is not None and plan.leaves_out and (why := _who_sees_padding(self, options)) is not None:
+            computes_padding(self, why)
+            plan = None
+        with running(plan):  # None too: calls may lie in others
             return answer()
 
     forward.__name__ = "forward"
@@ -100,9 +106,21 @@ def _shows_states(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
     hidden = kwargs.get("output_hidden_states")
     hidden = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
-    loss = model.__dict__.get("_loss_function")  # as somebody has set it on this model
+    loss = model.__dict__.get("_loss_function") or LOSS_MAPPING.get(str(getattr(model, "loss_type", None)))
     theirs = loss is not None and not str(getattr(loss, "__module__", None)).startswith("transformers.")
-    return bool(not labelled or hidden or theirs)
+    routers = kwargs.get("output_router_logits")  # and not that of the config, by which a loss of them is asked for
+    as_tuple = kwargs.get("return_dict") is False  # which has the logits
+    return bool(not labelled or hidden or theirs or routers or as_tuple)
+
+
+def _who_sees_padding(model: nn.Module, options: HeadOptions) -> str | None:
+    """Code of the user's, or a head that is not fused, which would get zeros for what stock computes for padding."""
+    binding = FusedHeadBinding.of(model)
+    replaced = None if binding is None else replaced_forward(model, binding.previous)
+    if replaced is not None:
+        return f"{replaced} on the {type(model).__name__} may read what is computed for padding"
+    unfused = why_not_fusable(output_head(model), options.cast_lm_head_to_fp32)
+    return None if unfused is None else f"the LM head is not fused, since {unfused}"
 
 
 def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

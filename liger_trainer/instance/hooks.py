@@ -52,14 +52,21 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
         return None
     not_counted = (*_HOOKS_THAT_MISS_NOTHING, *allowed)
     forward = ours.previous if ours is not None and is_bound(module, ours) else module.__dict__.get("forward")
-    function = _function(forward)
-    if forward is not None and function is not type(module).forward and not _is_from(function, not_counted):
-        return f"a forward of its own ({_name(function)})"
+    if (replaced := replaced_forward(module, forward, allowed)) is not None:
+        return replaced
     for attribute, global_hooks in zip(_HOOK_DICTS, _GLOBAL_HOOKS, strict=True):
         for hook in (*getattr(module, attribute).values(), *global_hooks.values()):
             if not _is_from(_function(hook), not_counted):
                 return f"a {attribute.strip('_').removesuffix('s').replace('_', ' ')} ({_name(_function(hook))})"
     return None
+
+
+def replaced_forward(module: nn.Module, forward: Any, allowed: tuple[str, ...] = ()) -> str | None:
+    """Describe `forward`, which `module` has in place of its class's own one; None where that is nobody's code."""
+    function = _function(forward)
+    if forward is None or function is type(module).forward or _is_from(function, (*_HOOKS_THAT_MISS_NOTHING, *allowed)):
+        return None
+    return f"a forward of its own ({_name(function)})"
 
 
 def why_children_must_run(module: nn.Module, left_out: LeftOut) -> str | None:

@@ -19,6 +19,7 @@ from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
 from liger_trainer.varlen.attention import is_registered_for
 from liger_trainer.varlen.inside import unknown_module
+from liger_trainer.varlen.plan import COLUMNS, FROM_MASK, plan_of
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
@@ -43,7 +44,8 @@ def swap(model, report, wanted: dict) -> None:
     if proven is not None:
         reason = unknown_module(backbone, proven.forwards)
     if proven is not None and reason is None:
-        padding.install(backbone, proven.positions, proven.packs, proven.forwards, Place(part, name))
+        place = Place(part, name)
+        padding.install(backbone, proven.positions, proven.packs, proven.mixes, proven.forwards, place)
         part.swapped[name] = "runs on real tokens"
     else:
         part.skipped[name] = reason
@@ -79,12 +81,14 @@ class _Proven(NamedTuple):
     """What has been shown of a model.
 
     positions: How it numbers tokens that come without positions.
-    packs: Whether the rows of a packed row stay apart with our attention. The model's own may let them see each other.
+    packs: Whether the rows of a packed row stay apart with our attention.
+    mixes: Whether they see each other with the model's own.
     forwards: The code of every module inside the backbone.
     """
 
     positions: str
     packs: bool
+    mixes: bool
     forwards: frozenset
 
 
@@ -104,19 +108,20 @@ def _prove(model):
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
     one_row["labels"] = within[real][None]
     wanted_packed = _run(own, batches["rows padded on the right"] | {"labels": within})
+    mixes = _apart(_run(own, one_row), wanted_packed) is not None
     forwards = frozenset(type(module).forward for module in padding.backbone_of(ours).modules())
-    for positions in (padding.COLUMNS, padding.FROM_MASK):
+    for positions in (COLUMNS, FROM_MASK):
         padding.install(padding.backbone_of(ours), positions)
         reason = next(filter(None, (_differs(ours, batches[what], wanted[what], what) for what in batches)), None)
         packs = _differs(ours, one_row, wanted_packed, "a packed row") is None
         padding.remove(padding.backbone_of(ours))
         if reason is None:
-            return _Proven(positions, packs, forwards), None
+            return _Proven(positions, packs, mixes, forwards), None
     return None, reason
 
 
 def _differs(ours, batch, wanted, what: str) -> str | None:
-    plan = padding.plan_of(ours.config, batch | {"use_cache": False}, batch["labels"])
+    plan = plan_of(ours.config, batch | {"use_cache": False}, batch["labels"])
     with padding.running(plan):
         got = _run(ours, batch)
     if plan is None or not plan.used:

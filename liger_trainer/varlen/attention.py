@@ -152,13 +152,20 @@ def _kernel_takes(query, key, value, dropout) -> bool:
     dim = query.shape[-1]
     return (
         query.is_cuda
+        and _device_has_the_kernel(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and dropout == 0.0
         and dim % 8 == 0
         and value.shape[-1] <= dim <= _MOST_HEAD_DIM
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
+
+
+@functools.cache
+def _device_has_the_kernel(device: torch.device) -> bool:
+    """Whether PyTorch was built with the kernel, and for this GPU."""
+    built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache

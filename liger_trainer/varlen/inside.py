@@ -16,26 +16,36 @@ _HARMLESS_HOOKS = (
     "peft.helpers",
 )
 # Modules that the proof need not have run, since each token goes through them by itself.
-_PER_TOKEN_MODULES = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm)
+_PER_TOKEN_FORWARDS = frozenset(
+    kind.forward for kind in (nn.Module, nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm)
+)
 _PER_TOKEN_ROOMS = ("peft.tuners.", "peft.utils.", "bitsandbytes.", "transformers.integrations.", "liger_trainer.")
 _NOT_PER_TOKEN = ("peft.tuners.adaption_prompt", "peft.tuners.xlora")
 
 
-def why_whole(backbone: nn.Module, forwards: frozenset | None, known: dict[type, Callable]) -> str | None:
-    """What somebody has put into the backbone that has to see a batch as it is: a hook, or a module of theirs.
+def why_whole(
+    backbone: nn.Module, ours: Binding, forwards: frozenset | None, known: dict[type, Callable]
+) -> str | None:
+    """What somebody has put into the backbone that has to see a batch as it is: a hook, or code of theirs.
 
-    A hook on the backbone itself sees the batch. Every call asks this, and a model with adapters has thousands of
-    modules, so that the walk looks no closer than it must.
+    A hook on the backbone itself would see zeros for padding. Every call asks this, and a model with adapters has
+    thousands of modules, so that the walk looks no closer than it must.
 
     Args:
+        ours (`Binding`): What we have bound to the backbone.
         forwards (`frozenset`, *optional*): The code that has been proven. Unset: any.
         known (`dict`): The classes of modules that have been found harmless, with their forwards. It is filled here.
     """
+    if (why := hook_on(backbone, ours, _HARMLESS_HOOKS)) is not None:
+        return f"{why} on the {type(backbone).__name__} would see rows without padding"
     for module in _inside(backbone):
-        if (has_hooks(module) or "forward" in module.__dict__) and (
+        attributes = module.__dict__
+        if (has_hooks(module) or "forward" in attributes) and (
             why := hook_on(module, Binding.of(module), _HARMLESS_HOOKS)
         ):
             return f"{why} on a {type(module).__name__} would see rows without padding"
+        if attributes.get("_compiled_call_impl") is not None:
+            return f"a {type(module).__name__} is compiled by itself, which each new length would do anew"
         kind = type(module)
         if known.get(kind) is not kind.forward:
             if (why := _why_unknown(module, forwards)) is not None:
@@ -69,7 +79,12 @@ def _why_unknown(module: nn.Module, forwards: frozenset | None) -> str | None:
 
 
 def _is_per_token(module: nn.Module) -> bool:
-    """Whether each token goes through `module` by itself, or `module` only holds others."""
-    room = type(module).__module__
-    known = isinstance(module, _PER_TOKEN_MODULES) or room.startswith(_PER_TOKEN_ROOMS)
-    return type(module).forward is nn.Module.forward or (known and not room.startswith(_NOT_PER_TOKEN))
+    """Whether each token goes through `module` by itself, or `module` only holds others.
+
+    A class that derives from a layer of PyTorch counts only with that layer's forward.
+    """
+    kind = own_class(module)
+    room = kind.__module__
+    return getattr(kind, "forward", None) in _PER_TOKEN_FORWARDS or (
+        room.startswith(_PER_TOKEN_ROOMS) and not room.startswith(_NOT_PER_TOKEN)
+    )

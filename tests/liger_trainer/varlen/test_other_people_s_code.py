@@ -1,0 +1,175 @@
+"""Code of the user's around and inside the backbone, and what a model says at padding: it trains as in stock."""
+
+import types
+
+import pytest
+import torch
+from architectures import build
+from torch import nn
+from transformers import DataCollatorWithFlattening
+from transformers.loss.loss_utils import LOSS_MAPPING
+from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
+
+from liger_trainer import apply_liger
+
+
+def mixes_the_row(outputs):
+    outputs.last_hidden_state = outputs.last_hidden_state + outputs.last_hidden_state.mean(1, keepdim=True)
+    return outputs
+
+
+def backbone_of_theirs(self, *args, **kwargs):
+    return mixes_the_row(type(self).forward(self, *args, **kwargs))
+
+
+def model_of_theirs(self, *args, **kwargs):
+    outputs = type(self).forward(self, *args, **kwargs)
+    outputs.loss = outputs.loss + 0.01 * outputs.logits.logsumexp(-1).square().mean()
+    return outputs
+
+
+class MixingLinear(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden + hidden.mean(1, keepdim=True))
+
+
+def a_forward_on_the_backbone(model):
+    model.model.forward = types.MethodType(backbone_of_theirs, model.model)
+
+
+def a_forward_on_the_model(model):
+    model.forward = types.MethodType(model_of_theirs, model)
+
+
+def a_hook_on_the_backbone(model):
+    model.model.register_forward_hook(lambda module, args, outputs: mixes_the_row(outputs))
+
+
+def a_hook_on_the_head(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] + args[0].mean(1, keepdim=True),))
+
+
+def a_linear_layer_of_their_class(model):
+    model.model.layers[0].self_attn.q_proj.__class__ = MixingLinear
+
+
+@pytest.mark.parametrize(
+    "theirs, before",
+    [
+        (a_forward_on_the_backbone, True), (a_forward_on_the_backbone, False), (a_forward_on_the_model, True),
+        (a_hook_on_the_backbone, False), (a_hook_on_the_head, True), (a_hook_on_the_head, False),
+        (a_linear_layer_of_their_class, True), (a_linear_layer_of_their_class, False),
+    ],
+)  # fmt: skip
+def test_code_of_theirs_sees_what_stock_computes_for_padding(theirs, before, tokens):
+    model, stock, call = model_of(), model_of(), batch()
+    theirs(stock)
+    want = step(stock, call)
+    if before:
+        theirs(model)
+        apply_liger(model, ON)
+    else:
+        patched(model)
+        theirs(model)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == []
+
+
+def test_a_loss_that_is_registered_later(tokens, monkeypatch):
+    model, call, own = model_of(), batch(), LOSS_MAPPING["ForCausalLM"]
+
+    def with_a_term(logits, labels, vocab_size, **kwargs):
+        return own(logits, labels, vocab_size, **kwargs) + 0.01 * logits.logsumexp(-1).square().mean()
+
+    patched(model)
+    monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", with_a_term)
+    want = step(model_of(), call)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == []
+
+
+def test_tuples_have_the_logits_of_padding(tokens):
+    model, call = model_of(), batch()
+    want = model(**call, use_cache=False, return_dict=False)
+    patched(model)
+    tokens.clear()
+    got = model(**call, use_cache=False, return_dict=False)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
+    assert tokens == []
+
+
+def test_router_logits_that_a_call_asks_for(tokens):
+    model, call = model_of("qwen3_moe"), batch() | {"output_router_logits": True}
+    want = model(**call, use_cache=False)
+    patched(model)
+    tokens.clear()
+    got = model(**call, use_cache=False)
+    torch.testing.assert_close(got.router_logits, want.router_logits, rtol=1e-4, atol=1e-5)
+    assert tokens == []
+
+
+def test_masks_by_kind_of_layer(tokens):
+    model, call = model_of("gemma3_text"), batch((20, 20))
+    causal = torch.ones(20, 20).tril().bool()[None, None]
+    call["attention_mask"] = {"full_attention": causal, "sliding_attention": causal.triu(-3)}
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == []
+
+
+@pytest.mark.parametrize(
+    "kind, lengths, side, used",
+    [
+        ("longrope", (7, 5, 13), "right", False), ("longrope", (7, 5, 20), "right", True),
+        ("dynamic", (7, 5, 13), "right", False), ("dynamic", (7, 5, 13), "left", True),
+    ],
+)  # fmt: skip
+def test_frequencies_that_depend_on_the_longest_position(kind, side, lengths, used, tokens):
+    """Rows that are padded to a width of the user's, which is longer than what the model was trained on."""
+    factors = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, "dynamic": {}}[kind]
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **factors}
+    model, call = model_of(max_position_embeddings=16, rope_parameters=rope), batch(lengths, side)
+    want = step(model, call)
+    patched(model)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert bool(tokens) == used
+
+
+def test_layers_that_are_compiled_by_themselves(tokens):
+    model, call, traced = model_of(), batch(), []
+    want = step(model, call)
+    patched(model)
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.compile(backend=backend, dynamic=True)
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == []
+    torch._dynamo.reset()
+
+
+def test_packed_rows_that_stock_lets_see_each_other_are_never_given_to_it(tokens):
+    """afmoe with SDPA: only attention by lengths keeps rows apart, and a hook would switch that off in silence."""
+    model, _ = build("afmoe")
+    model.set_attn_implementation("sdpa")
+    model.train()
+    flat = dict(DataCollatorWithFlattening()(rows_of(batch(prompt=1))))
+    alone = [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits for row in rows_of(batch())]
+    patched(model)
+    inputs = {name: flat[name] for name in ("input_ids", "position_ids")}
+    tokens.clear()
+    got = model(**inputs, use_cache=False).logits  # asked for without labels, as an evaluation with metrics does
+    torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-3, atol=1e-4)
+    assert tokens == [sum(LENGTHS)]
+    model.model.layers[0].register_forward_hook(lambda module, args, outputs: None)
+    with pytest.raises(ValueError, match="rows would see each other.*forward hook"):
+        step(model, flat)
