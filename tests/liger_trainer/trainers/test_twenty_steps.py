@@ -29,6 +29,7 @@ SIZES = {  # vocabulary, hidden, intermediate, heads, tokens of a completion, st
     "tiny": (131, 32, 48, 4, 12, 3),
     "8b-width": (128256, 4096, 14336, 32, 560, 20),
 }
+LOGS_PADDING = ("ORPO", "CPO")  # TRL logs the mean of the logits of every position, so that padding is computed
 CHECKPOINTED = ("SFT", "DPO")  # the others keep their activations, so that the backward pass rebuilds
 
 
@@ -167,7 +168,7 @@ def compare(name, size, folder, monkeypatch, varlen=False):
         assert off_16 <= 2 * stock_off_16 + 1e-3 * scale
     print(f"; {len(made)} tensors rebuilt")
     assert bool(made) == (name not in CHECKPOINTED)
-    assert bool(packed) == varlen
+    assert bool(packed) == (varlen and name not in LOGS_PADDING)
 
 
 VARLEN = pytest.mark.parametrize("varlen", [False, True], ids=["padded", "varlen"])
