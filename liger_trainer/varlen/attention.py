@@ -4,8 +4,9 @@ transformers' models ask a registry for their attention function and another for
 model whose padding is left out lives, `varlen_attention` stands in the first one under the name `sdpa`, so that configs
 keep that name. While the rows of a call are known (`padding.py`), the mask is a `RowMask`, which says where each row
 ends (`row_mask`, asked by `head/masks.py`), and attention is `torch.nn.attention.varlen`, whose kernel reads the ends.
-On CPUs, and for dtypes and head sizes that the kernel does not know, each row is one call of PyTorch's SDPA. Every
-other call is transformers' own.
+On CPUs, and for dropout, dtypes and head sizes that the kernel does not know, the rows are one call of PyTorch's SDPA,
+padded on the right, which a causal mask hides, or one call for each row where that would be mostly padding. Every other
+call is transformers' own.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _MOST_HEAD_DIM = 256  # of the kernel
+_MOST_ROOM = 4  # places for each token, up to which rows are padded to attend in one call
 _NOT_KNOWN = ("position_bias", "softcap", "s_aux", "cache")  # what attention may be asked for beside, and cannot do
 STANDS_BEFORE = "_liger_stands_before"  # on our function for masks: the function that it asks for all others
 _models: weakref.WeakSet = weakref.WeakSet()  # those that have asked for our attention
@@ -42,6 +44,19 @@ class Rows:
 
     def __init__(self, offsets: torch.Tensor, tokens: int, longest: int):
         self.offsets, self.tokens, self.longest = offsets, tokens, longest
+
+    @property
+    def room(self) -> int:
+        """Places of all rows, each padded to the longest."""
+        return (self.offsets.shape[0] - 1) * self.longest
+
+    @functools.cached_property
+    def places(self) -> torch.Tensor:
+        """int64 (T,): where each token is among these places."""
+        starts = self.offsets[:-1].long()
+        shift = torch.arange(len(starts), device=starts.device) * self.longest - starts
+        tokens = torch.arange(self.tokens, device=starts.device)
+        return tokens + shift.repeat_interleave(self.offsets.diff().long(), output_size=self.tokens)
 
     @functools.cached_property
     def lengths(self) -> list[int]:
@@ -144,7 +159,11 @@ def varlen_attention(
     if torch.is_autocast_enabled(device):  # as of PyTorch's SDPA
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    attend = _by_kernel if _kernel_takes(query, key, value, dropout) else _row_by_row
+    rows = attention_mask.rows
+    if _kernel_takes(query, key, value, dropout):
+        attend = _by_kernel
+    else:
+        attend = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
     return attend(query, key, value, attention_mask, dropout, scaling), None
 
 
@@ -191,6 +210,33 @@ def _by_kernel(query, key, value, mask: RowMask, dropout, scaling):
     return out[..., :width].unsqueeze(0)
 
 
+def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """(S, S), which tokens of a row each of its tokens sees; None where that is all before it."""
+    if window is None or length <= window:
+        return None
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position
+    return (distance >= 0) & (distance < window)
+
+
+def _all_rows(query, key, value, mask: RowMask, dropout, scaling):
+    rows = mask.rows
+    places = rows.places.to(query.device)
+    q, k, v = (
+        x.new_zeros(rows.room, x.shape[1], x.shape[3])
+        .index_copy(0, places, x[0].transpose(0, 1))
+        .unflatten(0, (-1, rows.longest))
+        .transpose(1, 2)
+        for x in (query, key, value)
+    )
+    near = _near(rows.longest, mask.window, query.device)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=near, dropout_p=dropout, is_causal=near is None, scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, places).unsqueeze(0)
+
+
 def _row_by_row(query, key, value, mask: RowMask, dropout, scaling):
     grouped = query.shape[1] != key.shape[1]
     done, start = [], 0
@@ -199,11 +245,7 @@ def _row_by_row(query, key, value, mask: RowMask, dropout, scaling):
         start += length
         if length == 0:
             continue
-        near = None
-        if mask.window is not None and length > mask.window:
-            position = torch.arange(length, device=query.device)
-            distance = position[:, None] - position
-            near = (distance >= 0) & (distance < mask.window)
+        near = _near(length, mask.window, query.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=near, dropout_p=dropout, is_causal=near is None, scale=scaling, enable_gqa=grouped
         )
