@@ -19,8 +19,8 @@ class OperationReport:
         enabled (`bool`): Whether the config asked for the operation.
         swapped (`dict[str, str]`): Module name -> the variant that it was proven to compute.
         skipped (`dict[str, str]`): Module name -> why it keeps its own code.
-        unsuited (`dict[str, str]`): Module name -> why the operation is none for it. Such a module was not recognised, so
-            that it counts neither as found nor as skipped.
+        unsuited (`dict[str, str]`): Module name -> why the operation is none for it. Such a module was not recognised,
+            and counts neither as found nor as skipped.
     """
 
     enabled: bool = True

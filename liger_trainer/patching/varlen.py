@@ -7,7 +7,7 @@ counts padding, shows it there. Packed rows take our attention too if a packed r
 the same rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -37,19 +37,17 @@ def swap(model, report, wanted: dict) -> None:
     part.enabled = bool(wanted[OPERATION] and wanted["fused_linear_cross_entropy"])  # whose forward sees the labels
     if not part.enabled or backbone is None:
         return
-    if (reason := _why_not(model, backbone)) is not None:
+    proven: Any = None
+    reason = _why_not(model, backbone)
+    if reason is None:
+        proven, reason = probe.attempt(_prove, model)
+    if reason is None:
+        reason = unknown_module(backbone, proven.forwards)
+    if reason is not None:
         part.unsuited[name] = reason
         return
-    proven, reason = probe.attempt(_prove, model)
-    if proven is not None:
-        reason = unknown_module(backbone, proven.forwards)
-    if proven is not None and reason is None:
-        place = Place(part, name)
-        padding.install(backbone, proven.positions, proven.packs, proven.mixes, proven.forwards, place)
-        part.swapped[name] = "runs on real tokens"
-    else:
-        part.skipped[name] = reason
-        remove(model)
+    padding.install(backbone, proven.positions, proven.packs, proven.mixes, proven.forwards, Place(part, name))
+    part.swapped[name] = "runs on real tokens"
 
 
 def remove(model) -> None:

@@ -151,8 +151,7 @@ def test_a_cache_and_generation_are_stock_s(tokens):
 def test_it_comes_and_goes(tokens):
     model, call = model_of(), batch()
     before = dict(model.model.__dict__)
-    assert apply_liger(model)["varlen_attention"].found == 0, "off by default"
-    patched(model)
+    assert apply_liger(model)["varlen_attention"].swapped, "on by default"
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
         parameter.data.mul_(0.5)
@@ -166,7 +165,7 @@ def test_it_comes_and_goes(tokens):
     assert_same_step(step(model, call), want)
     assert tokens == []
     model.set_attn_implementation("eager")
-    assert "eager" in apply_liger(model, ON)["varlen_attention"].skipped["model"]
+    assert "eager" in apply_liger(model, ON)["varlen_attention"].unsuited["model"]
 
 
 def test_another_attention_set_later_is_used(tokens):
@@ -196,7 +195,7 @@ def test_models_that_it_is_not_for_keep_their_own_code(name):
     if model._supports_sdpa and name != "gemma2":
         model.set_attn_implementation("sdpa")
     report = apply_liger(model, ON)
-    assert not report["varlen_attention"].swapped and report["varlen_attention"].skipped
+    assert not report["varlen_attention"].swapped and report["varlen_attention"].unsuited
 
 
 def test_autocast_in_bf16(tokens):

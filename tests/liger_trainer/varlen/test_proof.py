@@ -111,7 +111,7 @@ def test_a_model_of_somebody_else_s_code_is_refused(model_class, reason, tokens)
     call["labels"][0, call["attention_mask"][0].sum()] = 5  # predicted from the last real token, or on padding
     want = step(model, call)
     report = apply_liger(model, ON)["varlen_attention"]
-    assert not report.swapped and reason in report.skipped["model"]
+    assert not report.swapped and reason in report.unsuited["model"]
     tokens.clear()
     assert_same_step(step(model, call), want)
     assert tokens == []

@@ -63,7 +63,7 @@ def test_a_function_of_the_user_s_is_used(before, tokens, monkeypatch):
     tokens.clear()
     assert_same_step(step(model, call), want)
     assert tokens == [] and len(called) >= 2
-    assert report is None or "of their own" in report.skipped["model"]
+    assert report is None or "of their own" in report.unsuited["model"]
 
 
 def test_a_mask_of_the_user_s_is_used(tokens, monkeypatch):
