@@ -1,7 +1,8 @@
 """One of the two ranks of `test_auto_ranks.py`, gloo on CPU: `auto_ranks.py MODE OUT_DIR`.
 
-Saves losses and weights without checkpointing and with `auto`, and for each micro-batch what this rank wanted and what
-was agreed. The ranks have rows of other lengths and memories of other sizes.
+Saves losses and weights without checkpointing, with all of it and with `auto`, and for each micro-batch what this rank
+wanted and what was agreed. The ranks have rows of other lengths and memories of other sizes: that of rank 1 is half way
+between what it needs without checkpointing and with all of it.
 """
 
 import os
@@ -14,6 +15,7 @@ from counted_memory import CountedMemory
 from launching import shard_on_cpus
 
 from liger_trainer.checkpointing.agreement import Ranks
+from liger_trainer.checkpointing.memory import RESERVE
 
 
 def whole(weights):
@@ -31,19 +33,21 @@ def noting(agreed):
 
 
 def run(mode, out):
-    saved, agreed = {}, []
+    saved, agreed, highest = {}, [], {}
     noting(agreed)
-    for checkpointing in (False, "auto"):
-        rank = int(os.environ["RANK"])
-        memory = CountedMemory() if checkpointing else None
-        if memory is not None:
-            memory.claims = (1 << 40, 1_500_000)[rank]
-        shrink = At(4, lambda memory=memory: setattr(memory, "size", 400_000))
-        callbacks = [shrink] if mode == "oom" and rank == 1 and checkpointing else []
+    rank = int(os.environ["RANK"])
+    for checkpointing in (False, True, "auto"):
+        memory = CountedMemory()
+        callbacks = []
+        if checkpointing == "auto":
+            between = highest[True] + 0.5 * (highest[False] - highest[True])
+            memory.claims = (1 << 40, int(between / (1 - RESERVE)))[rank]
+            if mode == "oom" and rank == 1:
+                callbacks = [At(4, lambda memory=memory: setattr(memory, "size", 400_000))]
         trainer = build(f"{out}/{checkpointing}", checkpointing, memory, callbacks)
         losses, weights = train(trainer)
-        saved[checkpointing] = losses, whole(weights)
-    return {"runs": saved, "agreed": agreed, "chosen": trainer.checkpointing.to_dict()}
+        saved[checkpointing], highest[checkpointing] = (losses, whole(weights)), memory.highest
+    return {"runs": saved, "agreed": agreed, "chosen": trainer.checkpointing.to_dict(), "highest": highest}
 
 
 if __name__ == "__main__":

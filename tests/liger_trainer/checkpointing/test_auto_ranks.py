@@ -15,6 +15,7 @@ def test_both_ranks_follow_the_more_careful_plan(mode, tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for rank in ranks:
         assert same_bits(rank["runs"]["auto"], rank["runs"][False])
+        assert rank["highest"][True] < 0.9 * rank["highest"][False], "or there would be nothing to choose"
     wanted = list(zip(*(rank["agreed"] for rank in ranks), strict=True))
     assert all(a[1] == b[1] == min(a[0], b[0]) for a, b in wanted)
     assert any(0 <= b[0] < a[0] for a, b in wanted), "or they would have agreed anyhow"
