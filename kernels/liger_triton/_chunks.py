@@ -16,6 +16,7 @@ import torch
 from ._dispatch import use_triton
 from ._head_inputs import DB, DBIAS, DU, DW, DX, Head
 from ._products import add_outer, back
+from .sizes import computes_nothing
 
 # Past 4096 rows the products hardly get faster. 640 MiB hold 2048 rows of the vocabularies of 150 thousand.
 _GPU_CHUNK_BYTES, _GPU_CHUNK_ROWS = 640 << 20, 4096
@@ -34,7 +35,7 @@ def chunk_size(
     `allowed` is how many bytes a chunk may have, if that is more than `_GPU_CHUNK_BYTES`. All rows make one chunk if
     they fit into `_GPU_CHUNK_BYTES`, and with `all_rows` also if they fit into `allowed`.
     """
-    if device_type == "cpu":
+    if device_type == "cpu" and not computes_nothing():
         most = max(1, _CPU_CHUNK_BYTES // (4 * vocab))
         return max(1, -(-rows // max(1, -(-rows // most))))
     allowed, row_bytes = max(_GPU_CHUNK_BYTES, allowed), vocab * dtype.itemsize

@@ -11,6 +11,8 @@ import threading
 
 import torch
 
+from .sizes import computes_nothing
+
 try:
     import triton
     import triton.language as tl
@@ -39,9 +41,27 @@ def takes_twin(*tensors: torch.Tensor | None) -> bool:
     return any(t is not None and t.dtype == torch.float64 for t in tensors)
 
 
+def on_cuda(x: torch.Tensor) -> bool:
+    """Whether `x` is on a CUDA GPU, or counts as such a tensor."""
+    return x.is_cuda or computes_nothing()
+
+
+def launcher(kernel, grid: tuple[int, ...]):
+    """`kernel[grid]`, to be called with the arguments of the kernel."""
+    return _nothing if computes_nothing() else kernel[grid]
+
+
+def _nothing(*args, **constants) -> None:
+    pass
+
+
 def use_triton(x: torch.Tensor) -> bool:
     """True if the Triton kernel runs for `x`: on a GPU, or on a CPU under `TRITON_INTERPRET=1`, and not in float64."""
-    if triton is None or takes_twin(x):
+    if takes_twin(x):
+        return False
+    if computes_nothing():
+        return True
+    if triton is None:
         return False
     return x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu")
 

@@ -25,7 +25,7 @@ Bytes   b per element. The statistics of the teacher read mVb, once. The pass ov
 
 import torch
 
-from ._dispatch import jit, tl, use_triton
+from ._dispatch import jit, launcher, tl, use_triton
 from ._launch import next_power_of_2
 from ._row_pass import _transform
 
@@ -146,7 +146,7 @@ def teacher_pass(teacher, scale: float, softcap: float):
         return torch.stack((m, rest), 1), at
     stats = torch.empty((n, 2), dtype=torch.float32, device=teacher.device)
     top = torch.empty(n, dtype=torch.int32, device=teacher.device)
-    _teacher_kernel[(n,)](
+    launcher(_teacher_kernel, (n,))(
         teacher, stats, top, teacher.stride(0), vocab, scale, softcap,
         SOFTCAP=softcap != 0.0, **_launch(vocab),
     )  # fmt: skip
@@ -163,7 +163,7 @@ def kl_pass(student, teacher, stats, teacher_row, row_weight, scale: float, soft
         return _torch_kl_pass(student, teacher, stats, teacher_row, row_weight, scale, softcap, want_grad)
     loss = torch.empty(n, dtype=torch.float32, device=student.device)
     top = torch.empty(n, dtype=torch.int32, device=student.device)
-    _kl_kernel[(n,)](
+    launcher(_kl_kernel, (n,))(
         student, teacher, stats, teacher_row, loss if row_weight is None else row_weight, loss, top, student.stride(0),
         teacher.stride(0), vocab, scale, softcap,
         DO_GRAD=want_grad, HAS_WEIGHT=row_weight is not None, SOFTCAP=softcap != 0.0,

@@ -8,6 +8,7 @@ import torch
 
 from ._dispatch import INTERPRET, KERNEL_DTYPES, graph_is_kept, runs_as_op, use_triton
 from .halves import joined, joined_pairs
+from .sizes import computes_nothing
 
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
@@ -42,6 +43,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     of a model, are handed to what was compiled for the first of them. `constants` are all those that the kernel
     declares as `tl.constexpr`, in any order, and options of the compiler.
     """
+    if computes_nothing():
+        return
     in_order = [constants[name] for name in kernel.arg_names[len(args) :]]
     if INTERPRET or torch.version.hip or not args[0].is_cuda:  # on ROCm the size of a tensor's memory counts too
         kernel[grid](*args, **constants)
@@ -185,7 +188,7 @@ def gate_gradients(
             dg, du = (a, b) if first is gate else (b, a)
             break
     else:
-        apart = gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
+        apart = gate.untyped_storage()._cdata != up.untyped_storage()._cdata
         again = again or not (apart and gate.is_contiguous() and up.is_contiguous())
         dg, du = (_new_like(t) if again else t.detach() for t in (gate, up))
     return _written_over(gate, up, dg, du, again)

@@ -11,10 +11,12 @@ Shapes  x (n, k), weight (V, k), logits and dl (n, V) of any row stride.
 import torch
 import torch.nn.functional as F
 
+from ._dispatch import on_cuda
+
 
 def _word_slices(vocab: int, like: torch.Tensor) -> list[slice]:
     """Which words are multiplied together: first those past the last multiple of 16 bytes, if any, then the others."""
-    odd = vocab % (16 // like.element_size()) if like.is_cuda and like.element_size() == 2 else 0
+    odd = vocab % (16 // like.element_size()) if on_cuda(like) and like.element_size() == 2 else 0
     return [slice(vocab - odd, vocab), slice(0, vocab - odd)] if 0 < odd < vocab else [slice(0, vocab)]
 
 
@@ -60,10 +62,10 @@ def _add(total, a, b, started: bool) -> None:
     """total += a b, or total = a b if it is not `started`. If `total` is fp32 and the factors have 16 bits, a GPU adds
     their product straight from the accumulators of its matrix units, without rounding it. Elsewhere the factors are
     converted first."""
-    if a.shape[1] == 1 and a.is_cuda:  # of one row: a single column takes 0.8 ms where eight take 0.3 (4096x128256)
+    if a.shape[1] == 1 and on_cuda(a):  # of one row: a single column takes 0.8 ms where eight take 0.3 (4096x128256)
         a, b = F.pad(a, (0, 7)), F.pad(b, (0, 0, 0, 7))
     wider = a.dtype != total.dtype
-    if wider and not a.is_cuda:
+    if wider and not on_cuda(a):
         a, b, wider = a.to(total.dtype), b.to(total.dtype), False
     more = {"out_dtype": total.dtype} if wider else {}
     if started:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from . import _dispatch
-from ._dispatch import jit, tl
+from ._dispatch import jit, launcher, tl
 from ._launch import MAX_WARPS, next_power_of_2
 
 LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
@@ -265,7 +265,7 @@ def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats,
     lead = lead and (logits.stride(0) - out.stride(0)) % vec == 0
     lead = lead and logits.data_ptr() % 16 == out.data_ptr() % 16 == 0
     scale = None if spec.scale == 1.0 and not spec.softcap else spec.scale
-    _row_kernel[(n,)](
+    launcher(_row_kernel, (n,))(
         logits, out, target, stats, stats if g_loss is None else g_loss, stats if g_entropy is None else g_entropy,
         logits.stride(0), out.stride(0), stats.stride(0), vocab, width or vocab,
         spec.ignore_index, scale, spec.softcap, spec.smoothing, spec.z_loss,

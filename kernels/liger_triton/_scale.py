@@ -8,8 +8,9 @@ Bytes   reads grad and writes the result. Where the dtypes agree, the result tak
 
 import torch
 
-from ._dispatch import _device_guard, jit, tl, use_triton
+from ._dispatch import _device_guard, jit, launcher, tl, use_triton
 from ._launch import next_power_of_2
+from .sizes import computes_nothing
 
 
 @jit
@@ -38,7 +39,7 @@ def scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, keep: b
         return (grad.float() * rows).to(dtype)
     out = grad if grad.dtype == dtype and not keep else torch.empty_like(grad, dtype=dtype)
     # On a CPU, Triton's interpreter would truncate to bf16 instead of rounding.
-    if not use_triton(grad) or grad.device.type == "cpu" or grad.numel() == 0:
+    if not use_triton(grad) or (grad.device.type == "cpu" and not computes_nothing()) or grad.numel() == 0:
         return torch.mul(grad, rows, out=out)
     launch_scale(grad, factor, out)
     return out
@@ -50,7 +51,7 @@ def launch_scale(grad: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) ->
     if factor.ndim == 0 and grad.is_contiguous() and out.is_contiguous() and grad.numel() % 2048 == 0:
         g, o = (t.view(-1, 2048) for t in (g, o))  # now all rows start at a multiple of 16 bytes
     with _device_guard(grad):
-        _scale_kernel[(g.shape[0],)](
+        launcher(_scale_kernel, (g.shape[0],))(
             g, o, factor, g.stride(0), o.stride(0), factor.stride(0) if factor.ndim else 0, g.shape[1],
             IN_PLACE=out is grad, BLOCK=min(2048, next_power_of_2(g.shape[1])), num_warps=8,
         )  # fmt: skip

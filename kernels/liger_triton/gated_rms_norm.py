@@ -24,7 +24,7 @@ Bytes   b per element, n = M * N. Forward reads x and z, and writes y: 3nb (eage
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, once_differentiable, tl
+from ._dispatch import jit, kernel_op, launcher, once_differentiable, tl
 from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, persistent_grid, row_tile, runs_triton
 from .rms_norm import norm_dtype
 
@@ -132,7 +132,7 @@ def _forward(
     y = torch.empty(x.shape, dtype=_result_dtype(x, gate, weight, gate_first, cast), device=x.device)
     rstd = torch.empty((width // group, m), dtype=torch.float32, device=x.device)
     block_m, block_n, num_warps = row_tile(group)
-    _gated_rms_norm_fwd_kernel[(cdiv(m, block_m), width // group)](
+    launcher(_gated_rms_norm_fwd_kernel, (cdiv(m, block_m), width // group))(
         rows, gates, weight.contiguous(), y, rstd, rows.stride(0), gates.stride(0), width, m, group, eps, offset,
         HAS_GATE=gate is not None, SILU=activation == "silu", GATE_FIRST=gate_first, CAST=cast,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
@@ -162,7 +162,7 @@ def _backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dgate = rstd.new_empty(0) if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
     dw = torch.empty((programs, width) if need_dw else (0,), dtype=torch.float32, device=x.device)
-    _gated_rms_norm_bwd_kernel[(programs, groups)](
+    launcher(_gated_rms_norm_bwd_kernel, (programs, groups))(
         dy_rows, rows, gates, weight.contiguous(), rstd, dx, dgate, dw, dy_rows.stride(0), rows.stride(0),
         gates.stride(0), width, m, group, offset, tiles, HAS_GATE=gate is not None, SILU=activation == "silu",
         GATE_FIRST=gate_first, NEED_DW=need_dw, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from . import reference
 from ._chunks import Chunks, HeadGradients
-from ._dispatch import graph_is_kept, once_differentiable, takes_twin
+from ._dispatch import graph_is_kept, on_cuda, once_differentiable, takes_twin
 from ._head_inputs import DB, DBIAS, DU, DW, DX, Head, prepare
 from ._scale import one_number, scaled_in_turn
 from .results import Divergence
@@ -42,7 +42,7 @@ class _Transform(NamedTuple):
     def tensors(self, head: Head) -> Head:
         """The parameters as factors of products, converted once for all chunks. fp32 logits need factors of fp32,
         except on CUDA, whose mm takes 16-bit factors too."""
-        wide = self.dtype if head.x.is_cuda else torch.float32
+        wide = self.dtype if on_cuda(head.x) else torch.float32
         return Head(head.x, *(None if t is None else t.to(wide) for t in head[1:]))
 
     def z(self, head: Head, rows):

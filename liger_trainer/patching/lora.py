@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from liger_trainer.head.module import CaptureBinding
 from liger_trainer.instance.binding import Binding, is_aside, is_bound, own_class
@@ -29,7 +30,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Ten
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
 _WIDTHS, _RANK, _TOKENS = (6, 10), 3, 5  # of the small copy
-_PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # no DTensor, and nothing quantised
+_PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.hooks import has_hooks
@@ -20,6 +21,7 @@ from liger_trainer.patching.lora import LoRABinding, Tensors, tensors_now
 from liger_triton import LoRAGroup
 
 NAMES = ("q_proj", "k_proj", "v_proj")
+_PARAMETERS = (nn.Parameter, FakeTensor)  # a parameter without values has the second type
 
 
 def form_groups(model: nn.Module) -> None:
@@ -90,12 +92,12 @@ class InputGroup:
 
     def _begin(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> _Begun | None:
         """Compute the adapters of `layer` and of those that follow it; None where it has none to share with."""
-        if type(tensors[0]) is not nn.Parameter:
+        if type(tensors[0]) not in _PARAMETERS:
             return None
         members = [(layer, tensors)]
         for other in self.layers[self.layers.index(layer) + 1 :]:
             of_other = tensors_now(other, x)
-            if of_other is not None and of_other[2] is not None and type(of_other[2][0]) is nn.Parameter:
+            if of_other is not None and of_other[2] is not None and type(of_other[2][0]) in _PARAMETERS:
                 members.append((other, of_other))
         return _Begun(x, members) if len(members) > 1 else None
 

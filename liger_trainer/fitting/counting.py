@@ -1,0 +1,66 @@
+"""A device memory that does not exist: the bytes that the tensors of a step would take up."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ALIGNED = 512  # the allocator of a GPU gives multiples of these bytes
+
+
+class CountedMemory(TorchDispatchMode):
+    """Counts the memory of tensors that operations make while the mode is active, until nobody holds them any more.
+
+    It is a `Memory` by which `activation_checkpointing: auto` can choose.
+
+    Args:
+        size (`int`): How many bytes tensors may take up.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+        self.highest = 0
+        self._now = self._peak = 0
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count(tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor))
+        return out
+
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were made before the mode was active."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, size = id(storage), -(-storage.nbytes() // ALIGNED) * ALIGNED
+            if key not in self._known and size:
+                self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._gone(key, size))
+                self.add(size)
+
+    def _gone(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.add(-size)
+
+    def add(self, size: int) -> None:
+        """Count bytes that no tensor stands for."""
+        self._now += size
+        self._peak, self.highest = max(self._peak, self._now), max(self.highest, self._now)
+
+    def allocated(self) -> int:
+        return self._now
+
+    def start_peak(self) -> None:
+        self._peak = self._now
+
+    def peak(self) -> int:
+        return self._peak
+
+    def capacity(self) -> int:
+        return self.size
+
+    def release(self) -> None:
+        """There is nothing that would be given back."""

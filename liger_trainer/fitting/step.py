@@ -1,0 +1,249 @@
+"""A few training steps of a model without values, and the memory that they take.
+
+The forward and the backward pass are those of the model, its patches and PyTorch's autograd, on tensors that have sizes
+only. So what is kept for the backward pass, what is computed again, and what kernels allocate beside is found by doing
+it. Only three things stand for others: attention (`attention.py`), communication (`sharding.py`), and the states of
+8-bit optimizers (`optimizers.py`).
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from liger_trainer.checkpointing.chooser import Chooser
+from liger_trainer.checkpointing.outcome import Outcome
+from liger_trainer.fitting.counting import CountedMemory
+from liger_trainer.fitting.hollow import Shape, on_meta, without_values
+from liger_trainer.fitting.losses import without_adapter
+from liger_trainer.fitting.sharding import Sharding, Units
+from liger_triton.sizes import sizes_only
+
+GIB = 2**30
+WORKSPACE = 32 << 20  # of cuBLAS, on one stream
+AUTO = "auto"
+
+
+@dataclass
+class Job:
+    """A training.
+
+    Attributes:
+        shape (`Shape`): The model.
+        loss (`Callable`): Of `losses.py`.
+        optimizer (`Callable`): Makes the optimizer of a list of weights, or the number of bytes of its states.
+        autocast (`torch.dtype`, *optional*): The dtype of autocast.
+        sharding (`Sharding`): Over how many GPUs, and how.
+        accumulates (`bool`): Whether a step has several micro-batches.
+        checkpointing (`dict`): The options of checkpointing.
+        reference (`bool`): Whether a reference model scores the rows as well.
+        budget (`float`, *optional*): `memory_budget`, in GiB.
+    """
+
+    shape: Shape
+    loss: Callable[..., torch.Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer | int]
+    autocast: torch.dtype | None = None
+    sharding: Sharding = Sharding()
+    accumulates: bool = False
+    checkpointing: dict[str, Any] = field(default_factory=dict)
+    reference: bool = False
+    budget: float | None = None
+
+
+@dataclass
+class Need:
+    """What a step takes up, in bytes.
+
+    Attributes:
+        weights, gradients, states (`int`): What stays from step to step, and the gradients of one.
+        reference (`int`): The weights of a reference model.
+        others (`int`): The workspace of cuBLAS, and the buckets of DDP.
+        layers (`int`): How many layers are called in a micro-batch.
+        layer (`int`): What one of them holds between its forward and its backward pass, the second for example.
+        head (`int`): The most that exists of everything behind the last layer.
+        micro_batch (`int`): The peak of the forward and the backward pass.
+        step (`int`): The peak of the optimizer's step.
+        chosen (`Outcome`, *optional*): What `auto` has chosen.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+    reference: int = 0
+    others: int = 0
+    layers: int = 0
+    layer: int = 0
+    head: int = 0
+    micro_batch: int = 0
+    step: int = 0
+    chosen: Outcome | None = None
+
+    @property
+    def peak(self) -> int:
+        return max(self.micro_batch, self.step)
+
+
+class _Layers:
+    """Notes how much memory there is before and after each layer, in forward passes that keep a graph."""
+
+    def __init__(self, layers: list[nn.Module], memory: CountedMemory, units: Units | None):
+        self.memory, self.units = memory, units
+        self.held: list[int] = []
+        self.last = self._before = 0
+        for layer in layers:
+            layer.register_forward_pre_hook(self._begins)
+            layer.register_forward_hook(self._ends)
+
+    def _held(self) -> int:
+        return self.memory.allocated() - (self.units.gathered if self.units is not None else 0)
+
+    def _begins(self, *_: Any) -> None:
+        self._before = self._held()
+
+    def _ends(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.last = self.memory.allocated()
+            self.held.append(self._held() - self._before)
+            self.memory.start_peak()
+
+
+class _NoTrainer:
+    """In the place of the trainer whose counters would be put back if a micro-batch were run again."""
+
+
+def need(job: Job, rows: int, length: int, checkpointing: bool | str, memory_bytes: int) -> Need:
+    """Run steps of micro-batches of `rows` x `length` tokens.
+
+    Args:
+        job (`Job`): What is trained.
+        rows (`int`), length (`int`): A micro-batch. For pairs, there are two sequences of `length` in a row.
+        checkpointing (`bool` or `"auto"`): As `activation_checkpointing`.
+        memory_bytes (`int`): How much memory there is, by which `auto` chooses.
+    """
+    model = on_meta(job.shape)
+    if checkpointing:
+        # Random states are those of the machine that this runs on, and of no use
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(job.checkpointing | {"preserve_rng_state": False})
+        if job.shape.peft_config is not None:
+            model.enable_input_require_grads()
+    reference = on_meta(job.shape, adapter=False) if job.reference and job.shape.peft_config is None else None
+    with _hollow() as memory:
+        memory.size = memory_bytes
+        run = _Run(job, model, reference, memory)
+        return run.steps(rows, length, checkpointing)
+
+
+@contextlib.contextmanager
+def _hollow() -> Iterator[CountedMemory]:
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), sizes_only():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield CountedMemory(0)
+
+
+class _Run:
+    def __init__(self, job: Job, model: nn.Module, reference: nn.Module | None, memory: CountedMemory):
+        self.job, self.model, self.memory = job, model, memory
+        sharding = job.sharding
+        compute = sharding.compute if sharding.kind == "fsdp2" else None
+        self.weights = without_values(model, compute)
+        self.trained = [weight for weight in self.weights if weight.trained]
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self.need = Need(
+            weights=sharding.stored(self.weights),
+            gradients=sharding.stored(self.trained),
+            others=WORKSPACE + (sharding.stored(self.trained) if sharding.kind == "ddp" else 0),
+        )
+        self.units = None
+        self.masters = [weight.hollow for weight in self.trained]
+        if sharding.kind == "fsdp2":
+            self.units = Units(sharding, model, layers, self.weights, memory)
+            shares = [(sharding.share(weight), sharding.stored_dtype(weight)) for weight in self.trained]
+            self.masters = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in shares]
+        self.layers = _Layers(layers, memory, self.units)
+        self.uncounted = [weight.hollow for weight in self.weights] + self.masters
+        self.reference: Callable[..., Any] | None = None
+        if reference is not None:
+            weights = without_values(reference, compute)
+            self.uncounted += [weight.hollow for weight in weights]
+            self.need.reference = sharding.stored(weights)
+            self.reference = self._autocast(reference)
+        elif job.reference:
+            self.reference = self._autocast(without_adapter(model))
+        self.called = self._autocast(model)
+        self.optimizer = job.optimizer(self.masters)
+
+    def _autocast(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """As accelerate does it: around each call of the model."""
+
+        def call(**inputs: Any) -> Any:
+            with torch.autocast("cpu", dtype=self.job.autocast, enabled=self.job.autocast is not None):
+                return model(**inputs)
+
+        return call
+
+    def steps(self, rows: int, length: int, checkpointing: bool | str) -> Need:
+        need, memory = self.need, self.memory
+        chooser = None
+        if checkpointing == AUTO:
+            chooser = Chooser(self.model, memory, self.job.budget, "nothing runs out of this memory")
+            need.chosen = chooser.outcome
+        with memory:
+            memory.count(self.uncounted)
+            memory.add(need.weights + need.others + need.reference - memory.allocated())
+            # The first step makes the states of the optimizer, auto measures in the second, and then it chooses.
+            for _ in range(3 if chooser else 2):
+                self._step(rows, length, chooser)
+        if chooser is not None:
+            chooser.end()
+        need.layers = len(self.layers.held)
+        need.layer = self.layers.held[min(1, need.layers - 1)] if self.layers.held else 0
+        return need
+
+    def _step(self, rows: int, length: int, chooser: Chooser | None) -> None:
+        for _ in range(2 if self.job.accumulates else 1):
+            self.memory.highest = 0
+            self.layers.held.clear()
+            if self.units is not None:
+                self.units.begin()
+            if chooser is None:
+                self._micro_batch(rows, length)
+            else:
+                chooser.run(_NoTrainer(), self._micro_batch, (rows, length), {})
+            if self.units is not None:
+                self.units.end()
+            self.need.micro_batch = self.memory.highest
+        self.memory.highest = self.memory.allocated()
+        self._optimize()
+        self.need.step = self.memory.highest
+
+    def _micro_batch(self, rows: int, length: int) -> None:
+        loss = self.job.loss(self.called, self.reference, rows, length)
+        self.need.head = max(0, self.memory.peak() - self.layers.last)
+        loss.backward()
+
+    def _optimize(self) -> None:
+        before = self.memory.allocated()
+        if isinstance(self.optimizer, int):
+            if not self.need.states:
+                self.need.states = self.optimizer
+                self.memory.add(self.optimizer)
+        else:
+            if self.units is not None:
+                self.units.forget_gradients()
+                for master in self.masters:
+                    master.grad = torch.empty_like(master)
+            self.optimizer.step()
+        for parameter in self.masters:
+            parameter.grad = None
+        if self.units is not None:
+            self.units.forget_gradients()
+        if not self.need.states:
+            self.need.states = self.memory.allocated() - before + self.need.gradients
