@@ -11,6 +11,8 @@ from torch import nn
 from liger_trainer.fitting.counting import CountedMemory
 from liger_trainer.fitting.hollow import Weight
 
+_EMBEDDING, _TAIL, _COMING = "embedding", "head and last norm", "the next layer"
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -69,18 +71,21 @@ class Units:
         self._gathered: dict[Any, int] = {}
         self._shares: dict[int, int] = {}  # bytes of the gradients of this GPU
         self._sending = 0
-        inside = {id(p): k for k, layer in enumerate(layers) for p in layer.parameters()}
+        inside: dict[int, Any] = {id(p): k for k, layer in enumerate(layers) for p in layer.parameters()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        if embedding is not None and getattr(head, "weight", None) is not embedding.weight:
+            inside |= {id(p): _EMBEDDING for p in embedding.parameters()}
         groups: dict[Any, list[Weight]] = {}
         for weight in weights:
-            groups.setdefault(inside.get(id(weight.hollow), ("outside", weight.hollow.shape)), []).append(weight)
+            groups.setdefault(inside.get(id(weight.hollow), _TAIL), []).append(weight)
         sizes = {key: sum(w.bytes(w.hollow.dtype) for w in group) for key, group in groups.items()}
         for key, group in groups.items():
             self._watch(key, [weight for weight in group if weight.trained])
-        self._outside = {key: size for key, size in sizes.items() if isinstance(key, tuple)}
-        self._coming = max((sizes.get(k, 0) for k in range(len(layers))), default=0)
+        self._outside = {key: sizes.get(key, 0) for key in (_EMBEDDING, _TAIL)}
+        self._outside[_COMING] = max((sizes.get(k, 0) for k in range(len(layers))), default=0)
         for k, layer in enumerate(layers):
             size = sizes.get(k, 0)
-            layer.register_forward_pre_hook(lambda *_, k=k, size=size: self._gather(k, size))
+            layer.register_forward_pre_hook(lambda *_, k=k, size=size: self._before(k, size))
             layer.register_forward_hook(lambda module, args, out, k=k, size=size: self._after(out, k, size))
 
     @property
@@ -90,7 +95,7 @@ class Units:
 
     def begin(self) -> None:
         """Gather the embedding and the head, and let the first layer come. To be called before a micro-batch."""
-        for key, size in (self._outside | {"coming": self._coming}).items():
+        for key, size in self._outside.items():
             self._gather(key, size)
 
     def end(self) -> None:
@@ -106,6 +111,11 @@ class Units:
     def _give_back(self, key: Any) -> None:
         self.memory.add(-self._gathered.pop(key, 0))
 
+    def _before(self, k: int, size: int) -> None:
+        self._gather(k, size)
+        if k == 0 and self.sharding.reshard and torch._C._current_graph_task_id() == -1:
+            self._give_back(_EMBEDDING)
+
     def _after(self, out: Any, k: int, size: int) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         in_backward = torch._C._current_graph_task_id() != -1
@@ -118,7 +128,8 @@ class Units:
         self._give_back(k + 1)
         self._gather(k, size)
         if k == 0:
-            self._give_back("coming")
+            self._give_back(_COMING)
+            self._gather(_EMBEDDING, self._outside[_EMBEDDING])
 
     def _watch(self, key: Any, group: list[Weight]) -> None:
         waiting: dict[int, torch.Tensor] = {}
