@@ -1,4 +1,4 @@
-"""The command `liger-trainer`: train recipes, list and copy those that ship, merge adapters, prepare Medusa heads."""
+"""The command `liger-trainer`: train recipes, say what fits, merge adapters, prepare Medusa heads."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import sys
 import warnings
 
 from liger_trainer.command.accelerate_file import own_environment
+from liger_trainer.command.fit import add_fit_command
 from liger_trainer.command.launch import is_main_process, join_processes_without_gpu
 from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     add_shipped_commands(commands)
+    add_fit_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not be")
     doctor.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; only its config is read")

@@ -7,6 +7,7 @@ it. Only three things stand for others: attention (`attention.py`), communicatio
 """
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,6 +56,13 @@ class Job:
     checkpointing: dict[str, Any] = field(default_factory=dict)
     reference: bool = False
     budget: float | None = None
+    built: dict[bool, nn.Module] = field(default_factory=dict, repr=False)
+
+    def model(self, adapter: bool = True) -> nn.Module:
+        """A copy of the model, on the meta device. To build it takes longer than to run it."""
+        if adapter not in self.built:
+            self.built[adapter] = on_meta(self.shape, adapter)
+        return copy.deepcopy(self.built[adapter])
 
 
 @dataclass
@@ -118,7 +126,9 @@ class _NoTrainer:
     """In the place of the trainer whose counters would be put back if a micro-batch were run again."""
 
 
-def need(job: Job, rows: int, length: int, checkpointing: bool | str, memory_bytes: int) -> Need:
+def need(
+    job: Job, rows: int, length: int, checkpointing: bool | str, memory_bytes: int, like: Need | None = None
+) -> Need:
     """Run steps of micro-batches of `rows` x `length` tokens.
 
     Args:
@@ -126,19 +136,20 @@ def need(job: Job, rows: int, length: int, checkpointing: bool | str, memory_byt
         rows (`int`), length (`int`): A micro-batch. For pairs, there are two sequences of `length` in a row.
         checkpointing (`bool` or `"auto"`): As `activation_checkpointing`.
         memory_bytes (`int`): How much memory there is, by which `auto` chooses.
+        like (`Need`, *optional*): What another size needs, of which what does not depend on the size is taken.
     """
-    model = on_meta(job.shape)
+    model = job.model()
     if checkpointing:
         # Random states are those of the machine that this runs on, and of no use
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable(job.checkpointing | {"preserve_rng_state": False})
         if job.shape.peft_config is not None:
             model.enable_input_require_grads()
-    reference = on_meta(job.shape, adapter=False) if job.reference and job.shape.peft_config is None else None
+    reference = job.model(adapter=False) if job.reference and job.shape.peft_config is None else None
     with _hollow() as memory:
         memory.size = memory_bytes
         run = _Run(job, model, reference, memory)
-        return run.steps(rows, length, checkpointing)
+        return run.steps(rows, length, checkpointing, like)
 
 
 @contextlib.contextmanager
@@ -189,7 +200,7 @@ class _Run:
 
         return call
 
-    def steps(self, rows: int, length: int, checkpointing: bool | str) -> Need:
+    def steps(self, rows: int, length: int, checkpointing: bool | str, like: Need | None) -> Need:
         need, memory = self.need, self.memory
         chooser = None
         if checkpointing == AUTO:
@@ -199,15 +210,22 @@ class _Run:
             memory.count(self.uncounted)
             memory.add(need.weights + need.others + need.reference - memory.allocated())
             # The first step makes the states of the optimizer, auto measures in the second, and then it chooses.
-            for _ in range(3 if chooser else 2):
-                self._step(rows, length, chooser)
+            if like is not None:
+                need.states, need.step = like.states, like.step
+                memory.add(need.states)
+                self._micro_batches(rows, length, chooser)
+            for _ in range(0 if like is not None else 3 if chooser else 2):
+                self._micro_batches(rows, length, chooser)
+                self.memory.highest = self.memory.allocated()
+                self._optimize()
+                need.step = self.memory.highest
         if chooser is not None:
             chooser.end()
         need.layers = len(self.layers.held)
         need.layer = self.layers.held[min(1, need.layers - 1)] if self.layers.held else 0
         return need
 
-    def _step(self, rows: int, length: int, chooser: Chooser | None) -> None:
+    def _micro_batches(self, rows: int, length: int, chooser: Chooser | None) -> None:
         for _ in range(2 if self.job.accumulates else 1):
             self.memory.highest = 0
             self.layers.held.clear()
@@ -220,9 +238,6 @@ class _Run:
             if self.units is not None:
                 self.units.end()
             self.need.micro_batch = self.memory.highest
-        self.memory.highest = self.memory.allocated()
-        self._optimize()
-        self.need.step = self.memory.highest
 
     def _micro_batch(self, rows: int, length: int) -> None:
         loss = self.job.loss(self.called, self.reference, rows, length)

@@ -1,0 +1,61 @@
+"""`liger-trainer fit RECIPE` says what a training step takes up on a GPU, and what would fit, without a GPU.
+
+Nothing that takes long to import is imported before the command runs.
+"""
+
+import argparse
+from typing import Any
+
+from liger_trainer.command.accelerate_file import own_environment
+from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.errors import RecipeError
+
+
+def add_fit_command(commands: Any) -> None:
+    """Add `fit` to the subparsers of `liger-trainer`."""
+    parser = commands.add_parser(
+        "fit",
+        help="say how much GPU memory a recipe needs, and what would fit; needs no GPU",
+        usage="liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--key value ...]",
+        description="Say how much memory of a GPU a step of a recipe needs, from the config of its model alone, which "
+        "plan activation_checkpointing: auto would choose, and the longest row and the largest batch that fit. "
+        "--gpus is the number of GPUs (1), --gpu-memory what each of them has, in GiB (80). Any key of a recipe can "
+        "be given as an option, which beats the file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
+    options = parser.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
+    )
+    options.required = False
+    parser.set_defaults(run=_fit)
+
+
+def _fit(args: argparse.Namespace) -> int:
+    own = argparse.ArgumentParser(prog="liger-trainer fit", allow_abbrev=False, add_help=False)
+    own.add_argument("--gpus", type=_positive(int), default=1)
+    own.add_argument("--gpu-memory", "--gpu_memory", type=_positive(float), default=80.0)
+    given, words = own.parse_known_args(args.options)
+    with own_environment():
+        # Without this, transformers refuses bf16 where there is no GPU
+        recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"])
+        from liger_trainer.command.fit_job import checkpointing_of, job_of, size_of
+        from liger_trainer.fitting.answer import answer
+
+        rows, length = size_of(recipe)
+        job = job_of(recipe, given.gpus)
+        print(answer(job, rows, length, checkpointing_of(recipe), given.gpu_memory))
+    return 0
+
+
+def _positive(kind: type) -> Any:
+    def number(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise RecipeError(f"liger-trainer fit was given {text!r}; --gpus and --gpu-memory want numbers above 0.")
+        return value
+
+    return number

@@ -1,0 +1,96 @@
+"""What `liger-trainer fit` prints."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from liger_trainer._logging import logger
+from liger_trainer.checkpointing.memory import GIB, RESERVE, limit_of
+from liger_trainer.fitting.search import largest
+from liger_trainer.fitting.step import AUTO, Job, Need, need
+
+UNIT = 128  # tokens: rows are tried in multiples of it
+
+
+def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memory: float) -> str:
+    """The text: what a step needs, with checkpointing and without, what `auto` would choose, and what would fit.
+
+    Args:
+        job (`Job`): What is trained.
+        rows (`int`), length (`int`): A micro-batch.
+        checkpointing (`bool` or `"auto"`): Of the recipe.
+        gpu_memory (`float`): GiB of a GPU.
+    """
+    memory = int(gpu_memory * GIB)
+    with _quiet():
+        found = {way: need(job, rows, length, way, memory) for way in (True, AUTO, False)}
+        most = limit_of(None, memory)
+        way = bool(checkpointing)  # what fits with auto is what fits with every layer checkpointed
+        like = found[way]
+        batch = largest(lambda n: need(job, n, length, way, memory, like).peak, most, {rows: like.peak}, 4 * rows)
+        # Nearly all of it grows with the tokens, so that the longest rows have about as many as the largest batch
+        guess = batch * length // rows or length // 2
+        known = {length: like.peak}
+        longest = largest(lambda n: need(job, rows, n, way, memory, like).peak, most, known, guess, UNIT)
+    gpus = job.sharding.gpus
+    lines = [
+        f"{job.shape.config.model_type}, {rows} x {length} tokens on "
+        f"{'one GPU' if gpus == 1 else f'each of {gpus} GPUs'} of {gpu_memory:g} GiB"
+        f"{' with ' + job.sharding.kind.upper() if gpus > 1 else ''}",
+        "",
+        *_parts(found[True], found[False]),
+        "",
+        f"{'activation_checkpointing':26} {'peak, GiB':>9}",
+    ]
+    for name, each in (("true", found[True]), (AUTO, found[AUTO]), ("false", found[False])):
+        lines.append(f"{name:26} {each.peak / GIB:9.1f}  {_comment(each, most, name, checkpointing)}".rstrip())
+    lines += [
+        "",
+        f"Within {most / GIB:.1f} GiB ({RESERVE:.0%} are left to the allocator), and activation_checkpointing: "
+        f"{str(checkpointing).lower()}:",
+        f"  the largest per_device_train_batch_size of rows of {length} tokens is {batch}"
+        if batch
+        else f"  not one row of {length} tokens fits",
+        f"  the longest rows in a batch of {rows} have about {longest} tokens"
+        if longest
+        else f"  no batch of {rows} rows fits",
+    ]
+    return "\n".join(lines)
+
+
+def _parts(full: Need, none: Need) -> Iterator[str]:
+    yield f"{'a step needs':26} {'GiB':>9}"
+    rows = [
+        ("weights", full.weights, ""),
+        ("reference model", full.reference, ""),
+        ("gradients", full.gradients, ""),
+        ("optimizer states", full.states, ""),
+        ("buffers", full.others, ""),
+        ("a layer's activations", full.layer, f"checkpointed, and {none.layer / GIB:.2f} if kept; {full.layers} layers"),
+        ("head and loss, at most", full.head, ""),
+    ]
+    for name, size, comment in rows:
+        if size:
+            yield f"{name:26} {size / GIB:9.2f}  {comment}".rstrip()
+
+
+def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
+    words = ["<- the recipe"] if name == str(asked).lower() else []
+    if each.chosen is not None:
+        words.append(f"{each.chosen.kept} of {each.layers} layers kept")
+    if each.peak > most:
+        words.append("does not fit")
+    if each.step > each.micro_batch:
+        words.append("in the optimizer's step")
+    return ", ".join(words)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that a training would log."""
+    before = logger.logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
