@@ -113,7 +113,9 @@ def _sharding(recipe: Recipe, gpus: int, autocast: Any, dtype: Any) -> Sharding:
     if recipe.sharding != "FSDP":
         return Sharding("ddp" if gpus > 1 else "none", gpus)
     options = recipe.training.fsdp_config if recipe.training.fsdp else {}
-    version = str((options or {}).get("version", os.environ.get("FSDP_VERSION", "1" if not recipe.training.fsdp else "2")))
+    version = str(
+        (options or {}).get("version", os.environ.get("FSDP_VERSION", "1" if not recipe.training.fsdp else "2"))
+    )
     if version != "2":
         raise RecipeError(f"{recipe.path}: FSDP is of version {version}; liger-trainer fit knows version 2 only.")
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":

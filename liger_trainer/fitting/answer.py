@@ -66,7 +66,11 @@ def _parts(full: Need, none: Need) -> Iterator[str]:
         ("gradients", full.gradients, ""),
         ("optimizer states", full.states, ""),
         ("buffers", full.others, ""),
-        ("a layer's activations", full.layer, f"checkpointed, and {none.layer / GIB:.2f} if kept; {full.layers} layers"),
+        (
+            "a layer's activations",
+            full.layer,
+            f"checkpointed, and {none.layer / GIB:.2f} if kept; {full.layers} layers",
+        ),
         ("head and loss, at most", full.head, ""),
     ]
     for name, size, comment in rows:

@@ -1,5 +1,6 @@
 """A device memory that does not exist: the bytes that the tensors of a step would take up."""
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -38,10 +39,10 @@ class CountedMemory(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key, size = id(storage), -(-storage.nbytes() // ALIGNED) * ALIGNED
             if key not in self._known and size:
-                self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._gone(key, size))
+                self._known[key] = weakref.ref(storage, functools.partial(self._gone, key, size))
                 self.add(size)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _gone(self, key: int, size: int, _: weakref.ref) -> None:
         del self._known[key]
         self.add(-size)
 

@@ -52,8 +52,8 @@ class Sharding:
 class Units:
     """FSDP2's groups of weights while a step runs: each layer, the embedding, and the head with the last norm.
 
-    A layer is gathered for its passes, while the next is on its way. The gradients of a group are kept until the last of
-    them is there. Then they are copied together and summed up over the GPUs, and this GPU's share stays.
+    A layer is gathered for its passes, while the next is on its way. The gradients of a group are kept until all of
+    them are there. Then they are copied together and summed up over the GPUs, and the share of this GPU stays.
 
     Args:
         sharding (`Sharding`): How the model is shared out.

@@ -1,0 +1,78 @@
+"""`liger-trainer fit`, of a tiny model's config."""
+
+import re
+
+import pytest
+import yaml
+from recipe_fixtures import command
+from transformers import LlamaConfig
+
+from liger_triton import _dispatch
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_proven_by_their_twins(monkeypatch):
+    monkeypatch.setattr(_dispatch, "INTERPRET", False)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000,
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+
+    def write(**keys):
+        values = {
+            "model_name_or_path": str(tmp_path / "model"), "dtype": "bfloat16", "bf16": True, "max_length": 256,
+            "per_device_train_batch_size": 2, "activation_checkpointing": "auto", "dataset_name": "nothing.json",
+            "output_dir": str(tmp_path / "out"),
+        }  # fmt: skip
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(values | keys))
+        return path
+
+    return write
+
+
+def test_what_it_prints(recipe, tmp_path, capsys):
+    code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5")
+    assert code == 0, err
+    assert "2 x 256 tokens on one GPU of 0.5 GiB" in out
+    assert re.search(r"^auto +\d.*<- the recipe, 4 of 4 layers kept$", out, re.MULTILINE)
+    batch = int(re.search(r"rows of 256 tokens is (\d+)", out)[1])
+    longest = int(re.search(r"batch of 2 have about (\d+) tokens", out)[1])
+    assert batch > 2 and longest > 256
+    assert longest * 2 == pytest.approx(batch * 256, rel=0.1)
+    assert not (tmp_path / "out").exists()
+    code, out, _ = command(capsys, "fit", recipe(), "--gpu-memory", "0.05", "--max_length", "8192")
+    assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
+
+
+def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
+    def weights(*words):
+        code, out, err = command(capsys, "fit", recipe(use_peft=True, dtype="float32"), *words)
+        assert code == 0, err
+        return out
+
+    assert "each of 2 GPUs of 80 GiB with DDP" in weights("--gpus", "2")
+    assert "with FSDP2" in weights("--gpus", "2", "--accelerate_config", "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "says"),
+    [
+        ({"trainer": "grpo", "reward_funcs": ["boxed_answer"]}, (), "does not know what a step of LigerGRPOTrainer"),
+        ({"max_length": None}, (), "max_length is unset"),
+        ({"load_in_4bit": True}, (), "load_in_4bit is True"),
+        ({"use_liger": False}, (), "Pass --use_liger true"),
+        ({}, ("--accelerate_config", "zero3"), "shared out by DeepSpeed"),
+        ({}, ("--gpus", "two"), "'two'; --gpus and --gpu-memory want numbers above 0"),
+        ({}, ("--gpu-memory", "-1"), "'-1'"),
+        ({}, ("--gpu", "2"), "gpu"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict | tuple) else "",
+)
+def test_what_it_refuses(keys, words, says, recipe, capsys):
+    code, _, err = command(capsys, "fit", recipe(**keys), *words)
+    assert code == 2 and says in err

@@ -1,0 +1,64 @@
+"""What is counted without a GPU is what was measured on one: within 5 % of the committed records of our trainers."""
+
+import pytest
+import torch
+from benchmark_scripts import benchmarks_on_path  # noqa: F401 - a fixture
+from checkout import ROOT
+from recorded_runs import newest
+
+from liger_trainer.fitting import losses
+from liger_trainer.fitting.hollow import Shape
+from liger_trainer.fitting.sharding import Sharding
+from liger_trainer.fitting.step import GIB, Job, need
+from liger_triton import _dispatch
+
+RECORDS = newest()
+H200 = 139 * GIB
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_proven_by_their_twins(monkeypatch):
+    """As on a machine without Triton's interpreter, which takes minutes for models of this width."""
+    monkeypatch.setattr(_dispatch, "INTERPRET", False)
+
+
+def job_of(options, patched):
+    """As `_steps.py` builds it: bf16 weights, AdamW with bf16 states, and bf16 autocast unless it says otherwise."""
+    from _steps import MODELS
+    from peft import LoraConfig
+    from transformers import AutoConfig
+
+    family, shape = MODELS[options["model"]]
+    rank, pairs = options.get("lora"), options.get("trainer") == "dpo"
+    autocast = None if options.get("no_autocast") else torch.bfloat16
+    sharding = Sharding()
+    if "fsdp2" in (options.get("config_file") or ""):
+        sharding = Sharding("fsdp2", options["processes"], autocast, autocast and torch.float32)
+    elif options.get("config_file"):
+        sharding = Sharding("ddp", options["processes"])
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
+    without = None if "lora" in patched or not rank else {"lora": False}  # records from before it was
+    return Job(
+        Shape(AutoConfig.for_model(family, **shape), torch.bfloat16, lora, liger_config=without),
+        losses.of_pairs if pairs else losses.of_labels,
+        lambda weights: torch.optim.AdamW(weights, fused=True),
+        autocast, sharding, checkpointing={"use_reentrant": False}, reference=pairs,
+    )  # fmt: skip
+
+
+def test_there_are_records_of_every_kind():
+    assert len(RECORDS) >= 10
+    options = [record.options for record in RECORDS]
+    for key in ("checkpointing", "lora", "config_file"):
+        assert any(each.get(key) for each in options), key
+    assert {"sft", "dpo"} <= {each.get("trainer") for each in options}
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_within_five_percent_of_the_measured_peak(record):
+    options = record.options
+    job = job_of(options, record.patched)
+    found = need(job, options["batch"], options["length"], bool(options.get("checkpointing")), H200).peak / GIB
+    assert found == pytest.approx(record.gib, rel=0.05)
+    row = f"| {record.name} | {record.gib:.1f} | {found:.1f} |"
+    assert row in (ROOT / "docs" / "checkpointing.md").read_text(), f"the table of the page lacks {row}"
