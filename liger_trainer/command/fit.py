@@ -33,9 +33,10 @@ def add_fit_command(commands: Any) -> None:
 
 def _fit(args: argparse.Namespace) -> int:
     own = argparse.ArgumentParser(prog="liger-trainer fit", allow_abbrev=False, add_help=False)
-    own.add_argument("--gpus", type=_positive(int), default=1)
-    own.add_argument("--gpu-memory", "--gpu_memory", type=_positive(float), default=80.0)
+    own.add_argument("--gpus", default="1")
+    own.add_argument("--gpu-memory", "--gpu_memory", default="80")
     given, words = own.parse_known_args(args.options)
+    gpus, memory = _positive("--gpus", given.gpus, int), _positive("--gpu-memory", given.gpu_memory, float)
     with own_environment():
         # Without this, transformers refuses bf16 where there is no GPU
         recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"])
@@ -43,19 +44,16 @@ def _fit(args: argparse.Namespace) -> int:
         from liger_trainer.fitting.answer import answer
 
         rows, length = size_of(recipe)
-        job = job_of(recipe, given.gpus)
-        print(answer(job, rows, length, checkpointing_of(recipe), given.gpu_memory))
+        job = job_of(recipe, gpus)
+        print(answer(job, rows, length, checkpointing_of(recipe), memory))
     return 0
 
 
-def _positive(kind: type) -> Any:
-    def number(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < float("inf"):
-            raise RecipeError(f"liger-trainer fit was given {text!r}; --gpus and --gpu-memory want numbers above 0.")
-        return value
-
-    return number
+def _positive(option: str, text: str, kind: type) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise RecipeError(f"{option} is {text!r}; expected {'a whole' if kind is int else 'a'} number above 0.")
+    return value

@@ -39,7 +39,9 @@ KERNELS = {
 }  # fmt: skip
 OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions", "memory_budget"}
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
-COMMANDS = {"train", "recipes", "init", "path", "doctor", "merge", "medusa-data", "medusa-eval", "medusa-export"}
+COMMANDS = {
+    "train", "recipes", "init", "path", "fit", "doctor", "merge", "medusa-data", "medusa-eval", "medusa-export",
+}  # fmt: skip
 RECIPES = {
     "quickstart", "quickstart_dpo", "quickstart_medusa", "llama3_8b/sft_alpaca", "llama3_8b/sft_alpaca_lora",
     "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",

@@ -7,6 +7,9 @@ import yaml
 from recipe_fixtures import command
 from transformers import LlamaConfig
 
+from liger_trainer.command.fit_job import job_of
+from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.errors import RecipeError
 from liger_triton import _dispatch
 
 
@@ -18,7 +21,7 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 @pytest.fixture
 def recipe(tmp_path):
     LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1000,
     ).save_pretrained(tmp_path / "model")  # fmt: skip
 
@@ -29,7 +32,7 @@ def recipe(tmp_path):
             "output_dir": str(tmp_path / "out"),
         }  # fmt: skip
         path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(values | keys))
+        path.write_text(yaml.safe_dump({key: value for key, value in (values | keys).items() if value != "absent"}))
         return path
 
     return write
@@ -39,7 +42,7 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5")
     assert code == 0, err
     assert "2 x 256 tokens on one GPU of 0.5 GiB" in out
-    assert re.search(r"^auto +\d.*<- the recipe, 4 of 4 layers kept$", out, re.MULTILINE)
+    assert re.search(r"^auto +\d.*<- the recipe, 2 of 2 layers kept$", out, re.MULTILINE)
     batch = int(re.search(r"rows of 256 tokens is (\d+)", out)[1])
     longest = int(re.search(r"batch of 2 have about (\d+) tokens", out)[1])
     assert batch > 2 and longest > 256
@@ -50,25 +53,32 @@ def test_what_it_prints(recipe, tmp_path, capsys):
 
 
 def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
-    def weights(*words):
-        code, out, err = command(capsys, "fit", recipe(use_peft=True, dtype="float32"), *words)
+    def states(*words):
+        code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5", "--gpus", "2", *words)
         assert code == 0, err
-        return out
+        assert "each of 2 GPUs of 0.5 GiB" in out
+        return out, float(re.search(r"^optimizer states +([\d.]+)", out, re.MULTILINE)[1])
 
-    assert "each of 2 GPUs of 80 GiB with DDP" in weights("--gpus", "2")
-    assert "with FSDP2" in weights("--gpus", "2", "--accelerate_config", "fsdp2")
+    ddp, fsdp2, lora = states(), states("--accelerate_config", "fsdp2"), states("--use_peft", "true")
+    assert "with DDP" in ddp[0] and "with FSDP2" in fsdp2[0]
+    assert fsdp2[1] == ddp[1], "half of the numbers, each of twice as many bytes"
+    assert lora[1] == 0 < ddp[1]
 
 
 @pytest.mark.parametrize(
     ("keys", "words", "says"),
     [
-        ({"trainer": "grpo", "reward_funcs": ["boxed_answer"]}, (), "does not know what a step of LigerGRPOTrainer"),
+        (
+            {"trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": "absent"},
+            (),
+            "does not know what a step of LigerGRPOTrainer",
+        ),
         ({"max_length": None}, (), "max_length is unset"),
         ({"load_in_4bit": True}, (), "load_in_4bit is True"),
         ({"use_liger": False}, (), "Pass --use_liger true"),
-        ({}, ("--accelerate_config", "zero3"), "shared out by DeepSpeed"),
-        ({}, ("--gpus", "two"), "'two'; --gpus and --gpu-memory want numbers above 0"),
-        ({}, ("--gpu-memory", "-1"), "'-1'"),
+        ({}, ("--accelerate_config", "context_parallel"), "context parallelism"),
+        ({}, ("--gpus", "two"), "--gpus is 'two'; expected a whole number"),
+        ({}, ("--gpu-memory", "-1"), "--gpu-memory is '-1'; expected a number"),
         ({}, ("--gpu", "2"), "gpu"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict | tuple) else "",
@@ -76,3 +86,10 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
 def test_what_it_refuses(keys, words, says, recipe, capsys):
     code, _, err = command(capsys, "fit", recipe(**keys), *words)
     assert code == 2 and says in err
+
+
+def test_deepspeed_is_refused_by_name(recipe):
+    parsed = parse_recipe(str(recipe()), ["--use_cpu", "true"])
+    parsed.sharding = "DEEPSPEED"
+    with pytest.raises(RecipeError, match="shared out by DeepSpeed"):
+        job_of(parsed, 2)
