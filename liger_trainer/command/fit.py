@@ -43,8 +43,8 @@ def _fit(args: argparse.Namespace) -> int:
         from liger_trainer.command.fit_job import checkpointing_of, job_of, size_of
         from liger_trainer.fitting.answer import answer
 
-        rows, length = size_of(recipe)
         job = job_of(recipe, gpus)
+        rows, length = size_of(recipe)
         print(answer(job, rows, length, checkpointing_of(recipe), memory))
     return 0
 

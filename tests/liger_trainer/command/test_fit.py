@@ -69,7 +69,7 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
     ("keys", "words", "says"),
     [
         (
-            {"trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": "absent"},
+            {"trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": "absent", "num_generations": 2},
             (),
             "does not know what a step of LigerGRPOTrainer",
         ),
