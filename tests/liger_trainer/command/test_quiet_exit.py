@@ -12,13 +12,14 @@ from recipe_fixtures import run_elsewhere, write_recipe
 SCRIPT = """
 import atexit, ctypes, sys, threading
 import liger_trainer.command.main as command, liger_trainer.command.run as runs
+from liger_trainer.command import preemption
 from liger_trainer.errors import RunError
 
 class Writer:
     def __del__(self):
         print("a finalizer ran")
 
-def cut_short(recipe):
+def cut_short(recipe, **options):
     import triton
     context = triton._C.libtriton.ir.context()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
@@ -38,7 +39,7 @@ sys.exit(command.main({argv}))
     "error, code, said",
     [
         ("KeyboardInterrupt", 130, "interrupted. Training had not begun."),
-        ("command._Terminated", 143, "terminated. Training had not begun."),
+        ("preemption.Terminated", 143, "terminated. Training had not begun."),
         ("RunError('The disk is full.')", 1, "error: The disk is full."),
     ],
 )

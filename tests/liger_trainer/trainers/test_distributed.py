@@ -99,7 +99,7 @@ def test_fsdp2_with_lora_on_every_linear_layer(tmp_path):
         for name in names:
             got, want = first[checkpointing, True, name], first[checkpointing, False, name]
             assert torch.equal(got, second[checkpointing, True, name])
-            assert (got - want).norm() <= 1e-5 * want.norm(), name
+            assert (got - want).norm() <= 1e-4 * want.norm(), name
 
 
 def test_fsdp1_with_lora_on_the_head(tmp_path):
