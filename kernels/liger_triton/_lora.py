@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ._dispatch import once_differentiable
-from ._low_rank import added, low_rank_gradients, parts_of, scaled_b, sum_of_parts
+from ._low_rank import added, factors_of, low_rank_gradients, parts_of, scaled_b, sum_of_parts
 from ._products import wide_product
 
 
@@ -100,7 +100,8 @@ def output(rows: torch.Tensor, layer: Layer, h: tuple[torch.Tensor, ...], form: 
     """y (T, N) of one layer."""
     small = None
     if layer.adapter is not None:
-        small = (h[0], scaled_b(layer.adapter.b, layer.adapter.scaling, form.dtype, 1).t())
+        of_b, of_h = factors_of(layer.adapter.scaling, form.dtype)
+        small = (h[0] if of_h == 1.0 else h[0] * of_h, scaled_b(layer.adapter.b, of_b, form.dtype, 1).t())
     bias = None if layer.bias is None else layer.bias.to(form.dtype)
     return added(small, ((rows, layer.weight.to(form.dtype).t()),), bias)
 
@@ -133,9 +134,10 @@ def gradients(dys: list[torch.Tensor | None], h: torch.Tensor, layers: list[Laye
             tensors[4 * k + 1] = dy.sum(0)
         if layer.adapter is not None:
             both = columns[0] if form.parts == 1 else torch.cat(columns, 1)
-            sb = scaled_b(layer.adapter.b, layer.adapter.scaling, form.dtype, form.parts)
-            dh, db = low_rank_gradients(dy, both, sb)
-            all_dh.append(sum_of_parts(dh, form.parts, 1))
+            of_b, of_h = factors_of(layer.adapter.scaling, form.dtype)
+            dh, db = low_rank_gradients(dy, both, scaled_b(layer.adapter.b, of_b, form.dtype, form.parts))
+            dh = sum_of_parts(dh, form.parts, 1)
+            all_dh.append(dh if of_h == 1.0 else dh.mul_(of_h))
             if needs[4 * k + 3]:
                 tensors[4 * k + 3] = sum_of_parts(db, form.parts, 1).mul_(layer.adapter.scaling)
     if not all_dh:
@@ -178,20 +180,21 @@ class _Kept(torch.autograd.Function):
     """Keeps what the backward pass of a group needs, and returns a tensor without memory in place of each output."""
 
     @staticmethod
-    def forward(ctx, form, made, x, source, *tensors):
+    def forward(ctx, form, made, spent, x, source, *tensors):
         layers = form.layers(tensors)
         h = low_rank(as_matrix(x if source is None else source, form.dtype), layers, form)
         made.append(h)
         ctx.save_for_backward(x, source, h, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.form = form
+        ctx.form, ctx.spent = form, spent
         return tuple(without_memory((*x.shape[:-1], layer.weight.shape[0]), form.dtype, x) for layer in layers)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         x, source, h, *tensors = ctx.saved_tensors
-        form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[2:]
+        ctx.spent.append(True)
+        form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[3:]
         layers, dx, dsource = form.layers(tensors), None, None
         with no_autocast(x.device.type):
             dys = [None if dy is None else as_matrix(dy, form.dtype) for dy in dys]
@@ -204,7 +207,7 @@ class _Kept(torch.autograd.Function):
                 dsource = torch.mm(*small).view(x.shape).to(source.dtype)
             if needs_x:
                 dx = added(small if source is None else None, found.large).view(x.shape).to(x.dtype)
-            return None, None, dx, dsource, *rounded_like(found.tensors, tensors)
+            return None, None, None, dx, dsource, *rounded_like(found.tensors, tensors)
 
 
 class _Computed(torch.autograd.Function):
@@ -225,6 +228,12 @@ def without_memory(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tenso
     return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
 
 
+def in_shape(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """y, which nobody else has, in another shape. A view is not what a function may return: its values could not be
+    changed in place."""
+    return torch.ops.aten._unsafe_view.default(y, shape)
+
+
 def computed(stubs: tuple[torch.Tensor, ...], compute: Callable[[], tuple[torch.Tensor, ...]]):
     """What `compute` returns, with the gradients led to what made the `stubs`."""
     return _Computed.apply(compute, *stubs)
@@ -234,15 +243,18 @@ class Outputs:
     """The outputs y (..., N) of layers with one input, each of which is computed when it is asked for, once.
 
     The products of the adapters with the input are computed together and at once, and so are the gradients.
+
+    Attributes:
+        spent (`list`): Not empty once a backward pass has come through, after which what was kept may be gone.
     """
 
     def __init__(self, x: torch.Tensor, source: torch.Tensor | None, layers: list[Layer], form: Form):
-        self.layers, self.form, self.shape = layers, form, x.shape
+        self.layers, self.form, self.shape, self.spent = layers, form, x.shape, list[bool]()
         made: list[torch.Tensor] = []
         self.stubs: tuple[torch.Tensor, ...] | None = None
         with no_autocast(x.device.type):
             if torch.is_grad_enabled():
-                self.stubs = _Kept.apply(form, made, x, source, *flattened(layers))
+                self.stubs = _Kept.apply(form, made, self.spent, x, source, *flattened(layers))
             with torch.no_grad():
                 self.rows = as_matrix(x, form.dtype)
                 if not made:
@@ -253,7 +265,7 @@ class Outputs:
     def __getitem__(self, k: int) -> torch.Tensor:
         def compute() -> torch.Tensor:
             y = output(self.rows, self.layers[k], self.h[k], self.form)
-            return y.view(*self.shape[:-1], y.shape[1])
+            return in_shape(y, (*self.shape[:-1], y.shape[1]))
 
         with no_autocast(self.rows.device.type):
             if self.stubs is not None:

@@ -13,9 +13,11 @@ Passes  over T x N: y is written once more than by the product alone and read by
 Parts   Where adapters are fp32 and the layer has 16 bits, r-wide factors are two 16-bit numbers for each of fp32, the
         rounded one and what is left of it. They are put side by side, [hi | lo], which doubles r and costs nothing as
         long as memory is what the products wait for. So h, dh and the gradients of A and B are those of fp32. Under
-        autocast, PEFT's layer rounds all of them to 16 bits, and one part is enough.
+        autocast, PEFT's layer rounds all of them to 16 bits, and one part is enough. Two numbers of fp16 are no fp32
+        where they are small, as gradients are, so that the PyTorch twin runs there.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -112,6 +114,18 @@ def sum_of_parts(wide: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
         return wide
     first, second = wide.chunk(2, dim)
     return first + second
+
+
+def factors_of(scaling: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Two numbers whose product is `scaling`: what B is multiplied by, and what h and dh are.
+
+    The second is 1, but for a small scaling in fp16, whose smallest numbers a small B times the scaling would come to.
+    There it is a power of two, which rounds nothing.
+    """
+    if dtype != torch.float16 or isinstance(scaling, torch.Tensor) or not 0 < abs(scaling) < 1:
+        return scaling, 1.0
+    mantissa, exponent = math.frexp(scaling)
+    return mantissa, 2.0**exponent
 
 
 def scaled_b(b: torch.Tensor, scaling: float, dtype: torch.dtype, parts: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ Shapes  x (..., K), y (..., N). In `lora_linears`, layers of one x share it: one
 Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 beside a W of 16 bits. The products
         run in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
         keep what fp32 has beyond 16 bits (`_low_rank.py`). The gradients of A and B are not rounded to 16 bits on
-        their way.
+        their way. fp32 A and B beside fp16 without autocast: the PyTorch twin, since fp16 has no small numbers.
 Bytes   b per element, beside the product x W^T itself: forward reads x, and writes and reads y once more; backward
         reads dy and x, and writes and reads dx once more. PEFT's layer under autocast reads x, writes and reads it as
         fp32, writes and reads it in 16 bits; writes (x A^T) B^T, reads and writes it for the scaling, reads it and y,
@@ -82,9 +82,21 @@ def result_dtype(x: torch.Tensor) -> torch.dtype:
 def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
     """How a group of layers is computed, see `Form`."""
     dtype = result_dtype(x)
-    wide = any(t.dtype == torch.float32 for layer in layers if layer.adapter is not None for t in layer.adapter[:2])
-    split = wide and dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type)
+    split = _has_fp32(layers) and dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type)
     return Form(tuple(None if layer.adapter is None else layer.adapter.scaling for layer in layers), dtype, 1 + split)
+
+
+def _has_fp32(layers: list[Layer]) -> bool:
+    """Whether a LoRA of `layers` is in fp32."""
+    return any(t.dtype == torch.float32 for layer in layers if layer.adapter is not None for t in layer.adapter[:2])
+
+
+def runs_as_twin(x: torch.Tensor, layers: list[Layer]) -> bool:
+    """Whether plain PyTorch computes these layers: in float64, while a compiler traces, which puts the passes together
+    by itself, and for fp32 adapters beside fp16 without autocast, which two numbers of fp16 could not stand for."""
+    if takes_twin(x) or torch.compiler.is_compiling():
+        return True
+    return x.dtype == torch.float16 and _has_fp32(layers) and not torch.is_autocast_enabled(x.device.type)
 
 
 def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]) -> list[Layer]:
@@ -128,7 +140,7 @@ class LoRAGroup:
 
     def __init__(self, x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]):
         found = checked_layers(x, layers)
-        self._twins = (x, layers) if takes_twin(x) or torch.compiler.is_compiling() else None
+        self._twins = (x, layers) if runs_as_twin(x, found) else None
         if self._twins is None:
             self._outputs = Outputs(x, None, found, form_of(x, found))
 
@@ -140,6 +152,10 @@ class LoRAGroup:
         weight, bias, lora = layers[k]
         return reference.lora_linear(x, weight, bias, lora=lora)
 
+    def is_spent(self) -> bool:
+        """Whether a backward pass has come through, so that a further output would have none."""
+        return self._twins is None and bool(self._outputs.spent)
+
 
 def _outputs(x, layers, lora_input):
     found = checked_layers(x, layers)
@@ -147,7 +163,7 @@ def _outputs(x, layers, lora_input):
         raise ValueError("no layer has a lora; use torch.nn.functional.linear.")
     if lora_input is not None and lora_input.shape != x.shape:
         raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
-    if takes_twin(x) or torch.compiler.is_compiling():  # a compiler puts the passes together by itself
+    if runs_as_twin(x, found):
         if len(layers) > 1:
             return reference.lora_linears(x, layers)
         weight, bias, lora = layers[0]

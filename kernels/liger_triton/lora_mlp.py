@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._dispatch import once_differentiable, takes_twin
+from ._dispatch import once_differentiable
 from ._lora import (
     Form,
     Layer,
@@ -29,6 +29,7 @@ from ._lora import (
     computed,
     flattened,
     gradients,
+    in_shape,
     low_rank,
     no_autocast,
     output,
@@ -38,7 +39,7 @@ from ._lora import (
 from ._low_rank import added
 from .geglu import geglu
 from .geglu import gradients_and_product as geglu_gradients
-from .lora_linear import Lora, checked_layers, form_of
+from .lora_linear import Lora, checked_layers, form_of, runs_as_twin
 from .swiglu import gradients_and_product as swiglu_gradients
 from .swiglu import swiglu
 
@@ -97,6 +98,8 @@ class _KeptMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 16
         x, g, u, h, h_down, *tensors = ctx.saved_tensors
         form, form_down = ctx.forms
         needs_x, *needs = ctx.needs_input_grad[3:]
@@ -150,14 +153,14 @@ def lora_mlp(
         raise ValueError("the weights are gate {}, up {}, down {}; expected (I, K), (I, K), (N, I).".format(*shapes))
     width = x.new_empty((0, up[0].shape[0]))
     outer = checked_layers(width, [down])
-    if takes_twin(x) or torch.compiler.is_compiling():  # a compiler puts the passes together by itself
+    if runs_as_twin(x, [*inner, *outer]):
         return reference.lora_mlp(x, gate, up, down, activation=activation)
     forms, of_gate, made = (form_of(x, inner), form_of(x, outer)), ACTIVATIONS[activation], []
 
     def compute() -> torch.Tensor:
         known = made.pop() if made else _inner(x, [*inner, *outer], forms, of_gate)
         y = output(known.a, outer[0], columns_of(known.h_down, outer, forms[1])[0], forms[1])
-        return y.view(*x.shape[:-1], y.shape[1])
+        return in_shape(y, (*x.shape[:-1], y.shape[1]))
 
     with no_autocast(x.device.type):
         if not torch.is_grad_enabled():

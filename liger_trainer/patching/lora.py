@@ -78,7 +78,10 @@ def active_parts(layer: nn.Module) -> list[Part] | None:
         if name in a_of:
             if name in state["lora_variant"]:
                 return None
-            parts.append(Part(a_of[name], b_of[name], dropout_of[name], state["scaling"][name]))
+            scaling = state["scaling"][name]
+            if getattr(scaling, "requires_grad", False):  # somebody trains it
+                return None
+            parts.append(Part(a_of[name], b_of[name], dropout_of[name], scaling))
     return parts or None
 
 
@@ -151,9 +154,20 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
     tensors = (weight, *(t for part in parts for t in (part.a.weight, part.b.weight)))
     if any(t.device != x.device or not t.is_floating_point() or t.itemsize == 1 for t in tensors):
         return False
-    return weight.dtype == x.dtype or (
-        torch.float64 not in (x.dtype, weight.dtype) and torch.is_autocast_enabled(x.device.type)
-    )
+    if x.dtype != torch.float64 and any(t.dtype == torch.float64 for t in tensors):  # PEFT computes in it, we do not
+        return False
+    return weight.dtype == x.dtype or (x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type))
+
+
+def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Part]]:
+    """x with zeros where the dropout of `part` puts them, and `part` with a scaling that makes up for them.
+
+    The module itself draws the mask. What it multiplies the others by goes into the scaling, since in 16 bits x times
+    that number would be rounded. The zeros of x have a gradient, so that they are kept, or not, like all others.
+    """
+    with torch.no_grad():
+        kept = part.dropout(torch.ones_like(x, dtype=part.a.weight.dtype)) != 0
+    return torch.where(kept, x, 0), [part._replace(scaling=part.scaling / (1 - part.dropout.p))]
 
 
 def adapter_of(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -230,9 +244,9 @@ def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return own(self, x)
     dropped = None
     if any(part.drops() for part in parts):
-        if len(parts) > 1:  # each adapter has a mask of its own
+        if len(parts) > 1 or parts[0].dropout.p == 1:  # each adapter has a mask of its own; 1 / (1 - p) is infinite
             return own(self, x)
-        dropped = parts[0].dropout(x.to(parts[0].a.weight.dtype))
+        dropped, parts = without_dropped(x, parts[0])
     adapter = adapter_of(parts)
     binding = Binding.of(self)
     if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:

@@ -54,6 +54,8 @@ class _Begun:
         if found is None or x is not self.x or x._version != self.version or self.mode != _mode(x):
             return None
         k, expected, state = found
+        if self.outputs.is_spent():
+            return None
         same = all(a is b for a, b in zip(_flat(tensors), _flat(expected), strict=True))
         return self.outputs.output(k) if same and state == _state_of_a(tensors) else None
 
@@ -78,7 +80,9 @@ class InputGroup:
 
     def output(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> torch.Tensor | None:
         """y of one of the layers; None where it has to compute for itself."""
-        if not torch.is_grad_enabled() or any(map(has_hooks, self.layers)):  # a hook may change x behind its version
+        if not torch.is_grad_enabled() or x.is_inference():  # which has no version
+            return None
+        if any(map(has_hooks, self.layers)):  # a hook may change x behind its version
             return None
         thread = threading.get_ident()
         begun = self.begun.pop(thread, None)

@@ -258,7 +258,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """The two results before the gate, in the order of their calls, and whether they may be written over."""
         projections = [getattr(self, name) for name in mlp.inner]
-        with rebuilding(x, self, *projections):
+        with rebuilding(x, self):
             outputs = [projection(x) for projection in projections]
         reuse = all(map(nobody_else_reads, projections, outputs))
         return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)

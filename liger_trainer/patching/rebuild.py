@@ -100,14 +100,14 @@ def _applies(tensor: torch.Tensor) -> bool:
 def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.AbstractContextManager:
     """A context in which autograd keeps the note of `rebuildable` and not `tensor` itself or a view of all of it.
 
-    The context does nothing where one of the `consumers`, the modules to which `tensor` goes, has a hook, because a
-    hook may change the values without autograd seeing it, through `tensor.data` or NumPy.
+    The context does nothing where one of the `consumers`, the modules to which `tensor` goes, or a module inside them
+    has a hook, because a hook may change the values without autograd seeing it, through `tensor.data` or NumPy.
 
     A tensor that has been changed in place since the note was made is kept as it is, like all others. Changing a kept
     tensor in place before the backward pass is an error, as without this context.
     """
     rebuilt = None if torch.compiler.is_compiling() else getattr(tensor, "_liger_rebuilt", None)
-    if rebuilt is None or not _applies(tensor) or any(map(has_hooks, consumers)):
+    if rebuilt is None or not _applies(tensor) or any(map(_has_hooks_inside, consumers)):
         return contextlib.nullcontext()
 
     def pack(kept: torch.Tensor) -> Any:
@@ -131,6 +131,13 @@ def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
+def _has_hooks_inside(module: torch.nn.Module) -> bool:
+    """Whether `module`, or one inside it such as a part of its LoRA, has hooks."""
+    if has_hooks(module):
+        return True
+    return any(_has_hooks_inside(child) for child in module._modules.values() if child is not None)
+
+
 @functools.cache
 def forward_rebuilding(forward: Callable) -> Callable:
     """The method `forward`, called so that an argument that can be computed again is not kept."""
@@ -140,7 +147,7 @@ def forward_rebuilding(forward: Callable) -> Callable:
         if not torch.compiler.is_compiling():
             for given in (*args, *kwargs.values()):
                 if isinstance(given, torch.Tensor) and hasattr(given, "_liger_rebuilt"):
-                    with rebuilding(given, self, *self.children()):
+                    with rebuilding(given, self):
                         return forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 

@@ -80,6 +80,31 @@ def test_fp32_adapters_lose_nothing_to_16_bits(device):
         assert (g.double() - w).norm() <= 1e-5 * w.norm()
 
 
+def test_small_gradients_of_fp32_adapters_beside_fp16(device):
+    """Without autocast. In two numbers of fp16 a gradient of 1e-7 would have one digit."""
+    x, weight, _, a, b = inputs((50,), torch.float16, device, adapter=torch.float32, bias=False)
+    b.data *= 1e-3
+    dy = (1e-4 * torch.randn(50, WIDTHS[1], device=device)).half()
+    got = torch.autograd.grad(ours(x, weight, None, a, b), (a, b), dy)
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, a, b)]
+    want = torch.autograd.grad(oracle(leaves[0], leaves[1], None, *leaves[2:]), leaves[2:], dy.double())
+    for g, w in zip(got, want, strict=True):
+        assert (g.double() - w).norm() <= 1e-5 * w.norm()
+
+
+@pytest.mark.parametrize("scaling", [1 / 64, -0.003, 0.0])
+def test_a_small_scaling_in_fp16(scaling, device):
+    """Under autocast. Of B times the scaling, in fp16, little would be left."""
+    x, weight, _, a, b = inputs((50,), torch.float16, device, adapter=torch.float32, bias=False)
+    b.data *= 1e-3
+    with torch.autocast(torch.device(device).type, dtype=torch.float16):
+        got = torch.autograd.grad(ours(x, weight, None, a, b, scaling).sum(), (a, b))
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, a, b)]
+    want = torch.autograd.grad(oracle(leaves[0], leaves[1], None, *leaves[2:], scaling).sum(), leaves[2:])
+    for g, w in zip(got, want, strict=True):
+        assert (g.double() - w).norm() <= 2e-3 * w.norm()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_of_one_input(dtype, device, check_close):
     """Mixed widths, ranks and scalings, and a layer without an adapter among them."""

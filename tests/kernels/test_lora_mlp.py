@@ -115,6 +115,23 @@ def test_the_product_is_neither_kept_nor_made_apart(activation, device, triton_o
     assert changed == [t.shape[1] == INNER for t in own]
 
 
+def test_a_gradient_of_none(device):
+    """What comes after the MLP may say that it has no gradient."""
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    x, *flat = tensors((5,), torch.float32, device)
+    (Constant.apply(ours(x, *flat)).sum() + x.sum()).backward()
+    assert torch.equal(x.grad, torch.ones_like(x)) and all(t is None or t.grad is None for t in flat)
+
+
 def test_two_backward_passes(device):
     x, *flat = tensors((9,), torch.float32, device)
     leaves = [t for t in (x, *flat) if t is not None and t.requires_grad]

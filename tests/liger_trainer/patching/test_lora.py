@@ -126,24 +126,35 @@ def test_settings(dtype, autocast, checkpointing):
     )
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
-def test_error_against_float64_is_no_larger_than_stock_s(autocast):
-    """One layer of bf16 with fp32 adapters, outputs and every gradient."""
-    results = {}
+@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["", "dropout"])
+@pytest.mark.parametrize("adapter", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_error_against_float64_is_no_larger_than_stock_s(dtype, autocast, adapter, dropout):
+    """One layer of 16 bits with wider adapters, early in its training, when B and the gradients are small in fp16:
+    outputs and every gradient."""
+    results, small = {}, 1e-3 if dtype == torch.float16 else 1.0
     for name in ("ours", "stock", "exact"):
-        layer = peft_model(torch.bfloat16).base_model.model.model.layers[0].mlp.down_proj
+        layer = peft_model(dtype, lora_dropout=dropout).base_model.model.model.layers[0].mlp.down_proj
+        layer.lora_A.to(adapter), layer.lora_B.to(adapter)
+        layer.scaling["default"] = 0.3
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        b.data *= small
         torch.manual_seed(0)
-        x, dy = torch.randn(64, layer.in_features).bfloat16(), torch.randn(64, layer.out_features).bfloat16()
-        if name == "exact":
-            layer, x, dy = layer.double(), x.double(), dy.double()
+        x, dy = torch.randn(64, layer.in_features).to(dtype), (small * torch.randn(64, layer.out_features)).to(dtype)
         x.requires_grad_()
         if name == "ours":
             only_lora(nn.Sequential(layer))
-        on = autocast is not None and name != "exact"
-        with torch.autocast("cpu", dtype=autocast, enabled=on):
-            y = layer(x)
-        leaves = (x, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
-        results[name] = [y, *torch.autograd.grad(y, leaves, dy)]
+        torch.manual_seed(1)
+        if name == "exact":
+            kept = layer.lora_dropout["default"](torch.ones_like(x, dtype=adapter)) != 0
+            a, b = (t.detach().double().requires_grad_() for t in (a, b))
+            x, dy = x.detach().double().requires_grad_(), dy.double()
+            y = x @ layer.base_layer.weight.double().t() + 0.3 / (1 - dropout) * (x * kept) @ a.t() @ b.t()
+        else:
+            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                y = layer(x)
+        results[name] = [y, *torch.autograd.grad(y, (x, a, b), dy)]
     for ours, stock, exact in zip(*results.values(), strict=True):
         assert ours.dtype == stock.dtype
         errors = [(t.double() - exact).norm() for t in (ours, stock)]
@@ -192,6 +203,18 @@ def scaled(model):
             module.scale_layer(0.5)
 
 
+def trained_scaling(model):
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    layer.scaling["default"] = layer.own_scaling = nn.Parameter(torch.tensor(2.0))
+
+
+def dropout_of_all(model):
+    """Stock computes zeros, and 1 / (1 - p) is infinite."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 1.0
+
+
 def dora(model):
     torch.manual_seed(5)
     model.add_adapter("dora", LoraConfig(r=2, target_modules="all-linear", use_dora=True, init_lora_weights=False))
@@ -210,6 +233,17 @@ def test_adapters_that_change(change, ours, before, mlp, calls):
     """Added, switched, disabled, merged, removed, before patching or after; ours where the layer is plain."""
     beside_stock(change, before, 1e-4 if change in (merged, unmerged) else 1e-5, mlp)
     assert bool(calls) == ours
+
+
+@pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlp"])
+def test_a_scaling_that_is_trained_gets_its_gradient(mlp, calls):
+    beside_stock(trained_scaling, mlp=mlp)
+    assert len(calls) == LAYERS - (3 if mlp else 1) + (2 if mlp else 0)
+
+
+def test_a_dropout_of_everything(calls):
+    beside_stock(dropout_of_all, lora_dropout=0.5)
+    assert not calls
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}], ids=["dora", "lora-bias"])
@@ -272,6 +306,45 @@ def test_hooks_on_parts_are_honoured(hook, where, before, mlp, calls):
     assert len(calls) == LAYERS - 1
     (name,), (reason,) = report.skipped, report.skipped.values()
     assert name.endswith("layers.0.mlp.up_proj") and "a part of the layer" in reason
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("layer", ["self_attn.q_proj", "mlp.gate_proj"])
+@pytest.mark.parametrize("where", ["base_layer", "lora_A.default"])
+def test_a_hook_on_a_part_that_changes_the_input_behind_autograd(where, layer, before):
+    """The input of the layer is then not computed again for the backward pass, since that would undo the change."""
+
+    def change(model):
+        module = model.base_model.model.model.layers[1].get_submodule(f"{layer}.{where}")
+
+        def halve_in_place(module, args):
+            args[0].data.mul_(0.5)
+
+        module.register_forward_pre_hook(halve_in_place)
+
+    stock, model = peft_model(), peft_model()
+    change(stock)
+    if before:
+        change(model)
+    apply_liger(model, {"rebuild_above_mib": 0})
+    if not before:
+        change(model)
+    assert_same(step(model), step(stock))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.relu_, lambda y: y.mul_(2.0)], ids=["relu", "mul"])
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj", "mlp"])
+def test_results_may_be_changed_in_place(name, change):
+    results = []
+    for patched in (True, False):
+        model = peft_model()
+        if patched:
+            only_lora(model, mlp=True)
+        x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        y = change(model.base_model.model.model.layers[0].get_submodule(name)(x))
+        results.append([y, *torch.autograd.grad(y.square().sum(), x)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("mlp", [False, True], ids=["layer", "mlp"])

@@ -238,3 +238,26 @@ def test_threads_do_not_share():
     thread.join()
     assert list(begun(module)) == [threading.get_ident()]
     assert_same(step(module), want)
+
+
+def test_a_layer_that_is_called_after_the_backward_pass_of_another(groups):
+    def run(module, x):
+        x = x.detach()
+        module.q_proj(x).square().mean().backward()
+        return module.k_proj(x).square().mean()
+
+    got, want = (step(attention(patched), run) for patched in (True, False))
+    assert_same([got[0], *got[2:]], [want[0], *want[2:]])  # x itself is a constant here
+    assert groups == [3, 2]
+
+
+def test_an_input_of_inference_mode(groups):
+    """It has no version that would tell whether somebody has changed it."""
+    results = []
+    for patched in (True, False):
+        module = attention(patched).requires_grad_(False)
+        with torch.inference_mode():
+            x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
+        results.append(module.q_proj(x))
+    torch.testing.assert_close(*results)
+    assert not groups
