@@ -29,6 +29,7 @@ from liger_triton import lora_linear
 Tensors = tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
+_BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
 _WIDTHS, _RANK, _TOKENS = (6, 10), 3, 5  # of the small copy
 _PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
 
@@ -60,9 +61,22 @@ class Part(NamedTuple):
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` is PEFT's LoRA on a linear layer. Its subclasses, of quantised layers for example, are not."""
+    """Whether `module` is PEFT's LoRA on a linear layer, or one of its own on a layer of another kind.
+
+    The latter, those of quantised layers for example, are not proven, and keep their code. Those of embeddings,
+    convolutions and parameters, which stand in the same file as the former, are none of this kind.
+    """
     cls = own_class(module)
-    return (cls.__module__, cls.__qualname__) == _CLASS
+    return _is_peft_s(cls) or (cls.__module__ != _CLASS[0] and any(_names(c) == _BASE_CLASS for c in cls.__mro__))
+
+
+def _names(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+def _is_peft_s(cls: type) -> bool:
+    """Whether this is the class whose formula is known."""
+    return _names(cls) == _CLASS
 
 
 def active_parts(layer: nn.Module) -> list[Part] | None:
@@ -180,6 +194,10 @@ def adapter_of(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
     """(what this layer computes, None), or (None, why it is none of ours)."""
+    cls = own_class(layer)
+    if not _is_peft_s(cls):
+        base = type(layer._modules.get("base_layer")).__name__
+        return None, f"its base is a {base}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
     if (reason := why_not(layer)) is not None:
         return None, reason
     proven = LoRA(tuple(layer._modules["lora_A"]._modules), layer._modules["base_layer"].bias is not None)
