@@ -261,3 +261,18 @@ def test_an_input_of_inference_mode(groups):
         results.append(module.q_proj(x))
     torch.testing.assert_close(*results)
     assert not groups
+
+
+def test_backward_passes_of_single_layers(groups):
+    """They have one in common, as a layer of its own would: PyTorch's error says what the first of two needs."""
+
+    def run(module, x, retain):
+        x = x.detach()
+        q, k = module.q_proj(x), module.k_proj(x)
+        q.square().mean().backward(retain_graph=retain)
+        return k.square().mean()
+
+    got, want = (step(attention(patched), lambda m, x: run(m, x, True)) for patched in (True, False))
+    assert_same([got[0], *got[2:]], [want[0], *want[2:]])
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        step(attention(), lambda m, x: run(m, x, False))
