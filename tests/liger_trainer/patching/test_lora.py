@@ -420,11 +420,8 @@ def test_a_proof_finds_another_formula(monkeypatch):
     layer = part("layer")(peft_model())
     assert lora.prove(layer) == (LoRA(("default",), False), None)
 
-    class Other(type(layer)):
-        def forward(self, x):
-            return super().forward(x) * 1.001
-
-    layer.__class__ = Other
+    own = type(layer).forward
+    monkeypatch.setattr(type(layer), "forward", lambda self, x: own(self, x) * 1.001)
     assert lora.prove(layer) == (None, "it is not x W^T + b + the sum of s (x A^T) B^T")
 
 
