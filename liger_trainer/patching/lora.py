@@ -31,6 +31,10 @@ Tensors = tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Ten
 _CLASS = ("peft.tuners.lora.layer", "Linear")
 _BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
 _WIDTHS, _RANK, _TOKENS = (6, 10), 3, 5  # of the small copy
+
+# The least product of tokens, width and width for which our function runs: 2048 tokens of a width of 4096. With fewer,
+# the GPU is done before the host has launched the next layer, and PEFT's own code takes the host less time than ours.
+LEAST_WORK = 2**35
 _PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
 
 
@@ -201,11 +205,10 @@ def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
     if (reason := why_not(layer)) is not None:
         return None, reason
     proven = LoRA(tuple(layer._modules["lora_A"]._modules), layer._modules["base_layer"].bias is not None)
-    ours = build(proven)
     for training in (True, False):
         for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
             results = []
-            for forward in (ours, type(layer).forward):
+            for forward in (fused, type(layer).forward):
                 source = probe.generator()
                 copy = _small_copy(layer, source, dtype)
                 probe.set_training(copy, training)
@@ -247,10 +250,19 @@ def build(proven: LoRA, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
 
 
 def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of PEFT's layer, with the adapter added to the product in place where the layer is plain now."""
+    """The forward of PEFT's layer: ours where the call has enough to do, else its own."""
+    if args or kwargs or not _pays(x) or torch.compiler.is_compiling() or is_aside(self):
+        return type(self).forward(self, x, *args, **kwargs)
+    return fused(self, x)
+
+
+def _pays(x: torch.Tensor) -> bool:
+    return x.ndim > 0 and x.numel() * x.shape[-1] >= LEAST_WORK
+
+
+def fused(self, x: torch.Tensor) -> torch.Tensor:
+    """The layer, with the adapter added to the product in place where the layer is plain now."""
     own = type(self).forward
-    if args or kwargs or torch.compiler.is_compiling() or is_aside(self):
-        return own(self, x, *args, **kwargs)
     parts = active_parts(self)
     if parts is None or not is_plain(self, parts):
         return own(self, x)
@@ -278,9 +290,9 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
     """(weight, bias, adapter or None) of a linear layer, or of a LoRA that is swapped, for code that calls neither.
 
     None where a call of `module` with `x`, or with something of its dtype and another width, would be anything but the
-    sum of their products now, or would show somebody's hook what it computes.
+    sum of their products now, or would show somebody's hook what it computes, or has too little to do.
     """
-    if has_hooks(module):
+    if has_hooks(module) or not _pays(x):
         return None
     if type(module) is nn.Linear:
         plain = "forward" not in module.__dict__ and _is_linear(module) and computes(x, module, [], width)

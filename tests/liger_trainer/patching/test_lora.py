@@ -510,3 +510,15 @@ def test_layers_of_one_shape_share_one_proof(monkeypatch):
     apply_liger(peft_model())
     assert proven.count(lora.prove) <= 5, "q and o, k and v, gate and up, down"
     assert proven.count(mlps.prove) == 1
+
+
+@pytest.mark.parametrize("more_than_there_is, ours", [(0, 14), (1, 2), (2**35, 0)])
+def test_calls_with_little_to_do_run_peft_s_code(more_than_there_is, ours, calls, monkeypatch):
+    """The host sets the pace for them. Of all inputs only that of `down` is wider, and has more to do."""
+    model, stock = peft_model(), peft_model()
+    width = model.config.hidden_size
+    only_lora(model, mlp=True)
+    work = collate(ragged_rows(4))["input_ids"].numel() * width * width
+    monkeypatch.setattr(lora, "LEAST_WORK", work + more_than_there_is)
+    assert_same(step(model), step(stock))
+    assert len(calls) == ours
