@@ -4,9 +4,10 @@ torchrun, `accelerate launch`, Slurm, MPI, Kubeflow and Ray each say in variable
 and machines there are. accelerate reads only some of them, and says nothing of the others.
 """
 
+import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")
 _MPI_TASKS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -27,8 +28,27 @@ class World:
         return cls(state.num_processes, str(getattr(state.distributed_type, "value", state.distributed_type)))
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process can tell of its launcher beside the environment.
+
+    Attributes:
+        ray_processes (`int`, *optional*): The number of workers, inside a worker of Ray Train.
+        parent (`Mapping`): The environment of the process that has started this one.
+        terminal (`bool`): Whether somebody may be typing at it.
+    """
+
+    ray_processes: int | None = None
+    parent: Mapping[str, str] = field(default_factory=dict)
+    terminal: bool = False
+
+    @classmethod
+    def here(cls) -> "Surroundings":
+        return cls(_ray_workers(), _environment_of_parent(), _has_terminal())
+
+
 def fault_of_world(
-    environ: Mapping[str, str], world: World, sharding: str | None = None, ray_processes: int | None = None
+    environ: Mapping[str, str], world: World, sharding: str | None = None, around: Surroundings | None = None
 ) -> str | None:
     """What `world` lacks of what was promised, and how to mend it, as a message; None if it keeps all promises.
 
@@ -37,20 +57,37 @@ def fault_of_world(
         world (`World`): What accelerate has made of it.
         sharding (`str`, *optional*): What the recipe or the arguments promise themselves: an accelerate
             `distributed_type` such as `FSDP`. What `accelerate launch` promises is in `environ`.
-        ray_processes (`int`, *optional*): The number of workers, inside a worker of Ray Train.
+        around (`Surroundings`, *optional*): What else is known of the launcher.
     """
+    around = around or Surroundings()
     checks = (
-        _fault_of_processes(environ, world, ray_processes),
-        _fault_of_single_launch(environ, world),
-        _fault_of_machines(environ, world),
-        _fault_of_tasks(environ, world),
+        _fault_of_processes(environ, world, around.ray_processes),
+        _fault_of_single_launch(environ, world, around.parent),
+        _fault_of_machines(environ, world, around.terminal),
+        _fault_of_tasks(environ, world, around.terminal),
         _fault_of_sharding(environ, world, sharding),
         _fault_of_mesh(environ, world),
     )
     return next((fault for fault in checks if fault is not None), None)
 
 
-def ray_workers() -> int | None:
+def idle_machines(environ: Mapping[str, str], world: World, terminal: bool = False) -> str | None:
+    """What to say where a job of Slurm has machines that a run leaves alone, which is no fault: nothing runs on them.
+
+    A script of sbatch and a shell of salloc run on one machine, whatever the job has.
+    """
+    machines, given = _machines(environ, world), _number(environ, "SLURM_NNODES")
+    if machines is None or given is None or given <= machines or "RAY_RAYLET_PID" in environ:
+        return None
+    if "SLURM_STEP_NUM_NODES" in environ and not _in_shell(environ, terminal):
+        return None  # the step has the machines that somebody has given it
+    return (
+        f"SLURM_NNODES is {given}, and this run uses {machines} machine{'' if machines == 1 else 's'}. Launch it with "
+        f"`srun --ntasks-per-node 1 torchrun --nnodes {given} ...` to use all of them."
+    )
+
+
+def _ray_workers() -> int | None:
     """The number of workers of Ray Train that this process is one of; None outside of Ray Train."""
     train = sys.modules.get("ray.train")  # whoever is one of its workers has imported it
     if train is None:
@@ -59,6 +96,37 @@ def ray_workers() -> int | None:
         return train.get_context().get_world_size()
     except Exception:  # Ray has several errors for a process that is no worker, and they differ by version
         return None
+
+
+def _environment_of_parent() -> Mapping[str, str]:
+    import psutil  # type: ignore[import-untyped]  # accelerate needs it
+
+    try:
+        return psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):  # it has ended, or belongs to another user
+        return {}
+
+
+def _has_terminal() -> bool:
+    """Whether the process has a controlling terminal, even if its input and output are files."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _in_shell(environ: Mapping[str, str], terminal: bool) -> bool:
+    """Whether this was typed in the shell of a Slurm step (`srun --pty`, salloc), of which only the first task runs.
+
+    A step that is started from there inherits the variable, but no terminal.
+    """
+    return terminal and "SLURM_PTY_PORT" in environ
+
+
+def _is_elastic(environ: Mapping[str, str]) -> bool:
+    """Whether the number of machines was said to be a range. Then that is the promise, and not what the job has."""
+    return ":" in environ.get("PET_NNODES", "")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -102,40 +170,56 @@ def _fault_of_processes(environ: Mapping[str, str], world: World, ray_processes:
     return None
 
 
-def _fault_of_single_launch(environ: Mapping[str, str], world: World) -> str | None:
+def _fault_of_single_launch(environ: Mapping[str, str], world: World, parent: Mapping[str, str]) -> str | None:
     """`accelerate launch` starts one process where its file has no type that it starts several for.
 
-    It then sets the address of a main process, which it does for several processes only, and no number of them.
+    It then sets the address of a main process, which it does for several processes only, and no number of them. An
+    address that `accelerate launch` itself was started with says nothing.
     """
-    if world.processes > 1 or "MASTER_ADDR" not in environ or "ACCELERATE_USE_CPU" not in environ:
+    if world.processes > 1 or "MASTER_ADDR" not in environ:
+        return None
+    if environ.get("ACCELERATE_USE_CPU") not in ("True", "False"):  # as only accelerate launch writes it
         return None
     if any(name in environ for name in ("WORLD_SIZE", "LOCAL_RANK", *_MPI_TASKS)):
+        return None
+    if all(parent.get(name) == environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         return None
     return (
         "accelerate launch was asked for several processes and has started one on this machine, because its "
         "distributed_type is MULTI_CPU without mpirun, or NO. Launch without a GPU with `torchrun --nproc_per_node N "
         "-m liger_trainer train RECIPE`, and with GPUs set distributed_type: MULTI_GPU; for a single process set "
-        "num_processes: 1 and num_machines: 1, and unset MASTER_ADDR."
+        "num_processes: 1 and num_machines: 1."
     )
 
 
-def _fault_of_machines(environ: Mapping[str, str], world: World) -> str | None:
+# Who says how many machines there are, and how to start on all of them.
+_MACHINES = {
+    "PET_NNODES": "torchrun, which reads it",
+    "SLURM_STEP_NUM_NODES": "srun --ntasks-per-node 1 torchrun --nnodes {}",
+    "SKYPILOT_NUM_NODES": "torchrun --nnodes {}",
+}
+
+
+def _fault_of_machines(environ: Mapping[str, str], world: World, terminal: bool) -> str | None:
     machines = _machines(environ, world)
-    slurm = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
-    for name in ("PET_NNODES", slurm):
-        least, _, most = environ.get(name, "").partition(":")
-        if machines is None or not least.isdecimal() or (most and not most.isdecimal()):
+    ray = "RAY_RAYLET_PID" in environ  # Ray places its workers, and its own launcher is what the variables are about
+    for name, how in _MACHINES.items():
+        least = environ.get(name, "").partition(":")[0]
+        if machines is None or not least.isdecimal() or (ray and name != "SKYPILOT_NUM_NODES"):
             continue
-        if not int(least) <= machines <= int(most or least):
-            how = "torchrun, which reads it" if name == "PET_NNODES" else f"srun torchrun --nnodes {least}"
+        if name.startswith("SLURM") and (_is_elastic(environ) or _in_shell(environ, terminal)):
+            continue
+        if machines < int(least):
+            elastic = ", set PET_NNODES=1:2 in place of --nnodes 1:2 for an elastic run"
             return (
                 f"{name} is {environ[name]}, but this run has {machines} machine{'' if machines == 1 else 's'}, so "
-                f"each machine would train a model of its own. Launch with {how} (accelerate launch does not, unless "
-                f"it has --num_machines), or unset {name} for a run without the others."
+                f"each machine would train a model of its own. Launch with {how.format(least)} (accelerate launch does "
+                f"not, unless it has --num_machines){elastic if name.startswith('SLURM') else ''}, or unset {name} for "
+                "a run without the others."
             )
     local = 1 if world.processes == 1 else _number(environ, "LOCAL_WORLD_SIZE")
     promised = _number(environ, "PET_NPROC_PER_NODE")  # it may also be a word, such as gpu
-    if promised is not None and local is not None and promised != local:
+    if promised is not None and local is not None and promised != local and not ray:
         return (
             f"PET_NPROC_PER_NODE is {promised}, but this machine has {_count(local)} of the run. Launch with torchrun, "
             "which reads it, or unset PET_NPROC_PER_NODE."
@@ -143,15 +227,23 @@ def _fault_of_machines(environ: Mapping[str, str], world: World) -> str | None:
     return None
 
 
-def _fault_of_tasks(environ: Mapping[str, str], world: World) -> str | None:
-    """Tasks of Slurm or MPI are the processes, or one launcher on each machine."""
+def _fault_of_tasks(environ: Mapping[str, str], world: World, terminal: bool) -> str | None:
+    """Tasks of Slurm or MPI are the processes, or one launcher on each machine. Each torchrun is a task."""
+    if "RAY_RAYLET_PID" in environ or _is_elastic(environ) or _in_shell(environ, terminal):
+        return None
+    agents, machines = _number(environ, "GROUP_WORLD_SIZE"), _machines(environ, world)
     for name in ("SLURM_STEP_NUM_TASKS", *_MPI_TASKS):
-        tasks = _number(environ, name)
-        if tasks is not None and tasks > 1 and tasks not in (world.processes, _machines(environ, world)):
+        tasks = _number(environ, name) or 1
+        if world.processes > 1 and agents is not None:
+            apart = tasks > agents
+        else:
+            apart = tasks != world.processes and tasks > (machines or world.processes)
+        if apart:
             return (
-                f"{name} is {tasks}, but this run has {_count(world.processes)}, "
-                "so each task would train by itself. Start one torchrun on each machine (`srun --ntasks-per-node 1 "
-                f"torchrun ...`), or unset {name} for runs that are meant to be apart."
+                f"{name} is {tasks}, but this run has {_count(world.processes)}"
+                f"{'' if agents is None else f' of {agents} torchrun'}, so each task would train by itself. Start one "
+                f"torchrun on each machine (`srun --ntasks-per-node 1 torchrun ...`), or unset {name} for runs that "
+                "are meant to be apart."
             )
     return None
 

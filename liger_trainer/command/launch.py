@@ -2,11 +2,10 @@
 
 import os
 import sys
-from datetime import timedelta
 from typing import Any
 
 from liger_trainer.errors import RecipeError
-from liger_trainer.world import World, fault_of_world, ray_workers
+from liger_trainer.world import Surroundings, World, fault_of_world, idle_machines
 
 
 def is_main_process() -> bool:
@@ -33,31 +32,11 @@ def join_processes_without_gpu() -> None:
 
 def check_world(recipe: Any) -> None:
     """RecipeError if accelerate has not made of the processes what the launcher, the environment or the recipe say."""
-    world = World.of(recipe.training.distributed_state)
-    if fault := fault_of_world(os.environ, world, recipe.sharding, ray_workers()):
+    world, around = World.of(recipe.training.distributed_state), Surroundings.here()
+    if fault := fault_of_world(os.environ, world, recipe.sharding, around):
         raise RecipeError(f"{recipe.path}: {fault}")
-
-
-def join_after_restart(timeout: float | None = None) -> None:
-    """Let processes that torchrun has started again find each other, and not those that have died. Call before parsing.
-
-    torchrun keeps one store of addresses for all attempts (seen in torch 2.13), in which a process may find the address
-    that a process of the last attempt has left. accelerate takes a group that is there already.
-
-    Args:
-        timeout (`float`, *optional*): How many seconds a collective may take, `ddp_timeout`; half an hour if unset.
-    """
-    attempt, shared = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
-    if attempt == "0" or shared != "True" or launched_processes() == 1:
-        return
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return
-    limit = timedelta(seconds=1800 if timeout is None else timeout)
-    store, rank, processes = next(dist.rendezvous("env://", timeout=limit))
-    store = dist.PrefixStore(f"attempt_{attempt}", store)
-    dist.init_process_group(store=store, rank=rank, world_size=processes, timeout=limit)
+    if is_main_process() and (idle := idle_machines(os.environ, world, around.terminal)):
+        print(f"liger-trainer: {idle}", file=sys.stderr)
 
 
 def settle_precision(bf16: bool | None, fp16: bool | None) -> None:

@@ -4,13 +4,14 @@ import os
 import sys
 from pathlib import Path
 
+from liger_trainer.command.attempts import started_by
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.whole_files import checkpoints_in, fault_of_checkpoint
 from liger_trainer.errors import RecipeError
 
-# Schedulers count the restarts of a job in these: torchrun, Slurm and Flyte.
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER")
+# Schedulers count the restarts of a job in these: Slurm, Flyte and torchrun, which may itself be restarted by them.
+_RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")
 
 
 def settle_restart(recipe: Recipe) -> None:
@@ -20,23 +21,48 @@ def settle_restart(recipe: Recipe) -> None:
     """
     training = recipe.training
     auto = str(training.resume_from_checkpoint).lower() == "auto"
-    restarted = [name for name in _RESTARTS if os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 0]
-    if not auto and not restarted:
+    restart, launched = _restart_of_all(training)
+    if not auto and restart is None:
         return
     if recipe.args.overwrite_output_dir:  # what lies there may be from an earlier run
         if not auto and is_main_process():
             print(
-                f"liger-trainer: this is a restart ({restarted[0]} is {os.environ[restarted[0]]}), and it begins anew, "
-                "because overwrite_output_dir is true. Without it, a restart goes on from the last checkpoint.",
+                f"liger-trainer: this is a restart ({restart}), and it begins anew, because overwrite_output_dir is "
+                "true. Without it, a restart goes on from the last checkpoint.",
                 file=sys.stderr,
             )
         return
     needs_optimizer, found = not training.save_only_model, checkpoints_in(Path(training.output_dir))
+    asked = str(training.resume_from_checkpoint or "false").lower() != "false"
+    if not asked and found and launched is not None and max(map(_written, found)) < launched:
+        return  # the first attempt was refused or has ended early, and these are of another run
     if any(not fault_of_checkpoint(path, needs_optimizer) for path in found):
         training.resume_from_checkpoint = "true"
     elif auto:
         training.resume_from_checkpoint = None
     recipe.restarts = True
+
+
+def _restart_of_all(training) -> tuple[str | None, float | None]:
+    """What says that this run is a restart, and when its launch began, if it is torchrun's; None for each unknown.
+
+    torchrun counts restarts for each machine, and not all may have counted one.
+    """
+    counts = [f"{name} is {os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "").strip("0").isdecimal()]
+    here = (counts[0] if counts else None, started_by("TORCHELASTIC_RUN_ID"))
+    everywhere = [here]
+    if training.world_size > 1:
+        from accelerate.utils import gather_object
+
+        everywhere = gather_object([here])
+    restart = next((count for count, _ in everywhere if count is not None), None)
+    return restart, everywhere[0][1] if restart is not None and restart.startswith("TORCHELASTIC") else None
+
+
+def _written(checkpoint: Path) -> float:
+    """When `checkpoint` was written, in seconds since the epoch."""
+    state = checkpoint / "trainer_state.json"
+    return (state if state.is_file() else checkpoint).stat().st_mtime
 
 
 def find_checkpoint_together(training) -> str | None:

@@ -16,7 +16,7 @@ from liger_trainer.head.find import base_model_of, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import own_class
 from liger_trainer.patching.packing import why_rows_mix
-from liger_trainer.world import World, fault_of_world, ray_workers
+from liger_trainer.world import Surroundings, World, fault_of_world
 
 if TYPE_CHECKING:
     from liger_trainer.trainers.base import LigerTrainerMixin
@@ -55,7 +55,7 @@ def refuse_before_patching(trainer: "LigerTrainerMixin", model: nn.Module) -> No
 def refuse_processes_apart(trainer: "LigerTrainerMixin") -> None:
     """ValueError if the launcher has promised processes, machines or sharding that accelerate does not have."""
     sharding = "FSDP" if getattr(trainer.args, "fsdp", None) else None
-    if fault := fault_of_world(os.environ, World.of(trainer.accelerator), sharding, ray_workers()):
+    if fault := fault_of_world(os.environ, World.of(trainer.accelerator), sharding, Surroundings.here()):
         raise ValueError(fault)
 
 

@@ -1,14 +1,20 @@
 """Runs that are killed, preempted or restarted: they go on as if nothing had been, from the last whole checkpoint."""
 
+import os
 import re
 import shutil
+import socket
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launching import HERE
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe, write_rows
 from tiny_models import tiny_model
+from torch.distributed import HashStore
 
+from liger_trainer.command.attempts import name_of_attempt
 from liger_trainer.command.whole_files import fault_of_checkpoint
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
@@ -20,6 +26,11 @@ def torchrun(folder, recipe, *options, restarts=0, **env):
         "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", HERE / "preempted_cli.py", "train", recipe,
         *options, cwd=folder, **env,
     )  # fmt: skip
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 @pytest.fixture
@@ -144,6 +155,56 @@ def test_a_restart_goes_on_by_itself(counter, folder, capsys, monkeypatch):
     assert code == 0 and "resumed at step 4" in out, err
     code, out, err = command(capsys, "train", recipe, "--overwrite_output_dir", "true", "--max_steps", "2")
     assert code == 0 and "resumed" not in out and f"{counter} is 1" in err and "begins anew" in err
+
+
+def test_a_restart_after_a_refusal_takes_no_other_run(folder, capsys, monkeypatch):
+    """torchrun starts a refused run again like any other. What lies in output_dir is older than that torchrun."""
+    recipe = write_recipe(folder, **SAVING | {"max_steps": 4})
+    assert command(capsys, "train", recipe)[0] == 0
+    for path in (folder / "out").glob("checkpoint-*/trainer_state.json"):
+        os.utime(path, (1e9, 1e9))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 2 and "holds an earlier run" in err and "resumed" not in out
+    for wanted in ("auto", "true"):  # whoever says so means that run
+        code, out, err = command(capsys, "train", recipe, "--resume_from_checkpoint", wanted)
+        assert code == 0 and "resumed at step 4" in out, err
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # torchrun is younger than the job that was queued again
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 0 and "resumed at step 4" in out, err
+
+
+def test_processes_agree_on_an_attempt_that_machines_count_differently():
+    """The store holds what an earlier attempt of three processes has left; the next one has two."""
+    store, names = HashStore(), []
+    for processes in (3, 2):
+        with ThreadPoolExecutor() as pool:
+            late = [pool.submit(name_of_attempt, store, rank, processes, 20) for rank in range(1, processes)]
+            time.sleep(0.3)  # until they have seen what is there, which is the name of the attempt before
+            first = name_of_attempt(store, 0, processes, 20)
+            assert {one.result() for one in late} == {first}
+        names.append(first)
+    assert len(set(names)) == 2
+    with pytest.raises(TimeoutError, match="rank 0 has not answered"):
+        name_of_attempt(store, 1, 2, 0.3)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
+    """The torchrun whose process was killed counts a restart. The other is told to begin anew, and may count none."""
+    recipe, port = write_recipe(dropping, **SAVING), free_port()
+
+    def machine(i):
+        return run_elsewhere(
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", 1,
+            "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", f"is_host={1 - i}",
+            "--local_addr", "127.0.0.1", HERE / "preempted_cli.py", "train", recipe, cwd=dropping, HIT="1:5:9",
+        )  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(machine, range(2))
+    assert second.returncode == 0, second.stderr
+    assert_goes_on(dropping / "out", whole, 4, first)
 
 
 def test_sigterm_before_training_ends_at_once(folder):
