@@ -130,6 +130,8 @@ def nominated(module: nn.Module) -> bool:
 class _Recorder(nn.Module):
     """Stands in for a projection: notes its input in `calls`, and returns `value`, or the input where that is None."""
 
+    weight = None  # T5 and its kin cast the input of `wo` to the dtype of this, if it is a tensor
+
     def __init__(
         self,
         name: str,
@@ -157,6 +159,10 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
     extra = [n for n, c in module._modules.items() if n not in (*inner, down) and _has_parameters(c)]
     if extra:
         return None, f"it has more than its projections: {', '.join(extra)}"
+    weights = [getattr(module._modules[name], "weight", None) for name in (*inner, down)]
+    dtypes = {str(w.dtype).removeprefix("torch.") for w in weights if w is not None and w.is_floating_point()}
+    if "weight" in type(module).forward.__code__.co_names and len(dtypes) > 1:
+        return None, f"it casts between its projections, whose weights are {' and '.join(sorted(dtypes))}"
     x, values = _input_and_values(module, inner, 1.0)
     calls, _ = _recorded_calls(module, inner, down, type(module).forward, x, values, True)
     order = [name for name, _ in calls]

@@ -1,5 +1,6 @@
 """The manifests, the Dockerfile and the job files: read back by what reads them, and their commands by the entry."""
 
+import math
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from liger_trainer.command.shipped_files import find_shipped
 
 DEPLOY = ROOT / "deploy"
 RUNTIME, JOB = DEPLOY / "kubeflow" / "runtime.yaml", DEPLOY / "kubeflow" / "train_job.yaml"
+ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 BIN = Path(sys.executable).parent
 
 
@@ -49,8 +51,10 @@ def test_the_command_of_a_job_is_one_of_ours(path, monkeypatch):
 
         sizes = [os.environ[f"PARALLELISM_CONFIG_{name}_SIZE"] for name in ("DP_REPLICATE", "DP_SHARD")]
     assert sizes == [str(machines), str(processes)]
-    rows = yaml.safe_load(find_recipe(recipe).read_text())["per_device_train_batch_size"]
-    assert rows * int(values["--gradient_accumulation_steps"]) * machines * processes == 128, "as the recipe says"
+    ours = yaml.safe_load(find_recipe(recipe).read_text())
+    sizes = {key: (ours[key], int(values.get(f"--{key}", ours[key]))) for key in ROWS}
+    recipes, jobs = (math.prod(size[i] for size in sizes.values()) for i in range(2))
+    assert jobs * machines * processes == recipes * 8, "a step has as many rows as on the recipe's 8 GPUs"
 
 
 def _pairs(options):

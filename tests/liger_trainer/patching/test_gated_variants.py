@@ -270,6 +270,33 @@ def test_numbers_are_those_that_the_module_has_now():
     torch.testing.assert_close(got, model(x))
 
 
+class CastsToLast(nn.Module):
+    """As in T5 and its kin, whose last projection may stay in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.wi_0, self.wi_1, self.wo = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x):
+        y = F.silu(self.wi_0(x)) * self.wi_1(x)
+        if isinstance(self.wo.weight, torch.Tensor) and y.dtype != self.wo.weight.dtype:
+            y = y.to(self.wo.weight.dtype)
+        return self.wo(y)
+
+
+def test_a_cast_to_the_last_projection():
+    """It does nothing where all have one dtype, and is not ours where they do not."""
+    model = nn.Sequential(CastsToLast())
+    x = torch.randn(5, 16)
+    want = results(model[0], x)
+    assert apply_liger(model, NO_HEAD)["swiglu"].swapped == {"0": "silu: wi_0, wi_1, wo"}
+    torch.testing.assert_close(results(model[0], x), want, rtol=1e-5, atol=1e-6)
+    mixed = CastsToLast().bfloat16()
+    mixed.wo.float()
+    mlp, why = proven(mixed, mlps)
+    assert mlp is None and "weights are bfloat16 and float32" in why
+
+
 class DropoutInside(MLP):
     """Its dropout has the name of one that is known, and another place."""
 
