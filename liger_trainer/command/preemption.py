@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from liger_trainer.errors import RecipeError
+
 
 class Terminated(KeyboardInterrupt):
     """Raised where SIGTERM ends a run. Like Ctrl-C, it is no error that other code should handle."""
@@ -31,7 +33,7 @@ class SaveOnSigterm(TrainerCallback):
         self._told: tuple[Any, Any] | None = None
 
     def take(self) -> bool:
-        """Note a SIGTERM. Whether the run will end by itself, after this step."""
+        """Note a SIGTERM. Whether the run will end by itself: after this step, or once the trained model is saved."""
         self.asked = self.asked or self.training
         return self.asked
 
@@ -39,7 +41,14 @@ class SaveOnSigterm(TrainerCallback):
         if args.world_size > 1:
             import torch.distributed as dist
 
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
+            try:
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
+            except RuntimeError as error:
+                raise RecipeError(
+                    "The processes cannot reach each other over gloo, by which they agree on a checkpoint when one of "
+                    f"them gets SIGTERM: {error}. Set GLOO_SOCKET_IFNAME to the network card that all machines share, "
+                    "such as eth0."
+                ) from error
         self.training = True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -55,7 +64,6 @@ class SaveOnSigterm(TrainerCallback):
         if self._stops:
             self._any_asked()  # so that no process ends, and has the launcher end the others, while another one saves
             raise Terminated
-        self.training = False
 
     def _tell(self) -> tuple[Any, Any]:
         import torch

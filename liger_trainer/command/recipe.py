@@ -174,7 +174,7 @@ def _settle_sharding(path: Path, chosen: dict[str, Any]) -> str | None:
 
 
 def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, training: Any) -> None:
-    """RecipeError if a trainer lacks what it cannot do without, or if a reward would never be computed."""
+    """RecipeError if a trainer lacks what it cannot do without, or if a key would be ignored or do harm."""
     if entry.rewards and not args.reward_funcs:
         raise RecipeError(
             f"{path}: {entry.trainer} needs reward_funcs; set a list, such as [boxed_answer] or [my_module.my_reward]."
@@ -191,6 +191,11 @@ def _check_needs(path: Path, entry: TrainerEntry, args: RecipeArguments, trainin
             f"{path}: early_stopping_patience is {args.early_stopping_patience}, which needs load_best_model_at_end: "
             "true, and eval_strategy and save_strategy: steps or epoch, both the same. Add them, or remove "
             "early_stopping_patience."
+        )
+    if getattr(training, "enable_jit_checkpoint", False):
+        raise RecipeError(
+            f"{path}: enable_jit_checkpoint is true, with which each process that gets SIGTERM would save by itself, "
+            "and end as if all steps were done. Remove it: a run saves a checkpoint of all its processes anyway."
         )
     if getattr(training, "teacher_model_name_or_path", "") is None:
         raise RecipeError(

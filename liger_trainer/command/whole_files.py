@@ -23,6 +23,8 @@ def fault_of_checkpoint(checkpoint: Path, needs_optimizer: bool) -> str | None:
     """What is missing or cut off in `checkpoint`; None if it is whole. Reads sizes and headers, not the weights."""
     if not (checkpoint / "trainer_state.json").is_file():
         return "no trainer_state.json in it"
+    if (checkpoint / "checkpoint-is-incomplete.txt").exists():  # of the stock trainer's enable_jit_checkpoint
+        return "checkpoint-is-incomplete.txt in it"
     if not matches(checkpoint, ("*.safetensors", "pytorch_model*", "adapter_model*", "medusa_heads", "global_step*")):
         if not matches(checkpoint, ("*/adapter_model*",)):
             return "no weights in it"

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from launching import HERE
@@ -15,7 +16,9 @@ from tiny_models import tiny_model
 from torch.distributed import HashStore
 
 from liger_trainer.command.attempts import name_of_attempt
-from liger_trainer.command.whole_files import fault_of_checkpoint
+from liger_trainer.command.preemption import SaveOnSigterm
+from liger_trainer.command.whole_files import fault_of_checkpoint, fault_of_file
+from liger_trainer.errors import RecipeError
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
 
@@ -205,6 +208,44 @@ def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
         first, second = pool.map(machine, range(2))
     assert second.returncode == 0, second.stderr
     assert_goes_on(dropping / "out", whole, 4, first)
+
+
+def test_sigterm_after_the_last_step_lets_the_model_be_saved(folder):
+    """Cut off there, a run whose steps are all done would have nothing but half a model."""
+    code = (
+        "import os, signal, sys\n"
+        "from liger_trainer.command.main import main\n"
+        "from transformers import Trainer\n"
+        "save = Trainer._save\n"
+        "def hit(self, *args, **kwargs):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    save(self, *args, **kwargs)\n"
+        "Trainer._save = hit\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = run_elsewhere(sys.executable, "-c", code, "train", write_recipe(folder), cwd=folder)
+    assert done.returncode == 0 and "Summary" in done.stdout, done.stderr
+    assert fault_of_file(folder / "out" / "model.safetensors") is None
+
+
+def test_processes_that_gloo_cannot_join(monkeypatch):
+    def fail(**options):
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr("torch.distributed.new_group", fail)
+    args = SimpleNamespace(world_size=2, ddp_timeout=5)
+    with pytest.raises(RecipeError, match="connectFullMesh failed. Set GLOO_SOCKET_IFNAME"):
+        SaveOnSigterm().on_train_begin(args, None, None)
+
+
+def test_the_handler_of_transformers_is_refused(folder, capsys):
+    """It takes the place of ours, and the process that has got the signal stops without the others."""
+    code, _, err = command(capsys, "train", write_recipe(folder, enable_jit_checkpoint=True))
+    assert code == 2 and "enable_jit_checkpoint is true" in err and "Remove it" in err
+    (folder / "checkpoint-2").mkdir()
+    for name in ("trainer_state.json", "checkpoint-is-incomplete.txt"):
+        (folder / "checkpoint-2" / name).write_text("{}")
+    assert fault_of_checkpoint(folder / "checkpoint-2", False) == "checkpoint-is-incomplete.txt in it"
 
 
 def test_sigterm_before_training_ends_at_once(folder):
