@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from liger_trainer.command.attempts import started_by
+from liger_trainer.command.attempts import launcher_start
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.whole_files import checkpoints_in, fault_of_checkpoint
@@ -49,7 +49,7 @@ def _restart_of_all(training) -> tuple[str | None, float | None]:
     torchrun counts restarts for each machine, and not all may have counted one.
     """
     counts = [f"{name} is {os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "").strip("0").isdecimal()]
-    here = (counts[0] if counts else None, started_by("TORCHELASTIC_RUN_ID"))
+    here = (counts[0] if counts else None, launcher_start("TORCHELASTIC_RUN_ID"))
     everywhere = [here]
     if training.world_size > 1:
         from accelerate.utils import gather_object

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from launching import HERE
-from recipe_fixtures import command, losses, run_elsewhere, write_recipe, write_rows
+from recipe_fixtures import command, losses, run_elsewhere, write_model, write_recipe, write_rows
 from tiny_models import tiny_model
 from torch.distributed import HashStore
 
@@ -36,20 +36,33 @@ def free_port():
         return server.getsockname()[1]
 
 
-@pytest.fixture
-def dropping(folder):
-    """A folder whose model drops attention at random and whose rows last two epochs, so that any order would show."""
+def write_dropping(folder):
+    """A model that drops attention at random and rows for two epochs, so that any order would show."""
     tiny_model("llama", attention_dropout=0.3).save_pretrained(folder / "model")
     write_rows(folder / "rows.jsonl", 22)
     return folder
 
 
 @pytest.fixture
-def whole(dropping):
-    """The losses of two processes that nothing has stopped."""
-    done = torchrun(dropping, write_recipe(dropping, **SAVING, output_dir=str(dropping / "whole")))
+def dropping(folder):
+    return write_dropping(folder)
+
+
+@pytest.fixture(scope="module")
+def unstopped(tmp_path_factory):
+    """What a run of two processes has left that nothing has stopped."""
+    folder = tmp_path_factory.mktemp("unstopped")
+    write_model(folder / "model")
+    recipe = write_recipe(write_dropping(folder), **SAVING, output_dir=str(folder / "whole"))
+    done = torchrun(folder, recipe)
     assert done.returncode == 0, done.stderr
-    return losses(dropping / "whole")
+    return folder / "whole"
+
+
+@pytest.fixture
+def whole(dropping, unstopped):
+    """The losses of two processes that nothing has stopped, whose output is in the folder `whole`."""
+    return losses(shutil.copytree(unstopped, dropping / "whole"))
 
 
 def assert_goes_on(out, whole, resumed, done):

@@ -1,7 +1,7 @@
 """Axolotl's plugin manager loads the plugin, its config takes the options, and the model that it patches trains.
 
-Axolotl pins older versions of transformers and TRL, and its own trainers cannot be imported beside newer ones. So a stock
-Trainer trains here.
+Axolotl pins older versions of transformers and TRL, and its own trainers cannot be imported beside newer ones. So a
+stock Trainer trains here.
 """
 
 import pytest
