@@ -223,7 +223,8 @@ def test_peft(model_type, patch_first):
 
     want = build(False)
     assert len(want[1]) >= 14
-    assert largest_difference(build(True), want) < 1e-5
+    # Stock in fp32 is off by 5e-5 from stock in float64, since these adapters are large.
+    assert largest_difference(build(True), want) < (1e-5 if patch_first else 1e-4)
 
 
 def test_patch_wrap_patch_merge():
