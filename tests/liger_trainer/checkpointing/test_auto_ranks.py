@@ -6,7 +6,7 @@ from auto_runs import LAYERS, same_bits
 from launching import HERE, accelerate_fsdp2, torchrun
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_both_ranks_follow_the_more_careful_plan(mode, tmp_path):
     if mode == "ddp":
         torchrun("auto_ranks.py", mode, tmp_path)

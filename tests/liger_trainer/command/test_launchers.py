@@ -36,17 +36,20 @@ def refused(folder, *launch, recipe=None, **env):
     return lines[0]
 
 
+@pytest.mark.slow
 def test_accelerate_launch_ignores_pet_nnodes(folder):
     line = refused(folder, *accelerate(folder, "single_gpu", use_cpu=True), PET_NNODES="2", PET_NODE_RANK="0")
     assert "PET_NNODES is 2, but this run has 1 machine" in line and "torchrun" in line
 
 
+@pytest.mark.slow
 def test_multi_cpu_without_mpirun_is_one_process(folder):
     launch = accelerate(folder, "ddp", distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
     line = refused(folder, *launch)
     assert "MULTI_CPU" in line and "torchrun --nproc_per_node" in line
 
 
+@pytest.mark.slow
 def test_fsdp_on_a_cpu_host_is_ddp(folder):
     recipe = write_recipe(folder, accelerate_config="configs/fsdp2.yaml")
     line = refused(folder, *TORCHRUN, recipe=recipe)
@@ -59,6 +62,7 @@ def test_torchrun_without_a_gpu_and_without_use_cpu_in_a_script(tmp_path):
     assert "trained" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_recipe_with_its_own_accelerate_config(folder, capsys):
     """Under torchrun, a recipe that brings the DDP config trains as one process does with all rows of a step."""
     (folder / "ddp.yaml").write_text((shipped("configs") / "ddp.yaml").read_text())

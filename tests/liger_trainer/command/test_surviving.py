@@ -90,6 +90,7 @@ def test_sigterm_of_one_rank_saves_that_step_on_all(dropping, whole):
     assert_goes_on(out, whole, 6, torchrun(dropping, recipe))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_state_of_one_rank_is_not_whole(dropping, whole):
     """Rank 1 was killed while it saved, after the main process was done."""
     (dropping / "whole" / "model.safetensors").unlink()
@@ -103,6 +104,7 @@ def test_a_checkpoint_without_the_state_of_one_rank_is_not_whole(dropping, whole
     assert "checkpoint-8 is not whole" in done.stderr
 
 
+@pytest.mark.slow
 def test_fewer_processes_than_before_are_told(dropping, whole, capsys):
     (dropping / "whole" / "model.safetensors").unlink()
     shutil.rmtree(dropping / "whole" / "checkpoint-8")
@@ -112,6 +114,7 @@ def test_fewer_processes_than_before_are_told(dropping, whole, capsys):
     assert "saved by 2 processes, and this run has 1" in err and "gradient_accumulation_steps" in err
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_share_output_dir(dropping, monkeypatch):
     """Each rank looks into a folder of its own, and only one of them holds a checkpoint."""
     code = (

@@ -17,6 +17,7 @@ from liger_triton import _dispatch
 RECORDS = newest()
 PAGE = ROOT / "docs" / "checkpointing.md"
 H200 = 139 * GIB
+QUICK = ("sft-llama-3.2-1b-2x1024", "sft-llama-3.2-1b-16x1024-lora16")  # the others are left to `make test-all`
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,10 @@ def test_there_are_records_of_every_kind():
     assert {"sft", "dpo"} <= {each.get("trainer") for each in options}
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+@pytest.mark.parametrize(
+    "record",
+    [pytest.param(r, id=r.name, marks=() if r.name.startswith(QUICK) else pytest.mark.slow) for r in RECORDS],
+)
 def test_within_five_percent_of_the_measured_peak(record):
     options = record.options
     job = job_of(options, record.patched)
