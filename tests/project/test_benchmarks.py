@@ -171,6 +171,7 @@ def test_arms_train_on_the_same_rows(kind, arms):
     assert rows[0]["losses"][0] == pytest.approx(want, rel=0.05)
 
 
+@pytest.mark.slow
 def test_training_through_accelerate_launch(tmp_path):
     """Two processes, of which the first reports: the row of an arm, and losses that are not those of one process."""
     config = yaml.safe_load((shipped("configs") / "ddp.yaml").read_text())

@@ -22,6 +22,7 @@ def test_both_ranks_follow_the_more_careful_plan(mode, tmp_path):
     assert 0 < ranks[0]["chosen"]["kept_most"] <= LAYERS
 
 
+@pytest.mark.slow
 def test_out_of_memory_on_one_rank_is_an_error_and_no_hang(tmp_path):
     with pytest.raises(AssertionError, match=r"it cannot be run again, because the other processes have gone on"):
         torchrun("auto_ranks.py", "oom", tmp_path)

@@ -56,6 +56,7 @@ def test_fsdp_on_a_cpu_host_is_ddp(folder):
     assert "FSDP" in line and "makes DDP of it" in line
 
 
+@pytest.mark.slow
 def test_torchrun_without_a_gpu_and_without_use_cpu_in_a_script(tmp_path):
     done = run_elsewhere(sys.executable, *TORCHRUN, HERE / "trains_apart.py", tmp_path, cwd=tmp_path)
     assert done.returncode != 0 and "WORLD_SIZE is 2" in done.stderr, done.stderr

@@ -37,7 +37,13 @@ def test_ddp_of_trainers_that_sample(tmp_path):
         torch.testing.assert_close(first[name], stock, rtol=1e-4, atol=1e-6 * stock.norm().item(), msg=name)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothing"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"label_smoothing_factor": 0.1}, id="smoothing", marks=pytest.mark.slow),
+    ],
+)
 def test_fsdp2_through_accelerate_launch(options, tmp_path, capsys):
     """The shipped config: the saved weights are those of one process with all the rows of a step, resumed or not."""
     write_model(tmp_path / "model")
