@@ -23,7 +23,7 @@ def write_pairs(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("trainer", ["sft", "dpo", pytest.param("orpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trainer", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "orpo"))])
 def test_at_most_ten_lines_before_the_first_step(trainer, tmp_path):
     """In a process and with caches of its own, as the first time. Evaluation doubles what TRL does to the rows."""
     write_model(tmp_path / "model")

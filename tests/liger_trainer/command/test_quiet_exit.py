@@ -39,7 +39,7 @@ sys.exit(command.main({argv}))
     "error, code, said",
     [
         ("KeyboardInterrupt", 130, "interrupted. Training had not begun."),
-        ("preemption.Terminated", 143, "terminated. Training had not begun."),
+        pytest.param("preemption.Terminated", 143, "terminated. Training had not begun.", marks=pytest.mark.slow),
         ("RunError('The disk is full.')", 1, "error: The disk is full."),
     ],
 )

@@ -76,6 +76,7 @@ def test_a_killed_rank_is_restarted_and_the_run_is_the_same(dropping, whole):
     assert_goes_on(dropping / "out", whole, 4, done)
 
 
+@pytest.mark.slow
 def test_sigterm_of_one_rank_saves_that_step_on_all(dropping, whole):
     """The signal reaches rank 1 in its sixth step: both save, end with 143, and a later job goes on from there."""
     recipe = write_recipe(dropping, **SAVING | {"save_steps": 100}, resume_from_checkpoint="auto")

@@ -39,6 +39,7 @@ def test_ddp(case, ranks, tmp_path):
         torch.testing.assert_close(tensor, own[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp2", "zero3"])
 def test_sharded(mode, tmp_path):
     """Trained, evaluated, saved and resumed in parts on two ranks: the losses and the weights of one process."""

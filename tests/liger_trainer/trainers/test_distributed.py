@@ -16,7 +16,14 @@ def two_ranks(mode, out):
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("fsdp1", "fsdp2", "fsdp2-lora", "sampled")])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.slow if mode == "sft-accumulation" else ())
+        for mode in MODES
+        if mode not in ("fsdp1", "fsdp2", "fsdp2-lora", "sampled")
+    ],
+)
 def test_ddp(mode, tmp_path):
     first, second = two_ranks(mode, tmp_path)
     one_process = MODES[mode.removesuffix("-accumulation")](tmp_path)

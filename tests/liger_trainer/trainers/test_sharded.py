@@ -34,6 +34,7 @@ def test_weights(mode, tmp_path):
             assert error < 1e-5, f"{case}: {name} {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp2-bf16", "zero3-bf16"])
 def test_bf16(mode, tmp_path):
     """The first step is that of the stock trainers in fp32 but for the products: no loss or log-prob was rounded.
