@@ -1,10 +1,17 @@
-"""Lightning's Trainer with a model that `configure_model` patches: `lightning_ranks.py OUT_FILE PROCESSES`, on CPUs."""
+"""Lightning's Trainer with a model that `configure_model` patches: `lightning_ranks.py OUT_FILE PROCESSES STRATEGY`.
+
+STRATEGY is `cpu` (one process, or DDP) or, on GPUs, `gpu` (one process), `fsdp` or `model_parallel` (FSDP2).
+"""
 
 import sys
+from contextlib import nullcontext
 
 import lightning
 import torch
 from tiny_models import collate, ragged_rows, tiny_model
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from liger_trainer.head.find import has_fused_head
 from liger_trainer.integrations.lightning import configure_model
@@ -28,19 +35,43 @@ class Finetuning(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-1)
 
 
+def strategy_of(name, processes):
+    strategies = lightning.pytorch.strategies
+    if name == "fsdp":
+        return strategies.FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer})
+    if name == "model_parallel":
+        return strategies.ModelParallelStrategy(data_parallel_size=processes, tensor_parallel_size=1)
+    return "auto" if processes == 1 else strategies.DDPStrategy(process_group_backend="gloo")
+
+
+def whole_weights(trainer, model):
+    """The weights on the CPU, put together where they are sharded. All processes have to call it."""
+    wrapped = trainer.strategy.model
+    gathered = FSDP.summon_full_params(wrapped) if isinstance(wrapped, FSDP) else nullcontext()
+    with gathered:
+        names = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone() for name, p in names.items()
+        }
+
+
 if __name__ == "__main__":
-    out, processes = sys.argv[1], int(sys.argv[2])
+    out, processes, strategy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     module = Finetuning()
     rows = torch.utils.data.DataLoader(ragged_rows(16), batch_size=16 // processes, collate_fn=collate)
-    strategy = "auto" if processes == 1 else lightning.pytorch.strategies.DDPStrategy(process_group_backend="gloo")
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=processes, strategy=strategy, max_epochs=3, logger=False,
+        accelerator="cpu" if strategy == "cpu" else "gpu", devices=processes,
+        strategy=strategy_of(strategy, processes), max_epochs=3, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, rows)
     assert has_fused_head(module.model)
+    kinds = {type(p).__name__ for p in module.parameters()}
+    assert ("DTensor" in kinds) == (strategy == "model_parallel"), kinds
+    assert isinstance(trainer.strategy.model, FSDP) == (strategy == "fsdp")
     first = module.model
     module.configure_model()
     assert module.model is first, "Lightning calls it once for each stage"
+    weights = whole_weights(trainer, module.model)
     if trainer.global_rank == 0:
-        torch.save({name: p.detach() for name, p in module.model.named_parameters()}, out)
+        torch.save(weights, out)

@@ -1,4 +1,4 @@
-"""Lightning: two CPU processes train a patched model to the weights of one process with all rows."""
+"""Lightning: two processes, on CPUs or sharded over GPUs, train a patched model to the weights of one with all rows."""
 
 import importlib.util
 import os
@@ -13,22 +13,40 @@ from torch import nn
 
 from liger_trainer.integrations.lightning import configure_model, shard
 
+has_lightning = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
-@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
-def test_two_processes_are_one_training(tmp_path):
-    weights = {}
-    for processes in (1, 2):
-        out = tmp_path / f"{processes}.pt"
-        done = run_elsewhere(
-            sys.executable, HERE / "lightning_ranks.py", out, processes, cwd=tmp_path,
-            PYTHONPATH=os.pathsep.join([str(HERE), *sys.path]),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        weights[processes] = torch.load(out)
+
+def weights_of(folder, processes, strategy):
+    """What a run of Lightning leaves, as whole weights."""
+    out = folder / f"{processes}.pt"
+    done = run_elsewhere(
+        sys.executable, HERE / "lightning_ranks.py", out, processes, strategy, cwd=folder,
+        PYTHONPATH=os.pathsep.join([str(HERE), *sys.path]),
+        CUDA_VISIBLE_DEVICES="" if strategy == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return torch.load(out)
+
+
+def assert_one_training(one, two):
     start = dict(tiny_model("llama").named_parameters())
-    for name, one in weights[1].items():
-        assert not torch.equal(one, start[name]), name
-        torch.testing.assert_close(weights[2][name], one, rtol=1e-4, atol=1e-6, msg=name)
+    assert two.keys() == one.keys() == start.keys()
+    for name, weight in one.items():
+        assert not torch.equal(weight, start[name]), name
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@has_lightning
+def test_two_processes_are_one_training(tmp_path):
+    assert_one_training(weights_of(tmp_path, 1, "cpu"), weights_of(tmp_path, 2, "cpu"))
+
+
+@has_lightning
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
+def test_sharded_over_two_gpus(strategy, tmp_path):
+    assert_one_training(weights_of(tmp_path, 1, "gpu"), weights_of(tmp_path, 2, strategy))
 
 
 def test_it_needs_nothing_of_lightning_to_patch_and_to_load_once():
