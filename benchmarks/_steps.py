@@ -230,11 +230,12 @@ def train(arm, run, callbacks=()):
     trainer = make_trainer(arm, run, [clock, *callbacks])
     trainer.train()
     seconds = clock.end - clock.start
+    shared = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", 1))  # processes that have a part of each row
     tokens, squares, positions = zip(*(map(int, step) for step in trainer.counted[run.skip : run.steps]), strict=True)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     row = {
         "arm": arm,
-        "tokens_per_s": sum(tokens) / seconds,
+        "tokens_per_s": sum(tokens) / seconds / shared,
         "step_tokens": tokens,
         "padding": 1 - sum(tokens) / sum(positions),
         "ms": seconds / (run.steps - run.skip) * 1e3,

@@ -24,7 +24,7 @@ each of the two sequences of a pair. The reference model is computed on the fly,
 Liger's layers too. `scaling.py` finds the longest context that fits.
 
 `--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`. Batch, tokens/s and memory
-are then those of one process.
+are then those of one process. Under context parallelism the processes share each row, and its tokens/s too.
 """
 
 import argparse
@@ -95,6 +95,8 @@ def one_arm(options):
 
 def skip_of(options):
     """Steps before the clock starts: for real rows half of them, which train on the batches of the other half."""
+    if options.skip is not None:
+        return options.skip
     return Run.skip if options.rows == "full" else (options.steps + 1) // 2
 
 
@@ -132,6 +134,7 @@ def main():
     parser.add_argument("--batch", type=int, default=16, help="rows, or pairs for DPO")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, help="; ".join(f"{kind}: {steps}" for kind, steps in STEPS.items()))
+    parser.add_argument("--skip", type=int, help="steps before the clock starts, where rows are full (default 4)")
     parser.add_argument("--data")
     parser.add_argument("--rows", choices=KINDS, default="full", help="for DPO full or padded")
     parser.add_argument("--checkpointing", action="store_true")
@@ -151,10 +154,12 @@ def main():
     if options.steps is None:
         options.steps = STEPS[options.rows]
     if options.steps <= skip_of(options):
-        least = Run.skip + 1 if options.rows == "full" else 2
+        least = skip_of(options) + 1 if options.rows == "full" else 2
         parser.error(f"--steps is {options.steps}; the clock starts after {skip_of(options)}, so take at least {least}")
     if options.rows != "full" and not options.data:
         parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
+    if options.skip is not None and (options.skip < 1 or options.rows != "full"):
+        parser.error(f"--skip is {options.skip}; expected 1 or more, and --rows full")
     if options.auto > options.checkpointing or (options.memory_budget is not None) > options.auto:
         parser.error("--auto needs --checkpointing, for the other trainers, and --memory_budget needs --auto")
     if options.rows == "packed" and options.trainer == "dpo":
