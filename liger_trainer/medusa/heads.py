@@ -100,7 +100,7 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaHead(nn.ModuleList):
+class MedusaHead(nn.Sequential):  # a ModuleList is no unit for FSDP2 before torch 2.13, even with a forward
     """One head: L blocks, its children `0` to `L - 1`, and if it is untied a projection of its own, its child `L`.
 
     Args:
@@ -117,7 +117,7 @@ class MedusaHead(nn.ModuleList):
         dtype: torch.dtype | None = None,
         device: Device = None,
     ) -> None:
-        super().__init__(ResBlock(hidden_size, dtype, device) for _ in range(num_layers))
+        super().__init__(*(ResBlock(hidden_size, dtype, device) for _ in range(num_layers)))
         self.num_layers = num_layers
         if vocab_size is not None:
             self.append(nn.Linear(hidden_size, vocab_size, bias=False, dtype=dtype, device=device))

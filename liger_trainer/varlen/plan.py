@@ -84,7 +84,8 @@ class Plan:
         return outputs
 
     def _spread(self, x, size: int) -> torch.Tensor:
-        return x.new_zeros(size, *x.shape[1:]).index_copy(0, self.index, x)
+        index = self.index.to(x.device)  # layers may be spread over devices
+        return x.new_zeros(size, *x.shape[1:]).index_copy(0, index, x)
 
 
 def plan_of(config, call: dict[str, Any], labels=None, shift_labels=None) -> Plan | None:

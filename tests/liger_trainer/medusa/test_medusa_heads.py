@@ -31,6 +31,13 @@ def test_every_head_has_blocks_of_its_own():
     assert all((p == 0).all() for name, p in heads.named_parameters() if "linear" in name)
 
 
+def test_a_head_is_a_unit_of_fsdp2():
+    """PyTorch 2.11 refuses lists and dicts of modules as units, even those that have a forward."""
+    head = MedusaHeads.for_model(tiny_model("llama"), 2, 2, tied=False)[0]
+    assert not isinstance(head, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    assert [type(part).__name__ for part in head] == ["ResBlock", "ResBlock", "Linear"]
+
+
 def test_an_own_projection_is_a_copy():
     model = tiny_model("llama")
     heads = MedusaHeads.for_model(model, 2, 1, tied=False)

@@ -129,3 +129,30 @@ def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():
     for mine, theirs, best in zip(ours, stock, want, strict=True):
         assert (mine - best).norm() <= 1.5 * (theirs - best).norm() + 1e-3 * best.norm()
     assert F.cosine_similarity(ours[1].flatten(), want[1].flatten(), dim=0) > 0.99
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_spread_over_two_gpus(tmp_path):
+    """As `device_map="auto"` does it, TRL's default in a run of one process."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    first = {"model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0}
+    spread = first | {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    ids = torch.randint(0, 128, (3, 40), device="cuda:0")
+    mask = (torch.arange(40, device="cuda:0") < torch.tensor([[40], [7], [21]], device="cuda:0")).long()
+    call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    losses, gradients = [], []
+    for patched in (False, True):
+        model = LlamaForCausalLM.from_pretrained(tmp_path, device_map=spread).train()
+        if patched:
+            assert apply_liger(model)["varlen_attention"].swapped == 1
+        loss = model(**call, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(model.model.layers[1].mlp.down_proj.weight.grad)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
