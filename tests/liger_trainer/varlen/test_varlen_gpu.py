@@ -149,7 +149,7 @@ def test_a_model_spread_over_two_gpus(tmp_path):
     for patched in (False, True):
         model = LlamaForCausalLM.from_pretrained(tmp_path, device_map=spread).train()
         if patched:
-            assert apply_liger(model)["varlen_attention"].swapped == 1
+            assert apply_liger(model)["varlen_attention"].swapped
         loss = model(**call, use_cache=False).loss
         loss.backward()
         losses.append(loss.item())
