@@ -3,16 +3,15 @@
 transformers' models ask a registry for their attention function and another for the mask that goes with it. While a
 model whose padding is left out lives, `varlen_attention` stands in the first one under the name `sdpa`, so that configs
 keep that name. While the rows of a call are known (`padding.py`), the mask is a `RowMask`, which says where each row
-ends (`row_mask`, asked by `head/masks.py`), and attention is `torch.nn.attention.varlen`, whose kernel reads the ends.
-On CPUs, and for dropout, dtypes and head sizes that the kernel does not know, the rows are one call of PyTorch's SDPA,
-padded on the right, which a causal mask hides, or one call for each row where that would be mostly padding. Every other
-call is transformers' own.
+ends (`row_mask`, asked by `head/masks.py`), and attention is the kernel under `torch.nn.attention.varlen`, which reads
+the ends. On CPUs, and for dropout, dtypes and head sizes that the kernel does not know, the rows are one call of
+PyTorch's SDPA, padded on the right, which a causal mask hides, or one call for each row where that would be mostly
+padding. Every other call is transformers' own.
 """
 
 import contextlib
 import contextvars
 import functools
-import inspect
 import weakref
 
 import torch
@@ -187,27 +186,24 @@ def _device_has_the_kernel(device: torch.device) -> bool:
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@functools.cache
-def _grouped_heads_option() -> dict[str, bool]:
-    """How `varlen_attn` is told of grouped heads: PyTorch 2.11 takes them as they are, later ones want a word."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
 def _by_kernel(query, key, value, mask: RowMask, dropout, scaling):
-    from torch.nn.attention.varlen import varlen_attn
+    """What `torch.nn.attention.varlen.varlen_attn` calls, called by itself.
 
+    That function is an op of Python, whose two passes take the host longer than all other launches of an attention. The
+    op under it has its gradient in C++.
+    """
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))
-    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    # Not x[0], whose gradient is filled with zeros and then copied into.
+    query, key, value = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
     offsets, longest = mask.rows.offsets.to(query.device), mask.rows.longest  # layers may be spread over devices
-    out = varlen_attn(
-        query, key, value, offsets, offsets, longest, longest, scale=scaling,
-        window_size=(-1 if mask.window is None else mask.window - 1, 0), **_grouped_heads_option(),
+    before = -1 if mask.window is None else mask.window - 1
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, offsets, offsets, longest, longest, 0.0, mask.window is None, False,
+        scale=scaling, window_size_left=before, window_size_right=0,
     )  # fmt: skip
-    return out[..., :width].unsqueeze(0)
+    return (out if width == out.shape[-1] else out[..., :width]).unsqueeze(0)
 
 
 def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -97,26 +97,49 @@ def test_without_rows_it_is_transformers_own_attention():
 
 
 def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
-    """`torch.nn.attention.varlen` has no kernel for CPUs: what would be handed to it, and what comes back."""
-    handed = {}
+    """PyTorch has no such kernel for CPUs: what one in its place is handed, and the gradients that come back."""
+    handed, returned = {}, []
 
-    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, **kwargs):
-        handed.update(shapes=(query.shape, key.shape, value.shape), longest=(max_q, max_k), window=window_size)
-        assert query.is_contiguous() and cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k
-        near = None if window_size[0] < 0 else window_size[0] + 1
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (query, key, value)), attn_mask=seen(near), scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
+    def attended(query, key, value, window):
+        near = None if window < 0 else window + 1
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        scale = query.shape[-1] ** -0.5
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen(near), scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1).contiguous()
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    def forward(
+        query, key, value, starts, ends, longest, longest_key, dropout, is_causal, debug, *, scale=None,
+        window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        handed.update(shapes=(query.shape, key.shape, value.shape), longest=(longest, longest_key))
+        handed.update(window=(is_causal, window_size_left, window_size_right), rest=(dropout, debug, scale))
+        assert query.is_contiguous() and starts.dtype == torch.int32 and starts.data_ptr() == ends.data_ptr()
+        rest = (query.new_empty(query.shape[1], len(query), dtype=torch.float32), *(query.new_empty(0),) * 3)
+        return attended(query, key, value, window_size_left), *rest
+
+    def backward(
+        gradient, query, key, value, out, sums, starts, ends, longest, longest_key, dropout, is_causal, state, unused,
+        *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        returned.append((is_causal, window_size_left, window_size_right))
+        return 2 * query, 3 * key, 4 * value
+
     monkeypatch.setattr(attention, "_kernel_takes", lambda *given: True)
-    query, key, value = inputs(kv_heads=2, dim=12, value_dim=8)
-    got, _ = varlen_attention(torch.nn.Module(), query, key, value, RowMask(rows(), 3))
-    assert handed == {
-        "shapes": ((TOKENS, 4, 12), (TOKENS, 2, 12), (TOKENS, 2, 12)),
-        "longest": (9, 9),
-        "window": (2, 0),
-    }
-    want = F.scaled_dot_product_attention(query, key, value, attn_mask=seen(3), enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(got, want)
+    for window, asked in ((3, (False, 2, 0)), (None, (True, -1, 0))):
+        with torch.library._scoped_library("aten", "IMPL") as library:
+            library.impl("_flash_attention_forward", forward, "CPU")
+            library.impl("_flash_attention_backward", backward, "CPU")
+            query, key, value = (x.requires_grad_() for x in inputs(kv_heads=2, dim=12, value_dim=8))
+            got, _ = varlen_attention(torch.nn.Module(), query, key, value, RowMask(rows(), window))
+            grads = torch.autograd.grad(got.sum(), (query, key, value))
+        assert handed == {
+            "shapes": ((TOKENS, 4, 12), (TOKENS, 2, 12), (TOKENS, 2, 12)),
+            "longest": (9, 9),
+            "window": asked,
+            "rest": (0.0, False, None),
+        }
+        assert returned.pop() == asked
+        want = F.scaled_dot_product_attention(query, key, value, attn_mask=seen(window), enable_gqa=True)
+        want = want.transpose(1, 2)
+        torch.testing.assert_close(got, want)
+        assert all(map(torch.equal, grads, (2 * query, 3 * key, 4 * value)))
