@@ -1,10 +1,13 @@
-"""`activation_checkpointing: auto` in a trainer: what it can be used with, and the `Chooser` of one training."""
+"""How layers are checkpointed in one training of a trainer: by `light.checkpoint`, or by the `Chooser` of `auto`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from accelerate.utils import DistributedType
 
 from liger_trainer._logging import logger
+from liger_trainer.checkpointing import light, switches
 from liger_trainer.checkpointing.chooser import Chooser
 from liger_trainer.checkpointing.memory import Memory, memory_of
 
@@ -34,6 +37,23 @@ def chooser_of(trainer: "LigerTrainerMixin", memory: Memory | None) -> Chooser |
             )
         return None
     return Chooser(trainer.model, memory, args.memory_budget, _why_not_again(trainer))
+
+
+@contextmanager
+def checkpointing_lightly(trainer: "LigerTrainerMixin") -> Iterator[None]:
+    """Within it, layers that are checkpointed in the plain way cost the host less. See `checkpointing/light.py`.
+
+    Not where parameters are sharded: what is kept of them would have to be gathered again.
+    """
+    model = trainer.model
+    if not trainer.uses_liger or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        yield
+        return
+    switches.install(model, light.light)
+    try:
+        yield
+    finally:
+        switches.remove(model)
 
 
 def _why_not_again(trainer: "LigerTrainerMixin") -> str | None:

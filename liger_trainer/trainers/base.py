@@ -20,7 +20,7 @@ from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.trainers import init_checks
-from liger_trainer.trainers.auto_checkpointing import chooser_of
+from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
 from liger_trainer.trainers.logged_loss import FilteredLoss
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.report_callback import ReportCallback
@@ -185,7 +185,8 @@ class LigerTrainerMixin(StockTrainer):
         self._use_own_heads()  # now, because TRL may score rows while it loads the data
         self._chooser = chooser = chooser_of(self, self.device_memory)
         if chooser is None:
-            return self._train_filtering(*args, **kwargs)
+            with checkpointing_lightly(self):
+                return self._train_filtering(*args, **kwargs)
         self.checkpointing = chooser.outcome
         try:
             return self._train_filtering(*args, **kwargs)
