@@ -77,7 +77,7 @@ def stacked_a(layers: list[Layer], dtype: torch.dtype, parts: int) -> torch.Tens
 
 def low_rank(source: torch.Tensor, layers: list[Layer], form: Form) -> torch.Tensor:
     """h (T, R) of all adapters side by side, from one product; (T, 2 R) in two parts."""
-    if all(scaling is None for scaling in form.scalings):
+    if form.scalings.count(None) == len(form.scalings):
         return source.new_empty((source.shape[0], 0))
     a = stacked_a(layers, form.dtype, form.parts)
     if form.parts == 1:
@@ -91,7 +91,7 @@ def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[t
     for layer in layers:
         rank = 0 if layer.adapter is None else layer.adapter.a.shape[0]
         firsts = [start + part * total for part in range(form.parts)] if rank else []
-        found.append(tuple(h[:, first : first + rank] for first in firsts))
+        found.append(tuple([h[:, first : first + rank] for first in firsts]))
         start += rank
     return found
 
@@ -187,7 +187,7 @@ class _Kept(torch.autograd.Function):
         ctx.save_for_backward(x, source, h, *tensors)
         ctx.set_materialize_grads(False)
         ctx.form, ctx.spent = form, spent
-        return tuple(without_memory((*x.shape[:-1], layer.weight.shape[0]), form.dtype, x) for layer in layers)
+        return tuple([without_memory((*x.shape[:-1], layer.weight.shape[0]), form.dtype, x) for layer in layers])
 
     @staticmethod
     @once_differentiable
@@ -225,7 +225,7 @@ class _Computed(torch.autograd.Function):
 
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """A tensor of this shape and one element of memory, whose values nobody reads."""
-    return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
+    return torch.empty((), dtype=dtype, device=like.device).expand(shape)  # zeros would be a launch
 
 
 def in_shape(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -274,8 +274,19 @@ class Outputs:
                 return compute()
 
 
+class _WithoutAutocast:
+    """`torch.autocast(..., enabled=False)`, which takes the host 10 us to enter and leave, inside an autocast."""
+
+    def __init__(self, device_type: str):
+        self.device_type = device_type
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.device_type, False)
+
+    def __exit__(self, *_) -> None:
+        torch.set_autocast_enabled(self.device_type, True)
+
+
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     """A context without autocast: the products choose their dtypes themselves."""
-    if not torch.is_autocast_enabled(device_type):  # to enter and leave one takes the host 10 us
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return _WithoutAutocast(device_type) if torch.is_autocast_enabled(device_type) else contextlib.nullcontext()

@@ -83,12 +83,13 @@ def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
     """How a group of layers is computed, see `Form`."""
     dtype = result_dtype(x)
     split = _has_fp32(layers) and dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type)
-    return Form(tuple(None if layer.adapter is None else layer.adapter.scaling for layer in layers), dtype, 1 + split)
+    return Form(tuple([None if layer.adapter is None else layer.adapter.scaling for layer in layers]), dtype, 1 + split)
 
 
 def _has_fp32(layers: list[Layer]) -> bool:
     """Whether a LoRA of `layers` is in fp32."""
-    return any(t.dtype == torch.float32 for layer in layers if layer.adapter is not None for t in layer.adapter[:2])
+    adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+    return any([a.dtype == torch.float32 or b.dtype == torch.float32 for a, b, _ in adapters])
 
 
 def runs_as_twin(x: torch.Tensor, layers: list[Layer]) -> bool:
@@ -103,7 +104,7 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tenso
     """`layers`, of which all fit `x`; ValueError if one does not."""
     if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16, float32, float64.")
-    width, found = x.shape[-1], []
+    width, device, found = x.shape[-1], x.device, []
     casts = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
     for weight, bias, lora in layers:
         if weight.ndim != 2 or weight.shape[1] != width:
@@ -121,9 +122,11 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tenso
                     f"lora has A {tuple(adapter.a.shape)} and B {tuple(adapter.b.shape)}; expected A (r, {width}) and "
                     f"B ({weight.shape[0]}, r) for weight {tuple(weight.shape)}."
                 )
-        tensors = {"weight": weight, "bias": bias, **({} if lora is None else {"lora A": lora[0], "lora B": lora[1]})}
-        for name, t in tensors.items():
-            if t is not None and (t.device != x.device or not t.is_floating_point()):
+        tensors = [("weight", weight), ("bias", bias)]
+        if lora is not None:
+            tensors += (("lora A", lora[0]), ("lora B", lora[1]))
+        for name, t in tensors:
+            if t is not None and (t.device != device or not t.dtype.is_floating_point):
                 raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
         found.append(Layer(weight, bias, adapter))
     return found

@@ -32,9 +32,12 @@ _CLASS = ("peft.tuners.lora.layer", "Linear")
 _BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
 _WIDTHS, _RANK, _TOKENS = (6, 10), 3, 5  # of the small copy
 
-# The least product of tokens, width and width for which our function runs: 2048 tokens of a width of 4096. With fewer,
-# the GPU is done before the host has launched the next layer, and PEFT's own code takes the host less time than ours.
+# The least product of tokens, width and width for which our function runs without autocast: 2048 tokens of a width of
+# 4096. With fewer, the GPU is done before the host has launched the next layer, and PEFT's own code, which multiplies
+# in fp32 there, launches less than ours. Under autocast, which has it cast every factor, it launches more: for a layer
+# of a checkpointed Llama with a LoRA on everything, forward and backward, 224 kernels where ours launches 130.
 LEAST_WORK = 2**35
+_KNOWN_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 _PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
 
 
@@ -112,21 +115,23 @@ def called_by(layer: nn.Module, parts: list[Part]) -> list[nn.Module]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and all(
-        t is None or type(t) in _PLAIN_TENSORS for t in (module.weight, module.bias)
-    )
+    if type(module) is not nn.Linear:
+        return False
+    parameters = module._parameters  # `module.weight` takes a call of Python
+    bias = parameters["bias"]
+    return type(parameters["weight"]) in _PLAIN_TENSORS and (bias is None or type(bias) in _PLAIN_TENSORS)
 
 
 def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
     """Whether base and adapters are linear layers with plain tensors, adapters without a bias."""
-    return _is_linear(layer._modules["base_layer"]) and all(
-        _is_linear(part.a)
-        and _is_linear(part.b)
-        and part.a.bias is None
-        and part.b.bias is None
-        and type(part.dropout) in (nn.Identity, nn.Dropout)
-        for part in parts
-    )
+    if not _is_linear(layer._modules["base_layer"]):
+        return False
+    for a, b, dropout, _ in parts:
+        if not (_is_linear(a) and _is_linear(b) and type(dropout) in (nn.Identity, nn.Dropout)):
+            return False
+        if a._parameters["bias"] is not None or b._parameters["bias"] is not None:
+            return False
+    return True
 
 
 def _attached(modules: list[nn.Module]) -> str | None:
@@ -166,15 +171,18 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
     """
     if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
         return False
-    weight = base.weight
+    weight, device, dtype = base._parameters["weight"], x.device, x.dtype
     if (x.shape[-1] if width is None else width) != weight.shape[1]:
         return False
-    tensors = (weight, *(t for part in parts for t in (part.a.weight, part.b.weight)))
-    if any(t.device != x.device or not t.is_floating_point() or t.itemsize == 1 for t in tensors):
-        return False
-    if x.dtype != torch.float64 and any(t.dtype == torch.float64 for t in tensors):  # PEFT computes in it, we do not
-        return False
-    return weight.dtype == x.dtype or (x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type))
+    tensors = [weight]
+    for part in parts:
+        tensors += (part.a._parameters["weight"], part.b._parameters["weight"])
+    for t in tensors:
+        if t.dtype not in _KNOWN_DTYPES or t.device != device:
+            return False
+        if t.dtype == torch.float64 != dtype:  # PEFT computes in it, we do not
+            return False
+    return weight.dtype == dtype or (dtype != torch.float64 and torch.is_autocast_enabled(device.type))
 
 
 def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Part]]:
@@ -191,7 +199,7 @@ def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Par
 def adapter_of(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor, float]:
     """(A, B, scaling) of one adapter, or of several at once: their A over one another, their scaled B side by side."""
     if len(parts) == 1:
-        return parts[0].a.weight, parts[0].b.weight, parts[0].scaling
+        return parts[0].a._parameters["weight"], parts[0].b._parameters["weight"], parts[0].scaling
     a = torch.cat([part.a.weight for part in parts])
     return a, torch.cat([part.scaling * part.b.weight for part in parts], 1), 1.0
 
@@ -257,7 +265,7 @@ def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pays(x: torch.Tensor) -> bool:
-    return x.ndim > 0 and x.numel() * x.shape[-1] >= LEAST_WORK
+    return x.ndim > 0 and (torch.is_autocast_enabled(x.device.type) or x.numel() * x.shape[-1] >= LEAST_WORK)
 
 
 def fused(self, x: torch.Tensor) -> torch.Tensor:
@@ -273,17 +281,17 @@ def fused(self, x: torch.Tensor) -> torch.Tensor:
     if not computes(x, base, parts):
         return own(self, x)
     dropped = None
-    if any(part.drops() for part in parts):
+    if any([part.drops() for part in parts]):
         if len(parts) > 1 or parts[0].dropout.p == 1:  # each adapter has a mask of its own; 1 / (1 - p) is infinite
             return own(self, x)
         dropped, parts = without_dropped(x, parts[0])
-    adapter = adapter_of(parts)
+    weight, bias, adapter = base._parameters["weight"], base._parameters["bias"], adapter_of(parts)
     binding = Binding.of(self)
     if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:
-        y = binding.group.output(self, x, (base.weight, base.bias, adapter))
+        y = binding.group.output(self, x, (weight, bias, adapter))
         if y is not None:
             return y
-    return lora_linear(x, base.weight, base.bias, lora=adapter, lora_input=dropped)
+    return lora_linear(x, weight, bias, lora=adapter, lora_input=dropped)
 
 
 def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) -> Tensors | None:
@@ -296,17 +304,17 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
         return None
     if type(module) is nn.Linear:
         plain = "forward" not in module.__dict__ and _is_linear(module) and computes(x, module, [], width)
-        return (module.weight, module.bias, None) if plain else None
+        return (module._parameters["weight"], module._parameters["bias"], None) if plain else None
     binding = Binding.of(module)
     if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
         return None
     parts = active_parts(module)
-    if parts is None or not is_plain(module, parts) or any(part.drops() for part in parts):
+    if parts is None or not is_plain(module, parts) or any([part.drops() for part in parts]):
         return None
     base = module._modules["base_layer"]
     if _attached(called_by(module, parts)) is not None or not computes(x, base, parts, width):
         return None
-    return base.weight, base.bias, adapter_of(parts)
+    return base._parameters["weight"], base._parameters["bias"], adapter_of(parts)
 
 
 class LoRABinding(Binding):

@@ -56,7 +56,7 @@ class _Begun:
         k, expected, state = found
         if self.outputs.is_spent():
             return None
-        same = all(a is b for a, b in zip(_flat(tensors), _flat(expected), strict=True))
+        same = all([a is b for a, b in zip(_flat(tensors), _flat(expected), strict=True)])
         return self.outputs.output(k) if same and state == _state_of_a(tensors) else None
 
 

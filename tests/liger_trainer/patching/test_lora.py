@@ -522,3 +522,12 @@ def test_calls_with_little_to_do_run_peft_s_code(more_than_there_is, ours, calls
     monkeypatch.setattr(lora, "LEAST_WORK", work + more_than_there_is)
     assert_same(step(model), step(stock))
     assert len(calls) == ours
+
+
+def test_under_autocast_every_call_is_ours(calls, monkeypatch):
+    """There PEFT's code casts every factor, which is more to launch than ours, however few tokens there are."""
+    model = peft_model()
+    only_lora(model, mlp=True)
+    monkeypatch.setattr(lora, "LEAST_WORK", 2**60)
+    step(model, torch.bfloat16)
+    assert len(calls) == 14
