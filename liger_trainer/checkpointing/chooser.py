@@ -31,10 +31,15 @@ class Chooser:
         memory (`Memory`): The device's.
         budget (`float`, *optional*): GiB; without it, what the device has, less a reserve.
         why_not_again (`str`, *optional*): Why a micro-batch cannot be run again when it runs out of memory.
+        keeps_gradients (`bool`): Whether the gradients of all weights exist together, at the end of a micro-batch.
     """
 
-    def __init__(self, model: nn.Module, memory: Memory, budget: float | None, why_not_again: str | None = None):
+    def __init__(
+        self, model: nn.Module, memory: Memory, budget: float | None, why_not_again: str | None = None,
+        keeps_gradients: bool = True,
+    ):  # fmt: skip
         self.model, self.memory, self.budget, self.why_not_again = model, memory, budget, why_not_again
+        self.keeps_gradients = keeps_gradients
         self.outcome = Outcome(budget)
         self._profiles: dict[bool, Profile] = {}  # for micro-batches that add to gradients, and that do not
         self._outgrown: set[bool] = set()  # those of them that do not cover a call that was made
@@ -186,7 +191,9 @@ class Chooser:
         if profile is None or not profile.calls:
             return None
         adds = profile is not self._profiles.get(False)
-        grown = 0 if adds else sum(p.numel() * p.element_size() for p in self._parameters or ())
+        grown = (
+            0 if adds or not self.keeps_gradients else sum(p.numel() * p.element_size() for p in self._parameters or ())
+        )
         activations = max(1, profile.peak - min(grown, profile.peak // 2))
         left = self._limit - self._base - (profile.peak - activations)
         return max(0, int(profile.calls[0].size.tokens * left / activations))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from liger_trainer.patching import check_config
-from liger_trainer.trainers import checkpointing_fields
+from liger_trainer.trainers import checkpointing_fields, in_backward_checks
 
 if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
     from transformers import TrainingArguments as StockArguments
@@ -69,11 +69,21 @@ class LigerArguments(StockArguments):
         },
     )
 
+    optimizer_in_backward: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the optimizer step of each weight in the backward pass, as soon as its gradient is there, and "
+            "free the gradient, so that the gradients of all weights never exist together. Needs max_grad_norm: 0 and "
+            "gradient_accumulation_steps: 1."
+        },
+    )
+
     def __post_init__(self) -> None:
         checkpointing_fields.settle(self)
         if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
             self.accelerator_config: Any = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()
+        in_backward_checks.check_fields(self)
         if not isinstance(self.use_liger, bool):
             raise ValueError(f"use_liger is {self.use_liger!r}; expected true or false.")
         if self.eval_predictions not in ("logits", "tokens"):

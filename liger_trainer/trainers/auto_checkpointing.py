@@ -10,6 +10,7 @@ from liger_trainer._logging import logger
 from liger_trainer.checkpointing import light, switches
 from liger_trainer.checkpointing.chooser import Chooser
 from liger_trainer.checkpointing.memory import Memory, memory_of
+from liger_trainer.trainers import in_backward_checks
 
 if TYPE_CHECKING:
     from liger_trainer.trainers.base import LigerTrainerMixin
@@ -36,7 +37,8 @@ def chooser_of(trainer: "LigerTrainerMixin", memory: Memory | None) -> Chooser |
                 "checkpointed."
             )
         return None
-    return Chooser(trainer.model, memory, args.memory_budget, _why_not_again(trainer))
+    keeps = not in_backward_checks.wants(args)
+    return Chooser(trainer.model, memory, args.memory_budget, _why_not_again(trainer), keeps_gradients=keeps)
 
 
 @contextmanager
@@ -62,4 +64,6 @@ def _why_not_again(trainer: "LigerTrainerMixin") -> str | None:
         return "it cannot be run again, because the other processes have gone on with theirs"
     if trainer.args.optim in OPTIMIZERS_IN_BACKWARD:
         return f"it cannot be run again, because optim is {trainer.args.optim}, which changes weights as it runs"
+    if in_backward_checks.wants(trainer.args):
+        return "it cannot be run again, because optimizer_in_backward is true, which changes weights as it runs"
     return None

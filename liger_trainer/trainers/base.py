@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
-from liger_trainer.trainers import init_checks
+from liger_trainer.trainers import in_backward_checks, init_checks
 from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
 from liger_trainer.trainers.logged_loss import FilteredLoss
 from liger_trainer.trainers.patched_models import PatchedModels
@@ -66,6 +67,7 @@ class LigerTrainerMixin(StockTrainer):
     checkpointing: Outcome | None = None
     device_memory: Memory | None = None
     _chooser: Chooser | None = None
+    _in_backward: in_backward_checks.InTraining | None = None  # while training with `optimizer_in_backward`
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
         """Loss of each label; the trainer sums it and divides by the number of labels that count.
@@ -131,10 +133,17 @@ class LigerTrainerMixin(StockTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._use_own_heads()
+        step = super().training_step
+        if self._in_backward is not None:
+            step = partial(self._in_backward.run, step)
         with self._explaining_missing_logits():
             if self._chooser is None:
-                return super().training_step(*args, **kwargs)
-            return self._chooser.run(self, super().training_step, args, kwargs)
+                return step(*args, **kwargs)
+            return self._chooser.run(self, step, args, kwargs)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        steps = None if self._in_backward is None else self._in_backward.steps
+        return super()._get_grad_norm(model, grad_norm) if steps is None else steps.grad_norm()
 
     def _use_own_heads(self) -> None:
         """Give the heads the options of this trainer, since another one may have been built on the same models.
@@ -184,15 +193,16 @@ class LigerTrainerMixin(StockTrainer):
         """Train as the stock trainer does, but filter logged losses (`logging_nan_inf_filter`) without waiting."""
         self._use_own_heads()  # now, because TRL may score rows while it loads the data
         self._chooser = chooser = chooser_of(self, self.device_memory)
-        if chooser is None:
-            with checkpointing_lightly(self):
-                return self._train_filtering(*args, **kwargs)
-        self.checkpointing = chooser.outcome
+        if chooser is not None:
+            self.checkpointing = chooser.outcome
+        lightly = checkpointing_lightly(self) if chooser is None else nullcontext()
         try:
-            return self._train_filtering(*args, **kwargs)
+            with lightly, in_backward_checks.while_training(self) as self._in_backward:
+                return self._train_filtering(*args, **kwargs)
         finally:
-            chooser.end()
-            self._chooser = None
+            self._chooser = self._in_backward = None
+            if chooser is not None:
+                chooser.end()
 
     def _train_filtering(self, *args: Any, **kwargs: Any) -> TrainOutput:
         if not (self.uses_liger and self.args.logging_nan_inf_filter):
@@ -307,6 +317,7 @@ class LigerTrainerMixin(StockTrainer):
         init_checks.refuse_token_predictions(self)
 
     def _finish_init(self) -> None:
+        in_backward_checks.check_trainer(self)
         if self.uses_liger:
             init_checks.refuse_processes_apart(self)
         if self.has_own_loss:

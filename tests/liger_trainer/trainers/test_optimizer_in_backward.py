@@ -1,0 +1,334 @@
+"""`optimizer_in_backward`: the same bits as the ordinary step, with the gradient of one weight at a time."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from auto_runs import LAYERS, At, same_bits, train
+from counted_memory import CountedMemory
+from in_backward_runs import logs_of, make, same_training
+from tiny_models import tiny_model
+from trainer_runs import lora
+from transformers import TrainerCallback
+
+from liger_trainer import LigerTrainer
+from liger_trainer.checkpointing.memory import GIB
+
+SHORT = {"max_steps": 3}
+PATCHED = SHORT | {"use_liger": True, "liger_config": {"rebuild_above_mib": 0}}
+
+
+def model_of(family="llama", dtype=None, **changes):
+    return lambda: tiny_model(family, **({"num_hidden_layers": 3} | changes)).to(dtype or torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+def test_twenty_steps(checkpointing, dtype, tmp_path):
+    options = {"activation_checkpointing_kwargs": checkpointing} if checkpointing else {}
+    model = model_of(dtype=dtype, attention_dropout=0.1)
+    same_training(tmp_path, checkpointing=checkpointing is not None, model=model, **options)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "rmsprop", "adagrad", "adafactor"])
+def test_optimizers(optim, tmp_path):
+    args = {"optim_args": "momentum=0.9"} if optim == "sgd" else {}
+    same_training(tmp_path, optim=optim, learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=4, **args)
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "lion_8bit", "paged_adamw_32bit"])
+def test_optimizers_of_bitsandbytes(optim, tmp_path):
+    """They look up by its place that the embedding has states of 32 bits."""
+    pytest.importorskip("bitsandbytes")
+    model = model_of(intermediate_size=256)
+    _, (_, _, states) = same_training(tmp_path, optim=optim, learning_rate=1e-3, model=model, max_steps=4)
+    assert states["model.embed_tokens.weight", "state1"].dtype == torch.float32
+    of_mlp = states["model.layers.0.mlp.up_proj.weight", "state1"]
+    assert of_mlp.dtype == (torch.uint8 if "8bit" in optim else torch.float32)
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", False), ("gemma2", True), ("qwen3_moe", True)])
+def test_patched_models(family, checkpointing, tmp_path):
+    model = model_of(family, tie_word_embeddings=family != "llama", num_hidden_layers=2)
+    same_training(tmp_path, checkpointing=checkpointing, model=model, **PATCHED)
+
+
+def test_lora_on_a_patched_model(tmp_path):
+    model = lambda: lora(tiny_model("llama"), ["q_proj", "v_proj", "down_proj", "lm_head"])  # noqa: E731
+    same_training(tmp_path, checkpointing=True, model=model, **PATCHED)
+
+
+class UnevenlyUsed(torch.nn.Module):
+    """A llama with a frozen norm, and a weight that counts for batches of an even sum alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.llama = tiny_model("llama")
+        self.llama.model.norm.weight.requires_grad_(False)
+        self.sometimes = torch.nn.Parameter(torch.ones(1))
+        self.used = []
+
+    def forward(self, input_ids, **inputs):
+        outputs = self.llama(input_ids=input_ids, **inputs)
+        self.used.append(input_ids.sum().item() % 2 == 0)
+        if self.used[-1]:
+            outputs.loss = outputs.loss * self.sometimes.sum()
+        return outputs
+
+
+def test_weights_without_a_gradient_are_passed_over_and_frozen_ones_stay(tmp_path):
+    models = []
+
+    def model():
+        models.append(UnevenlyUsed())
+        return models[-1]
+
+    _, (_, weights, states) = same_training(tmp_path, model=model)
+    used = models[1].used
+    assert 0 < sum(used) < len(used) == 20
+    assert torch.equal(weights["llama.model.norm.weight"], tiny_model("llama").state_dict()["model.norm.weight"])
+    assert min(step.item() for (_, name), step in states.items() if name == "step") == sum(used)
+
+
+def test_gradients_never_exist_together(tmp_path):
+    class Looking(LigerTrainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            self.left = [p for p in self.model.parameters() if p.grad is not None]
+            return loss
+
+    highest = {}
+    for in_backward in (False, True):
+        memory = CountedMemory()
+        trainer = make(tmp_path, in_backward, True, memory=memory, trainer_class=Looking, **SHORT)
+        train(trainer)
+        highest[in_backward] = memory.highest
+        assert bool(trainer.left) != in_backward
+    of_all = sum(p.numel() * 4 for p in trainer.model.parameters())
+    assert highest[False] - highest[True] > 0.4 * of_all
+
+
+@pytest.mark.parametrize(("first", "then"), [(False, True), (True, False), (True, True)])
+def test_resumed_with_it_and_without(first, then, tmp_path):
+    want = train(make(tmp_path / "whole", False, eval_strategy="steps", eval_steps=4))
+    options = {"save_strategy": "steps", "save_steps": 8, "eval_strategy": "steps", "eval_steps": 4}
+    train(make(tmp_path, first, **options))
+    assert same_bits(
+        train(make(tmp_path, then, **options), resume_from_checkpoint=str(tmp_path / "checkpoint-8")), want
+    )
+
+
+def test_auto_within_a_budget(tmp_path):
+    """The budget lies between the peaks of all layers checkpointed and of none."""
+    peaks = []
+    for checkpointing in (True, False):
+        train(make(tmp_path, True, checkpointing, memory=(memory := CountedMemory())))
+        peaks.append(memory.highest)
+    budget = peaks[0] + 0.5 * (peaks[1] - peaks[0])
+    want = train(make(tmp_path, False))
+    trainer = make(tmp_path, True, "auto", memory=(memory := CountedMemory()), memory_budget=budget / GIB)
+    assert same_bits(train(trainer), want)
+    assert 0 < trainer.checkpointing.least < LAYERS
+    assert memory.highest <= budget * 1.02
+
+
+def test_out_of_memory_is_an_error_and_not_run_again(tmp_path):
+    memory = CountedMemory()
+    memory.claims = 1 << 40
+    shrink = At(4, lambda: setattr(memory, "size", memory.now + 200_000))
+    trainer = make(tmp_path, True, "auto", memory=memory, callbacks=[shrink])
+    with pytest.raises(torch.OutOfMemoryError, match="cannot be run again, because optimizer_in_backward is true"):
+        train(trainer)
+    assert memory.failures == 1
+
+
+def test_the_tokens_that_fit_are_not_less_for_gradients_that_are_freed(tmp_path):
+    found = {}
+    for in_backward in (False, True):
+        trainer = make(tmp_path, in_backward, "auto", memory=CountedMemory(4_000_000), **SHORT)
+        chooser = []
+        end = At(2, lambda trainer=trainer, chooser=chooser: chooser.append(trainer._chooser))
+        trainer.add_callback(end)
+        train(trainer)
+        assert chooser[0].keeps_gradients is not in_backward
+        found[in_backward] = chooser[0]._tokens_that_fit()
+    assert found[True] > found[False]
+
+
+# Hooks, callbacks, copies
+
+
+def test_hooks_and_callbacks_are_called_once_a_step(tmp_path):
+    calls = []
+
+    class Counting(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            optimizer.optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            calls.append("callback")
+            assert all(p.grad is None for p in model.parameters())
+
+    train(make(tmp_path, True, callbacks=[Counting()], **SHORT))
+    assert calls == ["hook", "callback"] * 3
+
+
+def test_hooks_of_a_weight_see_and_change_its_gradient(tmp_path):
+    def model():
+        model = tiny_model("llama")
+        for p in model.parameters():
+            p.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return model
+
+    ordinary, _ = same_training(tmp_path, model=model, **SHORT)
+    train(without := make(tmp_path, True, **SHORT))
+    assert logs_of(without) != ordinary[0], "or the hooks would show nothing"
+
+
+class Between(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        raise AssertionError("is called when weights have changed")
+
+
+def test_who_wants_to_be_called_before_the_step_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="callback Between has on_pre_optimizer_step.*weight.register_hook"):
+        train(make(tmp_path, True, callbacks=[Between()]))
+
+    class Hooking(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+
+    with pytest.raises(ValueError, match="the optimizer has a step_pre_hook"):
+        train(make(tmp_path, True, callbacks=[Hooking()]))
+
+
+def has_our_hooks(model):
+    return any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_nothing_is_left_between_steps_and_after(tmp_path):
+    seen, copies = [], []
+
+    class Looking(LigerTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(has_our_hooks(model))
+            copies.extend((copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = make(tmp_path, True, callbacks=[At(1, lambda: seen.append(has_our_hooks(trainer.model)))],
+                   trainer_class=Looking, **SHORT)  # fmt: skip
+    train(trainer)
+    assert seen == [True, False, True, True]
+    assert not any(has_our_hooks(model) for model in (trainer.model, *copies))
+    inner = trainer.optimizer.optimizer
+    assert not inner._optimizer_step_pre_hooks
+    # A loop of one's own on the same model and optimizer, and another trainer
+    before = copy.deepcopy(trainer.model.state_dict())
+    ids = torch.tensor([[3, 4, 5]])
+    trainer.model.train()(input_ids=ids, labels=ids).loss.backward()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    inner.param_groups[0]["lr"] = 0.1
+    inner.step()
+    assert not torch.equal(trainer.model.lm_head.weight, before["lm_head.weight"])
+    trainer.model.zero_grad()
+    twin = copy.deepcopy(trainer.model)
+    assert same_bits(train(make(tmp_path, True, model=trainer.model)), train(make(tmp_path, False, model=twin)))
+
+
+def test_a_second_training_of_the_same_trainer(tmp_path):
+    found = []
+    for in_backward in (False, True):
+        trainer = make(tmp_path, in_backward, **SHORT)
+        train(trainer)
+        found.append(train(trainer))
+    assert same_bits(*found)
+
+
+# Other orders of passes and steps
+
+
+def backward_of(trainer, model, inputs):
+    trainer.accelerator.backward(0.5 * model(**inputs).loss)
+
+
+class BackwardBefore(LigerTrainer):
+    def training_step(self, model, inputs, *args, **kwargs):
+        backward_of(self, model, inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class BackwardAfter(LigerTrainer):
+    def training_step(self, model, inputs, *args, **kwargs):
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        backward_of(self, model, inputs)
+        return loss
+
+
+class BackwardInLoss(LigerTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        backward_of(self, model, inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class NoBackward(LigerTrainer):
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            return torch.zeros(())
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("trainer_class", [BackwardBefore, NoBackward])
+def test_gradients_of_before_and_steps_without_any_are_as_ever(trainer_class, tmp_path):
+    found = [train(make(tmp_path, in_backward, trainer_class=trainer_class, **SHORT)) for in_backward in (False, True)]
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("trainer_class", [BackwardAfter, BackwardInLoss])
+def test_two_backward_passes_are_an_error(trainer_class, tmp_path):
+    trainer = make(tmp_path, True, trainer_class=trainer_class, **SHORT)
+    with pytest.raises(RuntimeError, match=r"(weight|bias) gets a second gradient in one step"):
+        train(trainer)
+    assert not has_our_hooks(trainer.model)
+
+
+def test_a_weight_of_several_layers(tmp_path):
+    """Reentrant checkpointing has a backward pass for each of them."""
+
+    def model():
+        model = tiny_model("llama")
+        first, second = model.model.layers
+        second.mlp.up_proj.weight = first.mlp.up_proj.weight
+        return model
+
+    same_training(tmp_path, model=model, checkpointing=True, **SHORT)
+    options = {"activation_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(RuntimeError, match=r"up_proj.weight gets a second gradient.*use_reentrant"):
+        train(make(tmp_path, True, True, model=model(), **options, **SHORT))
+
+
+def test_half_a_step_is_not_gone_on_with(tmp_path):
+    class Forgiving(LigerTrainer):
+        def training_step(self, *args, **kwargs):
+            handle = None
+            if self.state.global_step == 1:
+                handle = self.model.model.layers[0].mlp.up_proj.weight.register_hook(fail)
+            try:
+                return super().training_step(*args, **kwargs)
+            except ArithmeticError:
+                return torch.zeros(())
+            finally:
+                if handle is not None:
+                    handle.remove()
+
+    def fail(gradient):
+        raise ArithmeticError
+
+    trainer = make(tmp_path, True, trainer_class=Forgiving, **SHORT)
+    with pytest.raises(RuntimeError, match="some weights had taken their optimizer step and others had not"):
+        train(trainer)
+    assert trainer.state.global_step == 1
+
+
+def test_compiled(tmp_path):
+    same_training(tmp_path, model=model_of(), torch_compile=True, torch_compile_backend="aot_eager", **SHORT)
