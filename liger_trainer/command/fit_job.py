@@ -33,6 +33,11 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
 
     training, model = recipe.training, recipe.model
     _refuse_unknown(recipe)
+    if training.optimizer_in_backward and (gpus > 1 or recipe.sharding is not None):
+        raise RecipeError(
+            f"{recipe.path}: optimizer_in_backward is true, which trains on one GPU only. Pass --gpus 1 and no "
+            "accelerate_config that shares a model out, or --optimizer_in_backward false."
+        )
     init = dict(training.model_init_kwargs or {})
     source = find_model(
         model.model_name_or_path,
@@ -59,6 +64,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
         checkpointing=dict(options or {"use_reentrant": False}),
         reference=recipe.entry.trainer in _WITH_REFERENCE and not precomputed,
         budget=training.memory_budget,
+        in_backward=training.optimizer_in_backward,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memo
         f"{'one GPU' if gpus == 1 else f'each of {gpus} GPUs'} of {gpu_memory:g} GiB"
         f"{' with ' + job.sharding.kind.upper() if gpus > 1 else ''}",
         "",
-        *_parts(found[True], found[False]),
+        *_parts(found[True], found[False], job.in_backward),
         "",
         f"{'activation_checkpointing':26} {'peak, GiB':>9}",
     ]
@@ -58,12 +58,12 @@ def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memo
     return "\n".join(lines)
 
 
-def _parts(full: Need, none: Need) -> Iterator[str]:
+def _parts(full: Need, none: Need, in_backward: bool) -> Iterator[str]:
     yield f"{'a step needs':26} {'GiB':>9}"
     rows = [
         ("weights", full.weights, ""),
         ("reference model", full.reference, ""),
-        ("gradients", full.gradients, ""),
+        ("gradients", full.gradients, "the largest; each is freed in the backward pass" if in_backward else ""),
         ("optimizer states", full.states, ""),
         ("buffers", full.others, ""),
         (

@@ -60,10 +60,12 @@ class Weight:
     Attributes:
         hollow (`nn.Parameter`): With the dtype in which it is computed with.
         dtype (`torch.dtype`): In which it is stored and trained.
+        first (`nn.Parameter`): In the first module that has it, whose gradient arrives last. `hollow` is in the last.
     """
 
     hollow: nn.Parameter
     dtype: torch.dtype
+    first: nn.Parameter
 
     @property
     def trained(self) -> bool:
@@ -97,7 +99,7 @@ def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> list[W
             before = found.pop(id(parameter), None)
             if before is not None and before.trained:
                 before.hollow.register_post_accumulate_grad_hook(_forget)
-            found[id(parameter)] = Weight(hollow, parameter.dtype)
+            found[id(parameter)] = Weight(hollow, parameter.dtype, hollow if before is None else before.first)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

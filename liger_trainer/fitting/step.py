@@ -8,6 +8,7 @@ it. Only three things stand for others: attention (`attention.py`), communicatio
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from liger_trainer.fitting.counting import CountedMemory
 from liger_trainer.fitting.hollow import Shape, on_meta, without_values
 from liger_trainer.fitting.losses import without_adapter
 from liger_trainer.fitting.sharding import Sharding, Units
+from liger_trainer.trainers.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 
 GIB = 2**30
@@ -45,6 +47,7 @@ class Job:
         checkpointing (`dict`): The options of checkpointing.
         reference (`bool`): Whether a reference model scores the rows as well.
         budget (`float`, *optional*): `memory_budget`, in GiB.
+        in_backward (`bool`): `optimizer_in_backward`.
     """
 
     shape: Shape
@@ -56,6 +59,7 @@ class Job:
     checkpointing: dict[str, Any] = field(default_factory=dict)
     reference: bool = False
     budget: float | None = None
+    in_backward: bool = False
     built: dict[bool, nn.Module] = field(default_factory=dict, repr=False)
 
     def model(self, adapter: bool = True) -> nn.Module:
@@ -70,7 +74,8 @@ class Need:
     """What a step takes up, in bytes.
 
     Attributes:
-        weights, gradients, states (`int`): What stays from step to step, and the gradients of one.
+        weights, gradients, states (`int`): What stays from step to step, and the gradients of one: those of all weights
+            if they exist together, and otherwise the largest of them.
         reference (`int`): The weights of a reference model.
         others (`int`): The workspace of cuBLAS, and the buckets of DDP.
         layers (`int`): How many layers are called in a micro-batch.
@@ -190,6 +195,11 @@ class _Run:
             self.reference = self._autocast(without_adapter(model))
         self.called = self._autocast(model)
         self.optimizer = job.optimizer(self.masters)
+        self.all_gradients = self.need.gradients
+        if job.in_backward:
+            self.need.gradients = max(weight.bytes() for weight in self.trained)
+            for weight in self.trained:
+                weight.first.register_post_accumulate_grad_hook(functools.partial(self._step_alone, weight.hollow))
 
     def _autocast(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """As accelerate does it: around each call of the model."""
@@ -204,15 +214,24 @@ class _Run:
         need, memory = self.need, self.memory
         chooser = None
         if checkpointing == AUTO:
-            chooser = Chooser(self.model, memory, self.job.budget, "nothing runs out of this memory")
+            chooser = Chooser(
+                self.model, memory, self.job.budget, "nothing runs out of this memory",
+                keeps_gradients=not self.job.in_backward,
+            )  # fmt: skip
             need.chosen = chooser.outcome
         with memory:
             memory.count(self.uncounted)
             memory.add(need.weights + need.others + need.reference - memory.allocated())
             # The first step makes the states of the optimizer, auto measures in the second, and then it chooses.
-            if like is not None:
-                need.states, need.step = like.states, like.step
+            if self.job.in_backward:
+                for weight in self.masters:
+                    weight.grad = torch.empty_like(weight)
+                self._optimize()  # for the states, which would come one by one
+            elif like is not None:
+                need.states = like.states
                 memory.add(need.states)
+            if like is not None:
+                need.step = like.step
                 self._micro_batches(rows, length, chooser)
             for _ in range(0 if like is not None else 3 if chooser else 2):
                 self._micro_batches(rows, length, chooser)
@@ -244,6 +263,12 @@ class _Run:
         self.need.head = max(0, self.memory.peak() - self.layers.last)
         loss.backward()
 
+    def _step_alone(self, weight: nn.Parameter, _: torch.Tensor) -> None:
+        if isinstance(self.optimizer, int):
+            weight.grad = None
+        else:
+            step_alone(self.optimizer, self.optimizer.param_groups[0], weight)
+
     def _optimize(self) -> None:
         before = self.memory.allocated()
         if isinstance(self.optimizer, int):
@@ -261,4 +286,4 @@ class _Run:
         if self.units is not None:
             self.units.forget_gradients()
         if not self.need.states:
-            self.need.states = self.memory.allocated() - before + self.need.gradients
+            self.need.states = self.memory.allocated() - before + self.all_gradients

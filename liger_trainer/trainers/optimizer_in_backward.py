@@ -1,4 +1,4 @@
-"""`optimizer_in_backward`: each weight takes its optimizer step in the backward pass, and its gradient is freed at once.
+"""`optimizer_in_backward`: the optimizer steps each weight in the backward pass, and its gradient is freed at once.
 
 The optimizer is the one that the trainer has made. For the step of one weight, its groups are shown to it with that
 weight alone. So its states, its groups and its learning rates are where they always are, and a checkpoint is the same.

@@ -93,3 +93,14 @@ def test_deepspeed_is_refused_by_name(recipe):
     parsed.sharding = "DEEPSPEED"
     with pytest.raises(RecipeError, match="shared out by DeepSpeed"):
         job_of(parsed, 2)
+
+
+def test_optimizer_in_backward(recipe, capsys):
+    for value in ("true", "false"):
+        words = ("--gpu-memory", "0.5", "--optimizer_in_backward", value)
+        code, out, err = command(capsys, "fit", recipe(max_grad_norm=0), *words)
+        assert code == 0, err
+        (line,) = re.findall(r"^gradients +[\d.]+ *(.*)$", out, re.MULTILINE)
+        assert line == ("the largest; each is freed in the backward pass" if value == "true" else "")
+    with pytest.raises(RecipeError, match="optimizer_in_backward is true, which trains on one GPU only"):
+        job_of(parse_recipe(str(recipe(max_grad_norm=0, optimizer_in_backward=True)), ["--use_cpu", "true"]), 2)

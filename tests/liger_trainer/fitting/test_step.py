@@ -118,3 +118,44 @@ def test_sizes_only_ends_with_its_block():
     x, w = torch.randn(6, 8), torch.randn(10, 8)
     want = torch.nn.functional.cross_entropy(x @ w.t(), torch.arange(6))
     torch.testing.assert_close(linear_cross_entropy(x, w, torch.arange(6)), want)
+
+
+def in_backward(optimizer=torch.optim.AdamW, **options):
+    return job(optimizer=optimizer, in_backward=True, **options)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_are_freed_in_the_backward_pass(tied):
+    """The peak is then that of the forward pass, or of the step of the largest weight."""
+    fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731
+    options = {"optimizer": fused, "changes": {"tie_word_embeddings": tied}}
+    ordinary, freed = (need(make(**options), 1, 16, True, PLENTY) for make in (job, in_backward))
+    assert freed.weights == ordinary.weights and freed.states == ordinary.states
+    largest = 2 * 1000 * 256
+    assert freed.gradients == largest < ordinary.gradients / 4
+    of_head = largest * (2 if tied else 1)  # with one weight, its first gradient waits for the second
+    assert freed.peak - freed.weights - freed.states - freed.others < of_head + 8 * 256 * 512
+    assert ordinary.peak - ordinary.weights - ordinary.states - ordinary.others >= ordinary.gradients
+    again = need(in_backward(**options), 2, 32, True, PLENTY)
+    assert need(in_backward(**options), 2, 32, True, PLENTY, freed).peak == pytest.approx(again.peak, rel=1e-3)
+
+
+def test_temporaries_of_an_optimizer_in_backward_are_of_one_weight():
+    foreach = lambda weights: torch.optim.AdamW(weights, foreach=True)  # noqa: E731
+    ordinary, freed = (need(make(optimizer=foreach), 1, 16, True, PLENTY) for make in (job, in_backward))
+    assert ordinary.step - ordinary.micro_batch > 0.9 * ordinary.gradients
+    assert freed.peak < ordinary.peak - 1.5 * ordinary.gradients
+
+
+def test_auto_within_a_budget_that_all_gradients_would_exceed():
+    fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731
+    budget = sum(need(make(optimizer=fused), 2, 256, True, PLENTY).peak for make in (job, in_backward)) / 2
+    ordinary, freed = (
+        need(make(optimizer=fused, budget=budget / 2**30), 2, 256, "auto", PLENTY) for make in (job, in_backward)
+    )
+    assert freed.chosen.kept > 0 and freed.peak <= budget < ordinary.peak
+
+
+def test_states_that_are_counted_by_their_size_in_backward():
+    found = need(in_backward(optimizer=lambda weights: 12345 * 512), 1, 16, True, PLENTY)
+    assert found.states == 12345 * 512
