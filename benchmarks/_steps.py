@@ -36,14 +36,15 @@ MODELS = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
 }  # fmt: skip
-# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, and "- varlen" for
-# liger_config={"varlen_attention": False}.
+# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "- varlen" for
+# liger_config={"varlen_attention": False}, and "- in_backward" for the ordinary step beside --optimizer_in_backward.
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
         "LigerSFTTrainer - varlen",
         "LigerTrainer",
         "LigerTrainer - varlen",
+        "LigerTrainer - in_backward",
         "Trainer",
         "Trainer + Liger",
         "SFTTrainer",
@@ -70,6 +71,7 @@ class Run:
     checkpointing: bool = False
     auto: bool = False  # our trainers choose the layers that are checkpointed
     memory_budget: float | None = None  # GiB, by which they choose
+    optimizer_in_backward: bool = False  # of our trainers; none clips gradients then
     lora: int | None = None  # rank, on every linear layer but the head
     autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
     vocab: int | None = None  # instead of the model's own
@@ -161,6 +163,10 @@ def make_trainer(arm, run, callbacks):
         options |= {"activation_checkpointing": "auto", "memory_budget": run.memory_budget}
     else:
         options["gradient_checkpointing"] = run.checkpointing
+    if run.optimizer_in_backward:
+        options["max_grad_norm"] = 0.0
+        if arm.startswith("Liger") and not arm.endswith("- in_backward"):
+            options["optimizer_in_backward"] = True
     if not run.waits:
         options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
     if run.lora:

@@ -23,6 +23,9 @@ takes, whose texts are replaced by about as many random ids. `--batch` then coun
 each of the two sequences of a pair. The reference model is computed on the fly, and under "DPOTrainer + Liger" it has
 Liger's layers too. `scaling.py` finds the longest context that fits.
 
+`--optimizer_in_backward` has our trainers step each weight in the backward pass, and no trainer clip gradients. The arm
+"LigerTrainer - in_backward" is ours with the ordinary step.
+
 `--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`. Batch, tokens/s and memory
 are then those of one process. Under context parallelism the processes share each row, and its tokens/s too.
 """
@@ -84,6 +87,7 @@ def one_arm(options):
     run = Run(
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
         checkpointing=options.checkpointing, auto=options.auto, memory_budget=options.memory_budget,
+        optimizer_in_backward=options.optimizer_in_backward,
         lora=options.lora, workers=4 if DEVICE == "cuda" else 0,
         autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
         skip=skip_of(options),
@@ -103,6 +107,7 @@ def skip_of(options):
 def default_arms(options):
     arms = LORA_ARMS if options.lora and options.trainer == "sft" else ARMS[options.trainer]
     left_out = ("compile", "varlen") if options.rows == "full" else ("compile",)
+    left_out += () if options.optimizer_in_backward else ("in_backward",)
     return [arm for arm in arms if not arm.endswith(left_out)]
 
 
@@ -114,7 +119,7 @@ def case_of(options):
     parts += ["no_autocast"] * options.no_autocast
     if options.auto:
         parts.append("auto" if options.memory_budget is None else f"auto-{options.memory_budget:g}gib")
-    parts += ["no_waits"] * options.no_waits
+    parts += ["optimizer_in_backward"] * options.optimizer_in_backward + ["no_waits"] * options.no_waits
     if options.config_file:
         parts += [os.path.splitext(os.path.basename(options.config_file))[0], f"x{options.processes}"]
     return "-".join(parts)
@@ -140,6 +145,9 @@ def main():
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--auto", action="store_true", help="with --checkpointing: ours choose what they recompute")
     parser.add_argument("--memory_budget", type=float, help="with --auto: GiB")
+    parser.add_argument(
+        "--optimizer_in_backward", action="store_true", help="ours step weights in the backward pass, and none clips"
+    )
     parser.add_argument("--no_waits", action="store_true", help="non_blocking=True, logging_nan_inf_filter=False")
     parser.add_argument("--lora", type=int, nargs="?", const=16, help="rank (16 if not given)")
     parser.add_argument("--no_autocast", action="store_true", help="bf16=False: the model's own dtypes, no autocast")

@@ -142,10 +142,15 @@ def test_default_arms_and_the_folder_of_a_record():
         "no_autocast": False,
         "auto": False,
         "memory_budget": None,
+        "optimizer_in_backward": False,
     }
     options = Namespace(trainer="sft", rows="full", lora=None, config_file=None, **plain)
     assert training.case_of(options) == "sft-llama-3-8b-8x2048-checkpointing"
-    assert not any("varlen" in arm or "compile" in arm for arm in training.default_arms(options))
+    assert not any(word in arm for arm in training.default_arms(options) for word in ("varlen", "compile", "in_back"))
+    options.optimizer_in_backward = True
+    assert training.case_of(options) == "sft-llama-3-8b-8x2048-checkpointing-optimizer_in_backward"
+    assert "LigerTrainer - in_backward" in training.default_arms(options)
+    options.optimizer_in_backward = False
     options.rows = "packed"
     assert training.case_of(options) == "sft-llama-3-8b-8x2048-packed-checkpointing"
     arms = training.default_arms(options)
@@ -154,6 +159,18 @@ def test_default_arms_and_the_folder_of_a_record():
     assert set(training.default_arms(options)) == set(training.LORA_ARMS)
     options.trainer, options.rows = "dpo", "padded"
     assert "LigerDPOTrainer - varlen" in training.default_arms(options)
+
+
+def test_no_arm_clips_beside_the_optimizer_in_backward(monkeypatch):
+    import _steps
+
+    from liger_triton import _dispatch
+
+    monkeypatch.setattr(_dispatch, "INTERPRET", False)
+    run = _steps.Run("tiny", batch=2, length=32, steps=2, skip=1, optimizer_in_backward=True)
+    args = [_steps.make_trainer(arm, run, []).args for arm in ("LigerTrainer", "LigerTrainer - in_backward", "Trainer")]
+    assert [each.max_grad_norm for each in args] == [0, 0, 0]
+    assert [getattr(each, "optimizer_in_backward", False) for each in args] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def job_of(options, patched):
         losses.of_pairs if pairs else losses.of_labels,
         lambda weights: torch.optim.AdamW(weights, fused=True),
         autocast, sharding, checkpointing={"use_reentrant": False}, reference=pairs,
+        in_backward=bool(options.get("optimizer_in_backward")),
     )  # fmt: skip
 
 

@@ -3,16 +3,19 @@
 import copy
 import pickle
 
+import dpo_runs
 import pytest
+import sft_runs
 import torch
 from auto_runs import LAYERS, At, same_bits, train
 from counted_memory import CountedMemory
 from in_backward_runs import logs_of, make, same_training
+from medusa_brute_force import medusa_trainer
 from tiny_models import tiny_model
 from trainer_runs import lora
 from transformers import TrainerCallback
 
-from liger_trainer import LigerTrainer
+from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
 from liger_trainer.checkpointing.memory import GIB
 
 SHORT = {"max_steps": 3}
@@ -332,3 +335,32 @@ def test_half_a_step_is_not_gone_on_with(tmp_path):
 
 def test_compiled(tmp_path):
     same_training(tmp_path, model=model_of(), torch_compile=True, torch_compile_backend="aot_eager", **SHORT)
+
+
+# Other trainers
+
+
+def of_sft(model, out, **options):
+    return sft_runs.run(LigerSFTTrainer, model, out, train=False, activation_checkpointing=True, **options)[1]
+
+
+def of_dpo(model, out, **options):
+    return dpo_runs.build(LigerDPOTrainer, model, out, **options)
+
+
+def of_medusa(model, out, **options):
+    return medusa_trainer(copy.deepcopy(model), out, medusa_stage=2, **options)
+
+
+@pytest.mark.parametrize("make", [of_sft, of_dpo, of_medusa])
+def test_trl_s_trainers(make, tmp_path):
+    """Medusa has groups of other learning rates, and heads of its own."""
+    found = []
+    for in_backward in (False, True):
+        trainer = make(
+            tiny_model("llama", num_hidden_layers=1), tmp_path, max_grad_norm=0.0, optim="adamw_torch",
+            optimizer_in_backward=in_backward,
+        )  # fmt: skip
+        found.append((*train(trainer), logs_of(trainer)))
+    assert same_bits(*found) and found[0][2] == found[1][2]
+    assert any("grad_norm" in log for log in found[0][2])
