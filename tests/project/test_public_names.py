@@ -37,7 +37,7 @@ KERNELS = {
     "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs", "linear_token_ranks", "lora_linear",
     "lora_linears", "lora_mlp", "rms_norm", "rope", "swiglu", "token_ranks", *KERNEL_MODULES,
 }  # fmt: skip
-OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions", "memory_budget"}
+OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions", "memory_budget", "optimizer_in_backward"}
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {
     "train", "recipes", "init", "path", "fit", "doctor", "merge", "medusa-data", "medusa-eval", "medusa-export",
