@@ -198,7 +198,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 def light(switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a layer checkpointed by `checkpoint` where PyTorch's function was to do it, without options of its own."""
     given = switch.checkpointed
-    plain = isinstance(given, functools.partial) and given.func is checkpoint_of_torch and not given.args
-    if plain and given.keywords == {"use_reentrant": False}:
-        return checkpoint(function, *args)
+    if isinstance(given, functools.partial) and given.func is checkpoint_of_torch and not given.args:
+        if given.keywords == {"use_reentrant": False}:
+            return checkpoint(function, *args)
     return given(function, *args)

@@ -8,7 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import DataLoaderShard
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
@@ -25,6 +27,7 @@ from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, cho
 from liger_trainer.trainers.logged_loss import FilteredLoss
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.report_callback import ReportCallback
+from liger_trainer.varlen.counted import counting
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
     from transformers import Trainer as StockTrainer
@@ -130,6 +133,18 @@ class LigerTrainerMixin(StockTrainer):
         rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
         if rounds and self.uses_liger:
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self._counting(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        return self._counting(super().get_eval_dataloader(*args, **kwargs))
+
+    def _counting(self, loader: DataLoader) -> DataLoader:
+        """`loader`, whose batches have their rows counted before they are copied to the device."""
+        if isinstance(loader, DataLoaderShard) and self._wants("varlen_attention"):
+            loader.base_dataloader.collate_fn = counting(loader.base_dataloader.collate_fn)
+        return loader
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._use_own_heads()

@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from liger_trainer.varlen.attention import Rows
+from liger_trainer.varlen.counted import Counts, counts_of
 
 COLUMNS, FROM_MASK = "columns", "mask"  # which positions a model gives tokens when it is given none
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
@@ -113,6 +114,9 @@ def plan_of(config, call: dict[str, Any], labels=None, shift_labels=None) -> Pla
     if mask is None:
         return _packed_plan(call, tokens)
     if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2] and mask.device == tokens.device:
+        counts = counts_of(mask, labels) if shift_labels is None else None
+        if counts is not None:
+            return _counted_plan(call, counts, mask.numel(), labels is not None)
         return _padded_plan(call, mask, _next_labels(labels, shift_labels))
     return None
 
@@ -130,12 +134,22 @@ def _packed_plan(call, tokens) -> Plan | None:
     length, positions = tokens.shape[1], call.get("position_ids")
     if positions is None or tokens.shape[0] != 1 or positions.shape[1] != length:
         return None
+    if (counts := counts_of(positions)) is not None:
+        rows = Rows(counts.offsets, counts.tokens, counts.longest)
+        return Plan(call, rows) if len(counts.offsets) > 2 else None
     inner = (positions[0].cpu().diff() != 1).nonzero()[:, 0] + 1  # waits for the device, once
     if inner.numel() == 0:
         return None
     offsets = torch.cat((inner.new_zeros(1), inner, inner.new_full((1,), length)))
     longest = int(offsets.diff().max())
     return Plan(call, Rows(offsets.to(tokens.device, torch.int32, non_blocking=True), length, longest))
+
+
+def _counted_plan(call, counts: Counts, places: int, labelled: bool) -> Plan | None:
+    """Of a padded batch of so many places whose rows the host has counted."""
+    if counts.apart or (labelled and counts.missed) or counts.tokens in (0, places):
+        return None
+    return Plan(call, Rows(counts.offsets, counts.tokens, counts.longest), counts.index, counts.reaches_end)
 
 
 def _next_labels(labels, shift_labels):
