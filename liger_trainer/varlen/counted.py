@@ -22,7 +22,7 @@ class Counts(NamedTuple):
     Attributes:
         offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins among the real tokens.
         tokens, longest (`int`): Real tokens of all rows, and of the longest.
-        index (`torch.Tensor`, *optional*): int64 (tokens,), on the device: where in the flattened batch each real token
+        where (`torch.Tensor`, *optional*): int64 (tokens,), on the device: where in the flattened batch each real token
             is. None for a packed row.
         reaches_end (`bool`): Whether there is a real token in the last column.
         apart (`bool`): Whether a row has padding between its tokens.
@@ -32,7 +32,7 @@ class Counts(NamedTuple):
     offsets: torch.Tensor
     tokens: int
     longest: int
-    index: torch.Tensor | None = None
+    where: torch.Tensor | None = None
     reaches_end: bool = True
     apart: bool = False
     missed: bool = False

@@ -149,7 +149,7 @@ def _counted_plan(call, counts: Counts, places: int, labelled: bool) -> Plan | N
     """Of a padded batch of so many places whose rows the host has counted."""
     if counts.apart or (labelled and counts.missed) or counts.tokens in (0, places):
         return None
-    return Plan(call, Rows(counts.offsets, counts.tokens, counts.longest), counts.index, counts.reaches_end)
+    return Plan(call, Rows(counts.offsets, counts.tokens, counts.longest), counts.where, counts.reaches_end)
 
 
 def _next_labels(labels, shift_labels):
