@@ -20,7 +20,9 @@ _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in _HOOK_DICTS]
 _OF_ALL, _OF_ALL_BEFORE, _OF_ALL_BACK, _OF_ALL_BEFORE_BACK = _GLOBAL_HOOKS
 # The hooks of Python modules whose names begin so run in our calls too, or have nothing to see there.
-_HOOKS_THAT_MISS_NOTHING = ("torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.")
+_HOOKS_THAT_MISS_NOTHING = (
+    "torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.", "trl.models.activation_offloading",
+)  # fmt: skip
 
 # Name, class and the class's forward of each child that a replacement does not call.
 LeftOut = tuple[tuple[str, type[nn.Module], Callable], ...]
