@@ -85,7 +85,8 @@ class Plan:
         return outputs
 
     def _spread(self, x, size: int) -> torch.Tensor:
-        index = self.index.to(x.device)  # layers may be spread over devices
+        assert self.index is not None  # `padded` has looked
+        index = self.index.to(x.device)  # the last layer is on another GPU where accelerate has spread them
         return x.new_zeros(size, *x.shape[1:]).index_copy(0, index, x)
 
 

@@ -230,3 +230,11 @@ def test_compiled_models_compute_padding(tokens):
     outputs = compiled(**call, use_cache=False)
     torch.testing.assert_close(outputs.loss.detach(), want[0], rtol=1e-5, atol=0)
     assert tokens == []
+
+
+def test_a_last_layer_on_another_device():
+    """accelerate may spread the layers over GPUs, and leaves the batch on the first of them."""
+    plan = padding.plan_of(model_of("llama").config, batch(LENGTHS) | {"use_cache": False})
+    assert plan.leaves_out
+    out = plan.padded(torch.zeros(1, plan.rows.tokens, 8, device="meta"))
+    assert out.device.type == "meta" and out.shape == (*batch(LENGTHS)["input_ids"].shape, 8)
