@@ -39,6 +39,18 @@ def check_world(recipe: Any) -> None:
         print(f"liger-trainer: {idle}", file=sys.stderr)
 
 
+def say_where_spread(model: Any) -> None:
+    """Say so where the layers of a model lie on several devices, as TRL loads it in one process that sees them."""
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        print(
+            f"liger-trainer: the layers of the model are spread over {len(devices)} devices, of which one works at a "
+            "time, because this one process sees all of them. Start one process a GPU with torchrun or accelerate "
+            "launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0.",
+            file=sys.stderr,
+        )
+
+
 def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
     """Let the recipe decide the precision, and say so where accelerate's config has another one. Call before parsing.
 

@@ -11,7 +11,7 @@ from liger_trainer.command.checkpoints import (
     remove_earlier_run,
     train_and_save,
 )
-from liger_trainer.command.launch import check_world
+from liger_trainer.command.launch import check_world, say_where_spread
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
@@ -128,6 +128,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
         if "assistant_only_loss" not in str(error):
             raise
         raise RecipeError(f"{recipe.path}: {error}") from error  # from TRL, about a row without an answer
+    say_where_spread(trainer.model)
     check_token_ids(trainer, train_rows, "train")
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, eval_rows, "eval")

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from launching import HERE
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 
 from liger_trainer.command.accelerate_file import apply_config, own_environment
+from liger_trainer.command.launch import say_where_spread
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
 
@@ -138,3 +140,12 @@ def test_the_launcher_and_the_recipe_disagree(tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     with own_environment():
         assert apply_config(tmp_path / "recipe.yaml", "fsdp2") == "FSDP"
+
+
+def test_a_model_that_one_process_spreads_over_gpus_is_told(capsys):
+    for placed in ({"": 0}, None):
+        say_where_spread(SimpleNamespace(hf_device_map=placed))
+    say_where_spread(SimpleNamespace())
+    assert not capsys.readouterr().err
+    say_where_spread(SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}))
+    assert "spread over 2 devices, of which one works at a time" in capsys.readouterr().err
