@@ -42,7 +42,8 @@ def read(path):
 def rows_of(record, path):
     """The rows of a record, and in them the fields that tables show and records do not hold."""
     for row in record["rows"] if "rows" in record else compared(record):
-        row = row | {"record": path, "run": f"{record['date'][:10]}, {record['commit']}"}
+        named = {"launcher": row["run"]} if "run" in row else {}  # of launchers.py
+        row = row | named | {"record": path, "run": f"{record['date'][:10]}, {record['commit']}"}
         if "arm" in row:
             row["role"] = role(row["arm"])
             row["trainer"] = f"**{row['arm']}**" if is_ours(row["arm"]) else row["arm"]

@@ -97,6 +97,8 @@ def measure(run, options, folder):
     name, env = f"{launcher}:{processes}", os.environ | {SETTINGS: json.dumps(settings), "HF_HUB_OFFLINE": "1"}
     if DEVICE == "cpu":
         env |= {"OMP_NUM_THREADS": "1"}
+    elif processes == 1:  # or TRL spreads the model over all GPUs, of which one works at a time
+        env |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
             words_of(run, options, folder), stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
