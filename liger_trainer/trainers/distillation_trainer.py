@@ -21,6 +21,7 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.find import head_reason, output_head
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.trl import LigerTRLMixin, _NoAdapterIsRefused, with_globals
+from liger_trainer.trainers.whole_references import give_weights_of_first_process
 from liger_triton import linear_divergence
 
 
@@ -75,6 +76,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
             model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
         ) -> nn.Module:
             if evaluation_mode:
+                give_weights_of_first_process(model, self.accelerator)
                 self._patch_frozen(model)
             return prepare(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 

@@ -30,6 +30,7 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import apply_liger
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
+from liger_trainer.trainers.whole_references import give_weights_of_first_process
 
 
 class _NoAdapterIsRefused:
@@ -99,6 +100,19 @@ def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.F
     return copy
 
 
+def _filling_references(module: types.ModuleType) -> dict[str, Any]:
+    """A `prepare_fsdp` for the module of a TRL trainer, before which every process has the weights of the model."""
+    stock = vars(module).get("prepare_fsdp")
+    if stock is None:
+        return {}
+
+    def fill_and_prepare(model: nn.Module, accelerator: Any) -> nn.Module:
+        give_weights_of_first_process(model, accelerator)
+        return stock(model, accelerator)
+
+    return {"prepare_fsdp": fill_and_prepare}
+
+
 class LigerTRLMixin(LigerTrainerMixin):
     """Patches the models of a TRL trainer while it is built. It goes before the stock class:
 
@@ -132,7 +146,8 @@ class LigerTRLMixin(LigerTrainerMixin):
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
             module = sys.modules[self._stock_class().__module__]
-            with replaced_in(module, self._replaced_globals()), warnings.catch_warnings():
+            replaced = self._replaced_globals() | _filling_references(module)
+            with replaced_in(module, replaced), warnings.catch_warnings():
                 if self._wants("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
                     for beginning in self.untrue_warnings:
                         warnings.filterwarnings("ignore", re.escape(beginning))

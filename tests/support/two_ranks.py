@@ -5,6 +5,7 @@ Saves its gradients.
 
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -137,7 +138,26 @@ def fsdp2(out):
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     with torch.no_grad():
         scores = model(**collate(rows), fused_lm_head=True, token_outputs=("log_probs", "vocab_mean"))
-    return grads | {"log_probs": scores.log_probs, "vocab_mean": scores.vocab_mean}
+    return grads | {"log_probs": scores.log_probs, "vocab_mean": scores.vocab_mean} | references()
+
+
+def references():
+    """What a process has of a reference that only the first has read: the others have zeros, or no memory for it."""
+    from liger_trainer.trainers.whole_references import give_weights_of_first_process
+
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2))
+    found = {}
+    for kind in ("zeros", "meta"):
+        model = tiny_model("llama", tie_word_embeddings=True)
+        if dist.get_rank() > 0:
+            model = model.to("meta") if kind == "meta" else model
+            for p in model.parameters():
+                p.data.zero_()
+        give_weights_of_first_process(model, SimpleNamespace(state=state, device=torch.device("cpu")))
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        found |= {f"{kind}.{name}": p.detach() for name, p in model.named_parameters()}
+    return found
 
 
 def fsdp2_lora(out):

@@ -100,6 +100,9 @@ def test_fsdp2(tmp_path):
     for name, p in model.named_parameters():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], p.grad, rtol=1e-4, atol=1e-7, msg=name)
+    for name, p in tiny_model("llama", tie_word_embeddings=True).named_parameters():
+        for kind in ("zeros", "meta"):  # what the second process had of a reference that only the first has read
+            assert torch.equal(second[f"{kind}.{name}"], p), name
 
 
 def test_fsdp2_with_lora_on_every_linear_layer(tmp_path):

@@ -1,0 +1,53 @@
+"""Under FSDP2, the weights of a reference or teacher on the processes that have not read its file.
+
+With `fsdp_cpu_ram_efficient_loading: true` transformers reads a checkpoint on the first process of each machine only.
+The others hold zeros, or tensors without memory, until accelerate sends them the weights of the model that is trained.
+TRL shards references itself and sends nothing: with transformers 5.17 all but the first shard of a reference are then
+zeros, and DPO trains against it without a word.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.integrations import is_fsdp_enabled
+
+
+def give_weights_of_first_process(model: nn.Module, accelerator: Any) -> None:
+    """Copy the weights of `model` from process 0 to all others, if it is about to be sharded by FSDP2 and is not yet.
+
+    Every process has to call this with its own copy of the model. Tensors stay on the device that they were on, those
+    without memory get some on the CPU, and tied weights stay tied.
+
+    Args:
+        model (`nn.Module`): A reference or teacher. A quantised model, which every process has read, is left alone.
+        accelerator (`accelerate.Accelerator`): Of the trainer.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.fsdp_version != 2 or not is_fsdp_enabled() or getattr(model, "is_quantized", False):
+        return
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):  # sharded already
+        return
+    _give_memory(model)
+    tensors = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            sent = tensor.detach().to(accelerator.device).contiguous()
+            dist.broadcast(sent, src=0)
+            tensor.copy_(sent)
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Put an empty tensor on the CPU in the place of each parameter and buffer that has no memory."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_weight else empty
+                tensors[name] = made[tensor]  # type: ignore[index]
