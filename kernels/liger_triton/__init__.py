@@ -6,6 +6,8 @@ They need torch, and Triton if the tensors are on a GPU. Each operation is a fil
 
 from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
+from .float8_cast import Float8, float8_cast
+from .float8_linear import Float8Form, Float8Input, float8_linear
 from .gated_rms_norm import gated_rms_norm
 from .geglu import geglu
 from .layer_norm import layer_norm
@@ -32,6 +34,9 @@ from .token_ranks import linear_token_ranks, token_ranks
 
 __all__ = [
     "Divergence",
+    "Float8",
+    "Float8Form",
+    "Float8Input",
     "HeadsLoss",
     "LoRAGroup",
     "LigerCrossEntropyLoss",
@@ -44,6 +49,8 @@ __all__ = [
     "TokenRanks",
     "add_rms_norm",
     "cross_entropy",
+    "float8_cast",
+    "float8_linear",
     "gated_rms_norm",
     "geglu",
     "layer_norm",

@@ -151,6 +151,32 @@ def lora_mlp(x, gate, up, down, *, activation="silu"):
     return lora_linears(a, [down])[0]
 
 
+def float8_maxima(x):
+    """(1,), int32: the bits of max|x|."""
+    return x.abs().amax().float().view(torch.int32).view(1)
+
+
+def float8_cast(x, dtype, rows=True, columns=False, power_of_2=False, maxima=None):
+    """The four parts of `liger_triton.float8_cast.Float8`. Zeros fill the transpose up to a multiple of 16."""
+    maxima = float8_maxima(x) if maxima is None else maxima
+    largest = torch.finfo(dtype).max
+    most = maxima.amax().view(torch.float32).double()
+    scale = (largest / most.clamp(min=1e-12)).float()
+    if power_of_2:
+        scale = scale.log2().floor().exp2()
+    q = (x.float() * scale).clamp(-largest, largest).to(dtype)
+    turned = None
+    if columns:
+        turned = q.new_zeros((x.shape[1], -(-x.shape[0] // 16) * 16))
+        turned[:, : x.shape[0]] = q.t()
+    return q if rows else None, turned, scale.reciprocal(), maxima
+
+
+def float8_product(a, a_inverse, b, b_inverse, dtype):
+    """a b of two matrices in eight bits, in fp32 and rounded once."""
+    return (torch.mm(a.float(), b.float()) * (a_inverse * b_inverse)).to(dtype)
+
+
 def _transformed(logits, softcap, logit_scale, temperature=1.0):
     """z of the vocabulary losses, in the dtype of the arithmetic."""
     z = logits.to(_wide(logits.dtype)) * logit_scale
