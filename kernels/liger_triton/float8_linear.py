@@ -172,11 +172,16 @@ class _Kept(torch.autograd.Function):
 _latest = threading.local()
 
 
-def shared_input(x: torch.Tensor, form: Float8Form, keeps_input: bool = False) -> Float8Input:
-    """`Float8Input` of x: that of the call before in this thread, if it was for this very x and nothing has changed."""
+def shared_input(x: torch.Tensor, form: Float8Form, keeps_input: bool = False, alone: bool = False) -> Float8Input:
+    """`Float8Input` of x: that of the call before in this thread, if it was for this very x and nothing has changed.
+
+    With `alone`, it is a new one, and no later call gets it or an earlier one: for where somebody may write over x
+    behind its version counter.
+    """
     known: Float8Input | None = getattr(_latest, "input", None)
-    if known is None or x.is_inference() or not known.fits(x, form, keeps_input):
-        _latest.input = known = Float8Input(x, form, keeps_input)
+    if known is None or alone or x.is_inference() or not known.fits(x, form, keeps_input):
+        known = Float8Input(x, form, keeps_input)
+        _latest.input = None if alone else known
     return known
 
 

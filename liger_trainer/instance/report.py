@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OPERATIONS = (
-    "rms_norm", "layer_norm", "rope", "swiglu", "geglu", "lora", "fused_linear_cross_entropy", "varlen_attention",
+    "rms_norm", "layer_norm", "rope", "swiglu", "geglu", "lora", "float8", "fused_linear_cross_entropy",
+    "varlen_attention",
 )  # fmt: skip
 
 

@@ -14,11 +14,23 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, unbind
 from liger_trainer.instance.hooks import why_children_must_run
 from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.patching import experts, gated_norms, head, lora, lora_groups, mlps, norms, probe, rotary, varlen
+from liger_trainer.patching import (
+    experts,
+    float8,
+    gated_norms,
+    head,
+    lora,
+    lora_groups,
+    mlps,
+    norms,
+    probe,
+    rotary,
+    varlen,
+)
 from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
 from liger_trainer.patching.kind import Kind, Proven
 
-KINDS: tuple[Kind, ...] = (norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, lora.KIND)
+KINDS: tuple[Kind, ...] = (norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, lora.KIND, float8.KIND)
 
 
 def apply_liger(
@@ -35,7 +47,7 @@ def apply_liger(
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.
         config (`dict`, *optional*): Switches single operations off, for example `{"rope": False}`. The keys are
-            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `lora`, `fused_linear_cross_entropy` and
+            `rms_norm`, `layer_norm`, `rope`, `swiglu`, `geglu`, `lora`, `float8`, `fused_linear_cross_entropy` and
             `varlen_attention`, with which nothing is computed for padding. A further key is `rebuild_above_mib`, 16 by
             default: outputs of norms and gates that are larger than so many MiB are not kept for the backward pass,
             which computes them again.
@@ -88,15 +100,41 @@ def _unbind_all(model: nn.Module) -> None:
         unbind(module, Binding)
 
 
-def _swap_kinds(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float]) -> None:
-    """Swap the modules of `KINDS`. Modules with equal fingerprints share one proof."""
+def swap_converted(model: nn.Module, report: LigerReport, config: dict | None = None) -> int:
+    """Swap the fp8 layers that accelerate has put into a patched model since, and add them to its report.
+
+    Args:
+        model (`nn.Module`): What `apply_liger` has patched.
+        report (`LigerReport`): What it has returned.
+        config (`dict`, *optional*): Its `config`.
+
+    Returns:
+        `int`: How many layers have been found.
+    """
+    before = report[float8.OPERATION].found
+    with probe.isolated():
+        _swap_kinds(getattr(model, "_orig_mod", model), report, check_config(config), (float8.KIND,), only_new=True)
+    return report[float8.OPERATION].found - before
+
+
+def _swap_kinds(
+    model: nn.Module,
+    report: LigerReport,
+    wanted: dict[str, bool | float],
+    kinds: tuple[Kind, ...] = KINDS,
+    only_new: bool = False,
+) -> None:
+    """Swap the modules of `kinds`, with `only_new` those that are not. Modules with equal fingerprints share one
+    proof."""
     proofs: dict[tuple, tuple[Proven | None, str | None]] = {}
     rebuild_above = int(wanted[REBUILD_ABOVE_MIB] * 2**20)
     output = output_head(model)
     head_modules = [] if output is None else modules_called_by(output)  # their LoRA is in the fused loss
     for name, module in model.named_modules():
-        for kind in KINDS:
+        for kind in kinds:
             if not kind.nominated(module) or (kind is lora.KIND and module in head_modules):
+                continue
+            if only_new and Binding.of(module) is not None:
                 continue
             slot, reason = (kind.method, None) if kind.method else probe.slot_of(module)
             proven = None

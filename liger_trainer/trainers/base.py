@@ -22,6 +22,7 @@ from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
+from liger_trainer.patching.apply import swap_converted
 from liger_trainer.trainers import in_backward_checks, init_checks
 from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
 from liger_trainer.trainers.logged_loss import FilteredLoss
@@ -262,6 +263,13 @@ class LigerTrainerMixin(StockTrainer):
         if self.args.process_index == 0:
             logger.info(self.liger_report.one_line())
 
+    def _swap_converted(self) -> None:
+        """Swap the fp8 layers that accelerate has made of linear ones since (`mixed_precision: fp8`)."""
+        report = self.liger_report
+        if report is not None and swap_converted(self.model, report, getattr(self.args, "liger_config", None)):
+            if self.args.process_index == 0:
+                logger.info(report.one_line())
+
     @property
     def _splits_rows(self) -> bool:
         """Whether context parallelism gives each GPU a part of every row: attention is then that of its own."""
@@ -335,6 +343,7 @@ class LigerTrainerMixin(StockTrainer):
         in_backward_checks.check_trainer(self)
         if self.uses_liger:
             init_checks.refuse_processes_apart(self)
+            init_checks.refuse_fp8_elsewhere(self)
         if self.has_own_loss:
             self._refuse_a_second_loss()
             init_checks.refuse_unknown_outputs(self)

@@ -15,8 +15,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from liger_trainer.head.find import base_model_of, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import own_class
+from liger_trainer.patching import float8
 from liger_trainer.patching.packing import why_rows_mix
 from liger_trainer.world import Surroundings, World, fault_of_world
+from liger_triton.float8_cast import fault_of_device
 
 if TYPE_CHECKING:
     from liger_trainer.trainers.base import LigerTrainerMixin
@@ -57,6 +59,19 @@ def refuse_processes_apart(trainer: "LigerTrainerMixin") -> None:
     sharding = "FSDP" if getattr(trainer.args, "fsdp", None) else None
     if fault := fault_of_world(os.environ, World.of(trainer.accelerator), sharding, Surroundings.here()):
         raise ValueError(fault)
+
+
+def refuse_fp8_elsewhere(trainer: "LigerTrainerMixin") -> None:
+    """ValueError if torchao's fp8 is asked for where nothing multiplies in eight bits."""
+    if not float8.asks_for_products(trainer.model, trainer.accelerator):
+        return
+    device = trainer.args.device
+    fault = f"{device} is no GPU" if device.type == "cpu" else fault_of_device(device)
+    if fault is not None:
+        raise ValueError(
+            f"torchao's fp8 is asked for (mixed_precision: fp8, or convert_to_float8_training), but {fault}. Set "
+            "mixed_precision to bf16, or take a GPU of compute capability 8.9 or later: Ada, Hopper, Blackwell."
+        )
 
 
 def refuse_a_second_loss(trainer: "LigerTrainerMixin") -> None:

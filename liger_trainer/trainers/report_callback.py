@@ -18,6 +18,7 @@ class ReportCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.trainer._swap_converted()
         self._write(args, state)
 
     def on_train_end(

@@ -131,6 +131,13 @@ def test_nothing_of_a_shared_input_outlives_it(device):
     assert weight.grad is not None
 
 
+def test_alone_shares_with_nobody(device):
+    x, _, _ = inputs((3, 7), device)
+    first = module.shared_input(x, Float8Form())
+    alone = module.shared_input(x, Float8Form(), alone=True)
+    assert len({id(t) for t in (first, alone, module.shared_input(x, Float8Form()))}) == 3
+
+
 @pytest.mark.parametrize("change", ["in place", "autocast", "form"])
 def test_not_shared_once_something_has_changed(change, device):
     x, weight, _ = inputs((3, 7), device, torch.float32)

@@ -1,0 +1,181 @@
+"""torchao's `Float8Linear`, nominated by its class: the same products in eight bits with fewer passes over memory.
+
+torchao's code is written for torch.compile, which puts its casts together; in eager code each is five passes. Ours are
+the kernels of `liger_triton.float8_cast`. What is converted, with which recipe and which filter, is torchao's and
+accelerate's business, and so are the state dict and FSDP2's gathering of weights in eight bits.
+
+The formula is proven on a small copy with the instance's own config, on the CPU, where torchao multiplies in fp32
+(`emulate`). Of torchao's recipes the one with a scale for a whole tensor is known ("tensorwise", its default). Modules
+with another recipe keep their own code.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from liger_trainer.instance.binding import Binding, is_aside, own_class
+from liger_trainer.instance.hooks import LeftOut, has_hooks, step_aside
+from liger_trainer.patching import probe
+from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
+from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
+from liger_triton.float8_linear import Float8Form, float8_linear, result_dtype, shared_input
+
+_CLASS = ("torchao.float8.float8_linear", "Float8Linear")
+OPERATION = "float8"
+_WIDTHS, _TOKENS = (32, 48), 5  # of the small copy
+_PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)
+# What enable_fsdp_float8_all_gather makes of a weight, around its values, which are not in eight bits yet.
+_WRAPPER = ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
+_GATHERED = "its weight is gathered in fp8 (enable_fsdp_float8_all_gather)"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CASTS = (
+    "input", "input_for_grad_weight", "weight", "weight_for_grad_input", "grad_output", "grad_output_for_grad_weight",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Float8:
+    """What a layer was proven to compute. `config` is torchao's, and what is proven holds for equal ones."""
+
+    form: Float8Form
+    config: Any
+    bias: bool
+    operation: str = OPERATION
+    left_out: LeftOut = ()
+
+    def __str__(self) -> str:
+        grad = "e4m3" if self.form.grad_dtype == E4M3 else "e5m2"
+        scale = ", scales in powers of 2" if self.form.power_of_2 else ""
+        return f"tensorwise, gradients in {grad}{scale}{', with bias' if self.bias else ''}"
+
+
+def _names(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+def nominated(module: nn.Module) -> bool:
+    return _names(own_class(module)) == _CLASS
+
+
+def asks_for_products(model: nn.Module, accelerator: Any) -> bool:
+    """Whether `model` has layers that multiply in eight bits, or gets them when `accelerator` prepares it."""
+    configs = [module.config for module in model.modules() if nominated(module)]
+    if str(accelerator.mixed_precision) == "fp8" and getattr(accelerator, "ao_recipe_handler", None) is not None:
+        configs.append(accelerator.ao_recipe_handler.config)
+    return any(not config.emulate for config in configs)
+
+
+def _form_of(config: Any) -> tuple[Float8Form | None, str | None]:
+    """(the form that `config` of torchao stands for, None), or (None, why we have no code for it)."""
+    casts = {name: getattr(config, f"cast_config_{name}") for name in _CASTS}
+    for name, cast in casts.items():
+        if cast.scaling_type.value != "dynamic":
+            return None, f"its recipe does not cast {name} to fp8"
+        if cast.scaling_granularity.value != "tensorwise":
+            return None, f"its recipe scales {name} by row ({cast.scaling_granularity.value}), we know tensorwise"
+        expected = (E4M3, E5M2) if name.startswith("grad_output") else (E4M3,)
+        if cast.target_dtype not in expected:
+            return None, f"its recipe casts {name} to {cast.target_dtype}"
+    fast_accum = (
+        bool(config.gemm_config_output.use_fast_accum),
+        bool(config.gemm_config_grad_input.use_fast_accum),
+        bool(config.gemm_config_grad_weight.use_fast_accum),
+    )
+    return Float8Form(casts["grad_output"].target_dtype, bool(config.round_scales_to_power_of_2), fast_accum), None
+
+
+def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
+    """(what this layer computes, None), or (None, why it is none of ours)."""
+    form, reason = _form_of(module.config)
+    if form is None:
+        return None, reason
+    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        return None, f"its widths {module.in_features} and {module.out_features} are no multiples of {MULTIPLE}"
+    for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
+        results = []
+        for ours in (True, False):
+            source = probe.generator()
+            copy = _small_copy(module, source, dtype)
+            x = probe.randn((2, _TOKENS, _WIDTHS[0]), source, dtype).requires_grad_()
+            y = float8_linear(x, copy.weight, copy.bias, form=form) if ours else type(module).forward(copy, x)
+            leaves = [x, *(p for p in (copy.weight, copy.bias) if p is not None)]
+            dy = probe.randn((2, _TOKENS, _WIDTHS[1]), source, dtype)
+            results.append([y, *torch.autograd.grad(y, leaves, dy)])
+        if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
+            return None, "it does not compute x8 W8^T, dy8 W8 and dy8^T x8 with a scale for each tensor"
+    return Float8(form, module.config, module.bias is not None), None
+
+
+def _small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
+    """A narrow layer with the attributes of `module` and random weights, which multiplies on the CPU in fp32."""
+    copy = probe.clone(module, source, parameters=False)
+    shapes = {"weight": (_WIDTHS[1], _WIDTHS[0]), "bias": None if module.bias is None else (_WIDTHS[1],)}
+    copy.__dict__["_parameters"] = {
+        name: None if shape is None else nn.Parameter(probe.randn(shape, source, dtype))
+        for name, shape in shapes.items()
+    }
+    products = module.linear_mm_config
+    copy.__dict__["linear_mm_config"] = type(products)(*(product._replace(emulate=True) for product in products))
+    return copy
+
+
+@functools.cache
+def build(proven: Float8, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
+    """The `forward` to bind to a layer. `rebuild_above` has no effect: what can be computed again is, whoever said so.
+
+    An input that a norm or a gate can compute again is kept as it is, which costs nothing there (`rebuild.py`).
+    Another one is kept in eight bits.
+    """
+    form, config = proven.form, proven.config
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = args or kwargs or torch.compiler.is_compiling() or is_aside(self)
+        own = own or not (self.config is config or self.config == config)  # a copy has a config of its own
+        weight = None if own else _weight_of(self)
+        if weight is None or not _computes(self, input, weight):
+            return type(self).forward(self, input, *args, **kwargs)
+        keeps_input = hasattr(input, "_liger_rebuilt")
+        given = shared_input(input, form, keeps_input, alone=has_hooks(self))
+        return float8_linear(input, weight, self.bias, given=given)
+
+    return probe.named(forward, "forward")
+
+
+def _weight_of(module: nn.Module) -> torch.Tensor | None:
+    """The weight as a plain tensor with the gradient of the parameter; None where it has been gathered in eight bits,
+    or is sharded."""
+    weight = module.weight
+    if type(weight) in _PLAIN_TENSORS:
+        return weight
+    if _names(type(weight)) == _WRAPPER:
+        return weight.t().t()  # as torchao's own code turns it, which leaves the wrapper behind
+    if isinstance(weight, torch.Tensor) and Binding.of(module) is not None:
+        step_aside(module, _GATHERED)
+    return None
+
+
+def _computes(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether our function takes these tensors. Where it does not, torchao's code runs, or raises."""
+    if type(x) not in _PLAIN_TENSORS or (module.bias is not None and type(module.bias) not in _PLAIN_TENSORS):
+        return False
+    if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        return False
+    if x.device != weight.device or module.config.emulate is x.is_cuda:  # emulated products are for CPUs
+        return False
+    return x.is_cuda or result_dtype(x) == x.dtype  # torchao asks for CUDA's autocast alone
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why `module`, whose formula is proven, has to keep its own code now; None where it need not."""
+    gathers = module.config.enable_fsdp_float8_all_gather and isinstance(module.weight, DTensor)
+    return _GATHERED if gathers else None
+
+
+KIND = Kind(nominated, prove, build, lambda module: OPERATION, why_not=why_not)

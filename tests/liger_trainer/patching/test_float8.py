@@ -1,0 +1,394 @@
+"""torchao's fp8 layers in a patched model, beside the same model with torchao's own code.
+
+On a CPU both multiply in fp32 (`emulate`). Triton's interpreter rounds to fp8 wrongly, so that the twins run there.
+"""
+
+import copy
+import importlib
+import os
+import pickle
+
+import pytest
+import torch
+from tiny_models import collate, ragged_rows, tiny_model
+from torch.utils.checkpoint import checkpoint
+from trainer_runs import run
+from transformers import Trainer
+
+from liger_trainer import LigerTrainer, apply_liger, remove_liger
+from liger_trainer.patching import float8
+
+pytest.importorskip("torchao", reason="torchao is not installed")
+from torchao.float8 import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training  # noqa: E402
+from torchao.float8.float8_linear import Float8Linear  # noqa: E402
+
+LAYERS = 14  # two layers of seven projections
+kernels = importlib.import_module("liger_triton.float8_linear")
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("liger_triton.float8_cast"), "runs_triton", lambda *tensors: False)
+
+
+def not_the_head(module, name):
+    return name != "lm_head"
+
+
+def config_of(**options):
+    return Float8LinearConfig(emulate=True, **options)
+
+
+def fp8_model(kind="llama", dtype=torch.float32, config=None, **options):
+    model = tiny_model(kind, dtype=dtype, **options)
+    return convert_to_float8_training(model, config=config or config_of(), module_filter_fn=not_the_head).train()
+
+
+def step(model):
+    """Loss and the gradients of all parameters."""
+    model.zero_grad()
+    loss = model(**collate(ragged_rows(4))).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_same(got, want, rtol=5e-3):
+    assert list(got) == list(want)
+    for name, w in want.items():
+        assert got[name].dtype == w.dtype
+        assert (got[name].float() - w.float()).norm() <= rtol * w.float().norm() + 1e-7, name
+
+
+def patched(model, **config):
+    """With the other operations off, whose roundings would lead to other numbers in eight bits."""
+    others = dict.fromkeys(("rms_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy"), False)
+    return apply_liger(model, others | config)["float8"]
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """The weights that our function has multiplied."""
+    seen = []
+
+    def counted(x, weight, bias=None, **options):
+        seen.append(tuple(weight.shape))
+        return kernels.float8_linear(x, weight, bias, **options)
+
+    monkeypatch.setattr(float8, "float8_linear", counted)
+    return seen
+
+
+VARIANTS = {
+    "torchao's default": ({}, "tensorwise, gradients in e5m2"),
+    "powers of two": ({"round_scales_to_power_of_2": True}, "tensorwise, gradients in e5m2, scales in powers of 2"),
+    "e4m3 gradients": (
+        {"cast_config_grad_output": CastConfig(target_dtype=torch.float8_e4m3fn)}, "tensorwise, gradients in e4m3",
+    ),
+    "wrapped weights": (
+        {"enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}, "tensorwise, gradients in e5m2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)], ids=str)
+@pytest.mark.parametrize("options, variant", VARIANTS.values(), ids=VARIANTS)
+def test_one_layer(options, variant, dtype, rtol, ours):
+    """The output and both gradients, for rows that are no multiple of 16."""
+    layer = fp8_model(dtype=dtype, config=config_of(**options)).model.layers[0].mlp.up_proj
+    stock = copy.deepcopy(layer)
+    assert patched(layer).swapped == {"": variant}
+    ours.clear()
+    x, dy = torch.randn(3, 7, 32).to(dtype).requires_grad_(), torch.randn(3, 7, 48).to(dtype)
+    results = []
+    for module in (layer, stock):
+        y = module(x)
+        y.backward(dy)
+        results.append({"y": y.detach(), "x": x.grad, "weight": module.weight.grad})
+        x.grad = None
+    assert len(ours) == 1
+    assert_same(*results, rtol)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize("options, variant", VARIANTS.values(), ids=VARIANTS)
+def test_the_numbers_are_torchao_s(options, variant, dtype, rtol, ours):
+    """Loss and gradients of a model, in which a sum that is made in another order may lead to another number in eight
+    bits in the next layer."""
+    want = step(fp8_model(dtype=dtype, config=config_of(**options)))
+    model = fp8_model(dtype=dtype, config=config_of(**options))
+    report = patched(model)
+    assert set(report.swapped.values()) == {variant} and len(report.swapped) == LAYERS
+    ours.clear()
+    assert_same(step(model), want, rtol)
+    assert len(ours) == LAYERS
+
+
+def test_with_a_bias(ours):
+    want, model = step(fp8_model("llama", attention_bias=True)), fp8_model("llama", attention_bias=True)
+    assert "tensorwise, gradients in e5m2, with bias" in patched(model).swapped.values()
+    assert_same(step(model), want)
+
+
+def test_inside_the_other_operations(ours):
+    """All that is swapped together, with what can be computed again not kept, against the rest without our fp8."""
+    want, model = fp8_model(), fp8_model()
+    apply_liger(want, {"float8": False, "rebuild_above_mib": 0})
+    report = apply_liger(model, {"rebuild_above_mib": 0})
+    assert len(report["float8"].swapped) == LAYERS and len(report["swiglu"].swapped) == 2
+    want = step(want)
+    ours.clear()
+    got = step(model)
+    assert len(ours) == LAYERS
+    assert_same(got, want)
+
+
+def kept_bytes(model):
+    seen = {}
+
+    def pack(t):
+        seen[t.data_ptr(), t.shape] = t.nbytes
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(**collate(ragged_rows(4)))
+    return sum(seen.values())
+
+
+def test_an_input_is_cast_once_and_kept_in_eight_bits(monkeypatch):
+    casts = []
+
+    def counted(t, *args, own=kernels.float8_cast, **options):
+        casts.append(tuple(t.shape))
+        return own(t, *args, **options)
+
+    model = fp8_model(dtype=torch.bfloat16)
+    before = kept_bytes(model)
+    patched(model)
+    monkeypatch.setattr(kernels, "float8_cast", counted)
+    kept = kept_bytes(model)
+    rows = [shape for shape in casts if shape not in {tuple(p.shape) for p in model.parameters()}]
+    assert len(rows) == 2 * 4  # of q, k and v; of o; of gate and up; of down
+    assert kept < before
+
+
+def test_what_can_be_computed_again_is_not_kept_twice():
+    """The norms' outputs and the gates' are computed again, and then turned in eight bits: no tensor of eight bits is
+    kept but for the attention's output."""
+    model = fp8_model(dtype=torch.bfloat16)
+    apply_liger(model, {"rebuild_above_mib": 0})
+    kept = []
+    original = kernels._Kept.forward
+
+    def forward(ctx, given, *rest):
+        kept.append(given.keeps_input)
+        return original(ctx, given, *rest)
+
+    kernels._Kept.forward = staticmethod(forward)
+    try:
+        step(model)
+    finally:
+        kernels._Kept.forward = staticmethod(original)
+    assert kept == [True, True, True, False, True, True, True] * 2
+
+
+UNKNOWN = {
+    "rowwise": Float8LinearConfig.from_recipe_name("rowwise"),
+    "rowwise_with_gw_hp": Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"),
+    "16-bit gradients": config_of(
+        cast_config_input_for_grad_weight=CastConfig(scaling_type=ScalingType.DISABLED),
+        cast_config_grad_output_for_grad_weight=CastConfig(scaling_type=ScalingType.DISABLED),
+    ),
+}
+
+
+REASONS = dict.fromkeys(UNKNOWN, "scales input by row") | {"16-bit gradients": "does not cast input_for_grad_weight"}
+
+
+@pytest.mark.parametrize("config, reason", [(UNKNOWN[name], REASONS[name]) for name in UNKNOWN], ids=list(UNKNOWN))
+def test_other_recipes_keep_their_code(config, reason):
+    model = fp8_model(config=config)
+    report = patched(model)
+    assert not report.swapped and len(report.skipped) == LAYERS
+    assert all(reason in why for why in report.skipped.values())
+
+
+def test_widths_that_are_no_multiples_of_16():
+    model = fp8_model(config=config_of(pad_inner_dim=True), intermediate_size=40)
+    report = patched(model)
+    assert len(report.skipped) == 6 and all("no multiples of 16" in why for why in report.skipped.values())
+
+
+def test_a_formula_that_changes_is_not_swapped(monkeypatch):
+    """As if a release of torchao rounded the output once more."""
+    own = Float8Linear.forward
+    monkeypatch.setattr(Float8Linear, "forward", lambda self, input: own(self, input) * 1.01)
+    report = patched(fp8_model())
+    assert not report.swapped and all("does not compute" in why for why in report.skipped.values())
+
+
+def test_switched_off(ours):
+    model = fp8_model()
+    assert not apply_liger(model, {"float8": False})["float8"].enabled
+    ours.clear()
+    step(model)
+    assert not ours
+
+
+@pytest.mark.parametrize("change", ["another config", "no emulation", "another dtype"])
+def test_what_our_function_does_not_take_runs_torchao_s_code(change, ours, monkeypatch):
+    layer = fp8_model().model.layers[0].mlp.up_proj
+    patched(layer)
+    ours.clear()
+    called = []
+    own = Float8Linear.forward
+    monkeypatch.setattr(Float8Linear, "forward", lambda self, input: called.append(1) or own(self, input))
+    x = torch.randn(3, 32)
+    if change == "another config":
+        layer.config = config_of(round_scales_to_power_of_2=True)
+    elif change == "no emulation":
+        monkeypatch.setattr(float8, "_computes", lambda *args: False)
+    else:
+        x, layer = x.double(), layer.double()
+    layer(x)
+    assert called and not ours
+
+
+def test_hooks_see_each_call(ours):
+    model, seen = fp8_model(), []
+    patched(model)
+    layer = model.model.layers[0].self_attn.k_proj
+    layer.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    layer.register_forward_hook(lambda module, args, y: seen.append("after"))
+    step(model)
+    assert seen == ["before", "after"]
+
+
+def test_a_hook_that_writes_over_the_input_is_heard(ours):
+    """In place, behind the version counter: the layers with hooks cast what they are given themselves."""
+
+    def write(module, args):
+        args[0].data.mul_(0.5)
+
+    results = []
+    for patch in (False, True):
+        model = fp8_model()
+        if patch:
+            patched(model)
+        model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(write)
+        results.append(model(**collate(ragged_rows(4))).loss.detach())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=0)
+
+
+def test_copies_pickles_and_removal(ours):
+    model = fp8_model()
+    keys = list(model.state_dict())
+    patched(model)
+    assert list(model.state_dict()) == keys
+    twin = copy.deepcopy(model)
+    ours.clear()
+    want = step(model)
+    assert_same(step(twin), want)
+    assert len(ours) == 2 * LAYERS
+    layer = pickle.loads(pickle.dumps(model.model.layers[0].mlp.up_proj))
+    assert "_liger_patch" not in layer.__dict__ or layer.__dict__["_liger_patch"] is None
+    remove_liger(model)
+    ours.clear()
+    assert_same(step(model), want)
+    assert not ours and all("forward" not in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant, ours):
+    want, model = step(fp8_model()), fp8_model()
+    patched(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ours.clear()
+    assert_same(step(model), want)
+    assert len(ours) == 2 * LAYERS
+
+
+def test_a_step_without_a_backward_pass_and_evaluation_between(ours):
+    model, stock = fp8_model(), fp8_model()
+    patched(model)
+    model(**collate(ragged_rows(4)))
+    with torch.no_grad():
+        model.eval()(**collate(ragged_rows(3)))
+    assert_same(step(model.train()), step(stock))
+
+
+def test_weights_that_an_optimizer_has_changed(ours):
+    """Also behind the version counter: no cast of a weight outlives its call."""
+    results = []
+    for patch in (False, True):
+        model = fp8_model()
+        if patch:
+            patched(model)
+        step(model)
+        for p in model.parameters():
+            p.data.sub_(0.1 * p.grad)
+        results.append(step(model))
+    assert_same(*reversed(results))
+
+
+class Emulated:
+    """Has accelerate convert with emulated products, as there is no GPU."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.ao_recipe_handler.config = config_of()
+
+
+class EmulatedTrainer(Emulated, Trainer):
+    pass
+
+
+class EmulatedLigerTrainer(Emulated, LigerTrainer):
+    pass
+
+
+@pytest.fixture
+def mixed_precision_fp8(monkeypatch):
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def test_accelerate_s_mixed_precision(mixed_precision_fp8, ours, tmp_path):
+    """accelerate converts the model when training starts, after it has been patched; first and last layer stay."""
+    model = tiny_model("llama")
+    others = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
+    got, trainer = run(EmulatedLigerTrainer, model, tmp_path, liger_config=others)
+    assert len(trainer.liger_report["float8"].swapped) == LAYERS - 1
+    assert ours  # those whose input is in the dtype of a CPU's autocast, which torchao does not ask for
+    assert '"float8"' in (tmp_path / "EmulatedLigerTrainer" / "liger_report.json").read_text()
+    count = len(trainer.liger_report["float8"].swapped)
+    trainer.train()  # once more
+    assert len(trainer.liger_report["float8"].swapped) == count
+    want, _ = run(EmulatedTrainer, model, tmp_path)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+
+
+def test_fp8_without_a_gpu_is_refused_at_construction(mixed_precision_fp8, tmp_path):
+    with pytest.raises(ValueError, match="torchao's fp8 is asked for .* cpu is no GPU. Set mixed_precision to bf16"):
+        run(LigerTrainer, tiny_model("llama"), tmp_path)
+
+
+def test_a_converted_model_without_a_gpu_is_refused_at_construction(tmp_path):
+    with pytest.raises(ValueError, match="convert_to_float8_training.*cpu is no GPU"):
+        run(LigerTrainer, fp8_model(config=Float8LinearConfig()), tmp_path)
+
+
+def test_one_layer_checkpointed_by_hand(ours):
+    model, stock = fp8_model(), fp8_model()
+    patched(model)
+    x = torch.randn(3, 32, requires_grad=True)
+    grads = []
+    for layer in (model.model.layers[0].mlp, stock.model.layers[0].mlp):
+        y = checkpoint(layer, x, use_reentrant=False)
+        grads.append(torch.autograd.grad(y.square().sum(), (x, layer.down_proj.weight)))
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
