@@ -35,6 +35,8 @@ _PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)
 _WRAPPER = ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
 _GATHERED = "its weight is gathered in fp8 (enable_fsdp_float8_all_gather)"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AliasBackward0")
+_KEEPS_ITS_RESULT = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 _CASTS = (
     "input", "input_for_grad_weight", "weight", "weight_for_grad_input", "grad_output", "grad_output_for_grad_weight",
 )  # fmt: skip
@@ -130,8 +132,8 @@ def _small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) 
 def build(proven: Float8, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     """The `forward` to bind to a layer. `rebuild_above` has no effect: what can be computed again is, whoever said so.
 
-    An input that a norm or a gate can compute again is kept as it is, which costs nothing there (`rebuild.py`).
-    Another one is kept in eight bits.
+    An input that a norm or a gate can compute again is kept as it is, which costs nothing there (`rebuild.py`), and so
+    is the output of an attention, which keeps it too. Another one is kept in eight bits.
     """
     form, config = proven.form, proven.config
 
@@ -141,7 +143,7 @@ def build(proven: Float8, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         weight = None if own else _weight_of(self)
         if weight is None or not _computes(self, input, weight):
             return type(self).forward(self, input, *args, **kwargs)
-        keeps_input = hasattr(input, "_liger_rebuilt")
+        keeps_input = hasattr(input, "_liger_rebuilt") or _attention_keeps(input)
         given = shared_input(input, form, keeps_input, alone=has_hooks(self))
         return float8_linear(input, weight, self.bias, given=given)
 
@@ -159,6 +161,15 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
     if isinstance(weight, torch.Tensor) and Binding.of(module) is not None:
         step_aside(module, _GATHERED)
     return None
+
+
+def _attention_keeps(x: torch.Tensor) -> bool:
+    """Whether x is the output of an attention of PyTorch's, which keeps it for its own backward pass, in another
+    shape."""
+    node = x.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith(_KEEPS_ITS_RESULT)
 
 
 def _computes(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import pickle
 import pytest
 import torch
 from tiny_models import collate, ragged_rows, tiny_model
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainer_runs import run
 from transformers import Trainer
@@ -172,8 +173,8 @@ def test_an_input_is_cast_once_and_kept_in_eight_bits(monkeypatch):
 
 
 def test_what_can_be_computed_again_is_not_kept_twice():
-    """The norms' outputs and the gates' are computed again, and then turned in eight bits: no tensor of eight bits is
-    kept but for the attention's output."""
+    """The norms' outputs and the gates' are computed again, and then turned in eight bits. Only the attention's output
+    is kept, which on a CPU is a copy of what the attention itself keeps."""
     model = fp8_model(dtype=torch.bfloat16)
     apply_liger(model, {"rebuild_above_mib": 0})
     kept = []
@@ -189,6 +190,14 @@ def test_what_can_be_computed_again_is_not_kept_twice():
     finally:
         kernels._Kept.forward = staticmethod(original)
     assert kept == [True, True, True, False, True, True, True] * 2
+
+
+def test_an_attention_keeps_its_output():
+    q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    assert float8._attention_keeps(y) and float8._attention_keeps(y.view(2, 16, 4, 2, 4))
+    copied = y.contiguous().view(2, 16, 32)
+    assert not any(map(float8._attention_keeps, (copied, y * 1, q, torch.ones(3))))
 
 
 UNKNOWN = {
