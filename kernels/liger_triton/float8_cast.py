@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._dispatch import _device_guard, jit, tl
+from ._dispatch import INTERPRET, _device_guard, jit, tl
 from ._launch import cdiv, launch, next_power_of_2, runs_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of both dimensions of what is multiplied in eight bits
 PROGRAMS = 512  # at most, of the pass that reads the maxima; each leaves one
 BLOCK = 8192
-TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 128, 128, 8
+TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 128, 128, 4
 
 
 class Float8(NamedTuple):
@@ -70,10 +70,9 @@ def _scale_of(MAXIMA, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, COUNT: tl
 
 
 @jit
-def _eight_bits(x, scale, LARGEST: tl.constexpr, dtype):
+def _scaled(x, scale, LARGEST: tl.constexpr):
     y = x.to(tl.float32) * scale
-    y = tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))
-    return y.to(dtype)
+    return tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))
 
 
 @jit
@@ -85,31 +84,66 @@ def _rows_kernel(
     off = pid * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + off, mask=off < numel, other=0.0)
     scale = _scale_of(MAXIMA, LARGEST, POWER_OF_2, COUNT)
-    tl.store(ROWS + off, _eight_bits(x, scale, LARGEST, ROWS.dtype.element_ty), mask=off < numel)
+    tl.store(ROWS + off, _scaled(x, scale, LARGEST).to(ROWS.dtype.element_ty), mask=off < numel)
     if pid == 0:
         tl.store(INVERSE, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
 
 
 @jit
-def _columns_kernel(
-    X, MAXIMA, ROWS, COLUMNS, INVERSE, t, k, t_padded, tiles_per_row,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, COUNT: tl.constexpr,
-    KEEP_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A tile of x, written as its transpose and, with KEEP_ROWS, as it is. Behind the last row are zeros."""
-    pid = tl.program_id(0)
-    row = (pid // tiles_per_row).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    col = (pid % tiles_per_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+def _quarter(X, ROWS, row, col, t, k, scale, LARGEST: tl.constexpr, KEEP_ROWS: tl.constexpr):
+    """Every fourth row of a tile, scaled. Behind the last row are zeros."""
     inside = (row[:, None] < t) & (col[None, :] < k)
     x = tl.load(X + row[:, None] * k + col[None, :], mask=inside, other=0.0)
-    scale = _scale_of(MAXIMA, LARGEST, POWER_OF_2, COUNT)
-    y = _eight_bits(x, scale, LARGEST, COLUMNS.dtype.element_ty)
+    y = _scaled(x, scale, LARGEST)
     if KEEP_ROWS:
-        tl.store(ROWS + row[:, None] * k + col[None, :], y, mask=inside)
-    places = COLUMNS + col[:, None] * t_padded + row[None, :]
-    tl.store(places, tl.trans(y), mask=(row[None, :] < t_padded) & (col[:, None] < k))
+        tl.store(ROWS + row[:, None] * k + col[None, :], y.to(ROWS.dtype.element_ty), mask=inside)
+    return y
+
+
+@jit
+def _columns_kernel(
+    X, MAXIMA, ROWS, COLUMNS, INVERSE, t, k, quarters, tiles_per_row,
+    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, COUNT: tl.constexpr,
+    KEEP_ROWS: tl.constexpr, PACK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of x, written as its transpose and, with KEEP_ROWS, as it is.
+
+    COLUMNS is int32: four numbers of one column in each, which change threads together. Where single bytes change
+    threads, or are put together by shifts, the compiler leaves registers undefined, and on an H200 the result had wrong
+    bytes with Triton 3.6 (triton-lang/triton#11111 is of this kind). So two instructions put them together.
+    """
+    pid = tl.program_id(0)
+    quarter = (pid // tiles_per_row).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)
+    col = (pid % tiles_per_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    scale = _scale_of(MAXIMA, LARGEST, POWER_OF_2, COUNT)
+    a = _quarter(X, ROWS, quarter * 4, col, t, k, scale, LARGEST, KEEP_ROWS)
+    b = _quarter(X, ROWS, quarter * 4 + 1, col, t, k, scale, LARGEST, KEEP_ROWS)
+    c = _quarter(X, ROWS, quarter * 4 + 2, col, t, k, scale, LARGEST, KEEP_ROWS)
+    d = _quarter(X, ROWS, quarter * 4 + 3, col, t, k, scale, LARGEST, KEEP_ROWS)
+    if PACK == "":  # for Triton's interpreter
+        four = _byte(a, ROWS) | (_byte(b, ROWS) << 8) | (_byte(c, ROWS) << 16) | (_byte(d, ROWS) << 24)
+    else:
+        four = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    places = COLUMNS + col[:, None] * quarters + quarter[None, :]
+    tl.store(places, tl.trans(four), mask=(quarter[None, :] < quarters) & (col[:, None] < k))
     if pid == 0:
         tl.store(INVERSE, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
+
+
+@jit
+def _byte(y, ROWS):
+    return y.to(ROWS.dtype.element_ty).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+def _packing(dtype: torch.dtype) -> str:
+    """What `_columns_kernel` rounds and puts together four numbers with."""
+    return "" if INTERPRET else _ptx("e4m3" if dtype == E4M3 else "e5m2")
+
+
+def _ptx(name: str) -> str:
+    """PTX that rounds four numbers to e4m3 or e5m2, the first into the lowest byte. It keeps NaN."""
+    convert = f"cvt.rn.satfinite.{name}x2.f32"
+    return f"{{ .reg .b16 low, high; {convert} low, $2, $1; {convert} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
 
 
 def padded(rows: int) -> int:
@@ -181,8 +215,9 @@ def float8_cast(
         tiles_per_row = cdiv(k, TILE_COLUMNS)
         launch(
             _columns_kernel, (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
-            x, maxima, as_columns if as_rows is None else as_rows, as_columns, inverse, t, k, padded(t), tiles_per_row,
-            **scale, KEEP_ROWS=rows, BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS, num_warps=TILE_WARPS,
+            x, maxima, as_columns if as_rows is None else as_rows, as_columns.view(torch.int32), inverse,
+            t, k, padded(t) // 4, tiles_per_row, **scale, KEEP_ROWS=rows, PACK=_packing(dtype),
+            BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS, num_warps=TILE_WARPS,
         )  # fmt: skip
     return Float8(as_rows, as_columns, inverse, maxima)
 

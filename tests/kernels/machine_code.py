@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from liger_triton import _row_pass
+from liger_triton.float8_cast import _columns_kernel, _ptx, _rows_kernel
 from liger_triton.geglu import _geglu_bwd_kernel
 from liger_triton.swiglu import _swiglu_bwd_kernel
 
@@ -34,6 +35,19 @@ def swiglu(**flags):
     return _swiglu_bwd_kernel, GATE | floats, {"PAIRS": "", "D_PAIRS": "", "BLOCK": 2048} | flags, GATE_SIXTEEN, 4
 
 
+def float8(kernel, dtype, eight, **flags):
+    """The casts to eight bits, e4m3 (8e4nv for Triton) or e5m2."""
+    pointers = {"X": f"*{dtype}", "MAXIMA": "*i32", "ROWS": f"*fp{eight}", "COLUMNS": "*i32", "INVERSE": "*fp32"}
+    constants = {"LARGEST": 448.0, "POWER_OF_2": False, "COUNT": 512} | flags
+    sixteen = [name for name in (*pointers, "numel", "t", "k", "quarters") if name in kernel.arg_names]
+    return kernel, pointers, constants, sixteen, flags.get("BLOCK", 4096) // 1024
+
+
+def float8_columns(dtype, eight, rows):
+    flags = {"KEEP_ROWS": rows, "PACK": _ptx("e4m3" if eight == "8e4nv" else "e5m2"), "BLOCK_T": 128, "BLOCK_K": 128}
+    return float8(_columns_kernel, dtype, eight, **flags)
+
+
 # Kernel, types of the pointers and floats, constants, which arguments are multiples of 16, warps.
 CASES = {
     "swiglu": swiglu(VARIANT=False),
@@ -43,6 +57,12 @@ CASES = {
     "rows": row(8192, True),
     "rows anywhere": row(4096, False),
     "statistics": row(4096, True, DO_GRAD=False, ENTROPY_=True),
+    "float8 rows": float8(_rows_kernel, "bf16", "8e4nv", BLOCK=8192),
+    "float8 rows of fp32": float8(_rows_kernel, "fp32", "8e5", BLOCK=8192),
+    "float8 both": float8_columns("bf16", "8e4nv", True),
+    "float8 columns": float8_columns("bf16", "8e5", False),
+    "float8 both of fp32": float8_columns("fp32", "8e4nv", True),
+    "float8 columns of fp32": float8_columns("fp32", "8e5", False),
 }
 
 
@@ -57,9 +77,13 @@ def accesses(case, capability):
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps},
     )
-    found = re.findall(r"\b((?:ld|st)\.global[.\w:]*)", built.asm["ptx"])
-    return {"accesses": found, "shared": built.metadata.shared}
+    ptx = built.asm["ptx"]
+    found, inside = (re.findall(rf"\b((?:ld|st)\.{space}[.\w:]*)", ptx) for space in ("global", "shared"))
+    bytes_moved = len(re.findall(r"\bprmt\.", ptx))
+    return {"accesses": found, "shared": built.metadata.shared, "inside": inside, "bytes_moved": bytes_moved}
 
 
 if __name__ == "__main__":
-    print(json.dumps({f"{name} {sm}": accesses(case, sm) for name, case in CASES.items() for sm in (80, 90, 120)}))
+    calls = {f"{name} {sm}": (case, sm) for name, case in CASES.items() for sm in (80, 89, 90, 120)}
+    found = {name: accesses(*call) for name, call in calls.items() if "float8" not in name or call[1] > 80}
+    print(json.dumps(found))

@@ -47,9 +47,10 @@ def test_matches_float64(shape, x_dtype, dtype, most, bits, least, power_of_2, d
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matches_the_twin(shape, dtype, device, rounds_right):
-    x = numbers(shape, device)
+def test_matches_the_twin(shape, x_dtype, dtype, device, rounds_right):
+    x = numbers(shape, device, x_dtype)
     for power_of_2 in (False, True):
         found = float8_cast(x, dtype, columns=True, power_of_2=power_of_2)
         want = reference.float8_cast(x, dtype, True, True, power_of_2)
@@ -58,10 +59,11 @@ def test_matches_the_twin(shape, dtype, device, rounds_right):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_layouts(shape, dtype, device):
+def test_layouts(shape, x_dtype, dtype, device):
     """The transpose has the same numbers, and zeros up to a multiple of 16; each layout by itself is as both are."""
-    x = numbers(shape, device)
+    x = numbers(shape, device, x_dtype)
     both = float8_cast(x, dtype, columns=True)
     rows, columns = float8_cast(x, dtype), float8_cast(x, dtype, rows=False, columns=True)
     assert both.columns.shape == (shape[1], -(-shape[0] // 16) * 16)

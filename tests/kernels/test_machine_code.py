@@ -48,3 +48,15 @@ def test_logits_are_loaded_16_bytes_at_a_time(case, capability, compiled):
     sweeps = sum(wide(a) for a in accesses if a.startswith("ld"))
     assert sweeps == (1 if case == "statistics" else 2)
     assert any(wide(a) for a in accesses if a.startswith("st")) == (case != "statistics")
+
+
+@pytest.mark.parametrize("capability", [89, 90, 120])
+@pytest.mark.parametrize("source", ["", " of fp32"], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("case", ["rows", "both", "columns"])
+def test_eight_bits_change_threads_in_words(case, source, capability, compiled):
+    """Single bytes that change threads, or are put together from registers, came out wrong: see `_columns_kernel`."""
+    found = compiled[f"float8 {case}{source} {capability}"]
+    assert found["bytes_moved"] == 0
+    assert all("b8" not in access and "b16" not in access for access in found["inside"]), found["inside"]
+    large = [access for access in found["accesses"] if "v4" in access]
+    assert len(found["accesses"]) - len(large) <= 2 and all(map(wide, large))  # beside the maxima and the scale
