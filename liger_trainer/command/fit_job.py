@@ -93,6 +93,7 @@ def _refuse_unknown(recipe: Recipe) -> None:
         ("load_in_4bit", True, recipe.model.load_in_4bit),
         ("load_in_8bit", True, recipe.model.load_in_8bit),
         ("torch_compile", True, training.torch_compile),
+        ("fp8", True, training.fp8),
         ("activation_offloading", True, getattr(training, "activation_offloading", False)),
     ]
     for key, value, given in off:

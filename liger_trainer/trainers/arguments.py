@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from liger_trainer.patching import check_config
-from liger_trainer.trainers import checkpointing_fields, in_backward_checks
+from liger_trainer.trainers import checkpointing_fields, fp8_fields, in_backward_checks
 
 if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
     from transformers import TrainingArguments as StockArguments
@@ -33,9 +33,9 @@ class LigerArguments(StockArguments):
         default=None,
         metadata={
             "help": "Switches single parts off; all are on by default: rms_norm, layer_norm, rope, swiglu, geglu, "
-            'lora, fused_linear_cross_entropy. For example {"rope": false}. It may also have rebuild_above_mib, 16 by '
-            "default: results of norms and gates that take more MiB than that are computed again in the backward pass "
-            "instead of being kept."
+            'lora, float8, fused_linear_cross_entropy. For example {"rope": false}. It may also have '
+            "rebuild_above_mib, 16 by default: results of norms and gates that take more MiB than that are computed "
+            "again in the backward pass instead of being kept."
         },
     )
 
@@ -78,12 +78,23 @@ class LigerArguments(StockArguments):
         },
     )
 
+    fp8: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute most products in eight bits, by torchao's fp8 layers: these are not the same numbers. "
+            "accelerate converts all linear layers but the first and the last, which is the LM head, when training "
+            "starts. It needs torchao and a GPU of compute capability 8.9 or later."
+        },
+    )
+
     def __post_init__(self) -> None:
         checkpointing_fields.settle(self)
+        fp8_fields.settle(self)
         if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
             self.accelerator_config: Any = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()
         in_backward_checks.check_fields(self)
+        fp8_fields.apply(self)
         if not isinstance(self.use_liger, bool):
             raise ValueError(f"use_liger is {self.use_liger!r}; expected true or false.")
         if self.eval_predictions not in ("logits", "tokens"):

@@ -23,7 +23,7 @@ from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.apply import swap_converted
-from liger_trainer.trainers import in_backward_checks, init_checks
+from liger_trainer.trainers import fp8_fields, in_backward_checks, init_checks
 from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
 from liger_trainer.trainers.logged_loss import FilteredLoss
 from liger_trainer.trainers.patched_models import PatchedModels
@@ -134,6 +134,8 @@ class LigerTrainerMixin(StockTrainer):
         rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
         if rounds and self.uses_liger:
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+        if self.uses_liger:
+            fp8_fields.without_needless_wrappers(self.accelerator)
 
     def get_train_dataloader(self) -> DataLoader:
         return self._counting(super().get_train_dataloader())

@@ -38,7 +38,7 @@ KERNELS = {
     "linear_token_ranks", "lora_linear", "lora_linears", "lora_mlp", "rms_norm", "rope", "swiglu", "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
-OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions", "memory_budget", "optimizer_in_backward"}
+OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions", "memory_budget", "optimizer_in_backward", "fp8"}
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {
     "train", "recipes", "init", "path", "fit", "doctor", "merge", "medusa-data", "medusa-eval", "medusa-export",

@@ -75,6 +75,7 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
         ),
         ({"max_length": None}, (), "max_length is unset"),
         ({"load_in_4bit": True}, (), "load_in_4bit is True"),
+        ({"fp8": True}, (), "fp8 is"),
         ({"use_liger": False}, (), "Pass --use_liger true"),
         ({}, ("--accelerate_config", "context_parallel"), "context parallelism"),
         ({}, ("--gpus", "two"), "--gpus is 'two'; expected a whole number"),

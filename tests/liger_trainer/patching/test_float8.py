@@ -5,7 +5,6 @@ On a CPU both multiply in fp32 (`emulate`). Triton's interpreter rounds to fp8 w
 
 import copy
 import importlib
-import os
 import pickle
 
 import pytest
@@ -13,10 +12,8 @@ import torch
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainer_runs import run
-from transformers import Trainer
 
-from liger_trainer import LigerTrainer, apply_liger, remove_liger
+from liger_trainer import apply_liger, remove_liger
 from liger_trainer.patching import float8
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -337,58 +334,6 @@ def test_weights_that_an_optimizer_has_changed(ours):
             p.data.sub_(0.1 * p.grad)
         results.append(step(model))
     assert_same(*reversed(results))
-
-
-class Emulated:
-    """Has accelerate convert with emulated products, as there is no GPU."""
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        self.accelerator.ao_recipe_handler.config = config_of()
-
-
-class EmulatedTrainer(Emulated, Trainer):
-    pass
-
-
-class EmulatedLigerTrainer(Emulated, LigerTrainer):
-    pass
-
-
-@pytest.fixture
-def mixed_precision_fp8(monkeypatch):
-    from accelerate.state import AcceleratorState
-
-    monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
-    monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
-def test_accelerate_s_mixed_precision(mixed_precision_fp8, ours, tmp_path):
-    """accelerate converts the model when training starts, after it has been patched; first and last layer stay."""
-    model = tiny_model("llama")
-    others = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
-    got, trainer = run(EmulatedLigerTrainer, model, tmp_path, liger_config=others)
-    assert len(trainer.liger_report["float8"].swapped) == LAYERS - 1
-    assert ours  # those whose input is in the dtype of a CPU's autocast, which torchao does not ask for
-    assert '"float8"' in (tmp_path / "EmulatedLigerTrainer" / "liger_report.json").read_text()
-    count = len(trainer.liger_report["float8"].swapped)
-    trainer.train()  # once more
-    assert len(trainer.liger_report["float8"].swapped) == count
-    want, _ = run(EmulatedTrainer, model, tmp_path)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
-
-
-def test_fp8_without_a_gpu_is_refused_at_construction(mixed_precision_fp8, tmp_path):
-    with pytest.raises(ValueError, match="torchao's fp8 is asked for .* cpu is no GPU. Set mixed_precision to bf16"):
-        run(LigerTrainer, tiny_model("llama"), tmp_path)
-
-
-def test_a_converted_model_without_a_gpu_is_refused_at_construction(tmp_path):
-    with pytest.raises(ValueError, match="convert_to_float8_training.*cpu is no GPU"):
-        run(LigerTrainer, fp8_model(config=Float8LinearConfig()), tmp_path)
 
 
 def test_one_layer_checkpointed_by_hand(ours):

@@ -1,0 +1,175 @@
+"""fp8 in trainers: accelerate converts the model when training starts, after it has been patched.
+
+On a CPU torchao multiplies in fp32 (`emulate`). Triton's interpreter rounds to fp8 wrongly, so that the twins run.
+"""
+
+import dataclasses
+import importlib
+import os
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from trainer_runs import run
+from transformers import Trainer, TrainingArguments
+
+from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
+from liger_trainer.command.launch import settle_precision
+from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.trainers import fp8_fields
+
+LAYERS = 13  # two layers of seven projections, without the first
+OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("liger_triton.float8_cast"), "runs_triton", lambda *tensors: False)
+
+
+@pytest.fixture
+def torchao():
+    return pytest.importorskip("torchao.float8", reason="torchao is not installed")
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """The weights that our function has multiplied."""
+    seen, module = [], importlib.import_module("liger_trainer.patching.float8")
+
+    def counted(x, weight, *args, own=module.float8_linear, **options):
+        seen.append(tuple(weight.shape))
+        return own(x, weight, *args, **options)
+
+    monkeypatch.setattr(module, "float8_linear", counted)
+    return seen
+
+
+@pytest.fixture
+def fresh():
+    """accelerate keeps the precision of the first trainer of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def launched(fresh, monkeypatch):
+    monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
+
+
+class Emulated:
+    """Has accelerate convert with emulated products, as there is no GPU."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        handler = self.accelerator.ao_recipe_handler
+        handler.config = dataclasses.replace(handler.config, emulate=True)
+
+
+class EmulatedLigerTrainer(Emulated, LigerTrainer):
+    pass
+
+
+class EmulatedTrainer(Emulated, Trainer):
+    """Stock, but for the wrappers around weights, with which the optimizer would train nothing that is in fp8."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        fp8_fields.without_needless_wrappers(self.accelerator)
+
+
+@pytest.mark.parametrize("asked", ["by the launcher", "by fp8: true"])
+def test_beside_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
+    """The first and the last layer stay. The report is written with what was swapped when training started."""
+    model, options = tiny_model("llama"), {}
+    monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
+    if asked == "by the launcher":
+        monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
+    else:
+        options["fp8"] = True
+    got, trainer = run(EmulatedLigerTrainer, model, tmp_path, liger_config=OTHERS, optim="sgd", **options)
+    assert len(trainer.liger_report["float8"].swapped) == LAYERS
+    assert ours  # those whose input is in the dtype of a CPU's autocast, which torchao does not ask for
+    assert '"found": 13' in (tmp_path / "EmulatedLigerTrainer" / "liger_report.json").read_text()
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = trainer.model.get_parameter(name)
+    assert type(weight) is torch.nn.Parameter and not torch.equal(weight, model.get_parameter(name)), "it is trained"
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.train()  # once more
+    assert len(trainer.liger_report["float8"].swapped) == LAYERS
+    monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
+    want, _ = run(EmulatedTrainer, model, tmp_path, optim="sgd")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+
+
+def test_switched_off_in_liger_config(torchao, launched, tmp_path):
+    _, trainer = run(EmulatedLigerTrainer, tiny_model("llama"), tmp_path, liger_config=OTHERS | {"float8": False})
+    layer = trainer.model.model.layers[0].mlp.up_proj
+    assert type(layer).__name__ == "Float8Linear" and "forward" not in layer.__dict__
+    assert not trainer.liger_report["float8"].enabled
+
+
+def test_without_a_gpu_it_is_refused_at_construction(torchao, launched, tmp_path):
+    with pytest.raises(ValueError, match="torchao's fp8 is asked for .* cpu is no GPU. Set mixed_precision to bf16"):
+        run(LigerTrainer, tiny_model("llama"), tmp_path)
+
+
+def test_a_converted_model_without_a_gpu_is_refused_at_construction(torchao, fresh, tmp_path):
+    model = torchao.convert_to_float8_training(tiny_model("llama"), module_filter_fn=lambda m, name: name != "lm_head")
+    with pytest.raises(ValueError, match="convert_to_float8_training.*cpu is no GPU"):
+        run(LigerTrainer, model, tmp_path)
+
+
+def options_of(tmp_path):
+    return {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+
+
+def test_the_launcher_is_heard_though_trl_sets_bf16(torchao, launched, tmp_path, monkeypatch):
+    """Unless somebody sets a precision, which goes before that of the launcher, as in the stock classes."""
+    assert LigerTrainingArguments(**options_of(tmp_path)).mixed_precision == "fp8"
+    both = ({}, "fp8"), ({"bf16": False}, "fp8"), ({"bf16": True}, "bf16"), ({"use_liger": False}, "bf16")
+    for given, precision in both:
+        args = LigerSFTConfig(**options_of(tmp_path), **given)
+        assert args.mixed_precision == precision and args.fp8 == (given == {})
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_a_recipe_and_the_launcher(given, launched, capsys):
+    settle_precision(given, None)
+    assert ("has no effect" in capsys.readouterr().err) == (given is not None)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == ("no" if given is False else "fp8")
+
+
+def test_in_a_recipe(torchao, fresh, monkeypatch):
+    monkeypatch.setitem(os.environ, "ACCELERATE_USE_CPU", "true")
+    assert parse_recipe("quickstart").training.fp8 is False
+    training = parse_recipe("quickstart", ["--fp8", "true"]).training
+    assert training.fp8 and training.mixed_precision == "fp8"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"fp8": "yes"}, "fp8 is 'yes'; expected true or false"),
+        ({"fp8": True, "use_liger": False}, "fp8 is true, and use_liger is False"),
+        ({"fp8": True, "fp16": True}, "fp8 is true, and fp16 is True"),
+    ],
+)
+def test_bad_options(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        LigerTrainingArguments(**options_of(tmp_path), **options)
+
+
+def test_torchao_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(fp8_fields.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="fp8 is true, which needs torchao: pip install torchao"):
+        LigerTrainingArguments(**options_of(tmp_path), fp8=True)
+
+
+def test_the_stock_class_is_as_it_was(fresh, tmp_path):
+    assert TrainingArguments(**options_of(tmp_path)).mixed_precision == "no"
+    assert LigerTrainingArguments(**options_of(tmp_path)).mixed_precision == "no"
