@@ -36,12 +36,14 @@ MODELS = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
 }  # fmt: skip
-# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "- varlen" for
-# liger_config={"varlen_attention": False}, and "- in_backward" for the ordinary step beside --optimizer_in_backward.
+# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ fp8" for fp8=True, which needs
+# torchao, "- varlen" for liger_config={"varlen_attention": False}, and "- in_backward" for the ordinary step beside
+# --optimizer_in_backward.
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
         "LigerSFTTrainer - varlen",
+        "LigerSFTTrainer + fp8",
         "LigerTrainer",
         "LigerTrainer - varlen",
         "LigerTrainer - in_backward",
@@ -132,6 +134,8 @@ def make_trainer(arm, run, callbacks):
         options["use_liger_kernel"] = True
     if arm.endswith("+ compile"):
         options["torch_compile"] = True
+    if arm.endswith("+ fp8"):
+        options["fp8"] = True
     if arm.endswith("- varlen"):
         options["liger_config"] = {"varlen_attention": False}
     if run.rows != "full":
