@@ -66,12 +66,9 @@ def nominated(module: nn.Module) -> bool:
     return _names(own_class(module)) == _CLASS
 
 
-def asks_for_products(model: nn.Module, accelerator: Any) -> bool:
-    """Whether `model` has layers that multiply in eight bits, or gets them when `accelerator` prepares it."""
-    configs = [module.config for module in model.modules() if nominated(module)]
-    if str(accelerator.mixed_precision) == "fp8" and getattr(accelerator, "ao_recipe_handler", None) is not None:
-        configs.append(accelerator.ao_recipe_handler.config)
-    return any(not config.emulate for config in configs)
+def configs_of(model: nn.Module) -> list[Any]:
+    """torchao's configs of the fp8 layers in `model`."""
+    return [module.config for module in model.modules() if nominated(module)]
 
 
 def _form_of(config: Any) -> tuple[Float8Form | None, str | None]:

@@ -38,12 +38,17 @@ def apply(args: Any) -> None:
         args.mixed_precision = "fp8"
 
 
+def handler_of(accelerator: Any) -> Any:
+    """accelerate's settings of torchao's fp8, if it is going to convert models; None if it is not."""
+    return getattr(accelerator, "ao_recipe_handler", None) if str(accelerator.mixed_precision) == "fp8" else None
+
+
 def without_needless_wrappers(accelerator: Any) -> None:
     """Have weights gathered in fp8 only where weights are gathered.
 
     accelerate's default wraps each weight for that, sharded or not. Without FSDP2 the wrapper is a new parameter, which
     the optimizer does not know: with accelerate 1.15, no layer in fp8 would be trained, without a sign.
     """
-    handler = getattr(accelerator, "ao_recipe_handler", None)
+    handler = handler_of(accelerator)
     if handler is not None and handler.config.enable_fsdp_float8_all_gather and not accelerator.is_fsdp2:
         handler.config = replace(handler.config, enable_fsdp_float8_all_gather=False)

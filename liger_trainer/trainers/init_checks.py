@@ -17,6 +17,7 @@ from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import own_class
 from liger_trainer.patching import float8
 from liger_trainer.patching.packing import why_rows_mix
+from liger_trainer.trainers import fp8_fields
 from liger_trainer.world import Surroundings, World, fault_of_world
 from liger_triton.float8_cast import fault_of_device
 
@@ -62,15 +63,21 @@ def refuse_processes_apart(trainer: "LigerTrainerMixin") -> None:
 
 
 def refuse_fp8_elsewhere(trainer: "LigerTrainerMixin") -> None:
-    """ValueError if torchao's fp8 is asked for where nothing multiplies in eight bits."""
-    if not float8.asks_for_products(trainer.model, trainer.accelerator):
-        return
+    """ValueError if torchao's fp8 is asked for where nothing multiplies in eight bits, or would round adapters."""
+    converts = fp8_fields.handler_of(trainer.accelerator)
+    configs = [*float8.configs_of(trainer.model), *([] if converts is None else [converts.config])]
     device = trainer.args.device
-    fault = f"{device} is no GPU" if device.type == "cpu" else fault_of_device(device)
-    if fault is not None:
+    if any(not config.emulate for config in configs):
+        fault = f"{device} is no GPU" if device.type == "cpu" else fault_of_device(device)
+        if fault is not None:
+            raise ValueError(
+                f"torchao's fp8 is asked for (fp8, mixed_precision, or convert_to_float8_training), but {fault}. Use "
+                "bf16, or take a GPU of compute capability 8.9 or later: Ada, Hopper, Blackwell."
+            )
+    if converts is not None and converts.module_filter_func is None and getattr(trainer.model, "peft_config", None):
         raise ValueError(
-            f"torchao's fp8 is asked for (mixed_precision: fp8, or convert_to_float8_training), but {fault}. Set "
-            "mixed_precision to bf16, or take a GPU of compute capability 8.9 or later: Ada, Hopper, Blackwell."
+            "fp8 has accelerate convert all linear layers, those of the model's adapters too, which would be rounded "
+            "to eight bits. Train adapters in bf16, or convert the model before get_peft_model and leave out fp8."
         )
 
 

@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from trainer_runs import run
 from transformers import Trainer, TrainingArguments
@@ -114,7 +115,7 @@ def test_switched_off_in_liger_config(torchao, launched, tmp_path):
 
 
 def test_without_a_gpu_it_is_refused_at_construction(torchao, launched, tmp_path):
-    with pytest.raises(ValueError, match="torchao's fp8 is asked for .* cpu is no GPU. Set mixed_precision to bf16"):
+    with pytest.raises(ValueError, match="torchao's fp8 is asked for .* cpu is no GPU. Use bf16"):
         run(LigerTrainer, tiny_model("llama"), tmp_path)
 
 
@@ -122,6 +123,24 @@ def test_a_converted_model_without_a_gpu_is_refused_at_construction(torchao, fre
     model = torchao.convert_to_float8_training(tiny_model("llama"), module_filter_fn=lambda m, name: name != "lm_head")
     with pytest.raises(ValueError, match="convert_to_float8_training.*cpu is no GPU"):
         run(LigerTrainer, model, tmp_path)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["by accelerate", "before the adapters"])
+def test_adapters_are_not_rounded_to_eight_bits(first, torchao, fresh, tmp_path, monkeypatch):
+    """Their layers are linear ones, too, and of widths that accelerate would convert."""
+    model = tiny_model("llama")
+    if first:
+        config = torchao.Float8LinearConfig(emulate=True)
+        torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head")
+    else:
+        monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
+    model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    if first:
+        losses, trainer = run(LigerTrainer, model, tmp_path)
+        assert losses.isfinite().all() and len(trainer.liger_report["float8"].swapped) == 14
+    else:
+        with pytest.raises(ValueError, match="those of the model's adapters too.*Train adapters in bf16"):
+            run(EmulatedLigerTrainer, model, tmp_path)
 
 
 def options_of(tmp_path):
