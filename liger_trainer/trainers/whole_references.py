@@ -11,17 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
 
-def give_weights_of_first_process(model: nn.Module, accelerator: Any) -> None:
+def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> None:
     """Copy the weights of `model` from process 0 to all others, if it is about to be sharded by FSDP2 and is not yet.
 
     Every process has to call this with its own copy of the model. Tensors stay on the device that they were on, those
     without memory get some on the CPU, and tied weights stay tied.
 
     Args:
-        model (`nn.Module`): A reference or teacher. A quantised model, which every process has read, is left alone.
+        model (`PreTrainedModel`): A reference or teacher. A quantised model, which every process has read, is left
+            alone.
         accelerator (`accelerate.Accelerator`): Of the trainer.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -29,11 +31,12 @@ def give_weights_of_first_process(model: nn.Module, accelerator: Any) -> None:
         return
     if any(hasattr(p, "full_tensor") for p in model.parameters()):  # sharded already
         return
-    _give_memory(model)
-    tensors = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)}
+    if any(t.is_meta for t in model.state_dict().values()):
+        _give_memory(model)
+        model.tie_weights()
     with torch.no_grad():
-        for tensor in tensors.values():
-            sent = tensor.detach().to(accelerator.device).contiguous()
+        for tensor in model.state_dict().values():  # tied weights twice, because all processes have to send as often
+            sent = tensor.to(accelerator.device).contiguous()
             dist.broadcast(sent, src=0)
             tensor.copy_(sent)
 
