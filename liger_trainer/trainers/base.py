@@ -25,7 +25,7 @@ from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.trainers import fp8_fields, in_backward_checks, init_checks
 from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
-from liger_trainer.trainers.logged_loss import FilteredLoss
+from liger_trainer.trainers.logged_loss import filtering_losses
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.report_callback import ReportCallback
 from liger_trainer.varlen.counted import counting
@@ -215,29 +215,12 @@ class LigerTrainerMixin(StockTrainer):
             self.checkpointing = chooser.outcome
         lightly = checkpointing_lightly(self) if chooser is None else nullcontext()
         try:
-            with lightly, in_backward_checks.while_training(self) as self._in_backward:
-                return self._train_filtering(*args, **kwargs)
+            with lightly, filtering_losses(self), in_backward_checks.while_training(self) as self._in_backward:
+                return super().train(*args, **kwargs)
         finally:
             self._chooser = self._in_backward = None
             if chooser is not None:
                 chooser.end()
-
-    def _train_filtering(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        if not (self.uses_liger and self.args.logging_nan_inf_filter):
-            return super().train(*args, **kwargs)
-        step = self.training_step  # a subclass that overrides it gets each loss as it is
-        before = {name: value for name, value in vars(self).items() if name == "training_step"}
-
-        def filtered_step(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return FilteredLoss.of(step(*args, **kwargs), 1 + self.state.global_step - self._globalstep_last_logged)
-
-        self.__dict__["training_step"] = filtered_step
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            if vars(self).get("training_step") is filtered_step:  # otherwise somebody has wrapped or removed it
-                del self.__dict__["training_step"]
-            self.__dict__.update(before)
 
     def _wants(self, part: str) -> bool:
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
