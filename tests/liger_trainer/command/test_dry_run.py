@@ -36,7 +36,7 @@ NOT_TRUE_ALONE = {
     "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_liger_kernel", "load_best_model_at_end",
     "eval_on_start", "greater_is_better", "assistant_only_loss", "auto_find_batch_size", "use_vllm",
     "use_transformers_continuous_batching", "use_transformers_paged", "use_adaptive_entropy", "vllm_enable_sleep_mode",
-    "vllm_importance_sampling_correction", "enable_jit_checkpoint",
+    "vllm_importance_sampling_correction", "enable_jit_checkpoint", "fp8", "optimizer_in_backward",
 }  # fmt: skip
 
 
