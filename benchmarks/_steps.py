@@ -13,29 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from _measure import DEVICE
+from _models import MODELS
 from _rows import pairs_of, sft_rows, tokens_of
 
-# The shapes of published models, by name. No weights are fetched.
-MODELS = {
-    "Llama-3-8B": ("llama", dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5)),
-    "Llama-3.2-1B": ("llama", dict(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=64, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True)),
-    "Qwen3-0.6B": ("qwen3", dict(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=True)),
-    "Gemma-3-1B": ("gemma3_text", dict(
-        hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
-        head_dim=256, vocab_size=262144, max_position_embeddings=32768, sliding_window=512)),
-    "SmolLM2-135M": ("llama", dict(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True)),
-    "tiny": ("llama", dict(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=1031, max_position_embeddings=512)),
-}  # fmt: skip
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ fp8" for fp8=True, which needs
 # torchao, "- varlen" for liger_config={"varlen_attention": False}, and "- in_backward" for the ordinary step beside
 # --optimizer_in_backward.

@@ -34,7 +34,8 @@ from pathlib import Path
 
 from _launched import SETTINGS
 from _measure import DEVICE, Record, table
-from _steps import MODELS, Run, build, reason_in, release
+from _models import MODELS
+from _steps import Run, build, reason_in, release
 
 LAUNCHERS = ("torchrun", "accelerate", "killed")
 ENTRY = Path(__file__).with_name("_launched.py")

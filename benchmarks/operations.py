@@ -17,12 +17,8 @@ case is begun after --minutes.
 
 import argparse
 import gc
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 
 import torch
@@ -30,6 +26,7 @@ from _cases import LIMITS, MISMATCH, forward_backward
 from _cases_head import cross_entropy, dpo_head, linear_cross_entropy, logprobs_entropy
 from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, swiglu
 from _cases_lora import lora_linear, lora_mlp
+from _first_call import FIRST_STEP, first_calls, first_step
 from _measure import (
     DEVICE,
     Record,
@@ -37,7 +34,6 @@ from _measure import (
     milliseconds,
     peak_gib,
     relative_error,
-    seconds,
     synchronize,
     table,
 )
@@ -105,21 +101,6 @@ ODD = [
 ]
 TINY_ODD = [(rms_norm, 1, 97), (cross_entropy, 33, 307), (linear_cross_entropy, 1, 32, 307)]
 FEW_PROVIDERS = ("ours", "ours lean", "compile", "liger", "eager", "F.rms_norm")  # of the sweep and the odd sizes
-
-# Per operation: the first size, and another that other kernels may be compiled for.
-FIRST_STEP = {
-    "rms_norm": [(rms_norm, 8192, 2048), (rms_norm, 4096, 1152)],
-    "add_rms_norm": [(add_rms_norm, 8192, 2048), (add_rms_norm, 4096, 1152)],
-    "layer_norm": [(layer_norm, 8192, 2048), (layer_norm, 4096, 1152)],
-    "swiglu": [(swiglu, 8192, 8192), (swiglu, 4096, 6912)],
-    "geglu": [(geglu, 8192, 8192), (geglu, 4096, 6912)],
-    "rope": [(rope, 4, 2048, 32, 8, 64), (rope, 2, 1024, 16, 8, 128)],
-    "lora_linear": [(lora_linear, 8192, 2048, 8192, 16), (lora_linear, 4096, 1152, 6912, 8)],
-    "lora_mlp": [(lora_mlp, 8192, 2048, 8192, 16), (lora_mlp, 4096, 1152, 6912, 8)],
-    "cross_entropy": [(cross_entropy, 4096, 128256), (cross_entropy, 2048, 50257)],
-    "linear_cross_entropy": [(linear_cross_entropy, 8192, 2048, 128256), (linear_cross_entropy, 2048, 1152, 50257)],
-    "linear_logprobs": [(dpo_head, 4, 1024, 2048, 128256), (dpo_head, 2, 1024, 1152, 50257)],
-}
 
 COLUMNS = {
     "operation": ("operation", ""),
@@ -274,50 +255,6 @@ def print_against_fastest_peer(rows):
     print("ours / it: our time over that of the fastest peer; below 1 ours is faster")
 
 
-def first_calls(name, sizes):
-    """Print for each size by how many seconds its first call takes longer than a later one, as one line of JSON."""
-    if DEVICE == "cuda":  # what starting the context and cuBLAS takes does not belong to the operation
-        x = torch.randn(1024, 1024, device=DEVICE).bfloat16()
-        seconds(lambda: x @ x)
-    extra = []
-    for make, *size in sizes:
-        case = make(*size, dtype=torch.bfloat16)
-        run = forward_backward(case.providers["ours"], case)
-        first = seconds(run)
-        extra.append(first - statistics.median(seconds(run) for _ in range(5)))
-    print("RESULT " + json.dumps(extra))
-
-
-def first_step(names, options, record):
-    """Run each operation in a fresh process, first with an empty TRITON_CACHE_DIR and then with the one it has
-    filled."""
-    rows = []
-    for name in names:
-        row = {
-            "operation": name,
-            "size": " then ".join("x".join(map(str, size)) for _, *size in _first_sizes(options)[name]),
-        }
-        with tempfile.TemporaryDirectory() as cache:
-            for state in ("empty", "filled"):
-                command = [sys.executable, __file__, "--first_step", "--child", name] + ["--tiny"] * options.tiny
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env=os.environ | {"TRITON_CACHE_DIR": cache}
-                )
-                found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-                if not found:
-                    raise RuntimeError(f"{name} failed: {done.stderr[-3000:]}")
-                row[state], row[f"{state}_other"] = json.loads(found[0].removeprefix("RESULT "))
-        rows.append(row)
-        record.write({"rows": rows})
-    titles = {
-        "empty": "first call s, empty cache", "empty_other": "other size s", "filled": "first call s, filled cache",
-        "filled_other": "other size s",
-    }  # fmt: skip
-    table(
-        rows, {"operation": COLUMNS["operation"], "size": COLUMNS["size"]} | {k: (t, ".3f") for k, t in titles.items()}
-    )
-
-
 def _first_sizes(options):
     return {name: [sizes[0], sizes[-1]] for name, sizes in TINY.items()} if options.tiny else FIRST_STEP
 
@@ -348,7 +285,8 @@ def main(argv=None):
         return first_calls(options.child, _first_sizes(options)[options.child])
     record = Record("operations", case_of(options), options.json, options.tiny, argv)
     if options.first_step:
-        first_step(options.only, options, record)
+        sizes = {name: _first_sizes(options)[name] for name in options.only}
+        first_step(sizes, [sys.executable, __file__, "--first_step"] + ["--tiny"] * options.tiny, record)
     elif options.sweep or options.odd:
         cases = (TINY_SWEEP if options.tiny else SWEEP) if options.sweep else (TINY_ODD if options.tiny else ODD)
         cases = [case for case in cases if case[0].__name__ in options.only]

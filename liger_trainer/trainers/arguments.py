@@ -33,7 +33,7 @@ class LigerArguments(StockArguments):
         default=None,
         metadata={
             "help": "Switches single parts off; all are on by default: rms_norm, layer_norm, rope, swiglu, geglu, "
-            'lora, float8, fused_linear_cross_entropy. For example {"rope": false}. It may also have '
+            'lora, float8, fused_linear_cross_entropy, varlen_attention. For example {"rope": false}. It may also have '
             "rebuild_above_mib, 16 by default: results of norms and gates that take more MiB than that are computed "
             "again in the backward pass instead of being kept."
         },

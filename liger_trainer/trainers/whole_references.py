@@ -46,11 +46,11 @@ def _give_memory(model: nn.Module) -> None:
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
+            for name, tensor in list(tensors.items()):
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in made:
                     empty = torch.empty_like(tensor, device="cpu")
                     is_weight = isinstance(tensor, nn.Parameter)
                     made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_weight else empty
-                tensors[name] = made[tensor]  # type: ignore[index]
+                setattr(module, name, made[tensor])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 
 _ATTRIBUTE = "_liger_counted"
 
@@ -91,13 +92,8 @@ def _is_counted(x: Any) -> bool:
 
 def _moved(x: Any, device: Any, non_blocking: bool) -> Any:
     """As accelerate moves it, but without waiting for a copy from pinned memory, which whatever follows waits for."""
-    if isinstance(x, torch.Tensor):
-        return x.to(device, non_blocking=non_blocking or x.is_pinned())
-    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
-        return type(x)(_moved(inner, device, non_blocking) for inner in x)
-    if type(x) is dict:
-        return {name: _moved(inner, device, non_blocking) for name, inner in x.items()}
-    return x.to(device) if hasattr(x, "to") else x
+    pinned = isinstance(x, torch.Tensor) and x.is_pinned()
+    return send_to_device(x, device, non_blocking=non_blocking or pinned)
 
 
 def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,14 @@ SHAPES = [
 
 
 @pytest.fixture
-def rounds_right(device):
+def rounds_right(device, monkeypatch):
+    """On a CPU the twin is in the place of the kernel."""
+    if device == "cpu":
+        monkeypatch.setattr(module, "runs_triton", lambda *tensors: False)
+
+
+@pytest.fixture
+def kernel_rounds_right(device):
     if device == "cpu" and module.runs_triton(torch.empty(1)):
         pytest.skip("Triton's interpreter rounds to fp8 wrongly; runs on a GPU, or without TRITON_INTERPRET")
 
@@ -49,7 +56,7 @@ def test_matches_float64(shape, x_dtype, dtype, most, bits, least, power_of_2, d
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matches_the_twin(shape, x_dtype, dtype, device, rounds_right):
+def test_matches_the_twin(shape, x_dtype, dtype, device, kernel_rounds_right):
     x = numbers(shape, device, x_dtype)
     for power_of_2 in (False, True):
         found = float8_cast(x, dtype, columns=True, power_of_2=power_of_2)

@@ -28,7 +28,7 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 
 def job_of(options, patched):
     """As `_steps.py` builds it: bf16 weights, AdamW with bf16 states, and bf16 autocast unless it says otherwise."""
-    from _steps import MODELS
+    from _models import MODELS
     from peft import LoraConfig
     from transformers import AutoConfig
 
