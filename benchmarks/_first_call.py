@@ -44,8 +44,8 @@ def first_calls(name, sizes):
 
 
 def first_step(sizes, command, record):
-    """Run each operation of `sizes` by `command` in a process of its own: first with an empty TRITON_CACHE_DIR, then with
-    the one that it has filled."""
+    """Run each operation of `sizes` by `command`, each time in a new process: first with an empty TRITON_CACHE_DIR,
+    then with the one that it has filled."""
     rows = []
     for name, of_name in sizes.items():
         row = {
