@@ -16,14 +16,17 @@ from _measure import DEVICE
 from _models import MODELS
 from _rows import pairs_of, sft_rows, tokens_of
 
-# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ fp8" for fp8=True, which needs
-# torchao, "- varlen" for liger_config={"varlen_attention": False}, and "- in_backward" for the ordinary step beside
-# --optimizer_in_backward.
+# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "- varlen" and "- float8" for
+# liger_config={"varlen_attention": False} and {"float8": False}, and "- in_backward" for the ordinary step beside
+# --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
+# untrained on one GPU, torchao converts the same layers before the trainer is built.
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
         "LigerSFTTrainer - varlen",
         "LigerSFTTrainer + fp8",
+        "LigerSFTTrainer + fp8 - float8",
+        "LigerSFTTrainer + fp8 + compile",
         "LigerTrainer",
         "LigerTrainer - varlen",
         "LigerTrainer - in_backward",
@@ -31,6 +34,8 @@ ARMS = {
         "Trainer + Liger",
         "SFTTrainer",
         "SFTTrainer + Liger",
+        "SFTTrainer + Liger + fp8",
+        "SFTTrainer + compile + fp8",
         "Trainer + compile",
         "LigerTrainer + compile",
     ),
@@ -110,14 +115,18 @@ def make_trainer(arm, run, callbacks):
     model = build(run)
     vocab = model.config.get_text_config().vocab_size
     options, inputs, methods = {}, {}, {"training_step": counting_step(stock_class)}
-    if arm.endswith("+ Liger"):
+    switches = set(arm.split(" ")[1:])
+    if "Liger" in switches:
         options["use_liger_kernel"] = True
-    if arm.endswith("+ compile"):
+    if "compile" in switches:
         options["torch_compile"] = True
-    if arm.endswith("+ fp8"):
-        options["fp8"] = True
-    if arm.endswith("- varlen"):
-        options["liger_config"] = {"varlen_attention": False}
+    if "fp8" in switches:
+        if arm.startswith("Liger"):
+            options["fp8"] = True
+        else:
+            in_float8(model)
+    if off := {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches:
+        options["liger_config"] = {"varlen_attention" if name == "varlen" else name: False for name in off}
     if run.rows != "full":
         options["train_sampling_strategy"] = "sequential"
     if is_trl:
@@ -174,6 +183,14 @@ def make_trainer(arm, run, callbacks):
     trainer = trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
     trainer.counted = []
     return trainer
+
+
+def in_float8(model):
+    """Convert all linear layers of `model` but the first and the last, as accelerate does for fp8."""
+    from accelerate.utils.ao import convert_model_to_fp8_ao
+    from torchao.float8 import Float8LinearConfig
+
+    convert_model_to_fp8_ao(model, config=Float8LinearConfig())
 
 
 def counting_step(stock_class):
