@@ -8,6 +8,8 @@ from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
 from .float8_cast import Float8, float8_cast
 from .float8_linear import Float8Form, Float8Input, float8_linear
+from .frozen_float8 import Float8Weight, dequantized, quantized
+from .frozen_float8_linear import frozen_float8_linear
 from .gated_rms_norm import gated_rms_norm
 from .geglu import geglu
 from .layer_norm import layer_norm
@@ -37,6 +39,7 @@ __all__ = [
     "Float8",
     "Float8Form",
     "Float8Input",
+    "Float8Weight",
     "HeadsLoss",
     "LoRAGroup",
     "LigerCrossEntropyLoss",
@@ -49,8 +52,10 @@ __all__ = [
     "TokenRanks",
     "add_rms_norm",
     "cross_entropy",
+    "dequantized",
     "float8_cast",
     "float8_linear",
+    "frozen_float8_linear",
     "gated_rms_norm",
     "geglu",
     "layer_norm",
@@ -63,6 +68,7 @@ __all__ = [
     "lora_linear",
     "lora_linears",
     "lora_mlp",
+    "quantized",
     "rms_norm",
     "rope",
     "swiglu",

@@ -15,6 +15,7 @@ import torch
 from ._dispatch import once_differentiable
 from ._low_rank import added, factors_of, low_rank_gradients, parts_of, scaled_b, sum_of_parts
 from ._products import wide_product
+from .frozen_float8 import Float8Weight, SharedRows, input_gradient
 
 
 class Adapter(NamedTuple):
@@ -28,7 +29,7 @@ class Adapter(NamedTuple):
 class Layer(NamedTuple):
     """A linear layer (K -> N): weight (N, K), bias (N,) or None, and its LoRA or None."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | Float8Weight
     bias: torch.Tensor | None
     adapter: Adapter | None
 
@@ -40,26 +41,33 @@ class Form(NamedTuple):
         scalings (`tuple`): Of the LoRA of each layer; None where a layer has none.
         dtype: Of the products and of the results.
         parts (`int`): How many 16-bit numbers stand for one of an r-wide factor, 1 or 2 (see `_low_rank.py`).
+        frozen (`tuple`): Of each layer, its weight if that has eight bits, else None.
     """
 
     scalings: tuple[float | None, ...]
     dtype: torch.dtype
     parts: int
+    frozen: tuple[Float8Weight | None, ...]
 
     def layers(self, tensors) -> list[Layer]:
         """The layers whose tensors are flattened: weight, bias, A, B of each."""
         found = []
-        for k, scaling in enumerate(self.scalings):
+        for k, (scaling, frozen) in enumerate(zip(self.scalings, self.frozen, strict=True)):
             weight, bias, a, b = tensors[4 * k : 4 * k + 4]
+            weight = weight if frozen is None else frozen
             found.append(Layer(weight, bias, None if scaling is None else Adapter(a, b, scaling)))
         return found
 
 
 def flattened(layers: list[Layer]) -> list[torch.Tensor | None]:
-    """The tensors of `layers`, in the order of `Form.layers`."""
+    """The tensors of `layers`, in the order of `Form.layers`. A weight of eight bits is not among them."""
     tensors: list[torch.Tensor | None] = []
     for weight, bias, adapter in layers:
-        tensors += (weight, bias, *((None, None) if adapter is None else adapter[:2]))
+        tensors += (
+            None if isinstance(weight, Float8Weight) else weight,
+            bias,
+            *((None, None) if adapter is None else adapter[:2]),
+        )
     return tensors
 
 
@@ -96,14 +104,17 @@ def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[t
     return found
 
 
-def output(rows: torch.Tensor, layer: Layer, h: tuple[torch.Tensor, ...], form: Form) -> torch.Tensor:
+def output(rows: SharedRows, layer: Layer, h: tuple[torch.Tensor, ...], form: Form) -> torch.Tensor:
     """y (T, N) of one layer."""
     small = None
     if layer.adapter is not None:
         of_b, of_h = factors_of(layer.adapter.scaling, form.dtype)
         small = (h[0] if of_h == 1.0 else h[0] * of_h, scaled_b(layer.adapter.b, of_b, form.dtype, 1).t())
     bias = None if layer.bias is None else layer.bias.to(form.dtype)
-    return added(small, ((rows, layer.weight.to(form.dtype).t()),), bias)
+    if isinstance(layer.weight, Float8Weight):  # its product cannot add to what is there
+        y = rows.times(layer.weight, bias)
+        return y if small is None else y.addmm_(*small)
+    return added(small, ((rows.rows, layer.weight.to(form.dtype).t()),), bias)
 
 
 class Gradients(NamedTuple):
@@ -112,11 +123,12 @@ class Gradients(NamedTuple):
     Attributes:
         dh: (T, R), in the dtype of the form; (T, 2 R) in two parts.
         large (`list`): The factors of the products whose sum is the gradient of x, but for the adapters' part of it.
+            The second may be a weight of eight bits.
         tensors (`list`): Gradients of the layers' tensors, in the order of `flattened`. None where there is none yet.
     """
 
     dh: torch.Tensor
-    large: list[tuple[torch.Tensor, torch.Tensor]]
+    large: list[tuple[torch.Tensor, torch.Tensor | Float8Weight]]
     tensors: list[torch.Tensor | None]
 
 
@@ -129,7 +141,8 @@ def gradients(dys: list[torch.Tensor | None], h: torch.Tensor, layers: list[Laye
             if layer.adapter is not None:
                 all_dh.append(h.new_zeros(columns[0].shape, dtype=torch.promote_types(h.dtype, torch.float32)))
             continue
-        large.append((dy, layer.weight.to(form.dtype)))
+        weight = layer.weight
+        large.append((dy, weight if isinstance(weight, Float8Weight) else weight.to(form.dtype)))
         if needs[4 * k + 1]:
             tensors[4 * k + 1] = dy.sum(0)
         if layer.adapter is not None:
@@ -171,6 +184,19 @@ def adapters_part(found: Gradients, layers: list[Layer], form: Form) -> tuple[to
     return found.dh[:, : a.shape[0]], a
 
 
+def gradient_of_input(small: tuple[torch.Tensor, torch.Tensor] | None, found: Gradients) -> torch.Tensor:
+    """dx (T, K): the products in `found.large`, and the adapters' part `small` if there is one."""
+    of_float8 = [(dy, weight) for dy, weight in found.large if isinstance(weight, Float8Weight)]
+    others = [(dy, weight) for dy, weight in found.large if isinstance(weight, torch.Tensor)]
+    if not of_float8:
+        return added(small, others)
+    dx = input_gradient(of_float8)
+    for product in (*others, small):
+        if product is not None:
+            dx.addmm_(*product)
+    return dx
+
+
 def rounded_like(grads: list[torch.Tensor | None], tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Each gradient in the dtype of its tensor."""
     return [None if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
@@ -206,7 +232,7 @@ class _Kept(torch.autograd.Function):
             if needs_source:
                 dsource = torch.mm(*small).view(x.shape).to(source.dtype)
             if needs_x:
-                dx = added(small if source is None else None, found.large).view(x.shape).to(x.dtype)
+                dx = gradient_of_input(small if source is None else None, found).view(x.shape).to(x.dtype)
             return None, None, None, dx, dsource, *rounded_like(found.tensors, tensors)
 
 
@@ -261,10 +287,11 @@ class Outputs:
                     source_rows = self.rows if source is None else as_matrix(source, form.dtype)
                     made.append(low_rank(source_rows, layers, form))
                 self.h = columns_of(made[0], layers, form)
+                self.shared = SharedRows(self.rows)
 
     def __getitem__(self, k: int) -> torch.Tensor:
         def compute() -> torch.Tensor:
-            y = output(self.rows, self.layers[k], self.h[k], self.form)
+            y = output(self.shared, self.layers[k], self.h[k], self.form)
             return in_shape(y, (*self.shape[:-1], y.shape[1]))
 
         with no_autocast(self.rows.device.type):

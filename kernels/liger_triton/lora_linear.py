@@ -16,18 +16,23 @@ Bytes   b per element, beside the product x W^T itself: forward reads x, and wri
         and writes y. Kept for backward: x itself and h, where PEFT's layer keeps a 16-bit copy of x for each adapter.
 """
 
+from typing import TypeAlias
+
 import torch
 
 from . import reference
 from ._dispatch import KERNEL_DTYPES, takes_twin
 from ._lora import Adapter, Form, Layer, Outputs
+from .float8_cast import MULTIPLE, fault_of_device
+from .frozen_float8 import Float8Weight, dequantized
 
 Lora = tuple[torch.Tensor, torch.Tensor, float]
+Weight: TypeAlias = torch.Tensor | Float8Weight
 
 
 def lora_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     lora: Lora,
@@ -37,7 +42,8 @@ def lora_linear(
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32 (float64: the PyTorch twin).
-        weight (`torch.Tensor`): (N, K), of the dtype of `x`, or of any under autocast.
+        weight (`torch.Tensor`): (N, K), of the dtype of `x`, or of any under autocast. Or a frozen `Float8Weight`, with
+            which x W^T and dy W are computed in eight bits: these are not the same numbers.
         bias (`torch.Tensor`, *optional*): (N,).
         lora (`tuple`): (A, B, s), with A (r, K) and B (N, r) of any floating-point dtype and a number s.
         lora_input (`torch.Tensor`, *optional*): What goes into A in place of `x`, such as `x` after a dropout. Its
@@ -53,7 +59,7 @@ def lora_linear(
 
 
 def lora_linears(
-    x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]
+    x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | None, Lora | None]]
 ) -> tuple[torch.Tensor, ...]:
     """`lora_linear` of several layers with one input, such as q, k and v: x is read and kept once for all adapters.
 
@@ -83,7 +89,15 @@ def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
     """How a group of layers is computed, see `Form`."""
     dtype = result_dtype(x)
     split = _has_fp32(layers) and dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type)
-    return Form(tuple([None if layer.adapter is None else layer.adapter.scaling for layer in layers]), dtype, 1 + split)
+    scalings = tuple([None if layer.adapter is None else layer.adapter.scaling for layer in layers])
+    frozen = tuple([layer.weight if isinstance(layer.weight, Float8Weight) else None for layer in layers])
+    return Form(scalings, dtype, 1 + split, frozen)
+
+
+def as_tensors(layers: list[tuple[Weight, torch.Tensor | None, Lora | None]], x: torch.Tensor) -> list:
+    """`layers` for the PyTorch twin, in which a weight of eight bits is what its numbers stand for."""
+    dtype = result_dtype(x)
+    return [(dequantized(w, dtype) if isinstance(w, Float8Weight) else w, bias, lora) for w, bias, lora in layers]
 
 
 def _has_fp32(layers: list[Layer]) -> bool:
@@ -100,7 +114,7 @@ def runs_as_twin(x: torch.Tensor, layers: list[Layer]) -> bool:
     return x.dtype == torch.float16 and _has_fp32(layers) and not torch.is_autocast_enabled(x.device.type)
 
 
-def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]) -> list[Layer]:
+def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | None, Lora | None]]) -> list[Layer]:
     """`layers`, of which all fit `x`; ValueError if one does not."""
     if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16, float32, float64.")
@@ -109,7 +123,12 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tenso
     for weight, bias, lora in layers:
         if weight.ndim != 2 or weight.shape[1] != width:
             raise ValueError(f"weight is {tuple(weight.shape)}, x {tuple(x.shape)}; expected weight (N, {width}).")
-        if weight.dtype != x.dtype and not casts:
+        if isinstance(weight, Float8Weight):
+            if any([width % MULTIPLE for width in weight.shape]):
+                raise ValueError(f"weight is {tuple(weight.shape)} in eight bits; expected multiples of {MULTIPLE}.")
+            if (fault := fault_of_device(device)) is not None:
+                raise ValueError(f"{fault}; take a weight in 16 bits.")
+        elif weight.dtype != x.dtype and not casts:
             raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; convert one of them, or use autocast.")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias is {tuple(bias.shape)}; expected ({weight.shape[0]},) or None.")
@@ -141,9 +160,9 @@ class LoRAGroup:
         x, layers: As in `lora_linears`.
     """
 
-    def __init__(self, x: torch.Tensor, layers: list[tuple[torch.Tensor, torch.Tensor | None, Lora | None]]):
+    def __init__(self, x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | None, Lora | None]]):
         found = checked_layers(x, layers)
-        self._twins = (x, layers) if runs_as_twin(x, found) else None
+        self._twins = (x, as_tensors(layers, x)) if runs_as_twin(x, found) else None
         if self._twins is None:
             self._outputs = Outputs(x, None, found, form_of(x, found))
 
@@ -167,6 +186,7 @@ def _outputs(x, layers, lora_input):
     if lora_input is not None and lora_input.shape != x.shape:
         raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
     if runs_as_twin(x, found):
+        layers = as_tensors(layers, x)
         if len(layers) > 1:
             return reference.lora_linears(x, layers)
         weight, bias, lora = layers[0]

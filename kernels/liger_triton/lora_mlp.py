@@ -28,6 +28,7 @@ from ._lora import (
     columns_of,
     computed,
     flattened,
+    gradient_of_input,
     gradients,
     in_shape,
     low_rank,
@@ -36,14 +37,14 @@ from ._lora import (
     rounded_like,
     without_memory,
 )
-from ._low_rank import added
+from .frozen_float8 import SharedRows
 from .geglu import geglu
 from .geglu import gradients_and_product as geglu_gradients
-from .lora_linear import Lora, checked_layers, form_of, runs_as_twin
+from .lora_linear import Lora, Weight, as_tensors, checked_layers, form_of, runs_as_twin
 from .swiglu import gradients_and_product as swiglu_gradients
 from .swiglu import swiglu
 
-Projection = tuple[torch.Tensor, torch.Tensor | None, Lora | None]
+Projection = tuple[Weight, torch.Tensor | None, Lora | None]
 
 
 class Gate(NamedTuple):
@@ -76,8 +77,10 @@ class _Inner(NamedTuple):
 
 def _inner(x: torch.Tensor, layers: list[Layer], forms: tuple[Form, Form], gate: Gate) -> _Inner:
     rows = as_matrix(x, forms[0].dtype)
-    h = low_rank(rows, layers[:2], forms[0])
-    g, u = (output(rows, *pair, forms[0]) for pair in zip(layers[:2], columns_of(h, layers[:2], forms[0]), strict=True))
+    h, shared = low_rank(rows, layers[:2], forms[0]), SharedRows(rows)
+    g, u = (
+        output(shared, *pair, forms[0]) for pair in zip(layers[:2], columns_of(h, layers[:2], forms[0]), strict=True)
+    )
     a = gate.product(g, u)
     return _Inner(g, u, a, h, low_rank(a, layers[2:], forms[1]))
 
@@ -111,7 +114,7 @@ class _KeptMLP(torch.autograd.Function):
                 a = ctx.gate.product(g, u)
                 add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
                 return (None,) * 12 + tuple(rounded_like(of_down.tensors, tensors[8:]))
-            da = added(adapters_part(of_down, down, form_down), of_down.large)
+            da = gradient_of_input(adapters_part(of_down, down, form_down), of_down)
             dg, du, a = ctx.gate.gradients(da, g, u)
             del g, u, da
             add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
@@ -121,7 +124,7 @@ class _KeptMLP(torch.autograd.Function):
             add_gradients_of_factors(found, [dg, du], rows, rows, inner, form, needs[:8])
             dx = None
             if needs_x:
-                dx = added(adapters_part(found, inner, form), found.large).view(x.shape).to(x.dtype)
+                dx = gradient_of_input(adapters_part(found, inner, form), found).view(x.shape).to(x.dtype)
             return None, None, None, dx, *rounded_like(found.tensors + of_down.tensors, tensors)
 
 
@@ -132,7 +135,8 @@ def lora_mlp(
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32 (float64: the PyTorch twin).
-        gate, up (`tuple`): (weight (I, K), bias (I,) or None, lora or None), with `lora` as in `lora_linear`.
+        gate, up (`tuple`): (weight (I, K), bias (I,) or None, lora or None), with `weight` and `lora` as in
+            `lora_linear`.
         down (`tuple`): The same, with weight (N, I).
         activation (`str`, *optional*, defaults to `"silu"`): `"silu"`, `"gelu_tanh"`, or `"gelu"` for the exact one.
 
@@ -154,12 +158,12 @@ def lora_mlp(
     width = x.new_empty((0, up[0].shape[0]))
     outer = checked_layers(width, [down])
     if runs_as_twin(x, [*inner, *outer]):
-        return reference.lora_mlp(x, gate, up, down, activation=activation)
+        return reference.lora_mlp(x, *as_tensors(projections, x), activation=activation)
     forms, of_gate, made = (form_of(x, inner), form_of(x, outer)), ACTIVATIONS[activation], []
 
     def compute() -> torch.Tensor:
         known = made.pop() if made else _inner(x, [*inner, *outer], forms, of_gate)
-        y = output(known.a, outer[0], columns_of(known.h_down, outer, forms[1])[0], forms[1])
+        y = output(SharedRows(known.a), outer[0], columns_of(known.h_down, outer, forms[1])[0], forms[1])
         return in_shape(y, (*x.shape[:-1], y.shape[1]))
 
     with no_autocast(x.device.type):

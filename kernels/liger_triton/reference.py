@@ -172,6 +172,16 @@ def float8_cast(x, dtype, rows=True, columns=False, power_of_2=False, maxima=Non
     return q if rows else None, turned, scale.reciprocal(), maxima
 
 
+def float8_row_cast(parts, factors=None):
+    """See `liger_triton.frozen_float8.row_cast`."""
+    wide = [part.to(torch.float32) for part in parts]
+    if factors is not None:
+        wide = [part * factor for part, factor in zip(wide, factors, strict=True)]
+    x = torch.cat(wide, 1)
+    scale = 448.0 / x.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    return (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), 1.0 / scale
+
+
 def float8_product(a, a_inverse, b, b_inverse, dtype):
     """a b of two matrices in eight bits, in fp32 and rounded once."""
     return (torch.mm(a.float(), b.float()) * (a_inverse * b_inverse)).to(dtype)

@@ -1,0 +1,247 @@
+"""A frozen weight of eight bits and its two products, y = x W^T + b and dx = dy W, with a scale for each row.
+
+    W ~ w8 * s_n    once, with s_n = max|W_n| / 448 for each output feature n
+    y  = (x8 w8^T) * s_t * s_n          x8 is x rounded to e4m3 with a scale s_t for each token
+    dx = (d8 w8) * s_t                  d8 is dy * s_n, rounded to e4m3 with a scale for each token
+
+The sum of dx runs over the features n, so that their scales cannot be taken out of it. They are put into dy before it
+is rounded. Scales by row are those of torchao's recipe "rowwise", for which dy is scaled in the same direction.
+
+Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. The number of tokens is free.
+Dtypes  x bf16, fp16, fp32. y and dx have the dtype of x, under autocast that of autocast; sums are in fp32.
+Bytes   b per element of x, beside the products: x is read once or twice, the second time from the cache, and written in
+        one byte. The same for dy. The weight is read and written in one byte for dx, since the matrix units want both
+        factors contiguous along the sum. Kept for backward: nothing but the weight.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import reference
+from ._dispatch import KERNEL_DTYPES, _device_guard, jit, on_cuda, tl
+from ._launch import cdiv, launch, next_power_of_2, runs_triton
+from .float8_cast import E4M3, MULTIPLE, TILE_COLUMNS, TILE_ROWS, TILE_WARPS, _packing, _quarter, _scaled
+
+LARGEST = 448.0  # of e4m3
+LEAST = 1e-12  # what a row of zeros counts as
+MOST_PARTS = 3  # of one cast: the gradients of q, k and v
+FAST_SUMS = True  # whether the matrix units may keep sums in registers of fewer bits than fp32
+
+
+class Float8Weight(NamedTuple):
+    """A weight W (N, K) in eight bits, W ~ bits * scale[:, None].
+
+    Attributes:
+        bits: (N, K), e4m3, contiguous.
+        scale: (N,), fp32.
+    """
+
+    bits: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.bits.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.bits.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.bits.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.bits.device
+
+
+@jit
+def _most_of(X, FACTOR, most, row, n, stride, BLOCK: tl.constexpr, HAS_FACTOR: tl.constexpr):
+    """The bits of the largest |x| of a row, and of `most`; NaN counts as the largest."""
+    for start in range(0, n, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(X + row * stride + column, mask=column < n, other=0.0).to(tl.float32)
+        if HAS_FACTOR:
+            x *= tl.load(FACTOR + column, mask=column < n, other=0.0)
+        most = tl.maximum(most, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return most
+
+
+@jit
+def _store_part(
+    X, FACTOR, OUT, scale, row, n, stride, LARGEST: tl.constexpr, BLOCK: tl.constexpr, HAS_FACTOR: tl.constexpr
+):
+    for start in range(0, n, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(X + row * stride + column, mask=column < n, other=0.0).to(tl.float32)
+        if HAS_FACTOR:
+            x *= tl.load(FACTOR + column, mask=column < n, other=0.0)
+        tl.store(OUT + column, _scaled(x, scale, LARGEST).to(OUT.dtype.element_ty), mask=column < n)
+
+
+@jit
+def _row_cast_kernel(
+    A, B, C, FA, FB, FC, OUT, INVERSE, na, nb, nc, stride_a, stride_b, stride_c,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, HAS_FACTOR: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of up to three matrices, side by side, with one scale for all of it."""
+    row = tl.program_id(0).to(tl.int64)
+    bits = tl.zeros([BLOCK], tl.int32)
+    bits = _most_of(A, FA, bits, row, na, stride_a, BLOCK, HAS_FACTOR)
+    if PARTS > 1:
+        bits = _most_of(B, FB, bits, row, nb, stride_b, BLOCK, HAS_FACTOR)
+    if PARTS > 2:
+        bits = _most_of(C, FC, bits, row, nc, stride_c, BLOCK, HAS_FACTOR)
+    most = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    most = tl.where(most < LEAST, LEAST, most)
+    scale = tl.div_rn(tl.full([], LARGEST, tl.float32), most)
+    tl.store(INVERSE + row, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
+    OUT += row * (na + nb + nc)
+    _store_part(A, FA, OUT, scale, row, na, stride_a, LARGEST, BLOCK, HAS_FACTOR)
+    if PARTS > 1:
+        _store_part(B, FB, OUT + na, scale, row, nb, stride_b, LARGEST, BLOCK, HAS_FACTOR)
+    if PARTS > 2:
+        _store_part(C, FC, OUT + na + nb, scale, row, nc, stride_c, LARGEST, BLOCK, HAS_FACTOR)
+
+
+@jit
+def _transposed_kernel(
+    W, COLUMNS, n, k, first, stride, tiles_per_row,
+    LARGEST: tl.constexpr, PACK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of W in eight bits, written as its transpose, four numbers at a time (see `_columns_kernel`)."""
+    pid = tl.program_id(0)
+    quarter = (pid // tiles_per_row).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    col = (pid % tiles_per_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    a = _quarter(W, W, quarter * 4, col, n, k, 1.0, LARGEST, False)
+    b = _quarter(W, W, quarter * 4 + 1, col, n, k, 1.0, LARGEST, False)
+    c = _quarter(W, W, quarter * 4 + 2, col, n, k, 1.0, LARGEST, False)
+    d = _quarter(W, W, quarter * 4 + 3, col, n, k, 1.0, LARGEST, False)
+    four = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    places = COLUMNS + col[:, None] * stride + first + quarter[None, :]
+    tl.store(places, tl.trans(four), mask=(quarter[None, :] * 4 < n) & (col[:, None] < k))
+
+
+def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices side by side in e4m3, with one scale for each row.
+
+    Args:
+        parts (`list`): At most three of (T, N_i), with unit stride in rows; bf16, fp16 or fp32.
+        factors (`list`, *optional*): (N_i,), fp32, by which the columns are multiplied before.
+
+    Returns:
+        (T, N) in e4m3, and (T, 1) in fp32: what its rows have to be multiplied by. A row with a NaN or an infinity is
+        NaN.
+    """
+    rows, total = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    if not (on_cuda(parts[0]) and runs_triton(parts[0])) or rows == 0:
+        return reference.float8_row_cast(parts, factors)
+    out = torch.empty((rows, total), dtype=E4M3, device=parts[0].device)
+    inverse = torch.empty((rows, 1), dtype=torch.float32, device=parts[0].device)
+    missing = MOST_PARTS - len(parts)
+    given = [*parts, *parts[:1] * missing]
+    widths = [part.shape[1] for part in parts] + [0] * missing
+    of_columns = [inverse] * MOST_PARTS if factors is None else [*factors, *factors[:1] * missing]
+    block = min(4096, next_power_of_2(max(widths)))
+    with _device_guard(out):
+        launch(
+            _row_cast_kernel, (rows,), *given, *of_columns, out, inverse, *widths,
+            *[part.stride(0) for part in given], LARGEST=LARGEST, LEAST=LEAST,
+            HAS_FACTOR=factors is not None, PARTS=len(parts), BLOCK=block, num_warps=8 if block > 1024 else 4,
+        )  # fmt: skip
+    return out, inverse
+
+
+def quantized(weight: torch.Tensor) -> Float8Weight:
+    """W (N, K) in eight bits, with a scale for each of its rows.
+
+    Raises:
+        ValueError: `weight` is no matrix of 16- or 32-bit numbers, or a width is no multiple of 16.
+    """
+    if weight.ndim != 2 or weight.dtype not in KERNEL_DTYPES or any(width % MULTIPLE for width in weight.shape):
+        raise ValueError(
+            f"weight is {tuple(weight.shape)} {weight.dtype}; expected a matrix in bfloat16, float16 or float32 whose "
+            f"widths are multiples of {MULTIPLE}. Leave such a layer as it is."
+        )
+    with torch.no_grad():
+        bits, inverse = row_cast([weight.detach().contiguous()])
+    return Float8Weight(bits, inverse.view(-1))
+
+
+def dequantized(weight: Float8Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers (N, K) that the eight bits stand for."""
+    return (weight.bits.to(torch.float32) * weight.scale[:, None]).to(dtype)
+
+
+def _product(a, a_inverse, b, b_inverse, dtype, bias=None) -> torch.Tensor:
+    """a b^T (M, N) for a (M, K) and b (N, K) in eight bits, times a_inverse (M, 1) and b_inverse (1, N)."""
+    if not on_cuda(a):
+        y = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_inverse * b_inverse
+        return (y if bias is None else y + bias).to(dtype)
+    if dtype == torch.bfloat16:  # the only one that PyTorch's product with scales by row has
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=FAST_SUMS
+        )
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    y = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=FAST_SUMS)
+    y = y.mul_(a_inverse).mul_(b_inverse)
+    return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+class SharedRows:
+    """An input (T, K) of layers, which is rounded to eight bits when the first of them asks for it."""
+
+    def __init__(self, rows: torch.Tensor):
+        self.rows = rows
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def times(self, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + b (T, N), in the dtype of the rows."""
+        if self.rows.numel() == 0:
+            return F.linear(self.rows, dequantized(weight, self.rows.dtype), bias)
+        if self._made is None:
+            self._made = row_cast([self.rows])
+        return _product(*self._made, weight.bits, weight.scale[None], self.rows.dtype, bias)
+
+
+def input_gradient(grads: Sequence[tuple[torch.Tensor, Float8Weight]]) -> torch.Tensor:
+    """The sum of dy W (T, K) over (dy (T, N_i), W (N_i, K)), in the dtype of the first dy."""
+    total: torch.Tensor | None = None
+    for start in range(0, len(grads), MOST_PARTS):
+        some = grads[start : start + MOST_PARTS]
+        dx = _input_gradient([dy for dy, _ in some], [weight for _, weight in some])
+        total = dx if total is None else total.add_(dx)
+    assert total is not None, "grads is empty"
+    return total
+
+
+def _input_gradient(dys: list[torch.Tensor], weights: list[Float8Weight]) -> torch.Tensor:
+    k = weights[0].shape[1]
+    if dys[0].numel() == 0:
+        return dys[0].new_zeros((dys[0].shape[0], k))
+    rows, inverse = row_cast(dys, [weight.scale for weight in weights])
+    one = torch.ones((1, k), dtype=torch.float32, device=rows.device)
+    return _product(rows, inverse, _transposed([weight.bits for weight in weights]), one, dys[0].dtype)
+
+
+def _transposed(all_bits: list[torch.Tensor]) -> torch.Tensor:
+    """The transposes of (N_i, K) in eight bits side by side: (K, N)."""
+    if not (on_cuda(all_bits[0]) and runs_triton(all_bits[0])):
+        return torch.cat([bits.view(torch.uint8).t() for bits in all_bits], 1).contiguous().view(E4M3)
+    k, total = all_bits[0].shape[1], sum(bits.shape[0] for bits in all_bits)
+    columns, first = torch.empty((k, total), dtype=E4M3, device=all_bits[0].device), 0
+    tiles_per_row = cdiv(k, TILE_COLUMNS)
+    with _device_guard(columns):
+        for bits in all_bits:
+            n = bits.shape[0]
+            launch(
+                _transposed_kernel, (cdiv(n, TILE_ROWS) * tiles_per_row,),
+                bits, columns.view(torch.int32), n, k, first, total // 4, tiles_per_row,
+                LARGEST=LARGEST, PACK=_packing(E4M3), BLOCK_N=TILE_ROWS, BLOCK_K=TILE_COLUMNS, num_warps=TILE_WARPS,
+            )  # fmt: skip
+            first += n // 4
+    return columns
