@@ -178,8 +178,9 @@ def float8_row_cast(parts, factors=None):
     if factors is not None:
         wide = [part * factor for part, factor in zip(wide, factors, strict=True)]
     x = torch.cat(wide, 1)
-    scale = 448.0 / x.abs().amax(1, keepdim=True).clamp(min=1e-12)
-    return (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), 1.0 / scale
+    most = x.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    scale = torch.full_like(most, 448.0) / most  # 448.0 / most is not rounded to the nearest on a GPU
+    return (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), torch.ones_like(scale) / scale
 
 
 def float8_product(a, a_inverse, b, b_inverse, dtype):
