@@ -34,11 +34,13 @@ def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> N
     if any(t.is_meta for t in model.state_dict().values()):
         _give_memory(model)
         model.tie_weights()
+    has_weights = accelerator.process_index == 0
     with torch.no_grad():
         for tensor in model.state_dict().values():  # tied weights twice, because all processes have to send as often
             sent = tensor.to(accelerator.device).contiguous()
             dist.broadcast(sent, src=0)
-            tensor.copy_(sent)
+            if not has_weights:
+                tensor.copy_(sent)
 
 
 def _give_memory(model: nn.Module) -> None:
