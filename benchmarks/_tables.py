@@ -32,7 +32,7 @@ def is_ours(name):
 def role(arm):
     """Which of the three trainers an arm is. Trainers that stand side by side are of one class, and all or none of them
     are compiled."""
-    return "ours" if is_ours(arm) else "liger" if arm.endswith("+ Liger") else "stock"
+    return "ours" if is_ours(arm) else "liger" if "+ Liger" in arm else "stock"
 
 
 def read(path):
@@ -47,7 +47,7 @@ def rows_of(record, path):
         if "arm" in row:
             row["role"] = role(row["arm"])
             row["trainer"] = f"**{row['arm']}**" if is_ours(row["arm"]) else row["arm"]
-            row["class"] = row["arm"].removeprefix("Liger").removesuffix(" + Liger").replace(" + compile", ", compiled")
+            row["class"] = row["arm"].removeprefix("Liger").replace(" + Liger", "").replace(" + compile", ", compiled")
         if "provider" in row:
             row["dtype"] = DTYPES[row.get("dtype", "bfloat16")]
         if "tied" in row:

@@ -163,7 +163,8 @@ def test_records_are_complete_and_listed(render):
 def test_first_losses_of_a_run_agree(render):
     for path in sorted((render.RESULTS / "training").rglob("*.json")):
         losses = [row["losses"][0] for row in json.loads(path.read_text())["rows"] if row.get("losses")]
-        rounding = 1 / 32 if "fsdp2" in path.parent.name else 0  # there accelerate rounds the stock loss to 1/16
+        # Under FSDP2, also that of context parallelism, accelerate rounds the stock loss to 1/16
+        rounding = 1 / 32 if "fsdp2" in path.parent.name or "cp2" in path.parent.name else 0
         assert max(losses) - min(losses) <= 1e-3 * min(losses) + rounding, path
 
 
