@@ -12,33 +12,40 @@ or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own c
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from liger_trainer.head.module import CaptureBinding
 from liger_trainer.instance.binding import Binding, is_aside, is_bound, own_class
 from liger_trainer.instance.hooks import LeftOut, has_hooks, hook_on, step_aside
 from liger_trainer.patching import probe
+from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.lora_parts import (
+    Tensors,
+    active_parts,
+    adapter_of,
+    called_by,
+    computes,
+    is_base,
+    is_plain,
+    weight_of,
+    without_dropped,
+)
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton import lora_linear
 
-Tensors = tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
-
 _CLASS = ("peft.tuners.lora.layer", "Linear")
 _BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
-_WIDTHS, _RANK, _TOKENS = (6, 10), 3, 5  # of the small copy
+_WIDTHS, _FLOAT8_WIDTHS, _RANK, _TOKENS = (6, 10), (16, 32), 3, 5  # of the small copy
 
 # The least product of tokens, width and width for which our function runs without autocast: 2048 tokens of a width of
 # 4096. With fewer, the GPU is done before the host has launched the next layer, and PEFT's own code, which multiplies
 # in fp32 there, launches less than ours. Under autocast, which has it cast every factor, it launches more: for a layer
 # of a checkpointed Llama with a LoRA on everything, forward and backward, 224 kernels where ours launches 130.
 LEAST_WORK = 2**35
-_KNOWN_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
-_PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
 
 
 @dataclass(frozen=True)
@@ -47,24 +54,13 @@ class LoRA:
 
     adapters: tuple[str, ...]
     bias: bool
+    float8: bool = False
     operation: str = "lora"
     left_out: LeftOut = ()
 
     def __str__(self) -> str:
-        return f"linear{' with bias' if self.bias else ''} + {', '.join(self.adapters)}"
-
-
-class Part(NamedTuple):
-    """One adapter of a layer, as the layer calls it."""
-
-    a: nn.Module
-    b: nn.Module
-    dropout: nn.Module
-    scaling: float
-
-    def drops(self) -> bool:
-        """Whether the dropout changes its input now."""
-        return type(self.dropout) is nn.Dropout and self.dropout.training and self.dropout.p > 0
+        bits, bias = " in eight bits" if self.float8 else "", " with bias" if self.bias else ""
+        return f"linear{bits}{bias} + {', '.join(self.adapters)}"
 
 
 def nominated(module: nn.Module) -> bool:
@@ -84,54 +80,6 @@ def _names(cls: type) -> tuple[str, str]:
 def _is_peft_s(cls: type) -> bool:
     """Whether this is the class whose formula is known."""
     return _names(cls) == _CLASS
-
-
-def active_parts(layer: nn.Module) -> list[Part] | None:
-    """The plain adapters whose results `layer` adds to that of its base now; None where it does anything else."""
-    state = layer.__dict__
-    if state["_disable_adapters"] or state["merged_adapters"] or not state.get("cast_input_dtype_enabled", True):
-        return None
-    modules = state["_modules"]
-    a_of, b_of, dropout_of = (modules[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
-    active = state["_active_adapter"]
-    parts = []
-    for name in (active,) if isinstance(active, str) else active:
-        if name in a_of:
-            if name in state["lora_variant"]:
-                return None
-            scaling = state["scaling"][name]
-            if getattr(scaling, "requires_grad", False):  # somebody trains it
-                return None
-            parts.append(Part(a_of[name], b_of[name], dropout_of[name], scaling))
-    return parts or None
-
-
-def called_by(layer: nn.Module, parts: list[Part]) -> list[nn.Module]:
-    """The modules that the layer's own code calls, and ours does not."""
-    called = [layer._modules["base_layer"]]
-    for part in parts:
-        called += part[:3]
-    return called
-
-
-def _is_linear(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear:
-        return False
-    parameters = module._parameters  # `module.weight` takes a call of Python
-    bias = parameters["bias"]
-    return type(parameters["weight"]) in _PLAIN_TENSORS and (bias is None or type(bias) in _PLAIN_TENSORS)
-
-
-def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
-    """Whether base and adapters are linear layers with plain tensors, adapters without a bias."""
-    if not _is_linear(layer._modules["base_layer"]):
-        return False
-    for a, b, dropout, _ in parts:
-        if not (_is_linear(a) and _is_linear(b) and type(dropout) in (nn.Identity, nn.Dropout)):
-            return False
-        if a._parameters["bias"] is not None or b._parameters["bias"] is not None:
-            return False
-    return True
 
 
 def _attached(modules: list[nn.Module]) -> str | None:
@@ -154,7 +102,7 @@ def why_not(layer: nn.Module) -> str | None:
         if name in layer.__dict__["lora_variant"]:
             return f"its adapter is a LoRA variant ({type(layer.__dict__['lora_variant'][name]).__name__})"
     base = layer._modules["base_layer"]
-    if type(base) is not nn.Linear:
+    if type(base) not in (nn.Linear, FrozenFloat8Linear):
         return f"its base is a {type(base).__name__}, not a linear layer"
     parts = active_parts(layer)
     if parts is None:
@@ -162,46 +110,6 @@ def why_not(layer: nn.Module) -> str | None:
     if any(part.b.bias is not None for part in parts):
         return "its LoRA has a bias (lora_bias=True)"
     return _attached(called_by(layer, parts))
-
-
-def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | None = None) -> bool:
-    """Whether x, or something of its dtype and another width, is what the layer's own code multiplies without an error.
-
-    Where it is not, that code runs and raises.
-    """
-    if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
-        return False
-    weight, device, dtype = base._parameters["weight"], x.device, x.dtype
-    if (x.shape[-1] if width is None else width) != weight.shape[1]:
-        return False
-    tensors = [weight]
-    for part in parts:
-        tensors += (part.a._parameters["weight"], part.b._parameters["weight"])
-    for t in tensors:
-        if t.dtype not in _KNOWN_DTYPES or t.device != device:
-            return False
-        if t.dtype == torch.float64 != dtype:  # PEFT computes in it, we do not
-            return False
-    return weight.dtype == dtype or (dtype != torch.float64 and torch.is_autocast_enabled(device.type))
-
-
-def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Part]]:
-    """x with zeros where the dropout of `part` puts them, and `part` with a scaling that makes up for them.
-
-    The module itself draws the mask. What it multiplies the others by goes into the scaling, since in 16 bits x times
-    that number would be rounded. The zeros of x have a gradient, so that they are kept, or not, like all others.
-    """
-    with torch.no_grad():
-        kept = part.dropout(torch.ones_like(x, dtype=part.a.weight.dtype)) != 0
-    return torch.where(kept, x, 0), [part._replace(scaling=part.scaling / (1 - part.dropout.p))]
-
-
-def adapter_of(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """(A, B, scaling) of one adapter, or of several at once: their A over one another, their scaled B side by side."""
-    if len(parts) == 1:
-        return parts[0].a._parameters["weight"], parts[0].b._parameters["weight"], parts[0].scaling
-    a = torch.cat([part.a.weight for part in parts])
-    return a, torch.cat([part.scaling * part.b.weight for part in parts], 1), 1.0
 
 
 def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
@@ -212,19 +120,22 @@ def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
         return None, f"its base is a {base}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
     if (reason := why_not(layer)) is not None:
         return None, reason
-    proven = LoRA(tuple(layer._modules["lora_A"]._modules), layer._modules["base_layer"].bias is not None)
+    base = layer._modules["base_layer"]
+    float8 = type(base) is FrozenFloat8Linear
+    widths = _FLOAT8_WIDTHS if float8 else _WIDTHS
+    proven = LoRA(tuple(layer._modules["lora_A"]._modules), base.bias is not None, float8)
     for training in (True, False):
         for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
             results = []
             for forward in (fused, type(layer).forward):
                 source = probe.generator()
-                copy = _small_copy(layer, source, dtype)
+                copy = _small_copy(layer, source, dtype, widths)
                 probe.set_training(copy, training)
-                x = probe.randn((2, _TOKENS, _WIDTHS[0]), source, dtype).requires_grad_()
+                x = probe.randn((2, _TOKENS, widths[0]), source, dtype).requires_grad_()
                 torch.manual_seed(probe.SEED)  # of the dropout, which draws from the global generator
                 y = forward(copy, x)
                 leaves = [x, *(p for p in copy.parameters() if p.requires_grad)]
-                dy = probe.randn((2, _TOKENS, _WIDTHS[1]), source, dtype)
+                dy = probe.randn((2, _TOKENS, widths[1]), source, dtype)
                 grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
                 results.append([y, *(torch.zeros(()) if g is None else g for g in grads)])
             if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
@@ -232,7 +143,9 @@ def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
     return proven, None
 
 
-def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
+def _small_copy(
+    layer: nn.Module, source: torch.Generator, dtype: torch.dtype, widths: tuple[int, int] = _WIDTHS
+) -> nn.Module:
     """A layer with the attributes of `layer`, narrow, with fp32 adapters of a small rank and random weights."""
 
     def linear(width_in: int, width_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -242,10 +155,14 @@ def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype) -
                 module._parameters[name] = nn.Parameter(probe.randn(p.shape, source, dtype))
         return module
 
-    children = {"base_layer": linear(*_WIDTHS, layer._modules["base_layer"].bias is not None, dtype)}
-    for name, widths in (("lora_A", (_WIDTHS[0], _RANK)), ("lora_B", (_RANK, _WIDTHS[1]))):
+    of_layer = layer._modules["base_layer"]
+    base = linear(*widths, of_layer.bias is not None, dtype)
+    if type(of_layer) is FrozenFloat8Linear:
+        base = FrozenFloat8Linear.of(base)
+    children = {"base_layer": base}
+    for name, of_adapter in (("lora_A", (widths[0], _RANK)), ("lora_B", (_RANK, widths[1]))):
         adapters = layer._modules[name]._modules
-        children[name] = nn.ModuleDict({key: linear(*widths, False, torch.float32) for key in adapters})
+        children[name] = nn.ModuleDict({key: linear(*of_adapter, False, torch.float32) for key in adapters})
     copy = probe.clone(layer, source, children=children)
     copy.__dict__ |= {"_disable_adapters": False, "merged_adapters": []}
     return copy
@@ -285,7 +202,7 @@ def fused(self, x: torch.Tensor) -> torch.Tensor:
         if len(parts) > 1 or parts[0].dropout.p == 1:  # each adapter has a mask of its own; 1 / (1 - p) is infinite
             return own(self, x)
         dropped, parts = without_dropped(x, parts[0])
-    weight, bias, adapter = base._parameters["weight"], base._parameters["bias"], adapter_of(parts)
+    weight, bias, adapter = weight_of(base), base._parameters["bias"], adapter_of(parts)
     binding = Binding.of(self)
     if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:
         y = binding.group.output(self, x, (weight, bias, adapter))
@@ -302,9 +219,9 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
     """
     if has_hooks(module) or not _pays(x):
         return None
-    if type(module) is nn.Linear:
-        plain = "forward" not in module.__dict__ and _is_linear(module) and computes(x, module, [], width)
-        return (module._parameters["weight"], module._parameters["bias"], None) if plain else None
+    if type(module) in (nn.Linear, FrozenFloat8Linear):
+        plain = "forward" not in module.__dict__ and is_base(module) and computes(x, module, [], width)
+        return (weight_of(module), module._parameters["bias"], None) if plain else None
     binding = Binding.of(module)
     if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
         return None
@@ -314,7 +231,7 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
     base = module._modules["base_layer"]
     if _attached(called_by(module, parts)) is not None or not computes(x, base, parts, width):
         return None
-    return base._parameters["weight"], base._parameters["bias"], adapter_of(parts)
+    return weight_of(base), base._parameters["bias"], adapter_of(parts)
 
 
 class LoRABinding(Binding):

@@ -17,8 +17,9 @@ from torch._subclasses import FakeTensor
 
 from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.patching.lora import LoRABinding, Tensors, tensors_now
-from liger_triton import LoRAGroup
+from liger_trainer.patching.lora import LoRABinding, tensors_now
+from liger_trainer.patching.lora_parts import Tensors
+from liger_triton import Float8Weight, LoRAGroup
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 _PARAMETERS = (nn.Parameter, FakeTensor)  # a parameter without values has the second type
@@ -96,7 +97,8 @@ class InputGroup:
 
     def _begin(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> _Begun | None:
         """Compute the adapters of `layer` and of those that follow it; None where it has none to share with."""
-        if type(tensors[0]) not in _PARAMETERS:
+        weight = tensors[0]
+        if type(weight.scale if isinstance(weight, Float8Weight) else weight) not in _PARAMETERS:
             return None
         members = [(layer, tensors)]
         for other in self.layers[self.layers.index(layer) + 1 :]:
@@ -115,6 +117,8 @@ def _mode(x: torch.Tensor) -> tuple[bool, torch.dtype | None]:
 
 def _flat(tensors: Tensors) -> tuple[Any, ...]:
     weight, bias, adapter = tensors
+    if isinstance(weight, Float8Weight):  # it is made for each call, of parameters that stay
+        weight = weight.scale
     return (weight, bias, *(adapter or ()))
 
 

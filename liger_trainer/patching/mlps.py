@@ -32,7 +32,8 @@ from liger_trainer.patching.gates import (
     scale_names,
 )
 from liger_trainer.patching.kind import Kind
-from liger_trainer.patching.lora import Tensors, tensors_now
+from liger_trainer.patching.lora import tensors_now
+from liger_trainer.patching.lora_parts import Tensors
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, nobody_else_reads, rebuilding
 from liger_triton import lora_mlp
 from liger_triton.halves import halves

@@ -26,8 +26,10 @@ from liger_trainer.instance.binding import Binding, is_bound
 from liger_trainer.instance.hooks import has_hooks
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
-_RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0", "_ComputedBackward")  # the last: ours
-_FORWARDS_THAT_KEEP_NOTHING = ("torch.nn.", "peft.", "transformers.pytorch_utils", "torchao.float8.")
+_RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0", "_ComputedBackward", "_FrozenBackward")  # 2 ours
+_FORWARDS_THAT_KEEP_NOTHING = (
+    "torch.nn.", "peft.", "transformers.pytorch_utils", "torchao.float8.", "liger_trainer.patching.frozen_float8",
+)  # fmt: skip
 REBUILD_ABOVE_BYTES = 16 << 20  # smaller tensors, and those of just this size, are kept unless a caller says otherwise
 
 

@@ -23,7 +23,7 @@ from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.apply import swap_converted
-from liger_trainer.trainers import fp8_fields, in_backward_checks, init_checks
+from liger_trainer.trainers import frozen_base, in_backward_checks, init_checks
 from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
 from liger_trainer.trainers.logged_loss import filtering_losses
 from liger_trainer.trainers.patched_models import PatchedModels
@@ -58,6 +58,7 @@ class LigerTrainerMixin(StockTrainer):
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
+        freezes_in_eight_bits (`bool`): Whether the base of a model with adapters is put into eight bits, as `fp8` asks.
         checkpointing (`Outcome` or `None`): What `activation_checkpointing: auto` has chosen, in the last training.
         device_memory (`Memory` or `None`): Another memory than the GPU's, by which it chooses.
     """
@@ -68,6 +69,7 @@ class LigerTrainerMixin(StockTrainer):
     _predicted: list[dict[str, torch.Tensor]] | None = None  # a list while `prediction_step` gathers predictions
     _patched: PatchedModels
     liger_report: LigerReport | None = None
+    freezes_in_eight_bits: bool = False
     checkpointing: Outcome | None = None
     device_memory: Memory | None = None
     _chooser: Chooser | None = None
@@ -128,14 +130,13 @@ class LigerTrainerMixin(StockTrainer):
         accelerate has FSDP2 round everything that a unit returns to the 16-bit type. In bf16, a sum of
         log-probabilities between 512 and 1,024 nats would become a multiple of 4. Hidden states have that type anyhow.
         """
-        super().create_accelerator_and_postprocess()
+        with frozen_base.settled(self):
+            super().create_accelerator_and_postprocess()
         plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
         policy: Any = getattr(plugin, "mixed_precision_policy", None)
         rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
         if rounds and self.uses_liger:
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
-        if self.uses_liger:
-            fp8_fields.without_needless_wrappers(self.accelerator)
 
     def get_train_dataloader(self) -> DataLoader:
         return self._counting(super().get_train_dataloader())
@@ -239,7 +240,9 @@ class LigerTrainerMixin(StockTrainer):
             config = (config or {}) | {"fused_linear_cross_entropy": False}
         if self._splits_rows:
             config = (config or {}) | {"varlen_attention": False}
+        frozen = frozen_base.quantize(self, model)
         self.liger_report = apply_liger(model, config, head_options=options)
+        self.liger_report.operations |= frozen
         if unfused is not None:
             part = self.liger_report["fused_linear_cross_entropy"]
             part.enabled, part.skipped = True, {"lm_head": unfused}

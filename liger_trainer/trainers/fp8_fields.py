@@ -1,5 +1,7 @@
 """The field `fp8`: accelerate's `mixed_precision: fp8` with torchao, asked for in the arguments or by a launcher.
 
+For a model with adapters it means something else, which `frozen_base.py` does.
+
 `accelerate launch` hands its `mixed_precision` on in a variable, which the trainer's own `bf16` overrides. TRL's
 configs set `bf16` where nobody has, so that fp8 would be lost without a word.
 """
@@ -8,6 +10,10 @@ import importlib.util
 import os
 from dataclasses import replace
 from typing import Any
+
+import torch
+
+from liger_triton.float8_cast import fault_of_device as fault_of_gpu
 
 
 def asked_by_launcher() -> bool:
@@ -28,14 +34,25 @@ def settle(args: Any) -> None:
             raise ValueError(
                 f"fp8 is true, and {name} is {getattr(args, name)!r}, with which it does not work. Remove one of them."
             )
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError("fp8 is true, which needs torchao: pip install torchao. Or set fp8 to false.")
 
 
 def apply(args: Any) -> None:
     """Tell accelerate, by way of the arguments. Call after the stock class has looked."""
     if args.fp8:
         args.mixed_precision = "fp8"
+
+
+def refuse_without_torchao(args: Any) -> None:
+    """ValueError if fp8 is asked for and torchao is missing, which a frozen base alone can do without."""
+    if getattr(args, "fp8", False) and importlib.util.find_spec("torchao") is None:
+        raise ValueError(
+            "fp8 is true, which needs torchao for a model without adapters: pip install torchao. Or set fp8 to false."
+        )
+
+
+def fault_of_device(device: torch.device) -> str | None:
+    """Why nothing should be trained in eight bits on `device`; None where it can be."""
+    return f"{device} is no GPU" if device.type == "cpu" else fault_of_gpu(device)
 
 
 def handler_of(accelerator: Any) -> Any:

@@ -19,7 +19,6 @@ from liger_trainer.patching import float8
 from liger_trainer.patching.packing import why_rows_mix
 from liger_trainer.trainers import fp8_fields
 from liger_trainer.world import Surroundings, World, fault_of_world
-from liger_triton.float8_cast import fault_of_device
 
 if TYPE_CHECKING:
     from liger_trainer.trainers.base import LigerTrainerMixin
@@ -68,16 +67,16 @@ def refuse_fp8_elsewhere(trainer: "LigerTrainerMixin") -> None:
     configs = [*float8.configs_of(trainer.model), *([] if converts is None else [converts.config])]
     device = trainer.args.device
     if any(not config.emulate for config in configs):
-        fault = f"{device} is no GPU" if device.type == "cpu" else fault_of_device(device)
-        if fault is not None:
+        if (fault := fp8_fields.fault_of_device(device)) is not None:
             raise ValueError(
                 f"torchao's fp8 is asked for (fp8, mixed_precision, or convert_to_float8_training), but {fault}. Use "
                 "bf16, or take a GPU of compute capability 8.9 or later: Ada, Hopper, Blackwell."
             )
     if converts is not None and converts.module_filter_func is None and getattr(trainer.model, "peft_config", None):
         raise ValueError(
-            "fp8 has accelerate convert all linear layers, those of the model's adapters too, which would be rounded "
-            "to eight bits. Train adapters in bf16, or convert the model before get_peft_model and leave out fp8."
+            "fp8 is asked for, and the model, which comes from model_init, has adapters. accelerate was told to "
+            "convert linear layers before that was known, and would convert those of the adapters too. Pass the model "
+            "itself to the trainer, in place of model_init."
         )
 
 

@@ -1,0 +1,87 @@
+"""A linear layer of a frozen base model in eight bits, for adapters beside it. What multiplies is `liger_triton`."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from liger_triton import Float8Weight, dequantized, frozen_float8_linear, quantized
+
+_CODES = torch.uint8  # what holds the bits: no conversion of a model to another dtype touches it, and NCCL sends it
+
+
+class FrozenFloat8Linear(nn.Module):
+    """x W^T + b with a frozen W of eight bits, W ~ bits * scale[:, None].
+
+    `weight` has bits and not numbers: what reads it to compute with it is wrong, and `dequantize()` is meant instead.
+    PEFT asks for the numbers in this way where a module has a `W_q`, for DoRA for example. It gives new adapters the
+    dtype `compute_dtype`.
+
+    Args:
+        weight (`Float8Weight`): (N, K).
+        bias (`nn.Parameter`, *optional*): (N,), trained or not.
+        compute_dtype (`torch.dtype`): That of the weight before it was quantised.
+
+    Attributes:
+        weight (`nn.Parameter`): (N, K), uint8, without a gradient.
+        scale (`nn.Parameter`): (N,), fp32, without a gradient. It stays in fp32 whatever the model is converted to. It
+            is no buffer, because DDP sends the buffers of a model in every forward pass.
+    """
+
+    def __init__(self, weight: Float8Weight, bias: nn.Parameter | None, compute_dtype: torch.dtype):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.compute_dtype = compute_dtype
+        self.weight = nn.Parameter(weight.bits.view(_CODES), requires_grad=False)
+        self.scale = nn.Parameter(weight.scale, requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Self:
+        """The layer that takes the place of `linear`, with its bias and its mode. On `meta` it has no values either."""
+        weight = linear.weight
+        if weight.is_meta:
+            bits = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device="meta")
+            float8 = Float8Weight(bits, torch.empty(weight.shape[0], dtype=torch.float32, device="meta"))
+        else:
+            float8 = quantized(weight)
+        return cls(float8, linear.bias, weight.dtype).train(linear.training)
+
+    @property
+    def float8(self) -> Float8Weight:
+        """The weight, for the functions of `liger_triton`."""
+        weight, scale = self._parameters["weight"], self._parameters["scale"]
+        assert weight is not None and scale is not None, "neither is ever taken away"
+        if weight.dtype != _CODES or scale.dtype != torch.float32:
+            raise RuntimeError(
+                f"A frozen layer in eight bits has a weight of {weight.dtype} and a scale of {scale.dtype}; expected "
+                f"{_CODES} and torch.float32. Something has converted them by `.data` or `.type()`; build the trainer "
+                "on a model that is loaded anew."
+            )
+        return Float8Weight(weight.view(torch.float8_e4m3fn), scale)
+
+    @property
+    def W_q(self) -> nn.Parameter:  # noqa: N802 - the name by which PEFT knows that there is a `dequantize`
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """(N, K): the numbers that the bits stand for, in `compute_dtype`. They have no gradient."""
+        return dequantized(self.float8, self.compute_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return frozen_float8_linear(x, self.float8, self.bias)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move the layer, or convert it, but for the scale, which keeps its dtype and its values."""
+        scale = self.scale.detach()  # which `_apply` does not reach
+        super()._apply(fn, recurse)
+        if self.scale.dtype != torch.float32:
+            self.scale = nn.Parameter(scale.to(self.scale.device), requires_grad=False)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            "weight=float8_e4m3fn"
+        )

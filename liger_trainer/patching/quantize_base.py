@@ -1,0 +1,170 @@
+"""The frozen linear layers of a model with adapters, put into eight bits, one after the other.
+
+Each becomes a `FrozenFloat8Linear` in its place, so that half of its memory is free before the next one is looked at.
+What is trained, shared, or read by code other than a call of the layer stays as it is.
+"""
+
+import dis
+import functools
+import inspect
+import types
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from liger_trainer.head.find import base_model_of, output_head
+from liger_trainer.head.module import modules_called_by
+from liger_trainer.instance.binding import own_class
+from liger_trainer.instance.report import OperationReport
+from liger_trainer.patching import adapter_guards
+from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
+from liger_trainer.patching.probe import slot_of
+
+OPERATION = "frozen_float8"
+MULTIPLE = 16  # of both widths, as the matrix units for eight bits want it
+
+# PEFT's methods whose own code reads no weight of the base but by calls of its layers. LoRA's is in `adapter_guards`.
+KNOWN_METHODS = ("LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+
+_LORA = ("peft.tuners.lora.layer", "Linear")
+_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
+_WRAPPER = ("peft.utils.other", "AuxiliaryTrainingWrapper")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def quantize_base(model: nn.Module) -> OperationReport:
+    """Put the frozen linear layers of `model`, which has adapters of PEFT, into eight bits.
+
+    Those that are in eight bits already count as swapped.
+
+    Raises:
+        ValueError: The adapters are of a method that may read the weights, or one of them is merged into the weights.
+    """
+    for name, config in model.peft_config.items():  # type: ignore[union-attr,operator]
+        method = str(getattr(config.peft_type, "value", config.peft_type))
+        if method not in KNOWN_METHODS:
+            raise ValueError(
+                f"The adapter {name!r} is of PEFT's method {method}, whose code may read the weights of frozen layers, "
+                f"so that they cannot be put into eight bits. Use one of {', '.join(KNOWN_METHODS)}, or leave out fp8."
+            )
+    report, base = OperationReport(), base_model_of(model)
+    output = output_head(model)
+    head = [] if output is None else modules_called_by(output)
+    owners = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
+    places = Counter(id(module) for _, module in base.named_modules(remove_duplicate=False))
+    found = list(_frozen_layers(base))
+    for name, chain, _ in found:
+        adapter_guards.refuse_merged(chain[-1], name)
+    for name, chain, linear in found:
+        if linear in head:
+            reason: str | None = "it is the LM head, which is fused with the loss"
+        elif owners[id(linear.weight)] > 1 or places[id(linear)] > 1:
+            reason = "its weight is shared with another module"
+        else:
+            reason = _why_left(name, chain, linear)
+        if reason is None:
+            parent, _, child = name.rpartition(".")
+            base.get_submodule(parent)._modules[child] = FrozenFloat8Linear.of(linear)
+        else:
+            report.skipped[name] = reason
+    report.swapped = quantized_before(model).swapped
+    if report.swapped:
+        adapter_guards.guard(model)
+    return report
+
+
+def quantized_before(model: nn.Module) -> OperationReport:
+    """The layers of `model` that have been put into eight bits."""
+    report = OperationReport()
+    for name, module in base_model_of(model).named_modules():
+        if type(module) is FrozenFloat8Linear:
+            report.swapped[name] = f"e4m3 with a scale for each row, from {str(module.compute_dtype)[6:]}"
+    return report
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether layers of `model` have been put into eight bits."""
+    return any(type(module) is FrozenFloat8Linear for module in model.modules())
+
+
+def _is(module: nn.Module, names: tuple[str, str]) -> bool:
+    return any((cls.__module__, cls.__qualname__) == names for cls in type(module).__mro__)
+
+
+def _frozen_layers(base: nn.Module) -> Iterator[tuple[str, list[nn.Module], nn.Linear]]:
+    """(name, the modules around it, layer) of each linear layer of the base. Those of adapters are none of it."""
+    modules = dict(base.named_modules())
+    for name, module in modules.items():
+        if type(module) is not nn.Linear:
+            continue
+        parts = name.split(".")
+        chain = [modules[".".join(parts[:k])] for k in range(len(parts))]
+        inside = zip(chain, parts, strict=True)
+        of_adapter = any(
+            (_is(around, _LAYER) and part != "base_layer") or (_is(around, _WRAPPER) and part != "original_module")
+            for around, part in inside
+        )
+        if not of_adapter:
+            yield name, chain, module
+
+
+def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | None:
+    """Why a layer that is neither the LM head nor shared stays as it is; None where it need not."""
+    weight, parent = linear.weight, chain[-1]
+    if any(_is(around, _WRAPPER) for around in chain):
+        return "modules_to_save has a trained copy of it"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.requires_grad:
+        return "it is trained"
+    if weight.dtype not in _DTYPES:
+        return f"its weight is {str(weight.dtype)[6:]}"
+    if any(width % MULTIPLE for width in weight.shape):
+        return f"its widths, {weight.shape[1]} and {weight.shape[0]}, are not both multiples of {MULTIPLE}"
+    if "_hf_hook" in linear.__dict__ or hasattr(weight, "ds_id") or any(getattr(linear, hooks) for hooks in _HOOKS):
+        return "a hook on it gathers its weight, or would be lost"
+    if (replaced := slot_of(linear)[1]) is not None:
+        return replaced
+    around = [module for module in chain if _is(module, _LAYER)]
+    if around and (around != [parent] or _names(own_class(parent)) != _LORA):
+        return f"{'.'.join(_names(own_class(around[0])))} of PEFT has code of its own for it"
+    if around and (variant := adapter_guards.unknown_variant(parent)) is not None:
+        return f"its adapter is a LoRA variant ({variant}), which may read its weight"
+    called = name.split(".")[-2 if around else -1]
+    for module in chain:
+        if called in _weights_read_by(type(module)):  # type: ignore[arg-type]  # mypy thinks a class has no hash
+            return f"the code of {type(module).__name__} reads its weight"
+    return None
+
+
+def _names(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+@functools.cache
+def _weights_read_by(cls: type) -> frozenset[str]:
+    """The names `x` of all `self.x.weight` in the code of a class of a model, such as `out_proj` in Mamba's."""
+    found: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "peft", "builtins"):
+            continue
+        for value in vars(base).values():
+            function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", None) or value)
+            if isinstance(function, types.FunctionType):
+                found |= _weights_read_in(function.__code__)
+    return frozenset(found)
+
+
+def _weights_read_in(code: types.CodeType) -> set[str]:
+    found, before = set(), None
+    for instruction in dis.get_instructions(code):
+        if before is not None and instruction.argval == "weight" and instruction.opname == "LOAD_ATTR":
+            found.add(before)
+        before = instruction.argval if instruction.opname == "LOAD_ATTR" else None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _weights_read_in(constant)
+    return found

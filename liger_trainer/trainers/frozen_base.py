@@ -1,0 +1,105 @@
+"""`fp8` for a model with adapters: its frozen base is put into eight bits, once, when the trainer is built.
+
+accelerate's own fp8 would convert the matrices of the adapters as well, so it is told another precision: that of
+autocast, bf16 unless the user has switched it off.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from liger_trainer.head.find import base_model_of
+from liger_trainer.instance.report import OperationReport
+from liger_trainer.patching.quantize_base import OPERATION, is_quantized, quantize_base, quantized_before
+from liger_trainer.trainers import fp8_fields
+
+if TYPE_CHECKING:
+    from liger_trainer.trainers.base import LigerTrainerMixin
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether `model` has adapters of PEFT, around it or inside."""
+    return bool(getattr(model, "peft_config", None))
+
+
+@contextmanager
+def settled(trainer: "LigerTrainerMixin") -> Iterator[None]:
+    """Decide what the fp8 of `trainer` is, before its accelerator is made.
+
+    Within the block, in which that happens, its arguments ask for the precision of autocast if the base of its model is
+    to be in eight bits.
+    """
+    args, model = trainer.args, getattr(trainer, "model", None)
+    asked = trainer.uses_liger and str(args.mixed_precision) == "fp8" and has_adapters(model)
+    trainer.freezes_in_eight_bits = asked
+    if not asked:
+        fp8_fields.refuse_without_torchao(args)
+        yield
+        if trainer.uses_liger:
+            fp8_fields.without_needless_wrappers(trainer.accelerator)
+        return
+    precision = args.mixed_precision
+    # TRL's configs have None for a `bf16` that is unset, and make True of it, so that False is what the user has said.
+    switched_off = type(args).__dataclass_fields__["bf16"].default is None and args.bf16 is False
+    args.mixed_precision = "no" if switched_off else "bf16"
+    try:
+        yield
+    finally:
+        args.mixed_precision = precision
+
+
+def quantize(trainer: "LigerTrainerMixin", model: nn.Module) -> dict[str, OperationReport]:
+    """Put the base of `model` into eight bits if `trainer` is to do so. Returns what goes into the trainer's report.
+
+    This cannot be undone, so that everything that is refused is refused before.
+
+    Raises:
+        ValueError: The GPU, the model or how it is to be shared out does not go with it, or no layer can be converted.
+    """
+    if not trainer.freezes_in_eight_bits:
+        if has_adapters(model) and is_quantized(model):  # by an earlier trainer
+            return {OPERATION: quantized_before(model)}
+        return {}
+    _refuse_elsewhere(trainer, model)
+    report = quantize_base(model)
+    if not report.swapped:
+        reasons = "; ".join(sorted(set(report.skipped.values()))) or "it has no linear layers"
+        raise ValueError(
+            f"fp8 is asked for, but no layer of the base of {type(base_model_of(model)).__name__} can be put into "
+            f"eight bits ({reasons}). Leave out fp8."
+        )
+    return {OPERATION: report}
+
+
+def _refuse_elsewhere(trainer: "LigerTrainerMixin", model: nn.Module) -> None:
+    args, base = trainer.args, base_model_of(model)
+    if (fault := fp8_fields.fault_of_device(args.device)) is not None:
+        raise ValueError(
+            f"fp8 is asked for, but {fault}. Use bf16, or take a GPU of compute capability 8.9 or later: Ada, Hopper, "
+            "Blackwell."
+        )
+    sharding = {
+        "fsdp": ("FSDP", getattr(trainer, "is_fsdp_enabled", False)),
+        "deepspeed": ("DeepSpeed", getattr(trainer, "is_deepspeed_enabled", False)),
+    }
+    for field, (name, on) in sharding.items():
+        if on:
+            raise ValueError(
+                f"fp8 is asked for, the model has adapters, and {name} ({field}) is to shard the weights, which have "
+                "eight bits then. Train on one GPU or with DDP, or leave out fp8."
+            )
+    if getattr(base, "is_quantized", False) or any(
+        getattr(base, name, False) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit")
+    ):
+        method = getattr(getattr(base, "quantization_method", None), "value", "a method of its own")
+        raise ValueError(
+            f"fp8 is asked for, but the base is quantised already ({method}). Load it in 16 bits (without "
+            "load_in_4bit, load_in_8bit and quantization_config), or leave out fp8."
+        )
+    if getattr(args, "use_vllm", False):
+        raise ValueError(
+            "fp8 is asked for, the model has adapters, and use_vllm is True, for which TRL merges them into the base "
+            "in every step, but the base has eight bits then. Set use_vllm to False, or leave out fp8."
+        )
