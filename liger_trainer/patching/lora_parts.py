@@ -117,9 +117,12 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
             return False
         if t.dtype == torch.float64 != dtype:  # PEFT computes in it, we do not
             return False
-    if float8:
-        return dtype in _KNOWN_DTYPES and dtype != torch.float64 and weight.device == device
-    return weight.dtype == dtype or (dtype != torch.float64 and torch.is_autocast_enabled(device.type))
+    autocast = torch.is_autocast_enabled(device.type)
+    if not float8:
+        return weight.dtype == dtype or (dtype != torch.float64 and autocast)
+    if dtype == torch.float16 and not autocast and any([t.dtype == torch.float32 for t in tensors]):
+        return False  # our function computes this in plain PyTorch, and not in eight bits
+    return dtype in _KNOWN_DTYPES and dtype != torch.float64 and weight.device == device
 
 
 def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Part]]:

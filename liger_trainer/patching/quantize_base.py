@@ -9,7 +9,6 @@ import functools
 import inspect
 import types
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 _LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _WRAPPER = ("peft.utils.other", "AuxiliaryTrainingWrapper")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ONCE = ("__init__", "_init_weights", "init_weights", "reset_parameters")  # methods that run when a model is made
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -55,10 +55,11 @@ def quantize_base(model: nn.Module) -> OperationReport:
     head = [] if output is None else modules_called_by(output)
     owners = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
     places = Counter(id(module) for _, module in base.named_modules(remove_duplicate=False))
-    found = list(_frozen_layers(base))
-    for name, chain, _ in found:
+    found = _layers_of_base(base)
+    for name, chain in found.items():
         adapter_guards.refuse_merged(chain[-1], name)
-    for name, chain, linear in found:
+    for name, chain in found.items():
+        linear = base.get_submodule(name)
         if linear in head:
             reason: str | None = "it is the LM head, which is fused with the loss"
         elif owners[id(linear.weight)] > 1 or places[id(linear)] > 1:
@@ -94,9 +95,12 @@ def _is(module: nn.Module, names: tuple[str, str]) -> bool:
     return any((cls.__module__, cls.__qualname__) == names for cls in type(module).__mro__)
 
 
-def _frozen_layers(base: nn.Module) -> Iterator[tuple[str, list[nn.Module], nn.Linear]]:
-    """(name, the modules around it, layer) of each linear layer of the base. Those of adapters are none of it."""
-    modules = dict(base.named_modules())
+def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
+    """The name of each linear layer of the base, and the modules around it. Layers of adapters are none of it.
+
+    The layers themselves are not returned, so that nobody holds one whose place has been taken.
+    """
+    modules, found = dict(base.named_modules()), {}
     for name, module in modules.items():
         if type(module) is not nn.Linear:
             continue
@@ -108,7 +112,8 @@ def _frozen_layers(base: nn.Module) -> Iterator[tuple[str, list[nn.Module], nn.L
             for around, part in inside
         )
         if not of_adapter:
-            yield name, chain, module
+            found[name] = chain
+    return found
 
 
 def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | None:
@@ -134,7 +139,7 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
     if around and (variant := adapter_guards.unknown_variant(parent)) is not None:
         return f"its adapter is a LoRA variant ({variant}), which may read its weight"
     called = name.split(".")[-2 if around else -1]
-    for module in chain:
+    for module in reversed(chain):
         if called in _weights_read_by(type(module)):  # type: ignore[arg-type]  # mypy thinks a class has no hash
             return f"the code of {type(module).__name__} reads its weight"
     return None
@@ -151,7 +156,9 @@ def _weights_read_by(cls: type) -> frozenset[str]:
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "peft", "builtins"):
             continue
-        for value in vars(base).values():
+        for name, value in vars(base).items():
+            if name in _ONCE:
+                continue
             function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", None) or value)
             if isinstance(function, types.FunctionType):
                 found |= _weights_read_in(function.__code__)

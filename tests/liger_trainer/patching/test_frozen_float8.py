@@ -1,0 +1,350 @@
+"""Frozen layers in eight bits: the layer itself, which layers of a model become one, and what PEFT may do to them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from frozen_bases import LAYERS, adapted, distance, frozen, step
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
+from tiny_models import tiny_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
+from liger_trainer.patching.quantize_base import quantize_base
+from liger_triton import dequantized, quantized
+
+HEAD = "it is the LM head, which is fused with the loss"
+
+
+def linear(bias=True, dtype=torch.float32, width=48):
+    torch.manual_seed(0)
+    return nn.Linear(32, width, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def q_proj(model):
+    return model.get_base_model().model.layers[0].self_attn.q_proj
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_layer(dtype, bias):
+    """Half of the memory of 16 bits, and within the rounding of two factors with three bits behind the leading one."""
+    stock = linear(bias, dtype)
+    layer = FrozenFloat8Linear.of(stock)
+    assert layer.weight.nbytes == 32 * 48 and layer.weight.dtype == torch.uint8 and layer.bias is stock.bias
+    x = torch.randn(5, 32, dtype=dtype).requires_grad_()
+    (want_dx,) = torch.autograd.grad(stock(x).sum(), x)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x)
+    assert layer(x).dtype == dx.dtype == dtype
+    for got, want in ((layer(x), stock(x)), (dx, want_dx)):
+        assert 1e-4 < (got - want).norm() / want.norm() < 0.06
+    got = layer.dequantize()
+    assert got.dtype == dtype and (got - stock.weight).norm() / stock.weight.norm() < 0.03
+    assert "in_features=32, out_features=48" in repr(layer) and "float8_e4m3fn" in repr(layer)
+
+
+def test_a_trained_bias_gets_a_gradient():
+    stock = linear()
+    stock.bias.requires_grad_(True)
+    layer = FrozenFloat8Linear.of(stock)
+    layer(torch.randn(5, 32)).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((48,), 5.0)) and layer.weight.grad is None
+
+
+@pytest.mark.parametrize("change", ["half", "bfloat16", "double", "float", "cpu"])
+def test_conversions_leave_weight_and_scale_alone(change):
+    layer = FrozenFloat8Linear.of(linear())
+    weight, scale = layer.weight.clone(), layer.scale.clone()
+    model = nn.ModuleDict({"layer": layer})
+    getattr(model, change)()
+    assert torch.equal(layer.weight, weight) and torch.equal(layer.scale, scale)
+    assert layer.weight.dtype == torch.uint8 and layer.scale.dtype == torch.float32
+    expected = {"half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}.get(change, torch.float32)
+    assert layer.bias.dtype == expected
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "state_dict", "assign"])
+def test_copies(make):
+    layer = FrozenFloat8Linear.of(linear())
+    x = torch.randn(3, 32)
+    want = layer(x)
+    if callable(make):
+        got = make(layer)
+    else:
+        got = FrozenFloat8Linear.of(linear().apply(lambda m: nn.init.normal_(m.weight)))
+        assert not torch.equal(got(x), want)
+        got.load_state_dict(layer.state_dict(), assign=make == "assign")
+    assert torch.equal(got(x), want)
+    assert set(layer.state_dict()) == {"weight", "scale", "bias"}
+
+
+def test_it_moves_to_another_device_and_back():
+    layer = FrozenFloat8Linear.of(linear()).to("meta")
+    assert layer.weight.is_meta and layer.scale.is_meta and layer.bias.is_meta
+    again = FrozenFloat8Linear.of(linear().to("meta"))
+    assert again.weight.is_meta and again.weight.dtype == torch.uint8 and again.scale.shape == (48,)
+
+
+@pytest.mark.parametrize("change", ["weight", "scale"])
+def test_bits_that_somebody_has_converted_are_not_multiplied(change):
+    layer = FrozenFloat8Linear.of(linear())
+    getattr(layer, change).data = getattr(layer, change).data.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="expected torch.uint8 and torch.float32.*loaded anew"):
+        layer(torch.randn(3, 32))
+
+
+def test_all_frozen_layers_of_a_model():
+    """With an adapter or without one. The loss and the gradients are near those of 16 bits, and not the same."""
+    model = adapted(target_modules=["q_proj", "up_proj"])
+    want, before = step(model), sum(p.nbytes for p in model.parameters())
+    report = quantize_base(model)
+    assert len(report.swapped) == LAYERS and report.skipped == {"lm_head": HEAD}
+    assert next(iter(report.swapped.values())) == "e4m3 with a scale for each row, from float32"
+    loss, gradients = distance(step(model), want)
+    assert 0 < loss < 0.01 and 0.001 < gradients < 0.15
+    assert sum(p.nbytes for p in model.parameters()) < 0.6 * before
+    assert len(quantize_base(model).swapped) == LAYERS  # once more: there is nothing left to do
+    assert distance(step(model), step(model)) == (0, 0)
+
+
+def test_one_layer_at_a_time(monkeypatch):
+    """Before the next weight is quantised, the one before it is gone."""
+    import weakref
+
+    from liger_trainer.patching import frozen_float8
+
+    model, before = adapted(), []
+
+    def seen(weight):
+        assert not before or before[-1]() is None
+        before.append(weakref.ref(weight))
+        return quantized(weight)
+
+    monkeypatch.setattr(frozen_float8, "quantized", seen)
+    quantize_base(model)
+    assert len(before) == LAYERS
+
+
+def reasons(model, change=lambda model: None):
+    change(model)
+    report = quantize_base(model)
+    assert not set(report.swapped) & set(report.skipped)
+    return {name.removeprefix("model.layers."): why for name, why in report.skipped.items() if why != HEAD}
+
+
+def test_what_is_trained_or_copied_stays():
+    found = reasons(adapted(target_modules=["q_proj"], modules_to_save=["up_proj"]))
+    assert found == {f"{k}.mlp.up_proj.original_module": "modules_to_save has a trained copy of it" for k in (0, 1)}
+
+    def train(model):
+        model.get_base_model().model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+
+    assert reasons(adapted(target_modules=["q_proj"]), train) == {"0.mlp.up_proj": "it is trained"}
+
+
+def test_adapters_stay_whether_they_are_active_or_not():
+    model = adapted(r=16)
+    model.add_adapter("other", LoraConfig(r=16, target_modules=["q_proj"]))
+    assert not any(p.requires_grad for n, p in model.named_parameters() if ".other." in n)
+    assert reasons(model) == {}
+    assert type(q_proj(model).lora_A["other"]) is type(q_proj(model).lora_A["default"]) is nn.Linear
+
+
+def test_shared_weights_stay():
+    def share(model):
+        layers = model.get_base_model().model.layers
+        layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+        layers[1].mlp.gate_proj = layers[0].mlp.gate_proj
+
+    shared = "its weight is shared with another module"
+    found = reasons(adapted(target_modules=["q_proj"]), share)
+    assert found == {"0.mlp.up_proj": shared, "1.mlp.up_proj": shared, "0.mlp.gate_proj": shared}
+
+
+def test_tied_embeddings_stay():
+    model = frozen(model=tiny_model("llama", tie_word_embeddings=True))
+    base = model.get_base_model()
+    assert base.lm_head.weight is base.model.embed_tokens.weight and base.lm_head.weight.dtype == torch.float32
+
+
+def test_other_layers_that_stay():
+    def change(model):
+        first, second = model.get_base_model().model.layers
+        first.mlp.up_proj = nn.Linear(32, 40, bias=False).requires_grad_(False)
+        first.mlp.gate_proj.double()
+        first.self_attn.k_proj.register_forward_hook(lambda *args: None)
+        second.mlp.up_proj.forward = lambda x: x
+        second.mlp.gate_proj = type("Own", (nn.Linear,), {})(32, 48).requires_grad_(False)
+
+    assert reasons(adapted(target_modules=["q_proj"]), change) == {
+        "0.mlp.up_proj": "its widths, 32 and 40, are not both multiples of 16",
+        "0.mlp.gate_proj": "its weight is float64",
+        "0.self_attn.k_proj": "a hook on it gathers its weight, or would be lost",
+        "1.mlp.up_proj": "its forward was replaced on the instance by test_other_layers_that_stay.<locals>.change."
+        "<locals>.<lambda>",
+    }
+
+
+def test_layers_whose_weight_the_model_reads_stay():
+    """T5 converts the input of `wo` to the dtype of its weight, which is that of the bits."""
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 131}
+    config = AutoConfig.for_model("t5", decoder_start_token_id=0, feed_forward_proj="gated-gelu", **sizes)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q", "wo"]))
+    report = quantize_base(model)
+    left = {name: why for name, why in report.skipped.items() if "wo" in name}
+    assert len(left) == 2 and set(left.values()) == {"the code of T5DenseGatedActDense reads its weight"}
+    assert all("wo" not in name for name in report.swapped) and len(report.swapped) == 16
+    ids = torch.tensor([[3, 4, 5]])
+    assert model(input_ids=ids, labels=ids).loss.isfinite()
+
+
+def test_a_method_that_may_read_weights_is_refused():
+    model = get_peft_model(tiny_model("llama"), VeraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="adapter 'default' is of PEFT's method VERA.*Use one of LORA, IA3"):
+        quantize_base(model)
+    assert type(model.get_base_model().model.layers[0].mlp.up_proj) is nn.Linear
+
+
+def test_other_methods():
+    ia3 = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    for config, left in ((ia3, 4), (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), 0)):
+        model = get_peft_model(tiny_model("llama"), config)
+        want = step(model)
+        found = reasons(model)
+        assert len(found) == left and set(found.values()) <= {
+            "peft.tuners.ia3.layer.Linear of PEFT has code of its own for it"
+        }
+        loss, gradients = distance(step(model), want)
+        assert 0 < loss < 0.01 and 0.001 < gradients < 0.15
+
+
+def test_merged_adapters_are_refused():
+    model = adapted()
+    model.merge_adapter()
+    with pytest.raises(
+        ValueError, match=r"\['default'\] are merged into model.layers.0.self_attn.q_proj.*unmerge_adapter"
+    ):
+        quantize_base(model)
+    model.unmerge_adapter()
+    assert len(quantize_base(model).swapped) == LAYERS
+
+
+@pytest.mark.parametrize("kind", ["itself", "a copy", "a pickle"])
+def test_nothing_is_merged_into_bits(kind):
+    """In no way, and nothing has changed afterwards. PEFT's own `merge` with `safe_merge` adds to bits in silence."""
+    model = frozen()
+    model = {"itself": lambda m: m, "a copy": copy.deepcopy, "a pickle": lambda m: pickle.loads(pickle.dumps(m))}[kind](
+        model
+    )
+    want, weight = step(model), q_proj(model).base_layer.weight.clone()
+    for merge in (
+        model.merge_and_unload,
+        model.base_model.merge_and_unload,
+        model.merge_adapter,
+        lambda: model.merge_adapter(safe_merge=True),
+        q_proj(model).merge,
+        lambda: q_proj(model).merge(safe_merge=True),
+    ):
+        with pytest.raises(RuntimeError, match="eight bits.*merge there: PeftModel.from_pretrained"):
+            merge()
+    with pytest.raises(RuntimeError, match="eight bits.*Save the adapter"):
+        model.get_base_model().save_pretrained("nowhere")
+    assert torch.equal(q_proj(model).base_layer.weight, weight)
+    assert distance(step(model), want) == (0, 0)
+
+
+def test_without_the_guard_bits_would_be_changed():
+    """What the guards are for."""
+    layer = q_proj(frozen())
+    nn.init.constant_(layer.lora_B["default"].weight, 10.0)
+    weight = layer.base_layer.weight.clone()
+    type(layer).merge(layer, safe_merge=True)
+    assert not torch.equal(layer.base_layer.weight, weight)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "corda"])
+def test_adapters_that_begin_from_the_weights_are_not_added_later(init):
+    model = frozen()
+    with pytest.raises(ValueError, match=f"init_lora_weights is '{init}' for the adapter 'more', which reads"):
+        model.add_adapter("more", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init))
+    assert list(model.peft_config) == ["default"] and list(q_proj(model).lora_A) == ["default"]
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_that_have_begun_from_the_weights(init):
+    """They have changed the base before it is quantised."""
+    model = adapted(init_lora_weights=init)
+    want = step(model)
+    quantize_base(model)
+    assert distance(step(model), want)[0] < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_adapter_that_is_added_later(dtype):
+    """With the dtype that it would have beside the original weight."""
+    model, other = frozen(dtype), adapted(dtype)
+    for each in (model, other):
+        each.add_adapter("more", LoraConfig(r=4, target_modules=["q_proj"]), autocast_adapter_dtype=False)
+        each.set_adapter("more")
+    assert q_proj(model).lora_A["more"].weight.dtype == q_proj(other).lora_A["more"].weight.dtype == dtype
+    assert distance(step(model), step(other))[0] < 0.01
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_dora(later):
+    """PEFT asks for the norm of the base's weight, and gets that of its numbers."""
+    with_dora = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
+    model, other = adapted(target_modules=["v_proj"]), adapted(target_modules=["v_proj"])
+    if later:
+        model, other = adapted(target_modules=["q_proj"]), adapted(target_modules=["q_proj"])
+        quantize_base(model)
+    for each in (model, other):
+        torch.manual_seed(4)
+        each.add_adapter("dora", with_dora)
+        each.set_adapter("dora")
+    if not later:
+        quantize_base(model)
+    assert type(q_proj(model).base_layer) is FrozenFloat8Linear
+    loss, gradients = distance(step(model), step(other))
+    assert loss < 0.01 and gradients < 0.15
+    magnitude = q_proj(model).lora_magnitude_vector["dora"].weight
+    torch.testing.assert_close(magnitude, q_proj(other).lora_magnitude_vector["dora"].weight, rtol=0.02, atol=0)
+
+
+def test_unloading_and_what_follows():
+    """Without adapters the base is what it is, and PEFT knows no LoRA for its layers, nor for a layer that is new."""
+    model = frozen(target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="Target module FrozenFloat8Linear.* is not supported"):
+        model.add_adapter("more", LoraConfig(r=4, target_modules=["up_proj"]))
+    base = model.unload()
+    assert type(base.model.layers[0].self_attn.q_proj) is FrozenFloat8Linear
+    with pytest.raises(ValueError, match="Target module FrozenFloat8Linear.* is not supported"):
+        get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+
+
+def test_an_adapter_is_saved_and_loaded(tmp_path):
+    """Nothing but the adapter is saved, and it is loaded beside a base in eight bits or in 16."""
+    model = frozen()
+    model.save_pretrained(tmp_path)
+    want = step(model)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+    }
+    model.load_adapter(tmp_path, "again", is_trainable=True)
+    model.set_adapter("again")
+    loaded = step(model)
+    assert loaded["loss"] == want["loss"]
+    whole = PeftModel.from_pretrained(tiny_model("llama"), tmp_path, is_trainable=True).train()
+    assert distance(step(whole), want)[0] < 0.01
+    whole.merge_and_unload()
+
+
+def test_the_numbers_of_a_weight():
+    weight = linear().weight
+    layer = FrozenFloat8Linear.of(linear())
+    assert torch.equal(layer.dequantize(), dequantized(quantized(weight), torch.float32))
