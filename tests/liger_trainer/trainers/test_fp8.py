@@ -125,22 +125,16 @@ def test_a_converted_model_without_a_gpu_is_refused_at_construction(torchao, fre
         run(LigerTrainer, model, tmp_path)
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["by accelerate", "before the adapters"])
-def test_adapters_are_not_rounded_to_eight_bits(first, torchao, fresh, tmp_path, monkeypatch):
-    """Their layers are linear ones, too, and of widths that accelerate would convert."""
-    model = tiny_model("llama")
-    if first:
-        config = torchao.Float8LinearConfig(emulate=True)
-        torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head")
-    else:
-        monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
+def test_adapters_on_a_model_that_was_converted_before(torchao, fresh, tmp_path):
+    """Their layers are linear ones, too, and of widths that torchao would convert. `fp8` does what is in
+    `test_fp8_adapters.py`."""
+    config = torchao.Float8LinearConfig(emulate=True)
+    model = torchao.convert_to_float8_training(
+        tiny_model("llama"), config=config, module_filter_fn=lambda m, name: name != "lm_head"
+    )
     model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    if first:
-        losses, trainer = run(LigerTrainer, model, tmp_path)
-        assert losses.isfinite().all() and len(trainer.liger_report["float8"].swapped) == 14
-    else:
-        with pytest.raises(ValueError, match="those of the model's adapters too.*Train adapters in bf16"):
-            run(EmulatedLigerTrainer, model, tmp_path)
+    losses, trainer = run(LigerTrainer, model, tmp_path)
+    assert losses.isfinite().all() and len(trainer.liger_report["float8"].swapped) == 14
 
 
 def options_of(tmp_path):
@@ -183,10 +177,10 @@ def test_bad_options(options, message, tmp_path):
         LigerTrainingArguments(**options_of(tmp_path), **options)
 
 
-def test_torchao_is_missing(tmp_path, monkeypatch):
+def test_torchao_is_missing(fresh, tmp_path, monkeypatch):
     monkeypatch.setattr(fp8_fields.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="fp8 is true, which needs torchao: pip install torchao"):
-        LigerTrainingArguments(**options_of(tmp_path), fp8=True)
+    with pytest.raises(ValueError, match="fp8 is true, which needs torchao for a model without adapters: pip install"):
+        run(LigerTrainer, tiny_model("llama"), tmp_path, fp8=True)
 
 
 def test_the_stock_class_is_as_it_was(fresh, tmp_path):
