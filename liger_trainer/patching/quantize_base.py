@@ -32,6 +32,7 @@ _LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _WRAPPER = ("peft.utils.other", "AuxiliaryTrainingWrapper")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ONCE = ("__init__", "_init_weights", "init_weights", "reset_parameters")  # methods that run when a model is made
+_ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, and parts of the names of their owners
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -139,6 +140,9 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
     if around and (variant := adapter_guards.unknown_variant(parent)) is not None:
         return f"its adapter is a LoRA variant ({variant}), which may read its weight"
     called = name.split(".")[-2 if around else -1]
+    owner = own_class(chain[-2] if around else parent).__name__
+    if called in _ROUTERS[0] or any(word in owner for word in _ROUTERS[1]):
+        return "it chooses experts, and a rounding may change which"
     for module in reversed(chain):
         if called in _weights_read_by(type(module)):  # type: ignore[arg-type]  # mypy thinks a class has no hash
             return f"the code of {type(module).__name__} reads its weight"

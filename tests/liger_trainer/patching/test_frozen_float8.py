@@ -201,6 +201,22 @@ def test_layers_whose_weight_the_model_reads_stay():
     assert model(input_ids=ids, labels=ids).loss.isfinite()
 
 
+@pytest.mark.parametrize("target_modules", [["q_proj"], "all-linear"])
+def test_routers_stay(target_modules):
+    """With an adapter or without."""
+    model = tiny_model("qwen3")
+
+    class OwnRouter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 16)
+
+    for layer in model.model.layers:
+        layer.gate, layer.own = nn.Linear(32, 16), OwnRouter()
+    found = reasons(get_peft_model(model, LoraConfig(r=4, target_modules=target_modules)))
+    assert len(found) == 4 and set(found.values()) == {"it chooses experts, and a rounding may change which"}
+
+
 def test_a_method_that_may_read_weights_is_refused():
     model = get_peft_model(tiny_model("llama"), VeraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="adapter 'default' is of PEFT's method VERA.*Use one of LORA, IA3"):
