@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from in_backward_runs import same_training
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from trainer_runs import run
@@ -105,6 +106,28 @@ def test_beside_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
     want, _ = run(EmulatedTrainer, model, tmp_path, optim="sgd")
     torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["by accelerate", "before the trainer"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_optimizer_in_backward(checkpointing, first, torchao, fresh, ours, tmp_path):
+    """The same bits as with the ordinary step: accelerate's layers have the weights that the optimizer knows."""
+
+    def model():
+        made = tiny_model("llama")
+        config = torchao.Float8LinearConfig(emulate=True)
+        if first:
+            torchao.convert_to_float8_training(made, config=config, module_filter_fn=lambda m, name: name != "lm_head")
+        return made
+
+    options = {} if first else {"trainer_class": EmulatedLigerTrainer, "fp8": True}
+    made = same_training(
+        tmp_path, model=model, checkpointing=checkpointing, max_steps=4, use_liger=True, liger_config=OTHERS, **options
+    )
+    assert ours
+    before, after = model().state_dict(), made[1][1]
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(before[name], after[name]), "it is trained"
 
 
 def test_switched_off_in_liger_config(torchao, launched, tmp_path):
