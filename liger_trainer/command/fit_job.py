@@ -53,7 +53,8 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     autocast = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     return Job(
         shape=Shape(
-            config, dtype or torch.float32, trl.get_peft_config(model), liger_config=training.liger_config,
+            config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
+            liger_config=training.liger_config,
             trust_remote_code=source.options.get("trust_remote_code", False),
         ),
         loss=LOSSES[recipe.entry.trainer],
@@ -93,7 +94,7 @@ def _refuse_unknown(recipe: Recipe) -> None:
         ("load_in_4bit", True, recipe.model.load_in_4bit),
         ("load_in_8bit", True, recipe.model.load_in_8bit),
         ("torch_compile", True, training.torch_compile),
-        ("fp8", True, training.fp8),
+        ("fp8", True, training.fp8 and not recipe.model.use_peft),  # torchao's; with adapters, it is known
         ("activation_offloading", True, getattr(training, "activation_offloading", False)),
     ]
     for key, value, given in off:
@@ -102,6 +103,11 @@ def _refuse_unknown(recipe: Recipe) -> None:
                 f"{recipe.path}: {key} is {value}, and liger-trainer fit does not know what a step takes then. Pass "
                 f"--{key} {'true' if value is False else 'false'} to see the step without it."
             )
+    if training.fp8 and recipe.sharding == "FSDP":
+        raise RecipeError(
+            f"{recipe.path}: fp8 is true, use_peft is true, and FSDP shards the weights, which does not work. Pass "
+            "--fp8 false, or no accelerate_config that shards the model."
+        )
     if training.deepspeed or recipe.sharding == "DEEPSPEED":
         raise RecipeError(
             f"{recipe.path}: the model is shared out by DeepSpeed, whose buffers liger-trainer fit does not know. Pass "

@@ -84,7 +84,9 @@ def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
         words.append(f"{each.chosen.kept} of {each.layers} layers kept")
     if each.peak > most:
         words.append("does not fit")
-    if each.step > each.micro_batch:
+    if each.loaded > max(each.micro_batch, each.step):
+        words.append("when it is loaded, in 16 or 32 bits")
+    elif each.step > each.micro_batch:
         words.append("in the optimizer's step")
     return ", ".join(words)
 

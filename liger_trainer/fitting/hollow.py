@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from liger_trainer.fitting import attention
 from liger_trainer.patching import apply_liger
+from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
+from liger_trainer.patching.quantize_base import quantize_base
 
 
 @dataclass
@@ -19,6 +21,7 @@ class Shape:
         config (`PretrainedConfig`): The model's.
         dtype (`torch.dtype`): Of its weights.
         peft_config (`PeftConfig`, *optional*): The adapter that is trained in its place.
+        fp8 (`bool`): Whether the frozen layers beside the adapter are in eight bits.
         use_liger (`bool`): Whether it is patched, as `liger_config` says.
         trust_remote_code (`bool`): Whether its code comes with it.
     """
@@ -26,6 +29,7 @@ class Shape:
     config: PretrainedConfig
     dtype: torch.dtype
     peft_config: Any = None
+    fp8: bool = False
     use_liger: bool = True
     liger_config: dict[str, bool] | None = None
     trust_remote_code: bool = False
@@ -48,9 +52,20 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
             from peft import get_peft_model
 
             model = get_peft_model(model, shape.peft_config)
+            if shape.fp8:
+                quantize_base(model)
     if shape.use_liger:
         apply_liger(model, shape.liger_config)
     return model.train()
+
+
+def freed_by_fp8(model: nn.Module) -> int:
+    """How many bytes fewer the layers in eight bits take than they took before."""
+    layers = [module for module in model.modules() if type(module) is FrozenFloat8Linear]
+    return sum(
+        layer.weight.numel() * layer.compute_dtype.itemsize - layer.weight.nbytes - layer.scale.nbytes
+        for layer in layers
+    )
 
 
 @dataclass(frozen=True)

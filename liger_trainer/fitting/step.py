@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from liger_trainer.checkpointing.chooser import Chooser
 from liger_trainer.checkpointing.outcome import Outcome
 from liger_trainer.fitting.counting import CountedMemory
-from liger_trainer.fitting.hollow import Shape, on_meta, without_values
+from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_values
 from liger_trainer.fitting.losses import without_adapter
 from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.trainers.optimizer_in_backward import step_alone
@@ -83,6 +83,7 @@ class Need:
         head (`int`): The most that exists of everything behind the last layer.
         micro_batch (`int`): The peak of the forward and the backward pass.
         step (`int`): The peak of the optimizer's step.
+        loaded (`int`): What the weights take up before fp8 has put those of frozen layers into eight bits.
         chosen (`Outcome`, *optional*): What `auto` has chosen.
     """
 
@@ -96,11 +97,12 @@ class Need:
     head: int = 0
     micro_batch: int = 0
     step: int = 0
+    loaded: int = 0
     chosen: Outcome | None = None
 
     @property
     def peak(self) -> int:
-        return max(self.micro_batch, self.step)
+        return max(self.micro_batch, self.step, self.loaded)
 
 
 class _Layers:
@@ -177,6 +179,8 @@ class _Run:
             gradients=sharding.stored(self.trained),
             others=WORKSPACE + (sharding.stored(self.trained) if sharding.kind == "ddp" else 0),
         )
+        if freed := freed_by_fp8(model):
+            self.need.loaded = self.need.weights + freed
         self.units = None
         self.masters = [weight.hollow for weight in self.trained]
         if sharding.kind == "fsdp2":

@@ -76,6 +76,7 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
         ({"max_length": None}, (), "max_length is unset"),
         ({"load_in_4bit": True}, (), "load_in_4bit is True"),
         ({"fp8": True}, (), "fp8 is"),
+        ({"fp8": True, "use_peft": True}, ("--accelerate_config", "fsdp2"), "FSDP shards the weights"),
         ({"use_liger": False}, (), "Pass --use_liger true"),
         ({}, ("--accelerate_config", "context_parallel"), "context parallelism"),
         ({}, ("--gpus", "two"), "--gpus is 'two'; expected a whole number"),
@@ -94,6 +95,14 @@ def test_deepspeed_is_refused_by_name(recipe):
     parsed.sharding = "DEEPSPEED"
     with pytest.raises(RecipeError, match="shared out by DeepSpeed"):
         job_of(parsed, 2)
+
+
+def test_a_frozen_base_in_eight_bits(recipe, capsys):
+    words = ("--use_peft", "true", "--fp8", "true")
+    code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5", *words)
+    assert code == 0 and "rows of 256 tokens is" in out, err
+    job = job_of(parse_recipe(str(recipe()), ["--use_cpu", "true", *words]), 1)
+    assert job.shape.fp8 and job.shape.peft_config is not None and job.autocast is not None
 
 
 def test_optimizer_in_backward(recipe, capsys):

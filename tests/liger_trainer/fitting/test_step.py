@@ -159,3 +159,32 @@ def test_auto_within_a_budget_that_all_gradients_would_exceed():
 def test_states_that_are_counted_by_their_size_in_backward():
     found = need(in_backward(optimizer=lambda weights: 12345 * 512), 1, 16, True, PLENTY)
     assert found.states == 12345 * 512
+
+
+def with_adapters(fp8, **options):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    made = job(**({"autocast": torch.bfloat16} | options))
+    made.shape.peft_config, made.shape.fp8 = adapter, fp8
+    return made
+
+
+@pytest.mark.parametrize("checkpointing, autocast", [(False, None), (True, torch.bfloat16), ("auto", torch.bfloat16)])
+def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
+    """Its layers take one byte for each weight and four for each row; what is kept for the backward pass is as ever."""
+    plain, fp8 = (need(with_adapters(on, autocast=autocast), 4, 512, checkpointing, PLENTY) for on in (False, True))
+    per_layer = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
+    of_base = LAYERS * sum(n * k for n, k in per_layer)
+    scales = LAYERS * sum(4 * n for n, _ in per_layer)
+    assert plain.weights - fp8.weights == of_base - scales
+    assert (fp8.loaded, plain.loaded) == (plain.weights, 0)
+    assert fp8.gradients == plain.gradients and fp8.states == plain.states
+    assert fp8.layer == pytest.approx(plain.layer, rel=0.02)
+    # what is rounded in the step takes less than what is saved
+    assert plain.peak - (of_base - scales) <= fp8.peak < plain.peak + 8 * 512 * 512 * 2
+
+
+def test_the_peak_may_be_when_the_base_is_loaded():
+    found = need(with_adapters(True, changes={"hidden_size": 1024, "intermediate_size": 8192}), 1, 16, True, PLENTY)
+    assert found.peak == found.loaded > found.micro_batch
