@@ -81,9 +81,10 @@ class LigerArguments(StockArguments):
     fp8: bool = field(
         default=False,
         metadata={
-            "help": "Compute most products in eight bits, by torchao's fp8 layers: these are not the same numbers. "
-            "accelerate converts all linear layers but the first and the last, which is the LM head, when training "
-            "starts. It needs torchao and a GPU of compute capability 8.9 or later."
+            "help": "Compute most products in eight bits: these are not the same numbers. accelerate converts all "
+            "linear layers but the first and the last, which is the LM head, to those of torchao when training starts. "
+            "With adapters, the weights of the frozen base are put into eight bits instead, which needs no torchao. "
+            "It needs a GPU of compute capability 8.9 or later."
         },
     )
 

@@ -13,14 +13,15 @@ from dpo_runs import build as build_dpo
 from frozen_bases import LAYERS, adapted
 from launching import torchrun
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
+from recipe_fixtures import command, write_model, write_recipe, write_rows
+from safetensors.torch import load_file
 from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 from trainer_runs import lora, run
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from liger_trainer import LigerDPOTrainer, LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
-from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_trainer.trainers import fp8_fields
 
@@ -314,10 +315,26 @@ def test_ddp(tmp_path, any_device):
         assert two["grads"][name] == pytest.approx(norm, rel=0.1), name
 
 
-def test_in_a_recipe(monkeypatch):
-    monkeypatch.setitem(os.environ, "ACCELERATE_USE_CPU", "true")
-    recipe = parse_recipe("quickstart", ["--fp8", "true", "--use_peft", "true"])
-    assert recipe.training.fp8 and recipe.model.use_peft
+def test_a_recipe_and_the_merge_after_it(any_device, tmp_path, capsys):
+    """The adapter of a base in eight bits is merged into the model in its own precision."""
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": projections}
+    recipe = write_recipe(tmp_path, use_cpu=True, fp8=True, **adapter)
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 0, err
+    saved = tmp_path / "out"
+    report = json.loads((saved / "liger_report.json").read_text())["operations"]["frozen_float8"]
+    assert report["found"] == LAYERS + 1 and not (saved / "model.safetensors").exists()
+    adapter = load_file(saved / "adapter_model.safetensors")
+    assert len(adapter) == 2 * LAYERS and all(t.is_floating_point() for t in adapter.values())
+    code, out, err = command(capsys, "merge", saved, tmp_path / "merged")
+    assert code == 0, err
+    merged, base = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("merged", "model"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert merged.keys() == base.keys() and merged[name].dtype == base[name].dtype
+    assert 0 < (merged[name] - base[name]).norm() < 0.5 * base[name].norm()
 
 
 def test_the_launcher_and_trl_s_bf16(tmp_path, monkeypatch):
