@@ -53,7 +53,8 @@ def settled(trainer: "LigerTrainerMixin") -> Iterator[None]:
 def quantize(trainer: "LigerTrainerMixin", model: nn.Module) -> dict[str, OperationReport]:
     """Put the base of `model` into eight bits if `trainer` is to do so. Returns what goes into the trainer's report.
 
-    This cannot be undone, so that everything that is refused is refused before.
+    This cannot be undone, so that all that is refused on its account is refused before. A trainer that fails later,
+    while it is built, leaves the model with such a base, on which another one goes on.
 
     Raises:
         ValueError: The GPU, the model or how it is to be shared out does not go with it, or no layer can be converted.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from frozen_bases import LAYERS, adapted, distance, frozen, step
 from peft import LoraConfig
-from tiny_models import collate, ragged_rows
+from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
@@ -39,7 +39,7 @@ def calls(monkeypatch):
     seen = []
 
     def counted(x, weight, bias, own=lora.lora_linear, **options):
-        if x.shape[1:] != (5, 16):  # not that of a proof
+        if x.shape[1:] not in ((5, 6), (5, 16)):  # not that of a proof
             seen.append(weight)
         return own(x, weight, bias, **options)
 
@@ -113,6 +113,22 @@ def test_dtypes(dtype, autocast, calls):
     assert loss < 3e-3 and gradients < 0.1
     # fp32 adapters beside fp16 have no function of ours that multiplies in eight bits, and keep PEFT's code
     assert len(calls) == (0 if dtype == torch.float16 and autocast is None else LAYERS)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_layers_in_16_bits_beside_those_in_eight(autocast, calls):
+    """k and v are too narrow for eight bits; they have their input, and so its gradient, in common with q."""
+
+    def narrow():
+        return tiny_model("llama", num_key_value_heads=1)
+
+    stock, model = frozen(model=narrow()), frozen(model=narrow())
+    apply_liger(model, OTHERS | {"swiglu": True})
+    attention = model.get_base_model().model.layers[0].self_attn
+    assert [type(p.base_layer) for p in (attention.q_proj, attention.k_proj)] == [FrozenFloat8Linear, nn.Linear]
+    loss, gradients = distance(step(model, autocast), step(stock, autocast))
+    assert loss < 3e-3 and gradients < 0.05
+    assert sum(isinstance(weight, Float8Weight) for weight in calls) == LAYERS - 4 and len(calls) == LAYERS
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "not-reentrant"])

@@ -341,3 +341,21 @@ def test_the_launcher_and_trl_s_bf16(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
     given = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
     assert LigerSFTConfig(**given).fp8 and not LigerSFTConfig(**given, bf16=True).fp8
+
+
+def test_layers_that_are_checkpointed_as_memory_allows(any_device, tmp_path):
+    """What is recomputed is rounded to the same bits."""
+    from counted_memory import CountedMemory
+
+    found = []
+    for way in ("true", "auto"):
+        trainer = built(adapted(), tmp_path, activation_checkpointing=way, max_steps=4)
+        trainer.device_memory = CountedMemory(1 << 40) if way == "auto" else None
+        if way == "auto":
+            with trainer.device_memory:
+                trainer.train()
+            assert trainer.checkpointing.kept == 2
+        else:
+            trainer.train()
+        found.append(losses_of(trainer))
+    assert found[0] == found[1] and len(found[0]) == 4
