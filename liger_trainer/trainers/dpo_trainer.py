@@ -11,6 +11,7 @@ from trl import DPOConfig, DPOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.trl import LigerTRLMixin
+from liger_trainer.trainers.whole_references import give_weights_of_first_process
 
 _SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in which TRL reads label_smoothing
 
@@ -76,6 +77,11 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     @property
     def has_own_loss(self) -> bool:
         return type(self).pair_loss is not LigerDPOTrainer.pair_loss
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        if self.ref_model is None:  # the model is the reference, without its adapter
+            give_weights_of_first_process(self.model, self.accelerator)
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def compute_loss(
         self,

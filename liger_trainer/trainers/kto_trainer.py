@@ -9,6 +9,7 @@ from trl import KTOConfig, KTOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.trl import LigerTRLMixin
+from liger_trainer.trainers.whole_references import give_weights_of_first_process
 
 
 @dataclass
@@ -34,6 +35,11 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
     loss_hook = None
     gives_token_predictions = True
     ignored_fields = ("label_smoothing_factor",)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        if self.ref_model is None:  # the model is the reference, without its adapter
+            give_weights_of_first_process(self.model, self.accelerator)
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def compute_loss(
         self,

@@ -1,0 +1,22 @@
+"""Log-probs of a reference that TRL computes before accelerate has given the weights of the model to all processes."""
+
+import torch
+from launching import HERE, accelerate_fsdp2
+from precomputed_ranks import KINDS, columns_of, write_rows
+
+
+def test_of_an_adapter_under_fsdp2(tmp_path):
+    """Each process computes those of its rows. With transformers 5.17 only the first has read the weights by then."""
+    apart, alone = tmp_path / "apart", tmp_path / "alone"
+    for folder in (apart, alone):
+        folder.mkdir()
+        write_rows(folder)
+    accelerate_fsdp2(apart, HERE / "precomputed_ranks.py", apart)
+    for rank in (0, 1):
+        found = torch.load(apart / f"{rank}.pt")
+        for kind in KINDS:
+            want = columns_of(kind, alone)
+            assert len(want) >= 2
+            for name, values in want.items():
+                rtol = 1e-4 if name.startswith("ref_") else 1e-2  # a first loss is that of an adapter of zeros
+                torch.testing.assert_close(found[kind][name], values, rtol=rtol, atol=0, msg=f"{kind} {name}")
