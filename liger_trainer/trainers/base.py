@@ -234,13 +234,13 @@ class LigerTrainerMixin(StockTrainer):
         init_checks.refuse_before_patching(self, model)
         if not self.uses_liger:
             return
+        frozen = frozen_base.quantize(self, model)  # first, while nobody holds on to the layers that it replaces
         self._patched.about_to_patch(model)
         config, unfused = getattr(self.args, "liger_config", None), None
         if self._wants("fused_linear_cross_entropy") and (unfused := self._why_unfused(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
         if self._splits_rows:
             config = (config or {}) | {"varlen_attention": False}
-        frozen = frozen_base.quantize(self, model)
         self.liger_report = apply_liger(model, config, head_options=options)
         self.liger_report.operations |= frozen
         if unfused is not None:
