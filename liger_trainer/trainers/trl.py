@@ -24,6 +24,7 @@ from accelerate.utils import (
     get_mixed_precision_context_manager,
 )
 from torch import nn
+from transformers.integrations import is_fsdp_enabled
 
 from liger_trainer.head.find import base_model_of, has_fused_head, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
@@ -100,17 +101,29 @@ def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.F
     return copy
 
 
-def _filling_references(module: types.ModuleType) -> dict[str, Any]:
-    """A `prepare_fsdp` for the module of a TRL trainer, before which every process has the weights of the model."""
-    stock = vars(module).get("prepare_fsdp")
-    if stock is None:
-        return {}
+def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
+    """What replaces globals of the module of a TRL trainer under FSDP."""
+    replaced = {}
+    if (stock_prepare := vars(module).get("prepare_fsdp")) is not None:
 
-    def fill_and_prepare(model: nn.Module, accelerator: Any) -> nn.Module:
-        give_weights_of_first_process(model, accelerator)
-        return stock(model, accelerator)
+        def fill_and_prepare(model: nn.Module, accelerator: Any) -> nn.Module:
+            """Before a reference is sharded, every process gets its weights."""
+            give_weights_of_first_process(model, accelerator)
+            return stock_prepare(model, accelerator)
 
-    return {"prepare_fsdp": fill_and_prepare}
+        replaced["prepare_fsdp"] = fill_and_prepare
+    if (stock_create := vars(module).get("create_model_from_path")) is not None:
+
+        def create_on_cpu(*args: Any, **kwargs: Any) -> nn.Module:
+            """TRL takes `device_map="auto"`, except under DDP and DeepSpeed. Under FSDP the process that reads a file
+            would spread the model over the GPUs of all others. That costs them memory, and on two H200 the sending of a
+            reference from there ended in "CUDA error: unspecified launch failure"."""
+            if is_fsdp_enabled():
+                kwargs.setdefault("device_map", None)
+            return stock_create(*args, **kwargs)
+
+        replaced["create_model_from_path"] = create_on_cpu
+    return replaced
 
 
 class LigerTRLMixin(LigerTrainerMixin):
@@ -146,7 +159,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
             module = sys.modules[self._stock_class().__module__]
-            replaced = self._replaced_globals() | _filling_references(module)
+            replaced = _for_fsdp(module) | self._replaced_globals()
             with replaced_in(module, replaced), warnings.catch_warnings():
                 if self._wants("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
                     for beginning in self.untrue_warnings:
