@@ -266,7 +266,9 @@ def flop_per_token(model, run, length):
     `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
     what attention costs a token on average.
     """
-    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
+
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | FrozenFloat8Linear)]
     weights = sum((6 if w.requires_grad else 4) * w.numel() for w in linear)
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
