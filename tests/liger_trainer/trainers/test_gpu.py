@@ -179,3 +179,36 @@ def test_two_backward_passes(wide_pair):
     for name, want in results[0].items():
         error = (results[1][name].double() - want.double()).norm() / want.double().norm()
         assert error <= limit, f"{name}: {error:.1e}"
+
+
+def test_a_frozen_base_in_eight_bits(tmp_path):
+    """Losses near those of bf16, half of the memory of the frozen layers, and no second copy while they are made."""
+    from peft import LoraConfig, get_peft_model
+
+    from liger_trainer.patching.quantize_base import quantize_base
+    from liger_triton.float8_cast import fault_of_device
+
+    if (fault := fault_of_device(torch.device("cuda", torch.cuda.current_device()))) is not None:
+        pytest.skip(fault)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 131}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+    def made():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
+        return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+    want, _ = run(LigerSFTTrainer, LigerSFTConfig, made(), tmp_path, bf16=True)
+    got, trainer = run(LigerSFTTrainer, LigerSFTConfig, made(), tmp_path, bf16=True, fp8=True)
+    torch.testing.assert_close(got[:, 0], want[:, 0], rtol=0.02, atol=0)
+    assert len(trainer.liger_report["frozen_float8"].swapped) == 4 * 7
+    del trainer
+    model = made().cuda()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    quantize_base(model)
+    freed = before - torch.cuda.memory_allocated()
+    layers = 4 * (512 * (512 + 256 + 256 + 512) + 3 * 512 * 1536)
+    assert freed == pytest.approx(layers, rel=0.05)
+    assert torch.cuda.max_memory_allocated() - before < 3 * 2 * 512 * 1536
