@@ -1,0 +1,89 @@
+"""benchmarks/curves.py trains every arm on the rows of its seed, and what it calls different is different."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from benchmark_scripts import BENCHMARKS, benchmarks_on_path  # noqa: F401
+
+
+def test_rows_of_a_seed():
+    """Other seeds see the same rows in another order, and none sees those that are held out."""
+    import curves
+
+    rows = [[k, k] for k in range(10)]
+    train, held = curves.split(rows, 3, 14, seed=0)
+    again, held_again = curves.split(rows, 3, 7, seed=1)
+    first = [row["input_ids"][0] for row in train]
+    assert held == held_again and len(held) == 3 and train != again
+    assert sorted(first[:7]) == sorted(first[7:]) and first[:7] != first[7:], "two epochs"
+    assert {row["input_ids"][0] for row in again} == set(first)
+    assert not {row["input_ids"][0] for row in held} & set(first)
+
+
+def test_ids_of_another_vocabulary_are_ranks_by_frequency(tmp_path):
+    import curves
+
+    ids = np.array([900, 7, 900, 900, 7, 128000, 55], dtype=np.uint32)
+    np.savez(tmp_path / "rows.npz", ids=ids, offsets=np.array([0, 3, 7]))
+    path = str(tmp_path / "rows.npz")
+    assert curves.rows_in(path, None, vocab=100, length=4) == [[0, 1, 0], [0, 1, 3, 2]]
+    assert curves.rows_in(path, None, vocab=3, length=2) == [[0, 1], [0, 1]]
+
+
+def row_of(arm, *curve):
+    seed = int(arm[-1])
+    return {"arm": arm, "seed": seed, "curve": curve, "first": 3.0, "middle": 2.0, "last": curve[-1], "held_out": 1.5}
+
+
+def test_what_is_compared():
+    """Arms of one seed, and the seeds in bf16. An arm that has failed is compared with none."""
+    import curves
+
+    rows = [row_of("bf16:0", 3.0, 2.0), row_of("bf16:1", 3.5, 2.1), row_of("fp8:0", 3.1, 1.75), row_of("lora:0", 4.0)]
+    found = {row["what"]: row for row in curves.compared([*rows, {"arm": "lora+fp8:0", "note": "ValueError"}])}
+    assert list(found) == ["all weights: fp8 - bf16, seed 0", "all weights: seed 1 - seed 0, bf16"]
+    fp8, seeds = found.values()
+    assert fp8["apart"] == 0.25 and fp8["last"] == -0.25 and fp8["first"] == 0
+    assert seeds["apart"] == 0.5 and seeds["last"] == pytest.approx(0.1)
+
+
+def test_a_run(tmp_path):
+    """The record has a row for each arm, also for one that fails, and makes a table."""
+    import _tables
+
+    source = np.random.default_rng(0)
+    np.savez(tmp_path / "rows.npz", ids=source.integers(0, 128256, 24 * 12), offsets=np.arange(25) * 12)
+    path = tmp_path / "record.json"
+    words = [
+        "--model",
+        "tiny",
+        "--data",
+        str(tmp_path / "rows.npz"),
+        "--steps",
+        "20",
+        "--batch",
+        "2",
+        "--held_out",
+        "4",
+    ]
+    words += ["--every", "20", "--arms", "bf16:0", "fp8:0", "--json", str(path)]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, f"{BENCHMARKS}/curves.py", *words], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    bf16, fp8, *compared = record["rows"]
+    assert record["weights"] == "random" and len(bf16["curve"]) == 2 and bf16["curve"][1] < bf16["curve"][0]
+    assert list(bf16["held_out_by_step"]) == ["0", "20"] and bf16["held_out"] == bf16["held_out_by_step"]["20"]
+    if importlib.util.find_spec("torchao") is None:
+        assert "needs torchao" in fp8["note"] and not compared
+    else:
+        assert "float8 13/13" in fp8["patched"] and 0 < compared[0]["apart"] < 0.05
+    spec = {"rows": {"what": "loss"}, "cells": {"last 50": "{last:.4f}"}, "records": [str(path)]}
+    lines = _tables.markdown(spec).splitlines()
+    assert lines[2] == f"| all weights, bf16, seed 0 | {bf16['last']:.4f} |" and len(lines) == 4 + len(compared)
