@@ -11,8 +11,8 @@ they fit into any vocabulary. The loss is on all tokens of a row, of which `--le
 An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. Adapters are of rank
 16 on all linear layers, and their base is in bf16. The seed is that of the order of rows and of the adapters: arms of
 one seed see the same rows in the same steps. Rows that are held out are the same for all seeds. Their loss is measured
-before the first step, every `--every` steps and at the end, with products as in training. Each arm is a process of its
-own, and one that fails is a row that says why.
+before the first step, every `--every` steps and at the end, with products as in training, and for trained weights once
+more at the end with products in bf16. Each arm is a process of its own, and one that fails is a row that says why.
 
 Without a GPU, torchao multiplies in fp32 what has been rounded to eight bits, and `--steps` should be few.
 """
@@ -42,7 +42,7 @@ METHODS = {
 DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "lora:0", "lora:1", "lora+fp8:0")
 MEAN_OF = 10  # steps of one point of a curve
 LAST = 50  # steps at the end
-PARTS = ("first", "middle", "last", "held_out")
+PARTS = ("first", "middle", "last", "held_out", "held_out_bf16")
 
 
 class OnAnyDevice(LigerSFTTrainer):
@@ -134,6 +134,20 @@ def mean(values):
     return sum(values) / len(values)
 
 
+@torch.no_grad()
+def in_bf16(trainer, options):
+    """The loss of the rows held out, of a stock model with the weights that have been trained."""
+    model, _ = loaded(options.model, torch.float32)
+    model.load_state_dict(trainer.model.state_dict())
+    model.eval()
+    losses = []
+    for batch in trainer.get_eval_dataloader():
+        batch = {name: batch[name].to(DEVICE) for name in ("input_ids", "attention_mask", "labels")}
+        with torch.autocast(DEVICE, torch.bfloat16):
+            losses += [model(**batch).loss.item()] * len(batch["input_ids"])
+    return mean(losses)
+
+
 def one_arm(arm, options):
     method, seed = arm.split(":")
     trainer = trainer_of(method, int(seed), options)
@@ -145,7 +159,8 @@ def one_arm(arm, options):
     if options.steps not in held:
         held[options.steps] = trainer.evaluate()["eval_loss"]
     middle = len(losses) // 2
-    emit({
+    more = {} if method.startswith("lora") else {"held_out_bf16": in_bf16(trainer, options)}
+    emit(more | {
         "arm": arm, "what": f"{METHODS[method]}, seed {seed}", "seed": int(seed),
         "curve": [mean(losses[k : k + MEAN_OF]) for k in range(0, len(losses), MEAN_OF)],
         "first": mean(losses[:MEAN_OF]), "middle": mean(losses[max(0, middle - MEAN_OF) : middle]),
@@ -161,7 +176,7 @@ def compared(rows):
     found = {row["arm"]: row for row in rows if "curve" in row}
 
     def difference(what, over, under):
-        row = {"what": what} | {part: over[part] - under[part] for part in PARTS}
+        row = {"what": what} | {part: over[part] - under[part] for part in PARTS if part in over}
         return row | {"apart": max(abs(a - b) for a, b in zip(over["curve"], under["curve"], strict=True))}
 
     for fp8, bf16 in (("fp8", "bf16"), ("lora+fp8", "lora")):
@@ -179,7 +194,8 @@ def columns_for(steps):
     middle = steps // 2
     return {
         "what": ("", ""), "first": (f"steps 1-{MEAN_OF}", ".4f"), "middle": (f"{middle - MEAN_OF + 1}-{middle}", ".4f"),
-        "last": (f"last {LAST}", ".4f"), "held_out": ("held out", ".4f"), "apart": (f"largest, of {MEAN_OF}", ".4f"),
+        "last": (f"last {LAST}", ".4f"), "held_out": ("held out", ".4f"),
+        "held_out_bf16": ("held out, in bf16", ".4f"), "apart": (f"largest, of {MEAN_OF}", ".4f"),
         "seconds": ("s", ".0f"), "gib": ("GiB", ".1f"), "note": ("", ""),
     }  # fmt: skip
 

@@ -32,7 +32,7 @@ def test_ids_of_another_vocabulary_are_ranks_by_frequency(tmp_path):
     np.savez(tmp_path / "rows.npz", ids=ids, offsets=np.array([0, 3, 7]))
     path = str(tmp_path / "rows.npz")
     assert curves.rows_in(path, None, vocab=100, length=4) == [[0, 1, 0], [0, 1, 3, 2]]
-    assert curves.rows_in(path, None, vocab=3, length=2) == [[0, 1], [0, 1]]
+    assert curves.rows_in(path, None, vocab=3, length=4) == [[0, 1, 0], [0, 1, 2, 2]]
 
 
 def row_of(arm, *curve):
@@ -59,31 +59,22 @@ def test_a_run(tmp_path):
     source = np.random.default_rng(0)
     np.savez(tmp_path / "rows.npz", ids=source.integers(0, 128256, 24 * 12), offsets=np.arange(25) * 12)
     path = tmp_path / "record.json"
-    words = [
-        "--model",
-        "tiny",
-        "--data",
-        str(tmp_path / "rows.npz"),
-        "--steps",
-        "20",
-        "--batch",
-        "2",
-        "--held_out",
-        "4",
-    ]
-    words += ["--every", "20", "--arms", "bf16:0", "fp8:0", "--json", str(path)]
+    words = ["--model", "tiny", "--data", str(tmp_path / "rows.npz"), "--steps", "20", "--batch", "2", "--every", "20"]
+    words += ["--held_out", "4", "--arms", "bf16:0", "fp8:0", "--json", str(path)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, f"{BENCHMARKS}/curves.py", *words], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     bf16, fp8, *compared = record["rows"]
     assert record["weights"] == "random" and len(bf16["curve"]) == 2 and bf16["curve"][1] < bf16["curve"][0]
     assert list(bf16["held_out_by_step"]) == ["0", "20"] and bf16["held_out"] == bf16["held_out_by_step"]["20"]
+    assert bf16["held_out_bf16"] == pytest.approx(bf16["held_out"], rel=1e-3)
     if importlib.util.find_spec("torchao") is None:
         assert "needs torchao" in fp8["note"] and not compared
     else:
         assert "float8 13/13" in fp8["patched"] and 0 < compared[0]["apart"] < 0.05
+        assert 0 < abs(fp8["held_out_bf16"] - fp8["held_out"]) < 0.02
     spec = {"rows": {"what": "loss"}, "cells": {"last 50": "{last:.4f}"}, "records": [str(path)]}
     lines = _tables.markdown(spec).splitlines()
     assert lines[2] == f"| all weights, bf16, seed 0 | {bf16['last']:.4f} |" and len(lines) == 4 + len(compared)
