@@ -162,10 +162,12 @@ def test_records_are_complete_and_listed(render):
 
 def test_first_losses_of_a_run_agree(render):
     for path in sorted((render.RESULTS / "training").rglob("*.json")):
-        losses = [row["losses"][0] for row in json.loads(path.read_text())["rows"] if row.get("losses")]
+        rows = [row for row in json.loads(path.read_text())["rows"] if row.get("losses")]
+        losses = [row["losses"][0] for row in rows]
         # Under FSDP2, also that of context parallelism, accelerate rounds the stock loss to 1/16
         rounding = 1 / 32 if "fsdp2" in path.parent.name or "cp2" in path.parent.name else 0
-        assert max(losses) - min(losses) <= 1e-3 * min(losses) + rounding, path
+        of_fp8 = 1e-3 * any("fp8" in row["arm"] for row in rows)  # which has other numbers
+        assert max(losses) - min(losses) <= (1e-3 + of_fp8) * min(losses) + rounding, path
 
 
 def test_check_says_what_would_change(render, tmp_path, monkeypatch, capsys):

@@ -52,6 +52,7 @@ def test_what_is_compared():
     assert seeds["apart"] == 0.5 and seeds["last"] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path):
     """The record has a row for each arm, also for one that fails, and makes a table."""
     import _tables
