@@ -55,7 +55,6 @@ def quantize_base(model: nn.Module) -> OperationReport:
     output = output_head(model)
     head = [] if output is None else modules_called_by(output)
     owners = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
-    places = Counter(id(module) for _, module in base.named_modules(remove_duplicate=False))
     found = _layers_of_base(base)
     for name, chain in found.items():
         adapter_guards.refuse_merged(chain[-1], name)
@@ -63,7 +62,7 @@ def quantize_base(model: nn.Module) -> OperationReport:
         linear = base.get_submodule(name)
         if linear in head:
             reason: str | None = "it is the LM head, which is fused with the loss"
-        elif owners[id(linear.weight)] > 1 or places[id(linear)] > 1:
+        elif owners[id(linear.weight)] > 1:
             reason = "its weight is shared with another module"
         else:
             reason = _why_left(name, chain, linear)

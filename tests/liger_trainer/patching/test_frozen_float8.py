@@ -250,7 +250,7 @@ def test_merged_adapters_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["itself", "a copy", "a pickle"])
-def test_nothing_is_merged_into_bits(kind):
+def test_nothing_is_merged_into_bits(kind, tmp_path):
     """In no way, and nothing has changed afterwards. PEFT's own `merge` with `safe_merge` adds to bits in silence."""
     model = frozen()
     model = {"itself": lambda m: m, "a copy": copy.deepcopy, "a pickle": lambda m: pickle.loads(pickle.dumps(m))}[kind](
@@ -268,9 +268,19 @@ def test_nothing_is_merged_into_bits(kind):
         with pytest.raises(RuntimeError, match="eight bits.*merge there: PeftModel.from_pretrained"):
             merge()
     with pytest.raises(RuntimeError, match="eight bits.*Save the adapter"):
-        model.get_base_model().save_pretrained("nowhere")
+        model.get_base_model().save_pretrained(tmp_path)
     assert torch.equal(q_proj(model).base_layer.weight, weight)
     assert distance(step(model), want) == (0, 0)
+
+
+def test_a_merge_is_refused_before_it_has_begun():
+    """Embeddings have numbers to add to, and come first."""
+    model = frozen(target_modules=["embed_tokens", "q_proj"])
+    embeddings = model.get_base_model().model.embed_tokens
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(RuntimeError, match="eight bits"):
+            merge()
+        assert model.get_base_model().model.embed_tokens is embeddings and not embeddings.merged
 
 
 def test_without_the_guard_bits_would_be_changed():

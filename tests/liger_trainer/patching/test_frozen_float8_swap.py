@@ -103,6 +103,26 @@ def test_layers_together(options, mlp, calls):
     assert gradients < in_16_bits, "no further from PEFT's code in eight bits than that is from 16"
 
 
+def test_q_k_and_v_are_one_group(monkeypatch):
+    """One for each attention, which gives the outputs of all three, each of which has its own pair of bits and scale."""
+    begun, given = [], []
+
+    class Seen(lora_groups.LoRAGroup):
+        def __init__(self, x, layers):
+            super().__init__(x, layers)
+            begun.append(len(layers))
+
+        def output(self, k):
+            given.append(k)
+            return super().output(k)
+
+    monkeypatch.setattr(lora_groups, "LoRAGroup", Seen)
+    model = frozen()
+    apply_liger(model)
+    step(model)
+    assert begun == [3, 3] and given == [0, 1, 2, 0, 1, 2]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_dtypes(dtype, autocast, calls):
