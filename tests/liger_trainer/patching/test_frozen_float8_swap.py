@@ -104,7 +104,7 @@ def test_layers_together(options, mlp, calls):
 
 
 def test_q_k_and_v_are_one_group(monkeypatch):
-    """One for each attention, which gives the outputs of all three, each of which has its own pair of bits and scale."""
+    """One for each attention, which gives the outputs of all three, each with its own weight."""
     begun, given = [], []
 
     class Seen(lora_groups.LoRAGroup):
