@@ -1,4 +1,4 @@
-"""Several processes that have to decide alike: one number of each, of which the least counts for all."""
+"""Several processes that have to decide alike: a few numbers of each, of which the least count for all."""
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,13 @@ class Ranks:
     def first(self) -> bool:
         return self.group is None or dist.get_rank() == 0
 
-    def least(self, number: int) -> int:
-        """The least of the numbers that all processes give. All have to call this."""
+    def least(self, *numbers: int) -> tuple[int, ...]:
+        """The least of the numbers that all processes give in each place. All have to call this, with as many."""
         if self.group is None:
-            return number
-        least = torch.tensor(number)
+            return numbers
+        least = torch.tensor(numbers)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
-        return int(least)
+        return tuple(least.tolist())
 
     def close(self) -> None:
         if self.group is not None:

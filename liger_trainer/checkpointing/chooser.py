@@ -9,18 +9,19 @@ from torch import nn
 from liger_trainer._logging import logger
 from liger_trainer.checkpointing import outcome, switches
 from liger_trainer.checkpointing.agreement import Ranks
+from liger_trainer.checkpointing.measure import Order, Recording
 from liger_trainer.checkpointing.memory import GIB, Memory, limit_of
 from liger_trainer.checkpointing.micro_batch import MicroBatch
 from liger_trainer.checkpointing.outcome import Outcome
-from liger_trainer.checkpointing.plan import Plan, Profile, Size, choose
+from liger_trainer.checkpointing.plan import NOTHING, Count, Plan, Profile, Size, choose
 from liger_trainer.checkpointing.redo import Before, forget_gradients, has_gradients, is_out_of_memory
 
 LESS = 0.98  # of the peak of a plan that ran out of memory: what plans may fill from then on
-MEASURE = -1  # instead of a number of layers: every layer is checkpointed, and the micro-batch is measured
+MEASURE = Count(-1, -1)  # instead of numbers of layers: each is checkpointed, and the micro-batch is measured
 
 
 class Chooser:
-    """Decides for each call of a layer whether its activations are kept.
+    """Decides for each call of a layer whether its activations are kept, or the results of its attention.
 
     In the first optimizer step every layer is checkpointed, since the states of the optimizer are not there yet. After
     that a micro-batch is measured, again with every layer checkpointed, if it is larger than those before. What was
@@ -43,7 +44,8 @@ class Chooser:
         self.outcome = Outcome(budget)
         self._profiles: dict[bool, Profile] = {}  # for micro-batches that add to gradients, and that do not
         self._outgrown: set[bool] = set()  # those of them that do not cover a call that was made
-        self._caps: dict[Size, int] = {}  # from this size on, which ran out of memory, so many layers are kept at most
+        self._caps: dict[Size, Count] = {}  # from this size on, which ran out of memory, so much is kept at most
+        self._order = Order()  # of the last micro-batch without a plan
         self._limit = self._base = 0  # what may be allocated, and what was when the micro-batch began
         self._ceiling: int | None = None  # what has turned out to be too much
         self._window: list[Before] = []  # the micro-batches since the last optimizer step
@@ -105,7 +107,10 @@ class Chooser:
         self._now = now = MicroBatch(self, adds)
         result = step(*args, **kwargs)
         self._now = None
+        if now.order is not None:
+            self._order = now.order
         if now.recording is not None:
+            self._order = now.recording.order
             new, old = now.recording.profile(), self._profiles.get(adds)
             self._profiles[adds] = new if old is None else old.merged(new)
             self._outgrown.discard(adds)
@@ -125,14 +130,15 @@ class Chooser:
 
     def _retreat(self, failed: MicroBatch | None, error: str) -> str | None:
         """Plan for more checkpointing after a lack of memory. Returns the error's text if that is not possible."""
-        size, kept = (None, 0) if failed is None else (failed.size, failed.keeps)
+        size, kept = (None, NOTHING) if failed is None else (failed.size, failed.keeps)
         if self.why_not_again is not None:
             return outcome.cannot_redo(self.why_not_again, size, kept, error)
-        if size is None or kept == 0:
+        if size is None or kept == NOTHING:
             return outcome.too_large(size, self._tokens_that_fit(), error)
-        self._caps[size] = kept // 2
-        if failed is not None and failed.planned:
-            self._ceiling = int(failed.planned * LESS)
+        self._caps[size] = NOTHING
+        if failed is not None and failed.plan is not None:
+            self._caps[size] = Count(kept.whole // 2, kept.attention if kept.whole else kept.attention // 2)
+            self._ceiling = int(failed.plan.peak * LESS)
             self._find_limit()
         self.outcome.run_again += 1
         logger.warning(outcome.run_again(size, self._caps[size]))
@@ -140,30 +146,32 @@ class Chooser:
 
     # Choosing
 
-    def decide(self, now: MicroBatch, size: Size | None) -> tuple[Plan | None, bool]:
-        """The plan of a micro-batch, or None to checkpoint every layer; and whether it is measured.
+    def decide(self, now: MicroBatch) -> tuple[Plan | None, Recording | None]:
+        """The plan of a micro-batch that is about to call its first layer, or the recording by which it is measured.
 
-        Args:
-            now (`MicroBatch`): The micro-batch, which is about to call its first layer.
-            size (`Size` or `None`): Of what that layer is given.
+        None of the two: every layer is checkpointed.
         """
         assert self._ranks is not None  # there is one since `_begin`
+        size = now.size
         if size is None or not self._stepped:
-            self._ranks.least(0)
-            return None, False
+            self._ranks.least(*NOTHING)
+            return None, None
         profile, plan = self._profiles.get(now.adds), None
         self._base = self.memory.allocated()
-        cap = min((most for least, most in self._caps.items() if size.covers(least)), default=None)
+        caps = [most for least, most in self._caps.items() if size.covers(least)]
+        cap = Count(*map(min, zip(*caps, strict=True))) if caps else None
         if profile is not None and profile.covers(size) and now.adds not in self._outgrown:
-            plan = choose(profile, self._base, self._limit, size, cap)
-        wanted = len(plan.kept) if plan is not None else 0 if cap == 0 else MEASURE
-        agreed = self._ranks.least(wanted)
+            if profile.long or not now.long:
+                plan = choose(profile, self._base, self._limit, size, cap, now.long)
+        wanted = plan.count if plan is not None else NOTHING if cap == NOTHING else MEASURE
+        agreed = Count(*self._ranks.least(*wanted))
         if profile is None or plan is None or agreed == MEASURE:
-            return None, agreed == MEASURE and cap != 0
-        if agreed < wanted:
-            plan = choose(profile, self._base, self._limit, size, agreed)
+            measured = agreed == MEASURE and cap != NOTHING
+            return None, Recording(self.memory, self._order, now.long) if measured else None
+        if agreed != wanted:
+            plan = choose(profile, self._base, self._limit, size, agreed, now.long)
         self._note(size, profile, plan)
-        return plan, False
+        return plan, None
 
     def covers(self, now: MicroBatch, size: Size | None, number: int) -> bool:
         """Whether what was measured covers call `number` of a micro-batch, which is given `size`."""
@@ -175,12 +183,12 @@ class Chooser:
             self._limit = min(self._limit, self._ceiling)
 
     def _note(self, size: Size, profile: Profile, plan: Plan) -> None:
-        layers, kept = len(profile.calls), len(plan.kept)
-        larger = self.outcome.add(size, layers, kept, plan)
+        layers = len(profile.calls)
+        larger = self.outcome.add(size, layers, plan)
         if self._ranks is None or not self._ranks.first:
             return
         if larger:
-            logger.info(outcome.chosen(size, layers, kept, plan, self._limit))
+            logger.info(outcome.chosen(size, layers, plan, self._limit))
         if self.budget is not None and plan.peak > self.budget * GIB and not self._warned:
             self._warned = True
             logger.warning(outcome.over_budget(size, plan.peak, self.budget, self._tokens_that_fit()))

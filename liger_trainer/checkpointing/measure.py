@@ -1,9 +1,13 @@
 """Measuring one micro-batch, call by call, while its layers are checkpointed.
 
-One call of each group of like layers, the second, keeps its activations meanwhile. What it holds beyond the others of
-its group is taken for what each of them would hold.
+One call of each group of like layers keeps its activations meanwhile, and another, if rows are long, the results of its
+attention. What such a sample holds beyond the others of its group is taken for what each of them would hold. Samples
+are the last calls of a group, as the micro-batch before has shown them: these give their bytes back before the
+gradients of the others have grown, so that the measured micro-batch too stays within the limit if there is room for one
+layer at the end of the forward pass.
 """
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
@@ -11,10 +15,32 @@ from typing import Any
 
 import torch
 
+from liger_trainer.checkpointing import keep_attention
 from liger_trainer.checkpointing.memory import Memory
 from liger_trainer.checkpointing.plan import Call, Profile, Size
+from liger_trainer.checkpointing.switches import Switch
 
-SAMPLED = 1  # the number within its group of the call that keeps its activations
+
+class Order:
+    """The layers that a micro-batch has called, group by group. Layers of one group are alike and get one size."""
+
+    def __init__(self) -> None:
+        self._sizes: defaultdict[Hashable, list[Size]] = defaultdict(list)
+        self._layers: defaultdict[Hashable, list[int]] = defaultdict(list)
+
+    def add(self, switch: Switch, size: Size) -> Hashable:
+        """Note a call. Returns its group, by a name that it has in other micro-batches too."""
+        sizes = self._sizes[switch.group]
+        if size not in sizes:
+            sizes.append(size)
+        group = (switch.group, sizes.index(size))
+        self._layers[group].append(switch.layer)
+        return group
+
+    def last(self, group: Hashable) -> tuple[int | None, int | None]:
+        """The layer of the last call of a group of two and more, and that of the call before in one of three."""
+        layers = self._layers.get(group, [])
+        return layers[-1] if len(layers) > 1 else None, layers[-2] if len(layers) > 2 else None
 
 
 class Recording:
@@ -22,22 +48,26 @@ class Recording:
 
     Args:
         memory (`Memory`): The device's.
+        before (`Order`): Of a micro-batch before.
+        long (`bool`): Whether rows are so long that it pays to keep the results of attention.
     """
 
-    def __init__(self, memory: Memory):
-        self.memory = memory
+    def __init__(self, memory: Memory, before: Order, long: bool):
+        self.memory, self._before, self.long = memory, before, long
         self.base = memory.allocated()
+        self.order = Order()
         self._peaks: list[int] = []
         self._calls: list[Call] = []
         self._groups: defaultdict[Hashable, list[int]] = defaultdict(list)
         self._held: list[int] = []  # by each call, when it has returned
-        self._sampled: list[int] = []
+        self._whole: dict[Hashable, int] = {}  # the number of the sample of each group
+        self._attention: dict[Hashable, int] = {}
         memory.start_peak()
 
     @property
     def samples(self) -> int:
-        """How many calls have kept their activations."""
-        return len(self._sampled)
+        """How many calls have kept something."""
+        return len(self._whole) + len(self._attention)
 
     def _next_moment(self) -> int:
         """End the moment before, and return the number of the one that begins."""
@@ -45,16 +75,21 @@ class Recording:
         self.memory.start_peak()
         return len(self._peaks)
 
-    def call(self, keep: Callable[[], Any], checkpoint: Callable[[], Any], group: Hashable, size: Size) -> Any:
-        """Return what the call returns: `keep()` if it is the sample of its group, and otherwise `checkpoint()`."""
-        number, group = len(self._calls), (group, size)
+    def call(self, switch: Switch, run: Callable[..., Any], args: tuple[Any, ...], size: Size) -> Any:
+        """Return `run(*args)`, checkpointed unless it is the sample of its group."""
+        number, group = len(self._calls), self.order.add(switch, size)
         self._calls.append(Call(size, None, self._next_moment(), None))
-        before = self.memory.allocated()
-        sampled = len(self._groups[group]) == SAMPLED
         self._groups[group].append(number)
-        if sampled:
-            self._sampled.append(number)
-        output = keep() if sampled else checkpoint()
+        last, before_last = self._before.last(group)
+        before = self.memory.allocated()
+        if switch.layer == last and group not in self._whole:
+            self._whole[group] = number
+            output = run(*args)
+        elif self.long and switch.layer == before_last and group not in self._attention:
+            self._attention[group] = number
+            output = keep_attention.checkpoint(switch.checkpointed, run, args)
+        else:
+            output = switch.checkpointed(run, *args)
         self._held.append(self.memory.allocated() - before)
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -70,19 +105,25 @@ class Recording:
         """What was measured. To be called when the backward pass is over."""
         self._next_moment()
         calls = list(self._calls)
-        for group in self._groups.values():
-            sample = next((number for number in group if number in self._sampled), None)
-            if sample is None:
-                continue
-            checkpointed = min(self._held[number] for number in group if number != sample)
-            for number in group:
-                calls[number] = replace(calls[number], extra=max(0, self._held[sample] - checkpointed))
         moments = [peak - self.base for peak in self._peaks]
-        for number in self._sampled:
-            call = calls[number]
-            for moment in range(call.first, call.last or 0):
-                moments[moment] -= call.extra or 0
-        return Profile(tuple(moments), tuple(calls))
+        for group, numbers in self._groups.items():
+            samples = (self._whole.get(group), self._attention.get(group))
+            held = [self._held[number] for number in numbers if number not in samples]
+            if not held:
+                continue
+            # Not the least of them: where the hooks of FSDP2 run within the call (transformers 5.17), the first
+            # layer gives back the gathered embedding meanwhile.
+            checkpointed = statistics.median_low(held)
+            extra, attention = (
+                None if number is None else max(0, self._held[number] - checkpointed) for number in samples
+            )
+            for number, more in zip(samples, (extra, attention), strict=True):
+                if number is not None and more is not None:
+                    for moment in range(calls[number].first, calls[number].last or 0):
+                        moments[moment] -= more
+            for number in numbers:
+                calls[number] = replace(calls[number], extra=extra, attention=attention or None)
+        return Profile(tuple(moments), tuple(calls), self.long)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

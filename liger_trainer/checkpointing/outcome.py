@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from liger_trainer.checkpointing.memory import GIB
-from liger_trainer.checkpointing.plan import Plan, Size
+from liger_trainer.checkpointing.plan import NOTHING, Count, Plan, Size
 
 
 @dataclass
@@ -17,6 +17,8 @@ class Outcome:
         least, most (`int`): How many of them kept their activations, in the micro-batches for which it was chosen.
         size (`Size` or `None`): Of the largest of those micro-batches.
         kept (`int`): How many layers kept their activations then.
+        attention (`int`): How many others kept the results of attention then.
+        most_attention (`int`): The most that did so in a micro-batch.
         peak (`int`): Bytes that were allocated then at most, as predicted.
         run_again (`int`): Micro-batches that ran out of memory and were run again.
         highest (`int`): The most bytes that were allocated before torch's own counter was last reset.
@@ -28,27 +30,32 @@ class Outcome:
     most: int = 0
     size: Size | None = None
     kept: int = 0
+    attention: int = 0
+    most_attention: int = 0
     peak: int = 0
     run_again: int = 0
     highest: int = 0
 
-    def add(self, size: Size, layers: int, kept: int, plan: Plan) -> bool:
+    def add(self, size: Size, layers: int, plan: Plan) -> bool:
         """Note one choice. Returns whether it is of a larger micro-batch than all before."""
+        kept = len(plan.kept)
+        self.most_attention = max(self.most_attention, plan.attention_only)
         self.least = min(self.least, kept) if self.layers else kept
         self.most, self.layers = max(self.most, kept), layers
         before = self.size
         if before is not None and size.tokens < before.tokens:
             return False
-        self.size, self.kept, self.peak = size, kept, plan.peak
+        self.size, self.kept, self.attention, self.peak = size, kept, plan.attention_only, plan.peak
         return before is None or size.tokens > before.tokens
 
     def to_dict(self) -> dict[str, Any]:
         """For the report."""
         found: dict[str, Any] = {"memory_budget_gib": self.budget, "layers": self.layers, "run_again": self.run_again}
         if self.size is not None:
-            found |= {"kept_least": self.least, "kept_most": self.most}
+            found |= {"kept_least": self.least, "kept_most": self.most, "attention_most": self.most_attention}
             found["largest"] = {
-                "rows": self.size.rows, "length": self.size.length, "kept": self.kept, "gib": round(self.peak / GIB, 2)
+                "rows": self.size.rows, "length": self.size.length, "kept": self.kept, "attention": self.attention,
+                "gib": round(self.peak / GIB, 2),
             }  # fmt: skip
         return found
 
@@ -56,16 +63,18 @@ class Outcome:
         again = f"; {_times(self.run_again)} run again with more checkpointing" if self.run_again else ""
         if self.size is None:
             return f"every layer was checkpointed{again}"
-        line = f"{self.kept} of {self.layers} layers kept their activations for {_shape(self.size)}"
+        more = f" and {self.attention} the results of attention" if self.attention else ""
+        line = f"{self.kept} of {self.layers} layers kept their activations{more} for {_shape(self.size)}"
         others = f", {self.least} to {self.most} for others" if self.least < self.most else ""
         return line + others + again
 
 
-def chosen(size: Size, layers: int, kept: int, plan: Plan, limit: int) -> str:
+def chosen(size: Size, layers: int, plan: Plan, limit: int) -> str:
     """The line of the log."""
+    more = f" and the results of attention of {plan.attention_only}" if plan.attention_only else ""
     return (
-        f"activation_checkpointing: auto keeps the activations of {kept} of {layers} layers for {_shape(size)}: "
-        f"{plan.peak / GIB:.1f} GiB of {limit / GIB:.1f}."
+        f"activation_checkpointing: auto keeps the activations of {len(plan.kept)} of {layers} layers{more} for "
+        f"{_shape(size)}: {plan.peak / GIB:.1f} GiB of {limit / GIB:.1f}."
     )
 
 
@@ -77,10 +86,10 @@ def over_budget(size: Size, peak: int, budget: float, fits: int | None) -> str:
     )
 
 
-def run_again(size: Size | None, kept: int) -> str:
+def run_again(size: Size | None, kept: Count) -> str:
     """The line of a micro-batch that has run out of memory and is run again."""
     of = "A micro-batch" if size is None else f"A micro-batch of {_shape(size)}"
-    how = f"the activations of {kept} layer{'s' * (kept > 1)} kept" if kept else "every layer checkpointed"
+    how = "every layer checkpointed" if kept == NOTHING else f"{_kept(kept)} kept"
     return f"{of} ran out of memory. It is run again, with the same random numbers and {how}."
 
 
@@ -93,13 +102,14 @@ def too_large(size: Size | None, fits: int | None, error: str) -> str:
     )
 
 
-def cannot_redo(why: str, size: Size | None, kept: int, error: str) -> str:
+def cannot_redo(why: str, size: Size | None, kept: Count, error: str) -> str:
     """The error of a micro-batch that ran out of memory where it cannot be run again."""
     what = "A micro-batch" if size is None else f"A micro-batch of {_shape(size)}"
     mend = _what_fits(size, None)
-    if kept:
+    if kept != NOTHING:
+        what_was = _kept(kept)
         mend = (
-            f"The activations of {kept} layer{'s' * (kept > 1)} were kept. Set memory_budget to fewer GiB, or "
+            f"{what_was[0].upper()}{what_was[1:]} were kept. Set memory_budget to fewer GiB, or "
             "activation_checkpointing to true."
         )
     return f"{what} ran out of memory, and {why}. {mend} ({error})"
@@ -118,6 +128,16 @@ def _what_fits(size: Size | None, tokens: int | None) -> str:
     rows, length = tokens // size.length, tokens // size.rows
     by_rows = f"per_device_train_batch_size: {rows}, or " if 0 < rows < size.rows else ""
     return f"{about}: {by_rows}rows of at most {max(length, 1)} tokens."
+
+
+def _kept(count: Count) -> str:
+    whole = f"the activations of {_layers(count.whole)}"
+    attention = f"the results of attention of {_layers(count.attention)}"
+    return " and ".join([whole] * (count.whole > 0) + [attention] * (count.attention > 0))
+
+
+def _layers(number: int) -> str:
+    return f"{number} layer{'s' * (number > 1)}"
 
 
 def _shape(size: Size) -> str:

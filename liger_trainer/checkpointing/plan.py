@@ -7,10 +7,12 @@ backward pass, in which a checkpointed layer has computed its activations again 
 call that keeps its activations are added to the moments in between, and the largest of the sums is the new peak.
 
 The call whose backward pass is first is chosen first: its activations are gone again before the gradients of the other
-layers have grown. All sizes are bytes.
+layers have grown. Where rows are long, the results of attention come before all other activations, since a byte of them
+saves more time. All sizes are bytes.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,21 @@ class Size:
         return max(other.tokens / self.tokens, other.pairs / self.pairs)
 
 
+class Count(NamedTuple):
+    """How many calls keep something.
+
+    Attributes:
+        whole (`int`): All activations.
+        attention (`int`): The results of attention, those that keep all activations among them.
+    """
+
+    whole: int
+    attention: int
+
+
+NOTHING = Count(0, 0)
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a layer.
@@ -51,12 +68,15 @@ class Call:
         extra (`int` or `None`): How many bytes more it holds if its activations are kept. None: not known.
         first (`int`): The moment that begins with the call.
         last (`int` or `None`): The moment that begins with its backward pass; None if it has none.
+        attention (`int` or `None`): How many bytes more it holds if the results of its attention are kept. None: not
+            known, or it has none that could be kept.
     """
 
     size: Size
     extra: int | None
     first: int
     last: int | None
+    attention: int | None = None
 
     def merged(self, other: "Call") -> "Call":
         """What covers both. Extras grow with the tokens."""
@@ -64,8 +84,13 @@ class Call:
         if not size.covers(self.size):  # neither covers the other
             length = max(self.size.length, other.size.length)
             size = Size(-(-max(self.size.tokens, other.size.tokens) // length), length)
-        extras = [round(c.extra * size.tokens / c.size.tokens) for c in (self, other) if c.extra is not None]
-        return Call(size, max(extras, default=None), self.first, self.last)
+
+        def grown(*measured: tuple[int | None, Size]) -> int | None:
+            return max((round(b * size.tokens / of.tokens) for b, of in measured if b is not None), default=None)
+
+        extra = grown((self.extra, self.size), (other.extra, other.size))
+        attention = grown((self.attention, self.size), (other.attention, other.size))
+        return Call(size, extra, self.first, self.last, attention)
 
 
 @dataclass(frozen=True)
@@ -75,10 +100,12 @@ class Profile:
     Attributes:
         moments (`tuple[int, ...]`): The most bytes of each moment, beyond those at the start of the micro-batch.
         calls (`tuple[Call, ...]`): In the order in which they are made.
+        long (`bool`): Whether it was measured what the results of attention take up, which pays for long rows.
     """
 
     moments: tuple[int, ...]
     calls: tuple[Call, ...]
+    long: bool = False
 
     @property
     def peak(self) -> int:
@@ -108,7 +135,7 @@ class Profile:
         if order(self) != order(other):
             return other
         calls = tuple(a.merged(b) for a, b in zip(self.calls, other.calls, strict=True))
-        return Profile(tuple(map(max, self.moments, other.moments)), calls)
+        return Profile(tuple(map(max, self.moments, other.moments)), calls, self.long or other.long)
 
 
 @dataclass(frozen=True)
@@ -118,14 +145,28 @@ class Plan:
     Attributes:
         kept (`frozenset[int]`): The numbers of the calls that keep their activations.
         peak (`int`): The most bytes that the micro-batch will have allocated.
+        attention (`frozenset[int]`): The numbers of the calls that keep the results of attention, those of `kept` among
+            them if they were chosen for that first.
     """
 
     kept: frozenset[int]
     peak: int
+    attention: frozenset[int] = frozenset()
+
+    @property
+    def count(self) -> Count:
+        return Count(len(self.kept), len(self.attention))
+
+    @property
+    def attention_only(self) -> int:
+        """How many calls keep the results of attention, and nothing else."""
+        return len(self.attention - self.kept)
 
 
-def choose(profile: Profile, base: int, limit: int, size: Size, most: int | None = None) -> Plan:
-    """The plan that keeps the most activations within `limit`.
+def choose(
+    profile: Profile, base: int, limit: int, size: Size, most: Count | None = None, long: bool = False
+) -> Plan:  # fmt: skip
+    """The plan that keeps the most within `limit`: first the results of attention if rows are long, then whole calls.
 
     Args:
         profile (`Profile`): What was measured, for a size that covers `size`.
@@ -133,19 +174,30 @@ def choose(profile: Profile, base: int, limit: int, size: Size, most: int | None
         limit (`int`): The most that may be allocated. If it is less than what the micro-batch needs with every layer
             checkpointed, it is that: what adds nothing to the peak may be kept.
         size (`Size`): What the first layer is given this time. All sizes of activations shrink with it.
-        most (`int`, *optional*): Keep no more calls than these.
+        most (`Count`, *optional*): Keep no more calls than these.
+        long (`bool`): Whether it pays to keep the results of attention.
     """
     share = profile.share(size)
     moments = [base + moment for moment in profile.moments]
     limit = max(limit, max(moments))
-    kept: list[int] = []
-    for i in profile.choosable[:most]:
-        call = profile.calls[i]
-        grown = list(moments)
-        for moment in range(call.first, call.last or 0):
-            grown[moment] += round((call.extra or 0) * share)
-        if max(grown) > limit:
-            break
-        moments = grown
-        kept.append(i)
-    return Plan(frozenset(kept), max(moments))
+    calls = profile.calls
+
+    def fill(wanted: list[tuple[int, int]]) -> frozenset[int]:
+        """Add calls with their bytes to the moments, one after the other, as long as they fit."""
+        nonlocal moments
+        chosen = []
+        for i, extra in wanted:
+            grown = list(moments)
+            for moment in range(calls[i].first, calls[i].last or 0):
+                grown[moment] += round(extra * share)
+            if max(grown) > limit:
+                break
+            moments = grown
+            chosen.append(i)
+        return frozenset(chosen)
+
+    of_attention = {i: calls[i].attention or 0 for i in profile.choosable if long and calls[i].attention}
+    attention = fill(list(of_attention.items())[: None if most is None else most.attention])
+    rest = {i: (calls[i].extra or 0) - (of_attention[i] if i in attention else 0) for i in profile.choosable}
+    kept = fill(list(rest.items())[: None if most is None else most.whole])
+    return Plan(kept, max(moments), attention)

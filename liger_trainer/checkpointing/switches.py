@@ -29,10 +29,11 @@ class Switch:
     Attributes:
         checkpointed (`Callable`): The function that was there before.
         group: Layers of one group hold activations of one size.
+        layer (`int`): Tells the layer from others of the group, also from one switch of it to the next.
     """
 
     def __init__(self, decide: Decide, module: nn.Module, checkpointed: Callable[..., Any]):
-        self.decide, self.checkpointed = decide, checkpointed
+        self.decide, self.checkpointed, self.layer = decide, checkpointed, id(module)
         sizes = tuple(getattr(p, "ds_shape", p.shape) for p in module.parameters())
         self.group = (type(module).__qualname__, sizes, getattr(module, "attention_type", None))
 
@@ -94,8 +95,23 @@ def _setter_of(model: nn.Module) -> types.MethodType:
 
 def size_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Size | None:
     """The size of the hidden states (rows, length, ...) that a layer is given; None if there are none."""
-    given = (*args, *getattr(function, "keywords", {}).values())
-    hidden = next((x for x in given if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
+    hidden = next((x for x in _given(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
     if hidden is None:
         return None
     return Size(1, hidden.shape[0]) if hidden.ndim == 2 else Size(hidden.shape[0], hidden.shape[1])
+
+
+def longest_of(function: Callable[..., Any], args: tuple[Any, ...], size: Size) -> int:
+    """How many tokens a token of the layer attends to at most.
+
+    Where rows lie one after the other in one, the layer is given a mask that knows them (`RowMask` in `varlen/`, of
+    which nothing but its attributes is known here). Other masks leave all pairs of tokens to be computed.
+    """
+    for x in _given(function, args):
+        if hasattr(x, "rows") and hasattr(x, "window"):
+            return x.rows.longest if x.window is None else min(x.rows.longest, x.window)
+    return size.length
+
+
+def _given(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*args, *getattr(function, "keywords", {}).values())

@@ -19,6 +19,7 @@ LOSSES = {
     "LigerKTOTrainer": losses.of_answers,
 }
 _WITH_REFERENCE = ("LigerDPOTrainer", "LigerKTOTrainer")
+_OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "offload": False, "selective": False}  # and their values without effect
 
 
 def job_of(recipe: Recipe, gpus: int) -> Job:
@@ -49,7 +50,6 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     name = init.get("dtype", model.dtype)
     dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)
     precomputed = getattr(training, "precompute_ref_log_probs", False)
-    options = getattr(training, "activation_checkpointing_kwargs", None) or training.gradient_checkpointing_kwargs
     autocast = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     return Job(
         shape=Shape(
@@ -62,7 +62,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
         autocast=autocast,
         sharding=_sharding(recipe, gpus, autocast, dtype or torch.float32),
         accumulates=training.gradient_accumulation_steps > 1,
-        checkpointing=dict(options or {"use_reentrant": False}),
+        checkpointing=_options_of_checkpointing(recipe),
         reference=recipe.entry.trainer in _WITH_REFERENCE and not precomputed,
         budget=training.memory_budget,
         in_backward=training.optimizer_in_backward,
@@ -80,6 +80,22 @@ def size_of(recipe: Recipe) -> tuple[int, int]:
 def checkpointing_of(recipe: Recipe) -> bool | str:
     given = getattr(recipe.training, "activation_checkpointing", None)
     return bool(recipe.training.gradient_checkpointing) if given is None else given
+
+
+def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
+    """The options that PyTorch's function gets."""
+    training = recipe.training
+    given = getattr(training, "activation_checkpointing_kwargs", None) or training.gradient_checkpointing_kwargs
+    options = dict(given or {})
+    for key, without in _OPTIONS_NOT_KNOWN.items():
+        value = options.pop(key, without)
+        if value != without:
+            raise RecipeError(
+                f"{recipe.path}: activation_checkpointing_kwargs has {key}: {value}, and liger-trainer fit does not "
+                "know what a step takes then. Pass --activation_checkpointing_kwargs '{\"use_reentrant\": false}' to "
+                "see the step without it."
+            )
+    return options or {"use_reentrant": False}
 
 
 def _refuse_unknown(recipe: Recipe) -> None:

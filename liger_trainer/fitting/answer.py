@@ -81,7 +81,8 @@ def _parts(full: Need, none: Need, in_backward: bool) -> Iterator[str]:
 def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
     words = ["<- the recipe"] if name == str(asked).lower() else []
     if each.chosen is not None:
-        words.append(f"{each.chosen.kept} of {each.layers} layers kept")
+        attention = f", attention of {each.chosen.attention}" if each.chosen.attention else ""
+        words.append(f"{each.chosen.kept} of {each.layers} layers kept{attention}")
     if each.peak > most:
         words.append("does not fit")
     if each.loaded > max(each.micro_batch, each.step):

@@ -5,7 +5,22 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from liger_trainer.checkpointing import keep_attention
+
 NAME = "counted"
+_OPERATION = "liger_trainer::counted_attention"
+
+
+def _results(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention returns: its output (B, S, H, D), and one number for each query and head in fp32."""
+    rows, heads, length, _ = query.shape
+    out = query.new_empty(rows, length, heads, value.shape[-1])
+    return out, query.new_empty(rows, heads, length, dtype=torch.float32)
+
+
+# One operation, as on a GPU, so that it is seen by what keeps the results of attention
+_operation = torch.library.custom_op(_OPERATION, _results, mutates_args=())
+_operation.register_fake(_results)
 
 
 class _Attention(torch.autograd.Function):
@@ -17,9 +32,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows, heads, length, _ = query.shape
-        out = query.new_empty(rows, length, heads, value.shape[-1])
-        sums = query.new_empty(rows, heads, length, dtype=torch.float32)
+        out, sums = _operation(query, key, value)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 
@@ -52,5 +65,6 @@ def _mask(*args: Any, **kwargs: Any) -> None:
 
 def register() -> None:
     """Let models of transformers have `attn_implementation=NAME`."""
+    keep_attention.also_fused(_OPERATION)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)

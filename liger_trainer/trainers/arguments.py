@@ -94,6 +94,7 @@ class LigerArguments(StockArguments):
         if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
             self.accelerator_config: Any = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()
+        checkpointing_fields.check_options(self)
         in_backward_checks.check_fields(self)
         fp8_fields.apply(self)
         if not isinstance(self.use_liger, bool):

@@ -41,6 +41,17 @@ def settle(args: Any) -> None:
         args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs
 
 
+def check_options(args: Any) -> None:
+    """Refuse options of checkpointing that `auto` would reckon without. To be called when they are a dict."""
+    options = args.gradient_checkpointing_kwargs
+    if args.activation_checkpointing == AUTO and isinstance(options, dict) and options.get("offload"):
+        raise ValueError(
+            "activation_checkpointing is 'auto' and its option offload is true: one keeps activations on the GPU and "
+            "the other moves them away, of which what is measured would not know. Remove offload from "
+            "activation_checkpointing_kwargs, or set activation_checkpointing: true."
+        )
+
+
 def _check_budget(args: Any) -> None:
     budget = args.memory_budget
     if budget is None:

@@ -1,8 +1,9 @@
 """One of the two ranks of `test_auto_ranks.py`, gloo on CPU: `auto_ranks.py MODE OUT_DIR`.
 
 Saves losses and weights without checkpointing, with all of it and with `auto`, and for each micro-batch what this rank
-wanted and what was agreed. The ranks have rows of other lengths and memories of other sizes: that of rank 1 is half way
-between what it needs without checkpointing and with all of it.
+wanted and what was agreed. All rows count as long, so that the results of attention are kept too. The ranks have rows
+of other lengths and memories of other sizes: that of rank 1 is half way between what it needs without checkpointing and
+with all of it.
 """
 
 import os
@@ -10,10 +11,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-from auto_runs import At, build, train
+from auto_runs import LAYERS, At, build, train
 from counted_memory import CountedMemory
 from launching import shard_on_cpus
+from tiny_models import tiny_model
 
+from liger_trainer.checkpointing import keep_attention
 from liger_trainer.checkpointing.agreement import Ranks
 from liger_trainer.checkpointing.memory import RESERVE
 
@@ -25,8 +28,8 @@ def whole(weights):
 def noting(agreed):
     least = Ranks.least
 
-    def noted(self, number):
-        agreed.append((number, least(self, number)))
+    def noted(self, *numbers):
+        agreed.append((numbers, least(self, *numbers)))
         return agreed[-1][1]
 
     Ranks.least = noted
@@ -36,6 +39,7 @@ def run(mode, out):
     saved, agreed, highest = {}, [], {}
     noting(agreed)
     rank = int(os.environ["RANK"])
+    keep_attention.LONG = 2
     for checkpointing in (False, True, "auto"):
         memory = CountedMemory()
         callbacks = []
@@ -44,7 +48,9 @@ def run(mode, out):
             memory.claims = (1 << 40, int(between / (1 - RESERVE)))[rank]
             if mode == "oom" and rank == 1:
                 callbacks = [At(4, lambda memory=memory: setattr(memory, "size", 400_000))]
-        trainer = build(f"{out}/{checkpointing}", checkpointing, memory, callbacks)
+        model = tiny_model("llama", num_hidden_layers=LAYERS)
+        model.set_attn_implementation("sdpa")
+        trainer = build(f"{out}/{checkpointing}", checkpointing, memory, callbacks, model=model)
         losses, weights = train(trainer)
         saved[checkpointing], highest[checkpointing] = (losses, whole(weights)), memory.highest
     return {"runs": saved, "agreed": agreed, "chosen": trainer.checkpointing.to_dict(), "highest": highest}

@@ -135,6 +135,21 @@ def test_a_budget_below_full_checkpointing_is_said_once(runs, tmp_path, caplog):
     assert "so it is exceeded" in line and "tokens" in line
 
 
+def test_to_measure_takes_no_more_than_full_checkpointing(tmp_path):
+    """Where gradients are most of it: what is kept to be measured is given back before all of them exist."""
+    highest = {}
+    for checkpointing in (True, "auto"):
+        model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=96, intermediate_size=288, vocab_size=132)
+        options = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1, "max_steps": 8}
+        if checkpointing == "auto":
+            options["memory_budget"] = highest[True] / GIB
+        trainer = build(tmp_path, checkpointing, memory := CountedMemory(), model=model, **options)
+        train(trainer)
+        highest[checkpointing] = memory.highest
+    assert trainer.checkpointing.most > 0
+    assert highest["auto"] <= 1.001 * highest[True]
+
+
 def test_resumed_under_another_plan(runs, tmp_path):
     first = build(tmp_path, "auto", CountedMemory(), save_strategy="steps", save_steps=4)
     train(first)

@@ -17,9 +17,12 @@ def test_both_ranks_follow_the_more_careful_plan(mode, tmp_path):
         assert same_bits(rank["runs"]["auto"], rank["runs"][False])
         assert rank["highest"][True] < 0.9 * rank["highest"][False], "or there would be nothing to choose"
     wanted = list(zip(*(rank["agreed"] for rank in ranks), strict=True))
-    assert all(a[1] == b[1] == min(a[0], b[0]) for a, b in wanted)
-    assert any(0 <= b[0] < a[0] for a, b in wanted), "or they would have agreed anyhow"
+    for (one, agreed), (other, also_agreed) in wanted:
+        assert agreed == also_agreed == tuple(map(min, one, other)), "of both numbers, whole layers and attention"
+    assert any(0 <= other[0] < one[0] for (one, _), (other, _) in wanted), "or they would have agreed anyhow"
+    assert ranks[0]["chosen"] == ranks[1]["chosen"] | {"largest": ranks[0]["chosen"]["largest"]}
     assert 0 < ranks[0]["chosen"]["kept_most"] <= LAYERS
+    assert 0 < ranks[0]["chosen"]["attention_most"] < LAYERS
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from liger_trainer.checkpointing.memory import GIB, RESERVE, limit_of
-from liger_trainer.checkpointing.plan import Call, Profile, Size, choose
+from liger_trainer.checkpointing.plan import NOTHING, Call, Count, Profile, Size, choose
 
 SIZE = Size(4, 100)
 # Four layers: moments 1-4 begin with their forward passes, 5-8 with the backward passes of the last to the first.
@@ -55,8 +55,57 @@ def test_smaller_batches_keep_more():
 
 
 def test_at_most_so_many():
-    assert choose(PROFILE, 100, 10**6, SIZE, 2).kept == {2, 3}
-    assert choose(PROFILE, 100, 10**6, SIZE, 0).kept == set()
+    assert choose(PROFILE, 100, 10**6, SIZE, Count(2, 0)).kept == {2, 3}
+    assert choose(PROFILE, 100, 10**6, SIZE, NOTHING).kept == set()
+
+
+# The same four layers, of whose 12 bytes 5 are the results of attention
+WITH_ATTENTION = Profile(MOMENTS, tuple(replace(call, attention=5) for call in PROFILE.calls), long=True)
+
+
+def peak_with_attention(kept, attention):
+    peaks = list(MOMENTS)
+    for layer in attention | kept:
+        for moment in range(layer + 1, 8 - layer):
+            peaks[moment] += 12 if layer in kept else 5
+    return 100 + max(peaks)
+
+
+@pytest.mark.parametrize(
+    "limit, attention, kept",
+    [
+        (150, {2, 3}, set()),  # 38 + 2 * 5 = 48 at the end of the forward pass; a third, or 7 more, would be too much
+        (154, {1, 2, 3}, set()),
+        (158, {0, 1, 2, 3}, set()),
+        (164, {0, 1, 2, 3}, set()),
+        (165, {0, 1, 2, 3}, {3}),
+        (172, {0, 1, 2, 3}, {2, 3}),
+        (10**6, {0, 1, 2, 3}, {0, 1, 2, 3}),
+    ],
+)
+def test_attention_comes_first_where_rows_are_long(limit, attention, kept):
+    plan = choose(WITH_ATTENTION, 100, limit, SIZE, long=True)
+    assert (plan.attention, plan.kept) == (attention, kept)
+    assert plan.count == (len(kept), len(attention))
+    assert plan.attention_only == len(attention - kept)
+    assert plan.peak == peak_with_attention(kept, attention) <= limit
+
+
+def test_short_rows_keep_whole_calls_alone():
+    assert choose(WITH_ATTENTION, 100, 162, SIZE) == choose(PROFILE, 100, 162, SIZE)
+
+
+def test_layers_without_attention_keep_whole_calls():
+    calls = [replace(call, attention=3 if i % 2 else None) for i, call in enumerate(PROFILE.calls)]
+    plan = choose(Profile(MOMENTS, tuple(calls), long=True), 100, 10**6, SIZE, Count(3, 4), long=True)
+    assert (plan.attention, plan.kept) == ({1, 3}, {1, 2, 3})
+
+
+@pytest.mark.parametrize("most", [Count(0, 2), Count(1, 2), Count(2, 1), Count(3, 0), NOTHING])
+def test_at_most_so_many_of_both(most):
+    """As several processes agree on them: what one of them has room for, it has room for with less of the other."""
+    plan = choose(WITH_ATTENTION, 100, 10**6, SIZE, most, long=True)
+    assert plan.count == most
 
 
 def test_calls_without_a_backward_pass_or_of_unknown_size_are_not_chosen():
@@ -95,6 +144,13 @@ def test_merged_profiles_cover_both():
 def test_merging_with_a_larger_one_of_unknown_extra_scales_what_is_known():
     known, larger = Profile((1, 1), (Call(Size(1, 10), 8, 1, 2),)), Profile((2, 2), (Call(Size(4, 10), None, 1, 2),))
     assert known.merged(larger).calls[0].extra == 32
+
+
+def test_merged_profiles_know_of_attention_if_one_does():
+    short = Profile((3, 9), (Call(Size(16, 20), 32, 1, 2),))
+    long = Profile((5, 4), (Call(Size(1, 160), 20, 1, 2, attention=6),), long=True)
+    for merged in (short.merged(long), long.merged(short)):
+        assert merged.long and merged.calls[0].attention == 12, "of twice as many tokens"
 
 
 def test_limits():

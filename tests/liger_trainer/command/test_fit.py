@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from liger_trainer.command.fit_job import job_of
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
+from liger_trainer.fitting.step import GIB, need
 from liger_triton import _dispatch
 
 
@@ -52,6 +53,20 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
 
 
+def test_attention_of_long_rows(recipe, tmp_path, capsys):
+    config = LlamaConfig.from_pretrained(tmp_path / "model")
+    config.num_hidden_layers = 4
+    config.save_pretrained(tmp_path / "four")
+    path = recipe(model_name_or_path=str(tmp_path / "four"), max_length=8192, per_device_train_batch_size=1)
+    job = job_of(parse_recipe(str(path), ["--use_cpu", "true"]), 1)
+    full, none = (need(job, 1, 8192, checkpointing, 1 << 40).peak / GIB for checkpointing in (True, False))
+    budget = full + 0.3 * (none - full)
+    code, out, err = command(capsys, "fit", path, "--gpu-memory", str(none), "--memory_budget", str(budget))
+    assert code == 0, err
+    found = re.search(r"<- the recipe, (\d) of 4 layers kept, attention of (\d)$", out, re.MULTILINE)
+    assert int(found[2]) > 0 and int(found[1]) + int(found[2]) <= 4
+
+
 def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
     def states(*words):
         code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5", "--gpus", "2", *words)
@@ -79,6 +94,14 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
         ({"fp8": True, "use_peft": True}, ("--accelerate_config", "fsdp2"), "FSDP shards the weights"),
         ({"use_liger": False}, (), "Pass --use_liger true"),
         ({}, ("--accelerate_config", "context_parallel"), "context parallelism"),
+        ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, (), "kwargs has every_n_layers: 2"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+            (),
+            """has offload: True, and liger-trainer fit does not know what a step takes then. Pass """
+            """--activation_checkpointing_kwargs '{"use_reentrant": false}'""",
+        ),
+        ({"activation_checkpointing_kwargs": {"selective": True}}, (), "kwargs has selective: True"),
         ({}, ("--gpus", "two"), "--gpus is 'two'; expected a whole number"),
         ({}, ("--gpu-memory", "-1"), "--gpu-memory is '-1'; expected a number"),
         ({}, ("--gpu", "2"), "gpu"),
@@ -88,6 +111,15 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
 def test_what_it_refuses(keys, words, says, recipe, capsys):
     code, _, err = command(capsys, "fit", recipe(**keys), *words)
     assert code == 2 and says in err
+
+
+def test_the_mend_of_an_option_that_is_not_known(recipe, capsys):
+    keys = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    words = ("--gpu-memory", "0.5", "--activation_checkpointing_kwargs")
+    code, out, err = command(capsys, "fit", recipe(**keys), *words, '{"use_reentrant": false}')
+    assert code == 0, err
+    same = command(capsys, "fit", recipe(**keys), *words, '{"every_n_layers": 1, "use_reentrant": false}')
+    assert same[:2] == (0, out)
 
 
 def test_deepspeed_is_refused_by_name(recipe):

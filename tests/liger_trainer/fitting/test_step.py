@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from liger_trainer.checkpointing.keep_attention import LONG
 from liger_trainer.errors import RecipeError
 from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.hollow import Shape
@@ -60,6 +61,17 @@ def test_auto_keeps_what_the_budget_allows():
     budget = (full.peak + 0.6 * (none.peak - full.peak)) / 2**30
     found = need(job(budget=budget), 4, 512, "auto", PLENTY)
     assert 0 < found.chosen.kept < LAYERS
+    assert full.peak < found.peak <= budget * 2**30
+
+
+@pytest.mark.parametrize(("length", "long"), [(LONG // 2, False), (LONG, True)])
+def test_auto_keeps_the_results_of_attention_of_long_rows(length, long):
+    none, full = (need(job(), 1, length, checkpointing, PLENTY) for checkpointing in (False, True))
+    budget = (full.peak + 0.2 * (none.peak - full.peak)) / 2**30
+    found = need(job(budget=budget), 1, length, "auto", PLENTY)
+    assert found.chosen.kept + found.chosen.attention <= LAYERS
+    assert (found.chosen.attention > 0) == long
+    assert found.chosen.peak == pytest.approx(found.micro_batch, rel=0.02)
     assert full.peak < found.peak <= budget * 2**30
 
 

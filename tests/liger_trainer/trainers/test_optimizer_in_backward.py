@@ -136,6 +136,22 @@ def test_auto_within_a_budget(tmp_path):
     assert memory.highest <= budget * 1.02
 
 
+def test_the_plan_of_auto_knows_that_gradients_do_not_gather(tmp_path):
+    """Few tokens and large weights, so that gradients are the peak of the ordinary step."""
+    found = {}
+    for in_backward in (False, True):
+        model = tiny_model("llama", num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=384)
+        options = SHORT | {"model": model, "per_device_train_batch_size": 1, "max_steps": 6}
+        trainer = make(tmp_path, in_backward, "auto", memory=(memory := CountedMemory()), **options)
+        got = train(trainer)
+        found[in_backward] = (got, trainer.checkpointing)
+        assert trainer.checkpointing.most == LAYERS
+        assert memory.highest == pytest.approx(trainer.checkpointing.peak, rel=0.02)
+    gradients = sum(p.numel() * 4 for p in trainer.model.parameters())
+    assert same_bits(found[True][0], found[False][0])
+    assert found[False][1].peak - found[True][1].peak > 0.4 * gradients
+
+
 def test_out_of_memory_is_an_error_and_not_run_again(tmp_path):
     memory = CountedMemory()
     memory.claims = 1 << 40
