@@ -80,6 +80,30 @@ class FrozenFloat8Linear(nn.Module):
             self.scale = nn.Parameter(scale.to(self.scale.device), requires_grad=False)
         return self
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As in any module, but a weight of numbers is an error: `copy_` would make bits of each, without a word."""
+        found = {name: state_dict.get(prefix + name) for name in ("weight", "scale")}
+        weight, scale = found["weight"], found["scale"]
+        if weight is not None and (weight.dtype != _CODES or scale is None or scale.dtype != torch.float32):
+            beside = "no scale" if scale is None else f"a scale of {scale.dtype}"
+            error_msgs.append(
+                f"{prefix}weight is {weight.dtype}, with {beside} beside it; the layer has eight bits (fp8), and takes "
+                f"{_CODES} with a scale of torch.float32. Load these weights before the trainer is built."
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
