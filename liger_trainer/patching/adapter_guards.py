@@ -34,8 +34,11 @@ def guard(model: nn.Module) -> None:
     if tuner is not None and hasattr(type(tuner), "inject_adapter"):
         tuner.__dict__.update(dict.fromkeys(_MERGES, refuse_merge))
         tuner.__dict__["inject_adapter"] = functools.partial(_inject_adapter, tuner)
-    if base is not model:  # a model of transformers with adapters inside saves these alone
-        base.__dict__["save_pretrained"] = refuse_saving
+    for module in base.modules():  # also the decoder of a model, or its vision tower
+        if not hasattr(type(module), "save_pretrained") or module is model:
+            continue  # a model of transformers with adapters inside saves these alone
+        if any(type(part) is FrozenFloat8Linear for part in module.modules()):
+            module.__dict__["save_pretrained"] = refuse_saving
 
 
 def refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
@@ -48,7 +51,7 @@ def refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
-    """In the place of the `save_pretrained` of the base."""
+    """In the place of the `save_pretrained` of the base, and of models that are parts of it."""
     raise RuntimeError(
         "The base of this model has eight bits (fp8), which transformers would load as if they were its weights. Save "
         "the adapter, with the save_pretrained of the PEFT model or with trainer.save_model; the original model is "

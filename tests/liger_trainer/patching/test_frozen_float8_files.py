@@ -3,6 +3,10 @@
 import pytest
 import torch
 from frozen_bases import adapted, frozen, step
+from peft import LoraConfig
+from tiny_models import tiny_model
+
+from liger_trainer.patching.quantize_base import quantize_base
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -27,3 +31,32 @@ def test_bits_and_a_part_of_the_weights_are_loaded():
     converted = {name: tensor.bfloat16() if name.endswith("scale") else tensor for name, tensor in state.items()}
     with pytest.raises(RuntimeError, match="with a scale of torch.bfloat16 beside it"):
         model.load_state_dict(converted)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_no_part_of_the_base_is_saved(inside, tmp_path):
+    """The decoder of a model is a model of transformers, too, and writes bits as if they were weights."""
+    if inside:
+        base = model = tiny_model("llama")
+        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+        quantize_base(model)
+    else:
+        model = frozen()
+        base = model.get_base_model()
+    with pytest.raises(RuntimeError, match="eight bits.*Save the adapter"):
+        base.model.save_pretrained(tmp_path / "decoder")
+    assert not (tmp_path / "decoder").exists()
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_part_that_is_trained_is_saved(tmp_path):
+    """A vision tower without a layer in eight bits."""
+    model = adapted(model=tiny_model("qwen2_5_vl"), target_modules=r".*language_model.*q_proj")
+    parts = model.get_base_model().model
+    parts.visual.requires_grad_(True)
+    quantize_base(model)
+    parts.visual.save_pretrained(tmp_path / "tower")
+    assert (tmp_path / "tower" / "model.safetensors").exists()
+    with pytest.raises(RuntimeError, match="eight bits"):
+        parts.language_model.save_pretrained(tmp_path / "decoder")
