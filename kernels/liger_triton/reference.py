@@ -178,7 +178,7 @@ def float8_row_cast(parts, factors=None):
     if factors is not None:
         wide = [part * factor for part, factor in zip(wide, factors, strict=True)]
     x = torch.cat(wide, 1)
-    most = x.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    most = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
     scale = torch.full_like(most, 448.0) / most  # 448.0 / most is not rounded to the nearest on a GPU
     return (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), torch.ones_like(scale) / scale
 

@@ -83,6 +83,18 @@ def test_a_row_of_large_numbers_costs_the_others_nothing(device):
     assert apart(got[1:, 1:], x[1:].double() @ weight[1:].double().t()) < ROUNDED
 
 
+@pytest.mark.parametrize("size", [1e-10, 1e-18, 1e-25])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_small_gradients_are_rounded_like_large_ones(size, dtype, device):
+    """Those of a mean over many tokens are small, and times the scale of a weight's row they are smaller still."""
+    torch.manual_seed(0)
+    weight = layer_of(device, (128, 144), dtype)
+    x = torch.randn(300, 128, device=device, dtype=dtype).requires_grad_()
+    dy = (size * torch.randn(300, 144, device=device)).to(dtype)
+    (dx,) = torch.autograd.grad(frozen_float8_linear(x, quantized(weight)), x, dy)
+    assert apart(dx, dy.double() @ weight.double()) < ROUNDED
+
+
 @pytest.mark.parametrize(
     "shapes", [[(7, 48)], [(64, 4096), (64, 1024)], [(33, 80), (33, 16), (33, 4112)], [(5, 14336)] * 2]
 )
