@@ -12,6 +12,7 @@ from collections import Counter
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from liger_trainer.head.find import base_model_of, output_head
 from liger_trainer.head.module import modules_called_by
@@ -62,6 +63,8 @@ def quantize_base(model: nn.Module) -> OperationReport:
         linear = base.get_submodule(name)
         if linear in head:
             reason: str | None = "it is the LM head, which is fused with the loss"
+        elif type(linear) is not nn.Linear:
+            reason = f"it is a {type(linear).__name__}, whose product may be another"
         elif owners[id(linear.weight)] > 1:
             reason = "its weight is shared with another module"
         else:
@@ -102,7 +105,7 @@ def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
     """
     modules, found = dict(base.named_modules()), {}
     for name, module in modules.items():
-        if type(module) is not nn.Linear:
+        if not isinstance(module, (nn.Linear, Conv1D)):
             continue
         parts = name.split(".")
         chain = [modules[".".join(parts[:k])] for k in range(len(parts))]

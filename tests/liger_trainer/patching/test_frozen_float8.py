@@ -183,6 +183,7 @@ def test_other_layers_that_stay():
         "0.mlp.up_proj": "its widths, 32 and 40, are not both multiples of 16",
         "0.mlp.gate_proj": "its weight is float64",
         "0.self_attn.k_proj": "a hook on it gathers its weight, or would be lost",
+        "1.mlp.gate_proj": "it is a Own, whose product may be another",
         "1.mlp.up_proj": "its forward was replaced on the instance by test_other_layers_that_stay.<locals>.change."
         "<locals>.<lambda>",
     }

@@ -19,7 +19,7 @@ from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 from trainer_runs import lora, run
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from liger_trainer import LigerDPOTrainer, LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
@@ -205,6 +205,14 @@ def test_a_model_of_which_nothing_can_be_converted_is_refused(any_device, tmp_pa
     model = tiny_model("llama", hidden_size=24, intermediate_size=40)
     with pytest.raises(ValueError, match="no layer of the base of LlamaForCausalLM can be put into eight bits.*of 16"):
         built(adapted(model=model), tmp_path)
+
+
+def test_layers_of_gpt2_are_none_of_torch_s(any_device, tmp_path):
+    sizes = {"vocab_size": 131, "n_embd": 32, "n_layer": 1, "n_head": 4, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    with pytest.raises(ValueError, match=r"no layer of the base of GPT2LMHeadModel.*\(it is a Conv1D, whose product"):
+        built(model, tmp_path)
 
 
 def test_a_model_init_with_adapters_is_refused(any_device, tmp_path, monkeypatch):
