@@ -70,6 +70,15 @@ def _inject_adapter(tuner: nn.Module, model: nn.Module, adapter_name: str, *args
             f"{what} for the adapter {adapter_name!r}, which reads the weights of the base, but these have eight bits "
             "(fp8). Add the adapter before the trainer is built, or set init_lora_weights to True."
         )
+    for copied in getattr(config, "modules_to_save", None) or ():
+        for name, module in model.named_modules():
+            around = name.split(".") if type(module) is FrozenFloat8Linear else []
+            if any(".".join(around[: k + 1]).endswith(copied) for k in range(len(around))):
+                raise ValueError(
+                    f"modules_to_save has {copied!r} for the adapter {adapter_name!r}, which would train a copy of "
+                    f"{name}, but that has eight bits (fp8). Add the adapter before the trainer is built, or give it a "
+                    "LoRA there, by target_modules."
+                )
     return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""Weights of a base in eight bits, on their way into a file or out of one."""
+"""Weights of a base in eight bits that are saved, loaded, or copied to be trained."""
 
 import pytest
 import torch
@@ -60,3 +60,16 @@ def test_a_part_that_is_trained_is_saved(tmp_path):
     assert (tmp_path / "tower" / "model.safetensors").exists()
     with pytest.raises(RuntimeError, match="eight bits"):
         parts.language_model.save_pretrained(tmp_path / "decoder")
+
+
+@pytest.mark.parametrize("copied", ["v_proj", "self_attn"])
+def test_no_copy_of_bits_is_trained(copied):
+    """PyTorch would say that integers have no gradients, when the adapter is there already."""
+    model = frozen(target_modules=["q_proj"])
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[copied])
+    with pytest.raises(ValueError, match=f"modules_to_save has '{copied}' for the adapter 'more'.*before the trainer"):
+        model.add_adapter("more", config)
+    assert list(model.peft_config) == ["default"]
+    model.add_adapter("more", LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    model.set_adapter("more")
+    assert "embed_tokens.modules_to_save.more.weight" in " ".join(step(model))
