@@ -1,9 +1,12 @@
-"""A tiny model with adapters whose frozen base is in eight bits, and one step of it."""
+"""A tiny model with adapters whose frozen base is in eight bits, one step of it, and trainers that ask for it."""
 
 import torch
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model
+from torch import nn
 
+from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.patching.quantize_base import quantize_base
 
 LAYERS = 14  # two layers of seven projections
@@ -41,3 +44,23 @@ def distance(got, want):
     apart = sum(((got[n] - w).double() ** 2).sum() for n, w in want.items() if n != "loss")
     size = sum((w.double() ** 2).sum() for n, w in want.items() if n != "loss")
     return abs(float(got["loss"] / want["loss"]) - 1), float((apart / size) ** 0.5)
+
+
+def built(model, tmp_path, trainer_class=LigerTrainer, **options):
+    """A trainer that asks for fp8, with `model` or, if that is a function, a `model_init`."""
+    defaults = {
+        "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "fp8": True, "max_steps": 2,
+        "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    args = LigerTrainingArguments(**(defaults | {k: v for k, v in options.items() if k != "use_vllm"}))
+    if "use_vllm" in options:
+        args.use_vllm = options["use_vllm"]
+    given = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
+    return trainer_class(
+        **given, args=args, train_dataset=ragged_rows(), eval_dataset=ragged_rows(4), data_collator=collate
+    )
+
+
+def fresh_state():
+    """Forget the precision of the first trainer of this process, which accelerate keeps."""
+    AcceleratorState._reset_state(True)
