@@ -34,7 +34,7 @@ def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> N
     if any(t.is_meta for t in model.state_dict().values()):
         _give_memory(model)
         model.tie_weights()
-    has_weights = accelerator.process_index == 0
+    has_weights = dist.get_rank() == 0
     with torch.no_grad():
         for tensor in model.state_dict().values():  # tied weights twice, because all processes have to send as often
             sent = tensor.to(accelerator.device).contiguous()
