@@ -1,13 +1,7 @@
 """What the runs of `training.py` and `scaling.py` need: models by shape, a trainer for every arm, one measured run."""
 
-import gc
-import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 
@@ -300,62 +294,7 @@ def flag_tokens(rows):
             row["note"] = f"OTHER ROWS: a step of {got} tokens, of the first trainer {want}"
 
 
-# Arms run in processes of their own, since Liger's patches concern the whole process, and all memory is given back
-
-
 def check_arms(parser, trainer, arms):
     for arm in arms:
         if arm not in ARMS[trainer]:
             parser.error(f"--arms has {arm!r}; expected, for --trainer {trainer}: {', '.join(ARMS[trainer])}")
-
-
-def is_out_of_memory(error):
-    # Triton and cuBLAS report a lack of memory as other errors.
-    return isinstance(error, torch.OutOfMemoryError) or any(s in str(error) for s in ("out of memory", "ALLOC_FAILED"))
-
-
-def release():
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
-
-
-def emit(row):
-    if int(os.environ.get("RANK", 0)):  # the first process speaks for all
-        return
-    print("RESULT " + json.dumps(row), flush=True)
-
-
-def rows_from(arm, timeout_s, echo=False, env=(), more=(), launcher=()):
-    """Run this script again for one arm and yield the rows that it emits. If it fails, a last row has the reason.
-
-    `launcher` are arguments of Python, under which the script is run."""
-    command = [sys.executable, *launcher, *sys.argv, "--arm", arm, *more]
-    with tempfile.TemporaryFile("w+") as err:
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=err, text=True, env=os.environ | dict(env), start_new_session=True
-        )
-        timer = threading.Timer(timeout_s, os.killpg, (child.pid, signal.SIGKILL))  # and what a launcher started
-        timer.start()
-        for line in child.stdout:
-            if line.startswith("RESULT "):
-                yield json.loads(line.removeprefix("RESULT "))
-            elif echo:
-                print(line, end="")
-        code = child.wait()
-        timer.cancel()
-        if code:
-            err.seek(0)
-            log = err.read()
-            if arm.startswith("Liger"):
-                print(log[-4000:])
-            note = reason_in(log.strip().splitlines() or [f"exit {code}"])
-            if code == -9:
-                note = f"killed: {timeout_s:.0f} s are over, or the host's memory is"
-            yield {"arm": arm, "note": note}
-
-
-def reason_in(lines):
-    """The last line that names an error, or the last line."""
-    errors = [line for line in lines if "Error" in line.split(":")[0]]
-    return (errors or lines)[-1][:120]

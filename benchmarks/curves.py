@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from _measure import DEVICE, Record, table
 from _models import MODELS
+from _processes import emit, rows_from
 from _rows import real_rows
-from _steps import Run, build, emit, rows_from, tokenizer_of
+from _steps import Run, build, tokenizer_of
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 

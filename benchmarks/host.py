@@ -15,7 +15,8 @@ import time
 import torch
 from _measure import DEVICE, Record, synchronize, table
 from _models import MODELS
-from _steps import Run, build, emit, rows_from
+from _processes import emit, rows_from
+from _steps import Run, build
 
 CASES = (
     "SmolLM2-135M:1x256", "SmolLM2-135M:4x1024", "Llama-3.2-1B:1x1024", "SmolLM2-135M:1x256:lora",

@@ -35,7 +35,8 @@ from pathlib import Path
 from _launched import SETTINGS
 from _measure import DEVICE, Record, table
 from _models import MODELS
-from _steps import Run, build, reason_in, release
+from _processes import reason_in, release
+from _steps import Run, build
 
 LAUNCHERS = ("torchrun", "accelerate", "killed")
 ENTRY = Path(__file__).with_name("_launched.py")

@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from _measure import DEVICE, Record, table
+from _processes import emit, is_out_of_memory, release, rows_from
 from _rows import collate, rows_of
-from _steps import Run, build, clock_of, emit, is_out_of_memory, release, rows_from, tokenizer_of
+from _steps import Run, build, clock_of, tokenizer_of
 
 OURS, UNFUSED, PATCHED = "LigerMedusaTrainer", "unfused", "unfused + patched"
 ARMS = (OURS, UNFUSED, PATCHED)

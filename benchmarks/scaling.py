@@ -18,7 +18,8 @@ from dataclasses import replace
 import torch
 from _measure import DEVICE, Record, table
 from _models import MODELS
-from _steps import ARMS, Run, check_arms, emit, flag_losses, is_out_of_memory, release, rows_from, train
+from _processes import emit, is_out_of_memory, release, rows_from
+from _steps import ARMS, Run, check_arms, flag_losses, train
 
 DEFAULT_ARMS = {
     "sft": ("LigerTrainer", "Trainer", "Trainer + Liger", "SFTTrainer"),

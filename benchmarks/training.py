@@ -37,8 +37,9 @@ import time
 import torch
 from _measure import DEVICE, Record, ceilings, table
 from _models import MODELS
+from _processes import emit, rows_from
 from _rows import KINDS
-from _steps import ARMS, Run, check_arms, emit, flag_losses, flag_tokens, rows_from, train
+from _steps import ARMS, Run, check_arms, flag_losses, flag_tokens, train
 
 LORA_ARMS = ("LigerSFTTrainer", "LigerSFTTrainer - varlen", "SFTTrainer", "SFTTrainer + Liger")
 STEPS = {"full": 14, "padded": 32, "packed": 32}

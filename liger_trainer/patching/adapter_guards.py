@@ -59,9 +59,9 @@ def refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _inject_adapter(tuner: nn.Module, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+def _inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     """PEFT's `inject_adapter`, for adapters that do not begin from the weights of the base."""
-    config: Any = tuner.peft_config[adapter_name]  # type: ignore[index]
+    config: Any = tuner.peft_config[adapter_name]
     begins = getattr(config, "init_lora_weights", True)
     changes = getattr(config, "kasa_config", None) is not None
     if begins not in _KNOWN_INITS or changes:
@@ -79,7 +79,7 @@ def _inject_adapter(tuner: nn.Module, model: nn.Module, adapter_name: str, *args
                     f"{name}, but that has eight bits (fp8). Add the adapter before the trainer is built, or give it a "
                     "LoRA there, by target_modules."
                 )
-    return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)  # type: ignore[operator]
+    return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
 
 
 def unknown_variant(layer: nn.Module) -> str | None:

@@ -11,9 +11,8 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
-from liger_triton import Float8Weight
+from liger_triton.lora_linear import Weight
 
-Weight: TypeAlias = torch.Tensor | Float8Weight
 Tensors: TypeAlias = tuple[Weight, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
 
 _KNOWN_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)

@@ -9,6 +9,7 @@ import functools
 import inspect
 import types
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +22,9 @@ from liger_trainer.instance.report import OperationReport
 from liger_trainer.patching import adapter_guards
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_trainer.patching.probe import slot_of
+from liger_triton.float8_cast import MULTIPLE
 
 OPERATION = "frozen_float8"
-MULTIPLE = 16  # of both widths, as the matrix units for eight bits want it
 
 # PEFT's methods whose own code reads no weight of the base but by calls of its layers. LoRA's is in `adapter_guards`.
 KNOWN_METHODS = ("LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
@@ -45,7 +46,8 @@ def quantize_base(model: nn.Module) -> OperationReport:
     Raises:
         ValueError: The adapters are of a method that may read the weights, or one of them is merged into the weights.
     """
-    for name, config in model.peft_config.items():  # type: ignore[union-attr,operator]
+    adapters: Any = model.peft_config
+    for name, config in adapters.items():
         method = str(getattr(config.peft_type, "value", config.peft_type))
         if method not in KNOWN_METHODS:
             raise ValueError(
