@@ -6,13 +6,12 @@ to the other. A checkpoint that recomputes a layer stops at the last tensor that
 the large product that a layer ends with.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from ._dispatch import once_differentiable
+from ._dispatch import no_autocast, once_differentiable
 from ._low_rank import added, factors_of, low_rank_gradients, parts_of, scaled_b, sum_of_parts
 from ._products import wide_product
 from .frozen_float8 import Float8Weight, SharedRows, input_gradient
@@ -77,17 +76,37 @@ def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def stacked_a(layers: list[Layer], dtype: torch.dtype, parts: int) -> torch.Tensor:
-    """The A of all adapters over one another: (R, K), or (2 R, K) in two parts."""
-    all_a = [layer.adapter.a for layer in layers if layer.adapter is not None]
-    return parts_of(all_a[0] if len(all_a) == 1 else torch.cat(all_a), dtype, parts, 0)
+class Rounded(NamedTuple):
+    """The adapters of a group in the dtype of its products. Made once for both passes.
+
+    Attributes:
+        a: The A of all adapters over one another: (R, K), or (2 R, K) in two parts.
+        b (`list`): s B of each layer: (N, r), or (N, 2 r) in two parts; None where it has no adapter.
+    """
+
+    a: torch.Tensor | None
+    b: list[torch.Tensor | None]
 
 
-def low_rank(source: torch.Tensor, layers: list[Layer], form: Form) -> torch.Tensor:
-    """h (T, R) of all adapters side by side, from one product; (T, 2 R) in two parts."""
-    if form.scalings.count(None) == len(form.scalings):
+def rounded(layers: list[Layer], form: Form) -> Rounded:
+    """`Rounded` of `layers`."""
+    adapters = [layer.adapter for layer in layers]
+    all_a = [adapter.a for adapter in adapters if adapter is not None]
+    all_b = [
+        None
+        if adapter is None
+        else scaled_b(adapter.b, factors_of(adapter.scaling, form.dtype)[0], form.dtype, form.parts)
+        for adapter in adapters
+    ]
+    if not all_a:
+        return Rounded(None, all_b)
+    return Rounded(parts_of(all_a[0] if len(all_a) == 1 else torch.cat(all_a), form.dtype, form.parts, 0), all_b)
+
+
+def low_rank(source: torch.Tensor, a: torch.Tensor | None, form: Form) -> torch.Tensor:
+    """h (T, R) of all adapters side by side, from one product with `Rounded.a`; (T, 2 R) in two parts."""
+    if a is None:
         return source.new_empty((source.shape[0], 0))
-    a = stacked_a(layers, form.dtype, form.parts)
     if form.parts == 1:
         return torch.mm(source, a.t())
     return parts_of(sum_of_parts(wide_product(source, a.t()), 2, 1), form.dtype, 2, 1)
@@ -104,12 +123,21 @@ def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[t
     return found
 
 
-def output(rows: SharedRows, layer: Layer, h: tuple[torch.Tensor, ...], form: Form) -> torch.Tensor:
+def adapter_of_output(
+    layer: Layer, h: tuple[torch.Tensor, ...], b: torch.Tensor | None, form: Form
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The factors (T, r) and (r, N) of what y has from the adapter of a layer, from its `Rounded.b`; None without."""
+    if layer.adapter is None or b is None:
+        return None
+    of_h = factors_of(layer.adapter.scaling, form.dtype)[1]
+    return h[0] if of_h == 1.0 else h[0] * of_h, b[:, : h[0].shape[1]].t()
+
+
+def output(
+    rows: SharedRows, layer: Layer, h: tuple[torch.Tensor, ...], b: torch.Tensor | None, form: Form
+) -> torch.Tensor:
     """y (T, N) of one layer."""
-    small = None
-    if layer.adapter is not None:
-        of_b, of_h = factors_of(layer.adapter.scaling, form.dtype)
-        small = (h[0] if of_h == 1.0 else h[0] * of_h, scaled_b(layer.adapter.b, of_b, form.dtype, 1).t())
+    small = adapter_of_output(layer, h, b, form)
     bias = None if layer.bias is None else layer.bias.to(form.dtype)
     if isinstance(layer.weight, Float8Weight):  # its product cannot add to what is there
         y = rows.times(layer.weight, bias)
@@ -132,31 +160,31 @@ class Gradients(NamedTuple):
     tensors: list[torch.Tensor | None]
 
 
-def gradients(dys: list[torch.Tensor | None], h: torch.Tensor, layers: list[Layer], form: Form, needs) -> Gradients:
-    """dh, dB and db of a group from the gradients (T, N) of its outputs. `needs` says which tensors want a gradient."""
+def gradients(
+    dys: list[torch.Tensor | None], h: torch.Tensor, layers: list[Layer], all_b: list[torch.Tensor | None], form: Form,
+    needs,
+) -> Gradients:  # fmt: skip
+    """dh, dB and db of a group from the gradients (T, N) of its outputs and `Rounded.b`. `needs` says which tensors
+    want a gradient."""
     tensors: list[torch.Tensor | None] = [None] * len(needs)
-    all_dh, large = [], []
+    dh, large, start, total = torch.empty_like(h), [], 0, h.shape[1] // form.parts
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
+        stop = start if layer.adapter is None else start + layer.adapter.a.shape[0]
+        own = dh[:, start:stop] if form.parts == 1 else dh.view(-1, 2, total)[..., start:stop]
+        start = stop
         if dy is None:
-            if layer.adapter is not None:
-                all_dh.append(h.new_zeros(columns[0].shape, dtype=torch.promote_types(h.dtype, torch.float32)))
+            own.zero_()
             continue
         weight = layer.weight
         large.append((dy, weight if isinstance(weight, Float8Weight) else weight.to(form.dtype)))
         if needs[4 * k + 1]:
             tensors[4 * k + 1] = dy.sum(0)
         if layer.adapter is not None:
-            both = columns[0] if form.parts == 1 else torch.cat(columns, 1)
-            of_b, of_h = factors_of(layer.adapter.scaling, form.dtype)
-            dh, db = low_rank_gradients(dy, both, scaled_b(layer.adapter.b, of_b, form.dtype, form.parts))
-            dh = sum_of_parts(dh, form.parts, 1)
-            all_dh.append(dh if of_h == 1.0 else dh.mul_(of_h))
+            both, scaling = columns[0] if form.parts == 1 else torch.cat(columns, 1), layer.adapter.scaling
+            db = low_rank_gradients(dy, both, all_b[k], own, form.parts, factors_of(scaling, form.dtype)[1], scaling)
             if needs[4 * k + 3]:
-                tensors[4 * k + 3] = sum_of_parts(db, form.parts, 1).mul_(layer.adapter.scaling)
-    if not all_dh:
-        return Gradients(h, large, tensors)
-    wide = all_dh[0] if len(all_dh) == 1 else torch.cat(all_dh, 1)
-    return Gradients(parts_of(wide, form.dtype, form.parts, 1), large, tensors)
+                tensors[4 * k + 3] = db
+    return Gradients(dh, large, tensors)
 
 
 def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[Layer], form: Form, needs) -> None:
@@ -176,12 +204,13 @@ def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[L
             start = stop
 
 
-def adapters_part(found: Gradients, layers: list[Layer], form: Form) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The factors dh and A of what the gradient of the input has from the adapters; None if there are no adapters."""
-    if found.dh.shape[1] == 0:
+def adapters_part(found: Gradients, a: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The factors dh and A of what the gradient of the input has from the adapters, whose `Rounded.a` is given; None if
+    there are none."""
+    if a is None:
         return None
-    a = stacked_a(layers, form.dtype, 1)
-    return found.dh[:, : a.shape[0]], a
+    rank = a.shape[0] // form.parts
+    return found.dh[:, :rank], a[:rank]
 
 
 def gradient_of_input(small: tuple[torch.Tensor, torch.Tensor] | None, found: Gradients) -> torch.Tensor:
@@ -208,9 +237,10 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx, form, made, spent, x, source, *tensors):
         layers = form.layers(tensors)
-        h = low_rank(as_matrix(x if source is None else source, form.dtype), layers, form)
-        made.append(h)
-        ctx.save_for_backward(x, source, h, *tensors)
+        factors = rounded(layers, form)
+        h = low_rank(as_matrix(x if source is None else source, form.dtype), factors.a, form)
+        made.append((h, factors.b))
+        ctx.save_for_backward(x, source, h, factors.a, *factors.b, *tensors)
         ctx.set_materialize_grads(False)
         ctx.form, ctx.spent = form, spent
         return tuple([without_memory((*x.shape[:-1], layer.weight.shape[0]), form.dtype, x) for layer in layers])
@@ -218,17 +248,18 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        x, source, h, *tensors = ctx.saved_tensors
+        x, source, h, a, *tensors = ctx.saved_tensors
+        all_b, tensors = tensors[: len(dys)], tensors[len(dys) :]
         ctx.spent.append(True)
         form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[3:]
         layers, dx, dsource = form.layers(tensors), None, None
         with no_autocast(x.device.type):
             dys = [None if dy is None else as_matrix(dy, form.dtype) for dy in dys]
-            found = gradients(dys, h, layers, form, needs)
+            found = gradients(dys, h, layers, all_b, form, needs)
             rows = as_matrix(x, form.dtype)
             source_rows = rows if source is None else as_matrix(source, form.dtype)
             add_gradients_of_factors(found, dys, rows, source_rows, layers, form, needs)
-            small = adapters_part(found, layers, form)
+            small = adapters_part(found, a, form)
             if needs_source:
                 dsource = torch.mm(*small).view(x.shape).to(source.dtype)
             if needs_x:
@@ -276,7 +307,7 @@ class Outputs:
 
     def __init__(self, x: torch.Tensor, source: torch.Tensor | None, layers: list[Layer], form: Form):
         self.layers, self.form, self.shape, self.spent = layers, form, x.shape, list[bool]()
-        made: list[torch.Tensor] = []
+        made: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = []
         self.stubs: tuple[torch.Tensor, ...] | None = None
         with no_autocast(x.device.type):
             if torch.is_grad_enabled():
@@ -285,13 +316,15 @@ class Outputs:
                 self.rows = as_matrix(x, form.dtype)
                 if not made:
                     source_rows = self.rows if source is None else as_matrix(source, form.dtype)
-                    made.append(low_rank(source_rows, layers, form))
-                self.h = columns_of(made[0], layers, form)
+                    factors = rounded(layers, form)
+                    made.append((low_rank(source_rows, factors.a, form), factors.b))
+                h, self.b = made[0]
+                self.h = columns_of(h, layers, form)
                 self.shared = SharedRows(self.rows)
 
     def __getitem__(self, k: int) -> torch.Tensor:
         def compute() -> torch.Tensor:
-            y = output(self.shared, self.layers[k], self.h[k], self.form)
+            y = output(self.shared, self.layers[k], self.h[k], self.b[k], self.form)
             return in_shape(y, (*self.shape[:-1], y.shape[1]))
 
         with no_autocast(self.rows.device.type):
@@ -299,21 +332,3 @@ class Outputs:
                 return computed((self.stubs[k],), compute)
             with torch.no_grad():
                 return compute()
-
-
-class _WithoutAutocast:
-    """`torch.autocast(..., enabled=False)`, which takes the host 10 us to enter and leave, inside an autocast."""
-
-    def __init__(self, device_type: str):
-        self.device_type = device_type
-
-    def __enter__(self) -> None:
-        torch.set_autocast_enabled(self.device_type, False)
-
-    def __exit__(self, *_) -> None:
-        torch.set_autocast_enabled(self.device_type, True)
-
-
-def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """A context without autocast: the products choose their dtypes themselves."""
-    return _WithoutAutocast(device_type) if torch.is_autocast_enabled(device_type) else contextlib.nullcontext()

@@ -4,7 +4,8 @@ For T rows, a layer (K -> N) and an adapter of rank r, whose h (T, r) is x A^T, 
 
     y  = h (s B)^T, then y += x W^T in the same memory
     dx = dh A, then dx += dy W in the same memory
-    dh = s dy B and dB = s dy^T h from one read of dy (`low_rank_gradients`)
+    dh = s dy B and dB = s dy^T h from one read of dy, and a second kernel for the sums over its programs
+         (`low_rank_gradients`)
     dA = dh^T x
 
 Passes  over T x N: y is written once more than by the product alone and read by it; dy is read once more. Over T x K: x
@@ -31,6 +32,7 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 FUSED_RANK = 64  # up to this width of h, dh and dB come from one read of dy; beyond it, from two products
 BLOCK_N = 64
+SUMS = 512  # numbers of dh or dB of a program that adds up what the programs of `_low_rank_gradients_kernel` found
 
 
 @jit
@@ -78,26 +80,87 @@ def _tile_of(rows: int, block_r: int, device: torch.device) -> tuple[int, int]:
     return min(block_t, max(16, next_power_of_2(rows))), stages
 
 
-def low_rank_gradients(dy: torch.Tensor, h: torch.Tensor, sb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dy sb, dy^T h) in fp32, for dy (T, N), h (T, r) and sb (N, r) of one dtype with unit stride in rows."""
-    (rows, columns), rank = dy.shape, h.shape[1]
-    if not (use_triton(dy) and dy.element_size() == 2 and 0 < rank <= FUSED_RANK and dy.numel() > 0):
-        return wide_product(dy, sb), wide_product(dy.t(), h)
-    block_r = max(16, next_power_of_2(rank))
+@jit
+def _sums_kernel(
+    DH, DB, OUT, DB_OUT, rows, columns, rank, dh_programs, db_programs, out_stride, rest, of_h, scaling, dh_tiles,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """OUT = of_h * the sum of DH over its first dimension, and DB_OUT = scaling * that of DB. With two parts the halves
+    of a row are added as well, and OUT gets what its dtype rounds off `rest` columns further."""
+    pid = tl.program_id(0)
+    width = PARTS * rank
+    total = tl.zeros((BLOCK,), tl.float32)
+    if pid < dh_tiles:
+        place = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        row, column = place // rank, place % rank
+        mask = row < rows
+        part = DH + row * width + column
+        for _ in range(dh_programs):
+            total += tl.load(part, mask=mask, other=0.0)
+            if PARTS == 2:
+                total += tl.load(part + rank, mask=mask, other=0.0)
+            part += rows * width
+        total *= of_h
+        out = OUT + row * out_stride + column
+        rounded = total.to(OUT.dtype.element_ty)
+        tl.store(out, rounded, mask=mask)
+        if PARTS == 2:
+            tl.store(out + rest, (total - rounded.to(tl.float32)).to(OUT.dtype.element_ty), mask=mask)
+    else:
+        place = (pid - dh_tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        row, column = place // rank, place % rank
+        mask = row < columns
+        part = DB + row * width + column
+        for _ in range(db_programs):
+            total += tl.load(part, mask=mask, other=0.0)
+            if PARTS == 2:
+                total += tl.load(part + rank, mask=mask, other=0.0)
+            part += columns * width
+        tl.store(DB_OUT + place, total * scaling, mask=mask)
+
+
+def low_rank_gradients(
+    dy: torch.Tensor, h: torch.Tensor, sb: torch.Tensor, out: torch.Tensor, parts: int, of_h: float, scaling: float
+) -> torch.Tensor:
+    """Put dh = of_h * dy sb into `out`, and return dB = scaling * dy^T h in fp32.
+
+    Args:
+        dy: (T, N), of one dtype with `h` and `sb`. Each has unit stride in rows.
+        h, sb: (T, r) and (N, r); with two parts (T, 2 r) and (N, 2 r), of which the halves are added in the end.
+        out: (T, r), a slice of columns of a matrix (T, R); with two parts (T, 2, r) of one (T, 2, R), for what is
+            rounded and for the rest.
+    """
+    (rows, columns), width = dy.shape, h.shape[1]
+    if not (use_triton(dy) and dy.element_size() == 2 and 0 < width <= FUSED_RANK and dy.numel() > 0):
+        dh = sum_of_parts(wide_product(dy, sb), parts, 1).mul_(of_h)
+        if parts == 1:
+            out.copy_(dh)
+        else:
+            out.copy_(parts_of(dh, out.dtype, parts, 1).view(out.shape))
+        return sum_of_parts(wide_product(dy.t(), h), parts, 1).mul_(scaling)
+    rank, block_r = width // parts, max(16, next_power_of_2(width))
     block_t, stages = _tile_of(rows, block_r, dy.device)
     row_programs = cdiv(rows, block_t)
     # As many programs as there are multiprocessors: those of the same rows share the columns.
     per_program = cdiv(cdiv(columns, max(1, _multiprocessors(dy.device) // row_programs)), BLOCK_N) * BLOCK_N
     column_programs = cdiv(columns, per_program)
-    dh = torch.empty((column_programs, rows, rank), dtype=torch.float32, device=dy.device)
-    db = torch.empty((row_programs, columns, rank), dtype=torch.float32, device=dy.device)
+    dh = torch.empty((column_programs, rows, width), dtype=torch.float32, device=dy.device)
+    all_db = torch.empty((row_programs, columns, width), dtype=torch.float32, device=dy.device)
+    db = torch.empty((columns, rank), dtype=torch.float32, device=dy.device)
+    dh_tiles = cdiv(rows * rank, SUMS)
     with _device_guard(dy):
         launch(
             _low_rank_gradients_kernel, (row_programs, column_programs),
-            dy, h, sb, dh, db, rows, columns, rank, per_program, dy.stride(0), h.stride(0), sb.stride(0),
+            dy, h, sb, dh, all_db, rows, columns, width, per_program, dy.stride(0), h.stride(0), sb.stride(0),
             BLOCK_T=block_t, BLOCK_N=BLOCK_N, BLOCK_R=block_r, WIDEN=INTERPRET, num_warps=8, num_stages=stages,
         )  # fmt: skip
-    return (*(t[0] if t.shape[0] == 1 else t.sum(0) for t in (dh, db)),)
+        launch(
+            _sums_kernel, (dh_tiles + cdiv(columns * rank, SUMS),),
+            dh, all_db, out, db, rows, columns, rank, column_programs, row_programs, out.stride(0),
+            out.stride(1) if parts == 2 else 0, float(of_h), float(scaling), dh_tiles, PARTS=parts, BLOCK=SUMS,
+            num_warps=4,
+        )  # fmt: skip
+    return db
 
 
 def parts_of(wide: torch.Tensor, dtype: torch.dtype, parts: int, dim: int) -> torch.Tensor:

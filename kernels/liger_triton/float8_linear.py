@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from . import reference
-from ._dispatch import KERNEL_DTYPES, on_cuda, once_differentiable
-from ._lora import as_matrix, computed, in_shape, no_autocast, without_memory
+from ._dispatch import KERNEL_DTYPES, no_autocast, on_cuda, once_differentiable
+from ._lora import as_matrix, computed, in_shape, without_memory
 from .float8_cast import E5M2, MULTIPLE, Float8, fault_of_device, float8_cast, maxima_of
 from .lora_linear import result_dtype
 

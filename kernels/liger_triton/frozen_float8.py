@@ -24,6 +24,7 @@ from . import reference
 from ._dispatch import KERNEL_DTYPES, _device_guard, jit, on_cuda, tl, use_triton
 from ._launch import cdiv, launch, next_power_of_2, runs_triton
 from .float8_cast import E4M3, MULTIPLE, _scaled
+from .sizes import computes_nothing
 
 LARGEST = 448.0  # of e4m3
 LEAST = 1e-30  # what a row of zeros counts as. Gradients of a mean over many tokens may well be below 1e-12
@@ -115,16 +116,22 @@ def _row_cast_kernel(
 
 @jit
 def _transposed_kernel(
-    W, COLUMNS, quarters, words, first, stride, tiles_per_row,
+    A, B, C, COLUMNS, quarters_a, quarters_b, quarters_c, words, stride, tiles_per_row, tiles_a, tiles_b,
     TURN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of W (N, K) in eight bits, written as its transpose.
+    """A tile of one of up to three matrices (N_i, K) in eight bits, written as its transpose, side by side.
 
-    W (N, K / 4) and COLUMNS (K, stride) are int32. Four rows of one word are sixteen numbers, and `TURN` turns them
-    into four columns of one word, since single bytes must not change threads (see `_columns_kernel`).
+    They, (N_i, K / 4), and COLUMNS (K, stride) are int32. Four rows of one word are sixteen numbers, and `TURN` turns
+    them into four columns of one word, since single bytes must not change threads (see `_columns_kernel`).
     """
     pid = tl.program_id(0)
-    quarter = (pid // tiles_per_row).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = pid // tiles_per_row
+    in_b, in_c = tile >= tiles_a, tile >= tiles_a + tiles_b
+    W = tl.where(in_c, C, tl.where(in_b, B, A))
+    quarters = tl.where(in_c, quarters_c, tl.where(in_b, quarters_b, quarters_a))
+    first = tl.where(in_c, quarters_a + quarters_b, tl.where(in_b, quarters_a, 0))
+    tile -= tl.where(in_c, tiles_a + tiles_b, tl.where(in_b, tiles_a, 0))
+    quarter = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     word = (pid % tiles_per_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = (quarter[:, None] < quarters) & (word[None, :] < words)
     places = W + quarter[:, None] * 4 * words + word[None, :]
@@ -256,24 +263,35 @@ def _input_gradient(dys: list[torch.Tensor], weights: list[Float8Weight]) -> tor
     if dys[0].numel() == 0:
         return dys[0].new_zeros((dys[0].shape[0], k))
     rows, inverse = row_cast(dys, [weight.scale for weight in weights])
-    one = torch.ones((1, k), dtype=torch.float32, device=rows.device)
-    return _product(rows, inverse, _transposed([weight.bits for weight in weights]), one, dys[0].dtype)
+    return _product(rows, inverse, _transposed([weight.bits for weight in weights]), _ones(k, rows), dys[0].dtype)
+
+
+_known_ones: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _ones(k: int, like: torch.Tensor) -> torch.Tensor:
+    """(1, k) in fp32. On a GPU they are made once, since a step would make them for each of its products."""
+    if not like.is_cuda or computes_nothing() or torch.cuda.is_current_stream_capturing():
+        return torch.ones((1, k), dtype=torch.float32, device=like.device)
+    if (k, like.device) not in _known_ones:
+        _known_ones[k, like.device] = torch.ones((1, k), dtype=torch.float32, device=like.device)
+    return _known_ones[k, like.device]
 
 
 def _transposed(all_bits: list[torch.Tensor]) -> torch.Tensor:
-    """The transposes of (N_i, K) in eight bits side by side: (K, N)."""
+    """The transposes of at most three (N_i, K) in eight bits side by side: (K, N)."""
     if not (on_cuda(all_bits[0]) and use_triton(all_bits[0])):
         return torch.cat([bits.view(torch.uint8).t() for bits in all_bits], 1).contiguous().view(E4M3)
     k, total = all_bits[0].shape[1], sum(bits.shape[0] for bits in all_bits)
-    columns, first = torch.empty((k, total), dtype=E4M3, device=all_bits[0].device), 0
-    tiles_per_row = cdiv(k // 4, TILE)
+    columns = torch.empty((k, total), dtype=E4M3, device=all_bits[0].device)
+    missing = MOST_PARTS - len(all_bits)
+    quarters = [bits.shape[0] // 4 for bits in all_bits] + [0] * missing
+    tiles_per_row, tiles = cdiv(k // 4, TILE), [cdiv(q, TILE) for q in quarters]
+    words = [bits.view(torch.int32) for bits in all_bits]
     with _device_guard(columns):
-        for bits in all_bits:
-            quarters = bits.shape[0] // 4
-            launch(
-                _transposed_kernel, (cdiv(quarters, TILE) * tiles_per_row,),
-                bits.view(torch.int32), columns.view(torch.int32), quarters, k // 4, first, total // 4, tiles_per_row,
-                TURN=_TURN, BLOCK_N=TILE, BLOCK_K=TILE, num_warps=4,
-            )  # fmt: skip
-            first += quarters
+        launch(
+            _transposed_kernel, (sum(tiles) * tiles_per_row,),
+            *words, *words[:1] * missing, columns.view(torch.int32), *quarters, k // 4, total // 4, tiles_per_row,
+            tiles[0], tiles[1], TURN=_TURN, BLOCK_N=TILE, BLOCK_K=TILE, num_warps=4,
+        )  # fmt: skip
     return columns

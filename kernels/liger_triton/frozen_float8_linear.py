@@ -8,8 +8,8 @@ Bytes   Kept for backward: nothing but the weight.
 import torch
 import torch.nn.functional as F
 
-from ._dispatch import KERNEL_DTYPES, once_differentiable
-from ._lora import as_matrix, in_shape, no_autocast
+from ._dispatch import KERNEL_DTYPES, no_autocast, once_differentiable
+from ._lora import as_matrix, in_shape
 from .float8_cast import fault_of_device
 from .frozen_float8 import Float8Weight, SharedRows, dequantized, input_gradient
 from .lora_linear import result_dtype

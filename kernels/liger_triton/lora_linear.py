@@ -13,7 +13,8 @@ Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp3
 Bytes   b per element, beside the product x W^T itself: forward reads x, and writes and reads y once more; backward
         reads dy and x, and writes and reads dx once more. PEFT's layer under autocast reads x, writes and reads it as
         fp32, writes and reads it in 16 bits; writes (x A^T) B^T, reads and writes it for the scaling, reads it and y,
-        and writes y. Kept for backward: x itself and h, where PEFT's layer keeps a 16-bit copy of x for each adapter.
+        and writes y. Kept for backward: x itself, h, and A and s B in the dtype of the products, where PEFT's layer
+        keeps a 16-bit copy of x for each adapter.
 """
 
 from typing import TypeAlias

@@ -63,10 +63,18 @@ def test_several_programs_of_columns(device, monkeypatch, check_close):
 def test_the_gradients_of_one_read(parts, device, triton_only):
     """(dy sb, dy^T h) of the kernel beside float64; the sums over blocks of rows and of columns are in fp32."""
     dy, h, sb = (torch.randn(s, device=device).bfloat16() for s in ((530, 136), (530, 7 * parts), (136, 7 * parts)))
-    got = low_rank_file.low_rank_gradients(dy, h, sb)
-    for g, want in zip(got, (dy.double() @ sb.double(), dy.double().t() @ h.double()), strict=True):
-        assert g.dtype == torch.float32
-        torch.testing.assert_close(g.double(), want, rtol=1e-4, atol=1e-4)
+    whole = torch.full((530, parts, 10), 3.0, device=device, dtype=torch.bfloat16)
+    out = whole[..., 2:9] if parts == 2 else whole[:, 0, 2:9]
+    db = low_rank_file.low_rank_gradients(dy, h, sb, out, parts, 0.5, 0.25)
+    dh, want = dy.double() @ sb.double(), dy.double().t() @ h.double()
+    if parts == 2:
+        dh, want = dh[:, :7] + dh[:, 7:], want[:, :7] + want[:, 7:]
+        torch.testing.assert_close(out.double().sum(1), dh / 2, rtol=1e-4, atol=1e-4)
+    else:
+        torch.testing.assert_close(out.double(), dh / 2, rtol=1e-2, atol=1e-3)
+    assert db.dtype == torch.float32
+    torch.testing.assert_close(db.double(), want / 4, rtol=1e-4, atol=1e-4)
+    assert (whole[..., :2] == 3).all() and (whole[..., 9:] == 3).all()  # what belongs to other layers
 
 
 def test_fp32_adapters_lose_nothing_to_16_bits(device):
@@ -185,7 +193,7 @@ def test_a_frozen_weight_costs_two_large_products(device, allocations):
     assert weight.numel() not in seen.sizes
 
 
-def test_x_itself_and_h_are_all_that_is_kept(device):
+def test_x_itself_and_what_is_of_the_rank_are_all_that_is_kept(device):
     x, weight, _, a, b = inputs((2, 31), torch.bfloat16, device, 5, adapter=torch.float32, bias=False)
     kept = []
 
@@ -197,7 +205,8 @@ def test_x_itself_and_h_are_all_that_is_kept(device):
         ours(x, weight, None, a, b)
     assert any(t is x for t in kept)
     known = {t.data_ptr() for t in (x, weight, a, b)}
-    assert [tuple(t.shape) for t in kept if t.data_ptr() not in known] == [(62, 10)]  # h in two parts
+    # h, A and s B in two parts
+    assert [tuple(t.shape) for t in kept if t.data_ptr() not in known] == [(62, 10), (10, 40), (72, 10)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -94,10 +94,11 @@ def test_only_gradients_that_are_wanted(trained, device, check_close):
     check_close(ours, oracle, given)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_product_is_neither_kept_nor_made_apart(activation, device, triton_only, monkeypatch):
-    """Kept are x, g and u; in backward dg, du and a are written over u, g and da."""
-    x, *flat = tensors((64,), torch.float32, device)
+def test_the_product_is_neither_kept_nor_made_apart(activation, dtype, device, triton_only):
+    """Kept are x, g, u and what is of the rank; in backward dg, du and a are written over u, g and da."""
+    x, *flat = tensors((64,), dtype, device)
     kept = []
 
     def pack(t):
@@ -108,11 +109,12 @@ def test_the_product_is_neither_kept_nor_made_apart(activation, device, triton_o
         y = ours(x, *flat, activation=activation)
     known = {t.data_ptr() for t in (x, *flat) if t is not None}
     own = [t for t in kept if t.data_ptr() not in known]
-    assert sorted(tuple(t.shape) for t in own) == [(64, 4), (64, 8), (64, INNER), (64, INNER)]
+    assert all(t.shape == (64, INNER) or min(t.shape) <= sum(RANKS[:2]) for t in own)
+    assert sum(t.shape == (64, INNER) for t in own) == 2
     before = [t.clone() for t in own]
     y.sum().backward()
     changed = [not torch.equal(t, b) for t, b in zip(own, before, strict=True)]
-    assert changed == [t.shape[1] == INNER for t in own]
+    assert changed == [t.shape == (64, INNER) for t in own]
 
 
 def test_a_gradient_of_none(device):
