@@ -82,8 +82,8 @@ def _tile_of(rows: int, block_r: int, device: torch.device) -> tuple[int, int]:
 
 @jit
 def _total(PARTIAL, row, column, rows, rank, programs, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of PARTIAL (programs, rows, PARTS * rank) over its first dimension and, with two parts, over the halves of
-    its rows."""
+    """The sum of PARTIAL (programs, rows, PARTS * rank) over its first dimension, and over the halves of its rows if
+    there are two parts."""
     total = tl.zeros((BLOCK,), tl.float32)
     part = PARTIAL + row * (PARTS * rank) + column
     for _ in range(programs):

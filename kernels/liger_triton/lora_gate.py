@@ -20,11 +20,8 @@ from ._launch import cdiv, gate_gradients, launch, next_power_of_2
 from .geglu import _gelu
 
 LARGEST_RANK = 64
-BLOCK_T, BLOCK_I, WARPS = (
-    16,
-    128,
-    4,
-)  # the fastest of eleven on an H200: 0.226 and 0.484 ms at 8192 x 14336, with floors of 0.164 and 0.328
+# The fastest of eleven tiles on an H200: 0.226 and 0.484 ms at 8192 x 14336, rank 16. The floors are 0.164 and 0.328.
+BLOCK_T, BLOCK_I, WARPS = 16, 128, 4
 Product = tuple[torch.Tensor, torch.Tensor]
 
 

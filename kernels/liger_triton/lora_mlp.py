@@ -48,6 +48,7 @@ from .lora_linear import Lora, Weight, as_tensors, checked_layers, form_of, runs
 from .swiglu import gradients_and_product as swiglu_gradients
 from .swiglu import swiglu
 
+Sums = tuple[Product | None, Product | None]
 Projection = tuple[Weight, torch.Tensor | None, Lora | None]
 
 
@@ -83,24 +84,25 @@ class Plan(NamedTuple):
     activation: str
     adds_in_gate: bool
 
-    def sums(self, layers: list[Layer], h: torch.Tensor, all_b: list[torch.Tensor | None]) -> list[Product | None]:
+    def sums(self, layers: list[Layer], h: torch.Tensor, all_b: list[torch.Tensor | None]) -> Sums:
         """What the gate adds to g and to u."""
         if not self.adds_in_gate:
-            return [None, None]
-        columns = columns_of(h, layers, self.forms[0])
-        return [adapter_of_output(*of_one, self.forms[0]) for of_one in zip(layers, columns, all_b, strict=True)]
+            return None, None
+        form, columns = self.forms[0], columns_of(h, layers, self.forms[0])
+        to_g, to_u = (adapter_of_output(*of_one, form) for of_one in zip(layers, columns, all_b, strict=True))
+        return to_g, to_u
 
-    def product(self, g: torch.Tensor, u: torch.Tensor, sums: list[Product | None]) -> torch.Tensor:
+    def product(self, g: torch.Tensor, u: torch.Tensor, sums: Sums) -> torch.Tensor:
         """a of the g and u that are kept."""
-        if sums == [None, None]:
+        if sums == (None, None):
             return ACTIVATIONS[self.activation].product(g, u)
         return gate_of_sums(g, u, *sums, self.activation)
 
     def gradients(
-        self, da: torch.Tensor, g: torch.Tensor, u: torch.Tensor, to_da: Product | None, sums: list[Product | None]
+        self, da: torch.Tensor, g: torch.Tensor, u: torch.Tensor, to_da: Product | None, sums: Sums
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dg, du, a), where `to_da` is a product that is missing in `da`."""
-        if to_da is None and sums == [None, None]:
+        if to_da is None and sums == (None, None):
             return ACTIVATIONS[self.activation].gradients(da, g, u)
         return gradients_of_sums(da, g, u, to_da, *sums, self.activation)
 
