@@ -41,13 +41,14 @@ def _act(g, ACT: tl.constexpr):
 
 
 @jit
-def _load_sum(
+def _load(
     X, H, F, row, column, rows, columns, rank, h_stride, f_stride_r, f_stride_i,
     BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of X + H F in fp32. A block of 0: there is no product."""
+    """A tile of X and the parts of H and F that belong to it. A block of 0: there is no product."""
     mask = (row < rows)[:, None] & (column < columns)[None]
-    x = tl.load(X + row[:, None] * columns + column[None], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(X + row[:, None] * columns + column[None], mask=mask, other=0.0)
+    h, f = x, x
     if BLOCK_R > 0:
         r = tl.arange(0, BLOCK_R)
         h = tl.load(H + row[:, None] * h_stride + r[None], mask=(row < rows)[:, None] & (r < rank)[None], other=0.0)
@@ -55,6 +56,14 @@ def _load_sum(
         f = tl.load(places, mask=(r < rank)[:, None] & (column < columns)[None], other=0.0)
         if WIDEN:  # Triton's interpreter multiplies the bits of bf16 as integers
             h, f = h.to(tl.float32), f.to(tl.float32)
+    return x, h, f
+
+
+@jit
+def _sum(x, h, f, BLOCK_R: tl.constexpr):
+    """X + H F in fp32."""
+    x = x.to(tl.float32)
+    if BLOCK_R > 0:
         x = tl.dot(h, f, x)
     return x
 
@@ -69,15 +78,17 @@ def _forward_kernel(
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = (pid % tiles_per_row).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
-    g = _load_sum(
+    # All loads before the first product, so that the waiting for one is that for all.
+    g, gh, gf = _load(
         G, GH, GF, row, column, rows, columns, g_rank, gh_stride, gf_stride_r, gf_stride_i, BLOCK_GR, WIDEN
-    )  # fmt: skip
-    u = _load_sum(
+    )
+    u, uh, uf = _load(
         U, UH, UF, row, column, rows, columns, u_rank, uh_stride, uf_stride_r, uf_stride_i, BLOCK_UR, WIDEN
-    )  # fmt: skip
-    value, _ = _act(g, ACT)
+    )
+    value, _ = _act(_sum(g, gh, gf, BLOCK_GR), ACT)
     mask = (row < rows)[:, None] & (column < columns)[None]
-    tl.store(Y + row[:, None] * columns + column[None], (value * u).to(Y.dtype.element_ty), mask=mask)
+    y = value * _sum(u, uh, uf, BLOCK_UR)
+    tl.store(Y + row[:, None] * columns + column[None], y.to(Y.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -92,16 +103,17 @@ def _backward_kernel(
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = (pid % tiles_per_row).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
-    da = _load_sum(
+    da, ah, af = _load(
         DA, AH, AF, row, column, rows, columns, a_rank, ah_stride, af_stride_r, af_stride_i, BLOCK_AR, WIDEN
-    )  # fmt: skip
-    g = _load_sum(
+    )
+    g, gh, gf = _load(
         G, GH, GF, row, column, rows, columns, g_rank, gh_stride, gf_stride_r, gf_stride_i, BLOCK_GR, WIDEN
-    )  # fmt: skip
-    u = _load_sum(
+    )
+    u, uh, uf = _load(
         U, UH, UF, row, column, rows, columns, u_rank, uh_stride, uf_stride_r, uf_stride_i, BLOCK_UR, WIDEN
-    )  # fmt: skip
-    value, slope = _act(g, ACT)
+    )
+    value, slope = _act(_sum(g, gh, gf, BLOCK_GR), ACT)
+    u, da = _sum(u, uh, uf, BLOCK_UR), _sum(da, ah, af, BLOCK_AR)
     place = row[:, None] * columns + column[None]
     mask = (row < rows)[:, None] & (column < columns)[None]
     tl.store(DU + place, (da * value).to(DU.dtype.element_ty), mask=mask)
