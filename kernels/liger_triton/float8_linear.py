@@ -13,11 +13,13 @@ Bytes   b per element, beside the products, which read and write half of what th
         W is cast in every call. Its eight bits would be the same in all micro-batches of a step, but optimizers and
         others write to weights behind the back of PyTorch's version counter, and the cast of a weight costs as much as
         one more row of x for each row of W.
+        A W that arrives in eight bits is not cast: it is read and written in one byte for dx, and that is all.
 """
 
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +28,8 @@ import torch.nn.functional as F
 from . import reference
 from ._dispatch import KERNEL_DTYPES, no_autocast, on_cuda, once_differentiable
 from ._lora import as_matrix, computed, in_shape, without_memory
-from .float8_cast import E5M2, MULTIPLE, Float8, fault_of_device, float8_cast, maxima_of
+from .float8_cast import E4M3, E5M2, MULTIPLE, Float8, fault_of_device, float8_cast, maxima_of
+from .float8_transpose import transposed
 from .lora_linear import result_dtype
 
 
@@ -43,6 +46,10 @@ class Float8Form(NamedTuple):
     grad_dtype: torch.dtype = E5M2
     power_of_2: bool = False
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
+
+
+BitsOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Gives the eight bits of a weight, (N, K) in e4m3, and what they have to be multiplied by, () in fp32."""
 
 
 def _product(a, a_inverse, b, b_inverse, dtype, fast_accum) -> torch.Tensor:
@@ -124,11 +131,11 @@ class _Kept(torch.autograd.Function):
     """Keeps what the backward pass of a layer needs, and returns a tensor without memory in place of its output."""
 
     @staticmethod
-    def forward(ctx, given, made, x, weight):
+    def forward(ctx, given, made, bits_of, x, weight):
         form = given.form
-        needs_x, needs_weight = ctx.needs_input_grad[2:]
+        needs_x, needs_weight = ctx.needs_input_grad[3:]
         cast = given.in_eight_bits(x, columns=needs_weight and not given.keeps_input)
-        maxima = maxima_of(weight.contiguous())
+        maxima = maxima_of(weight.contiguous()) if bits_of is None else None
         made += (cast, maxima)
         kept = None
         if needs_weight:
@@ -136,7 +143,7 @@ class _Kept(torch.autograd.Function):
             given.columns.layers += given.keeps_input
         ctx.save_for_backward(kept, cast.inverse, cast.maxima, weight if needs_x else None, maxima)
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.keeps_input, ctx.columns = form, given.keeps_input, given.columns
+        ctx.form, ctx.keeps_input, ctx.columns, ctx.bits_of = form, given.keeps_input, given.columns, bits_of
         ctx.dtype, ctx.weight_dtype, ctx.x_dtype, ctx.shape = given.dtype, weight.dtype, x.dtype, x.shape
         return without_memory((*x.shape[:-1], weight.shape[0]), given.dtype, x)
 
@@ -144,10 +151,10 @@ class _Kept(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return None, None, None, None
+            return (None,) * 5
         kept, inverse, x_maxima, weight, maxima = ctx.saved_tensors
         form = ctx.form
-        needs_x, needs_weight = ctx.needs_input_grad[2:]
+        needs_x, needs_weight = ctx.needs_input_grad[3:]
         dx = dw = None
         with no_autocast(dy.device.type):
             dy8 = float8_cast(
@@ -161,12 +168,50 @@ class _Kept(torch.autograd.Function):
                 dw = _product(dy8.columns, dy8.inverse, x8.t(), inverse, ctx.weight_dtype, form.fast_accum[2])
                 del x8
             if needs_x:
-                w8 = float8_cast(
-                    weight.contiguous(), rows=False, columns=True, power_of_2=form.power_of_2, maxima=maxima
-                )
-                dx = _product(dy8.rows, dy8.inverse, w8.columns.t(), w8.inverse, ctx.dtype, form.fast_accum[1])
+                columns, w_inverse = _turned(weight, maxima, form, ctx.bits_of)
+                dx = _product(dy8.rows, dy8.inverse, columns.t(), w_inverse, ctx.dtype, form.fast_accum[1])
                 dx = dx.view(ctx.shape).to(ctx.x_dtype)
-        return None, None, dx, dw
+        return None, None, None, dx, dw
+
+
+def _upright(weight, maxima, form, bits_of) -> tuple[torch.Tensor, torch.Tensor]:
+    """W (N, K) in eight bits, and what it has to be multiplied by."""
+    if bits_of is not None:
+        return _asked(bits_of, weight)
+    w8 = float8_cast(weight.contiguous(), power_of_2=form.power_of_2, maxima=maxima)
+    return w8.rows, w8.inverse
+
+
+def _turned(weight, maxima, form, bits_of) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transpose of W (K, N) in eight bits, and what it has to be multiplied by."""
+    if bits_of is not None:
+        bits, inverse = _asked(bits_of, weight)
+        return transposed([bits]), inverse
+    w8 = float8_cast(weight.contiguous(), rows=False, columns=True, power_of_2=form.power_of_2, maxima=maxima)
+    return w8.columns, w8.inverse
+
+
+def _asked(bits_of: BitsOf, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    bits, inverse = bits_of(weight)
+    if bits.dtype != E4M3 or bits.shape != weight.shape or not bits.is_contiguous() or bits.device != weight.device:
+        raise ValueError(
+            f"bits_of gives {tuple(bits.shape)} {bits.dtype} with strides {bits.stride()} on {bits.device}; expected "
+            f"contiguous {tuple(weight.shape)} {E4M3} on {weight.device}."
+        )
+    return bits, inverse
+
+
+class _Numbers(torch.autograd.Function):
+    """What the eight bits of a weight stand for."""
+
+    @staticmethod
+    def forward(ctx, weight, bits_of, dtype):
+        bits, inverse = _asked(bits_of, weight)
+        return (bits.to(torch.float32) * inverse).to(dtype)
+
+    @staticmethod
+    def backward(ctx, dw):
+        return dw, None, None
 
 
 _latest = threading.local()
@@ -192,6 +237,7 @@ def float8_linear(
     *,
     form: Float8Form | None = None,
     given: Float8Input | None = None,
+    bits_of: BitsOf | None = None,
 ) -> torch.Tensor:
     """x W^T + b, differentiable in all three. These are not the numbers of a linear layer in 16 bits.
 
@@ -201,6 +247,9 @@ def float8_linear(
         bias (`torch.Tensor`, *optional*): (N,). It is added to the rounded product.
         form (`Float8Form`, *optional*): Unset: the defaults of `Float8Form`, which are those of torchao.
         given (`Float8Input`, *optional*): Of this `x`, for several layers that share it; it has a form of its own.
+        bits_of (`Callable`, *optional*): Gives, of a `weight` that is in eight bits already, these and what they have
+            to be multiplied by. `weight` itself, which has the gradient and is kept for it, may then be any tensor of
+            its shape and dtype. It is asked in each pass, since the bits may be freed in between and come again.
 
     Returns:
         `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. On a CPU the numbers in eight
@@ -217,26 +266,27 @@ def float8_linear(
         given = Float8Input(x, form or Float8Form())
     elif not given.fits(x, given.form, given.keeps_input) or form not in (None, given.form):
         raise ValueError("given is of another x, of another form, or of x before it was changed; make a new one.")
-    y = _without_bias(x, weight, given)
+    y = _without_bias(x, weight, given, bits_of)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input) -> torch.Tensor:
+def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input, bits_of: BitsOf | None) -> torch.Tensor:
     if x.numel() == 0 or weight.numel() == 0:
-        return F.linear(x.to(given.dtype), weight.to(given.dtype))
+        numbers = weight.to(given.dtype) if bits_of is None else _Numbers.apply(weight, bits_of, given.dtype)
+        return F.linear(x.to(given.dtype), numbers)
     made: list = []
 
     def compute() -> torch.Tensor:
         cast, maxima = made or (given.in_eight_bits(x, columns=False), None)
-        w8 = float8_cast(weight.contiguous(), power_of_2=given.form.power_of_2, maxima=maxima)
-        y = _product(cast.rows, cast.inverse, w8.rows.t(), w8.inverse, given.dtype, given.form.fast_accum[0])
+        w8, w_inverse = _upright(weight, maxima, given.form, bits_of)
+        y = _product(cast.rows, cast.inverse, w8.t(), w_inverse, given.dtype, given.form.fast_accum[0])
         return in_shape(y, (*x.shape[:-1], y.shape[1]))
 
     with no_autocast(x.device.type):
         if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
             with torch.no_grad():
                 return compute()
-        return computed((_Kept.apply(given, made, x, weight),), compute)
+        return computed((_Kept.apply(given, made, bits_of, x, weight),), compute)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -21,16 +21,15 @@ import torch
 import torch.nn.functional as F
 
 from . import reference
-from ._dispatch import KERNEL_DTYPES, _device_guard, jit, on_cuda, tl, use_triton
-from ._launch import cdiv, launch, next_power_of_2, runs_triton
+from ._dispatch import KERNEL_DTYPES, _device_guard, jit, on_cuda, tl
+from ._launch import launch, next_power_of_2, runs_triton
 from .float8_cast import E4M3, MULTIPLE, _scaled
+from .float8_transpose import MOST_PARTS, transposed
 from .sizes import computes_nothing
 
 LARGEST = 448.0  # of e4m3
 LEAST = 1e-30  # what a row of zeros counts as. Gradients of a mean over many tokens may well be below 1e-12
-MOST_PARTS = 3  # of one cast: the gradients of q, k and v
 LARGEST_ROW = 2**16  # numbers that a program keeps in its registers
-TILE = 32  # words of four numbers in both directions, of the transpose
 # Whether the matrix units may keep sums in registers of fewer bits than fp32. On an H200 sums of 14336 products are off
 # by 3.3e-3 then, and by 1.7e-3 otherwise, from rounding the result to bf16. Rounding the factors makes 3.7e-2 of both.
 FAST_SUMS = True
@@ -112,53 +111,6 @@ def _row_cast_kernel(
         _store_part(b, OUT + na, scale, nb, LARGEST, BLOCK_B)
     if BLOCK_C > 0:
         _store_part(c, OUT + na + nb, scale, nc, LARGEST, BLOCK_C)
-
-
-@jit
-def _transposed_kernel(
-    A, B, C, COLUMNS, quarters_a, quarters_b, quarters_c, words, stride, tiles_per_row, tiles_a, tiles_b,
-    TURN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A tile of one of up to three matrices (N_i, K) in eight bits, written as its transpose, side by side.
-
-    They, (N_i, K / 4), and COLUMNS (K, stride) are int32. Four rows of one word are sixteen numbers, and `TURN` turns
-    them into four columns of one word, since single bytes must not change threads (see `_columns_kernel`).
-    """
-    pid = tl.program_id(0)
-    tile = pid // tiles_per_row
-    in_b, in_c = tile >= tiles_a, tile >= tiles_a + tiles_b
-    W = tl.where(in_c, C, tl.where(in_b, B, A))
-    quarters = tl.where(in_c, quarters_c, tl.where(in_b, quarters_b, quarters_a))
-    first = tl.where(in_c, quarters_a + quarters_b, tl.where(in_b, quarters_a, 0))
-    tile -= tl.where(in_c, tiles_a + tiles_b, tl.where(in_b, tiles_a, 0))
-    quarter = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    word = (pid % tiles_per_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (quarter[:, None] < quarters) & (word[None, :] < words)
-    places = W + quarter[:, None] * 4 * words + word[None, :]
-    a = tl.load(places, mask=inside, other=0)
-    b = tl.load(places + words, mask=inside, other=0)
-    c = tl.load(places + 2 * words, mask=inside, other=0)
-    d = tl.load(places + 3 * words, mask=inside, other=0)
-    a, b, c, d = tl.inline_asm_elementwise(
-        TURN, "=r,=r,=r,=r,r,r,r,r", [a, b, c, d], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
-        pack=1,
-    )  # fmt: skip
-    turned = COLUMNS + word[:, None] * 4 * stride + first + quarter[None, :]
-    mask = (quarter[None, :] < quarters) & (word[:, None] < words)
-    tl.store(turned, tl.trans(a), mask=mask)
-    tl.store(turned + stride, tl.trans(b), mask=mask)
-    tl.store(turned + 2 * stride, tl.trans(c), mask=mask)
-    tl.store(turned + 3 * stride, tl.trans(d), mask=mask)
-
-
-# PTX that turns a square of 4 x 4 bytes: first the halves of two rows each, then their halves.
-_TURN = """{
-    .reg .b32 ab, cd, ef, gh;
-    prmt.b32 ab, $4, $5, 0x5140; prmt.b32 cd, $6, $7, 0x5140;
-    prmt.b32 ef, $4, $5, 0x7362; prmt.b32 gh, $6, $7, 0x7362;
-    prmt.b32 $0, ab, cd, 0x5410; prmt.b32 $1, ab, cd, 0x7632;
-    prmt.b32 $2, ef, gh, 0x5410; prmt.b32 $3, ef, gh, 0x7632;
-}"""
 
 
 def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,7 +215,7 @@ def _input_gradient(dys: list[torch.Tensor], weights: list[Float8Weight]) -> tor
     if dys[0].numel() == 0:
         return dys[0].new_zeros((dys[0].shape[0], k))
     rows, inverse = row_cast(dys, [weight.scale for weight in weights])
-    return _product(rows, inverse, _transposed([weight.bits for weight in weights]), _ones(k, rows), dys[0].dtype)
+    return _product(rows, inverse, transposed([weight.bits for weight in weights]), _ones(k, rows), dys[0].dtype)
 
 
 _known_ones: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -276,22 +228,3 @@ def _ones(k: int, like: torch.Tensor) -> torch.Tensor:
     if (k, like.device) not in _known_ones:
         _known_ones[k, like.device] = torch.ones((1, k), dtype=torch.float32, device=like.device)
     return _known_ones[k, like.device]
-
-
-def _transposed(all_bits: list[torch.Tensor]) -> torch.Tensor:
-    """The transposes of at most three (N_i, K) in eight bits side by side: (K, N)."""
-    if not (on_cuda(all_bits[0]) and use_triton(all_bits[0])):
-        return torch.cat([bits.view(torch.uint8).t() for bits in all_bits], 1).contiguous().view(E4M3)
-    k, total = all_bits[0].shape[1], sum(bits.shape[0] for bits in all_bits)
-    columns = torch.empty((k, total), dtype=E4M3, device=all_bits[0].device)
-    missing = MOST_PARTS - len(all_bits)
-    quarters = [bits.shape[0] // 4 for bits in all_bits] + [0] * missing
-    tiles_per_row, tiles = cdiv(k // 4, TILE), [cdiv(q, TILE) for q in quarters]
-    words = [bits.view(torch.int32) for bits in all_bits]
-    with _device_guard(columns):
-        launch(
-            _transposed_kernel, (sum(tiles) * tiles_per_row,),
-            *words, *words[:1] * missing, columns.view(torch.int32), *quarters, k // 4, total // 4, tiles_per_row,
-            tiles[0], tiles[1], TURN=_TURN, BLOCK_N=TILE, BLOCK_K=TILE, num_warps=4,
-        )  # fmt: skip
-    return columns

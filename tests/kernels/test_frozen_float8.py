@@ -17,7 +17,7 @@ from liger_triton import (
     quantized,
     reference,
 )
-from liger_triton.frozen_float8 import _transposed, row_cast
+from liger_triton.frozen_float8 import row_cast
 
 E4M3 = torch.float8_e4m3fn
 TOKENS = [(1,), (5,), (2, 17), (300,)]
@@ -115,15 +115,6 @@ def test_the_cast_is_that_of_its_twin(shapes, factors, device):
     numbers = bits.float() * inverse
     assert (numbers[0, : shapes[0][1]] == 0).all()
     assert numbers[1].isnan().all() and numbers[2].isnan().all()
-
-
-@pytest.mark.parametrize(
-    "shapes", [[(16, 16)], [(144, 272)], [(64, 128), (16, 128)], [(4096, 512), (1024, 512), (48, 512)]]
-)
-def test_transposes_side_by_side(shapes, device):
-    codes = [torch.randint(0, 256, shape, device=device, dtype=torch.uint8) for shape in shapes]
-    got = _transposed([c.view(E4M3) for c in codes])
-    assert torch.equal(got.view(torch.uint8), torch.cat(codes).t())
 
 
 def test_a_part_of_a_wider_matrix(device):

@@ -1,69 +1,140 @@
 """One of two ranks, gloo on CPU: torchao's fp8 layers sharded by FSDP2, with its own code and with ours.
 
-Prints one line of JSON: for each case the loss, the norms of some gradients, the calls of our function, and the report.
+Prints one line of JSON: for each case the losses and the norms of some gradients, what our function was called with,
+the report, and what was kept for the backward pass.
 """
 
 import importlib
 import json
 
+import torch
 import torch.distributed as dist
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 
 from liger_trainer import apply_liger
 from liger_trainer.patching import float8
 
 NAMES = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("self_attn.k_proj", "mlp.down_proj")]
+OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Of `run`; all but the first gather in eight bits.
+CASES = {
+    "in 16 bits": {"gathers": False},
+    "gathered": {},
+    "not freed": {"reshard": False},
+    "bf16": {"policy": BF16},
+    "scales made beforehand": {"precomputes": True},
+    "checkpointed": {"reentrant": False},
+    "checkpointed, reentrant": {"reentrant": True},
+    "rebuilding": {"config": {"rebuild_above_mib": 0}},
+}
+PATCHED = {"in 16 bits": ("before", "after"), "gathered": ("before", "after")}  # the others before
 
 
-def model_of(gathers):
+def model_of(gathers, reentrant=None):
     config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers)
     model = tiny_model("llama")
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "lm_head").train()
 
 
-def shard(model, mesh):
+def shard(model, reshard, policy):
+    mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
 
-def run(gathers, patched, calls, mesh):
-    """`patched` before sharding, after it, or never. Two steps, between which weights are freed and gathered again."""
-    model, report, found = model_of(gathers), None, []
-    others = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
-    if patched == "before":
-        report = apply_liger(model, others)
-    shard(model, mesh)
-    if patched == "after":
-        report = apply_liger(model, others)
-    calls.clear()
-    for _ in range(2):
-        loss = model(**collate(ragged_rows(4))).loss
-        loss.backward()
+def whole(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def steps(model, ranks, precomputes=False):
+    """Two steps of two micro-batches with an evaluation before each, all with the rows of `ranks`."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    rows = ragged_rows(16)
+
+    def of_rank(rank, batch):
+        return collate(rows[8 * rank + 2 * batch :][:2])
+
+    for step in range(2):
+        losses = []
+        for batch in (2 * step, 2 * step + 1):
+            with torch.no_grad():
+                losses.append(model.eval()(**of_rank(ranks[0], batch)).loss)
+                model.train()
+            for rank in ranks:
+                loss = model(**of_rank(rank, batch)).loss
+                (loss / len(ranks)).backward()
+                losses.append(loss.detach())
         grads = {name: p.grad for name, p in model.named_parameters()}
-        found.append([loss.item(), *(grads[name].full_tensor().norm().item() for name in NAMES)])
-        for p in model.parameters():
-            p.data.sub_(0.1 * p.grad)
-            p.grad = None
-    skipped = sorted(set(report["float8"].skipped.values())) if report else []
-    return {"steps": found, "calls": len(calls), "skipped": skipped}
+        found.append([*(loss.item() for loss in losses), *(whole(grads[name]).norm().item() for name in NAMES)])
+        optimizer.step()
+        optimizer.zero_grad()
+        if precomputes:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+            made = [p._local_tensor._precomputed_scale for n, p in model.named_parameters() if "_proj" in n]
+            assert len(made) == 14 and None not in made
+    return found
+
+
+def kept_of(model):
+    """Of the gathered weights that a forward pass keeps: how many, and the bytes that they hold after it."""
+    weights, bits = [], []
+
+    def pack(t):
+        (weights if type(t).__name__ == "Float8TrainingTensor" else bits).append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(**collate(ragged_rows(4))).loss
+    held = sum(w._data.untyped_storage().nbytes() for w in weights)
+    shapes = {tuple(w.shape) for w in weights} | {tuple(w.shape[::-1]) for w in weights}
+    copies = sum(t.element_size() == 1 and tuple(t.shape) in shapes for t in bits)
+    loss.backward()
+    return {"weights": len(weights), "held": held, "copies": copies}
+
+
+def run(calls, patched, gathers=True, reshard=True, policy=None, precomputes=False, reentrant=None, config=OTHERS):
+    """`patched` before sharding, after it, or never."""
+    model, report = model_of(gathers, reentrant), None
+    config = config | ({"float8": False} if patched == "never" else {})
+    if patched != "after":
+        report = apply_liger(model, config)
+    shard(model, reshard, policy or MixedPrecisionPolicy())
+    if patched == "after":
+        report = apply_liger(model, config)
+    calls.clear()
+    found = {"steps": steps(model, [dist.get_rank()], precomputes), "calls": len(calls), "of": sorted(set(calls))}
+    return found | {"skipped": sorted(set(report["float8"].skipped.values())), "kept": kept_of(model)}
 
 
 def main():
     importlib.import_module("liger_triton.float8_cast").runs_triton = lambda *tensors: False
     dist.init_process_group("gloo")
-    mesh, calls, own = init_device_mesh("cpu", (2,)), [], float8.float8_linear
+    calls, own = [], float8.float8_linear
 
-    def counted(*args, **options):
-        calls.append(1)
-        return own(*args, **options)
+    def counted(x, weight, *args, **options):
+        calls.append(type(weight).__name__)
+        return own(x, weight, *args, **options)
 
     float8.float8_linear = counted
-    cases = [(gathers, patched) for gathers in (False, True) for patched in ("never", "before", "after")]
-    found = {f"{gathers} {patched}": run(gathers, patched, calls, mesh) for gathers, patched in cases}
+    found = {
+        f"{case}, {patched}": run(calls, patched, **options)
+        for case, options in CASES.items()
+        for patched in ("never", *PATCHED.get(case, ("before",)))
+    }
+    model = model_of(gathers=False)
+    apply_liger(model, OTHERS)
+    found["one process"] = {"steps": steps(model, [0, 1])}
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()

@@ -8,6 +8,19 @@ from launching import torchrun
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
+FORWARDS = 2 * 2 * 2 * 14  # two steps of two micro-batches, each trained on and evaluated, of two layers of seven
+TWICE = 3 * FORWARDS // 2  # those that are trained on once more in the backward pass
+GATHERED = {
+    "gathered, before": FORWARDS,
+    "gathered, after": FORWARDS,
+    "not freed, before": FORWARDS,
+    "bf16, before": FORWARDS,
+    "scales made beforehand, before": FORWARDS,
+    "checkpointed, before": TWICE,
+    "checkpointed, reentrant, before": TWICE,
+    "rebuilding, before": FORWARDS,
+}
+
 
 @pytest.fixture(scope="module")
 def found():
@@ -15,16 +28,44 @@ def found():
     return json.loads(next(line for line in lines if line.startswith("{")))
 
 
-@pytest.mark.parametrize("patched", ["before", "after"])
-def test_weights_in_16_bits_are_cast_where_they_are_gathered(patched, found):
-    """Two steps of two layers of seven projections; the second one with the weights of the first one's update."""
-    ours, stock = found[f"False {patched}"], found["False never"]
-    assert ours["calls"] == 2 * 14 and not ours["skipped"]
-    torch.testing.assert_close(torch.tensor(ours["steps"]), torch.tensor(stock["steps"]), rtol=5e-3, atol=0)
+def assert_close(ours, stock, rtol):
+    torch.testing.assert_close(torch.tensor(ours["steps"]), torch.tensor(stock["steps"]), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("patched", ["before", "after"])
-def test_weights_that_are_gathered_in_eight_bits_are_torchao_s(patched, found):
-    ours = found[f"True {patched}"]
-    assert ours["calls"] == 0 and ours["steps"] == found["True never"]["steps"]
-    assert ours["skipped"] == ["its weight is gathered in fp8 (enable_fsdp_float8_all_gather)"]
+def stock_of(case):
+    return f"{case.rpartition(', ')[0]}, never"
+
+
+@pytest.mark.parametrize("case", ["in 16 bits, before", "in 16 bits, after"])
+def test_weights_in_16_bits_are_cast_where_they_are_gathered(case, found):
+    """The second step has the weights of the first one's update."""
+    ours = found[case]
+    assert ours["calls"] == FORWARDS and ours["of"] == ["Parameter"] and not ours["skipped"]
+    assert_close(ours, found[stock_of(case)], rtol=5e-3)
+
+
+@pytest.mark.parametrize("case", GATHERED)
+def test_weights_that_are_gathered_in_eight_bits(case, found):
+    """All products are ours, of the bits that arrive. In bf16 each of them is rounded to 8 bits of its own."""
+    ours, stock = found[case], found[stock_of(case)]
+    assert ours["calls"] == GATHERED[case] and ours["of"] == ["Float8TrainingTensor"] and not ours["skipped"]
+    assert not stock["calls"]
+    assert_close(ours, stock, rtol=2e-2 if "bf16" in case else 5e-3)
+
+
+def test_beside_one_process(found):
+    """The scale of a weight is that of all of its shards."""
+    ours, whole = found["gathered, before"], found["one process"]
+    losses, grads = torch.tensor(ours["steps"]).split([4, 4], 1)
+    of_both, want = torch.tensor(whole["steps"]).split([6, 4], 1)
+    of_first_rank = of_both[:, [0, 1, 3, 4]]
+    torch.testing.assert_close(losses, of_first_rank, rtol=1e-3, atol=0)
+    torch.testing.assert_close(grads, want, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("case", [case for case in GATHERED if "checkpointed" not in case])
+def test_bits_are_not_kept_for_the_backward_pass(case, found):
+    """The parameters are, whose bits FSDP2 frees unless it is told otherwise."""
+    kept = found[case]["kept"]
+    assert kept["weights"] == 14 and kept["copies"] == 0
+    assert (kept["held"] > 0) == ("not freed" in case)
