@@ -70,3 +70,24 @@ def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
             f"{configured} of accelerate's config has no effect.",
             file=sys.stderr,
         )
+
+
+def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None) -> None:
+    """With fp8 under FSDP2, have every process read the model. Call this after `settle_precision`, before parsing.
+
+    accelerate 1.15 does not go on if one process is to read it for all (`fsdp_cpu_ram_efficient_loading`, as in the
+    configs that come with this package), since weights that are wrapped for fp8 cannot be sent around.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8" and bf16 is None and not fp16
+    variable = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    if not (fp8 or launched) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return
+    if os.environ.get(variable, "false").lower() not in ("true", "1"):
+        return
+    os.environ[variable] = "false"
+    if is_main_process():
+        print(
+            "liger-trainer: with fp8 every process reads the model and holds it whole until it is sharded. "
+            "fsdp_cpu_ram_efficient_loading: true of accelerate's config has no effect.",
+            file=sys.stderr,
+        )

@@ -12,7 +12,7 @@ from typing import Any
 from liger_trainer.command.accelerate_file import apply_config, find_config
 from liger_trainer.command.attempts import join_this_attempt
 from liger_trainer.command.early_keys import refuse_unknown
-from liger_trainer.command.launch import settle_precision
+from liger_trainer.command.launch import read_on_every_process, settle_precision
 from liger_trainer.command.recipe_checks import check_metric, check_scheduler, settle
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.recipe_parser import options_given, parser_of, show_in_help
@@ -109,6 +109,7 @@ def parse_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     chosen = settle(path, values, given, defaults)
     sharding = _settle_sharding(path, chosen)
     settle_precision(chosen.get("bf16"), chosen.get("fp16"))
+    read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
     join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
     try:
         args, training, model = parser.parse_dict(chosen)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.apply import swap_converted
-from liger_trainer.trainers import frozen_base, in_backward_checks, init_checks
+from liger_trainer.trainers import frozen_base, fsdp2, in_backward_checks, init_checks
 from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
 from liger_trainer.trainers.logged_loss import filtering_losses
 from liger_trainer.trainers.patched_models import PatchedModels
@@ -125,18 +124,15 @@ class LigerTrainerMixin(StockTrainer):
         return self.liger_report is not None and has_fused_head(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do what the stock trainer does, but keep losses and log-probabilities in fp32 under 16-bit FSDP2.
-
-        accelerate has FSDP2 round everything that a unit returns to the 16-bit type. In bf16, a sum of
-        log-probabilities between 512 and 1,024 nats would become a multiple of 4. Hidden states have that type anyhow.
-        """
         with frozen_base.settled(self):
             super().create_accelerator_and_postprocess()
-        plugin: Any = getattr(self.accelerator.state, "fsdp_plugin", None)
-        policy: Any = getattr(plugin, "mixed_precision_policy", None)
-        rounds = getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16)
-        if rounds and self.uses_liger:
-            plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+        if self.uses_liger:
+            fsdp2.keep_losses_in_fp32(self.accelerator)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if self.uses_liger:
+            fsdp2.widen_what_is_wrapped(self.accelerator, self.model)
+        return super().create_optimizer(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
         return self._counting(super().get_train_dataloader())

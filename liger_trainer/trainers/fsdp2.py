@@ -1,0 +1,36 @@
+"""What accelerate's FSDP2 rounds or leaves behind, set right before a model is sharded."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.trainers import fp8_fields
+
+
+def keep_losses_in_fp32(accelerator: Any) -> None:
+    """Keep losses and log-probabilities in fp32 under 16-bit FSDP2.
+
+    accelerate has FSDP2 round everything that a unit returns to the 16-bit type. In bf16, a sum of log-probabilities
+    between 512 and 1,024 nats would become a multiple of 4. Hidden states have that type anyhow.
+    """
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy: Any = getattr(plugin, "mixed_precision_policy", None)
+    if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+
+def widen_what_is_wrapped(accelerator: Any, model: nn.Module) -> None:
+    """Convert the weights that are trained to fp32, if accelerate is going to wrap some of them for fp8. Call this
+    before the optimizer is made.
+
+    accelerate converts all of them for mixed precision, after it has wrapped those of fp8. With accelerate 1.15 what is
+    inside a wrapper stays as it was, and a model in 16 bits would fail, since FSDP2 wants one dtype.
+    """
+    handler = fp8_fields.handler_of(accelerator)
+    if handler is None or not (accelerator.is_fsdp2 and handler.config.enable_fsdp_float8_all_gather):
+        return
+    for weight in model.parameters():
+        if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16):
+            weight.data = weight.data.to(torch.float32)

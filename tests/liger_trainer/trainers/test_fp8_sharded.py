@@ -1,0 +1,101 @@
+"""`fp8: true` under FSDP2 as accelerate has it by default, with weights gathered in eight bits: two CPU processes."""
+
+import os
+
+import pytest
+import torch
+from launching import HERE, accelerate_fsdp2
+
+from liger_trainer.command.launch import read_on_every_process
+
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+LAYERS = 13  # two layers of seven projections, without the first, which accelerate leaves as it is
+STEP = 2 + 1  # two micro-batches, and an evaluation of one batch
+VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    accelerate_fsdp2(folder, HERE / "fp8_trainer_ranks.py", folder)
+    return torch.load(folder / "found.pt")
+
+
+def assert_same_training(got, want):
+    assert got["logs"] == want["logs"] and len(got["logs"]) == 2 * 4
+    for name, weight in want["weights"].items():
+        assert torch.equal(got["weights"][name], weight), name
+
+
+@pytest.mark.parametrize("dtype", ["", ", 16 bits"])
+def test_the_numbers_are_torchao_s(dtype, found):
+    """Bit for bit, with products that are not rounded. A model in 16 bits is trained in fp32, as by accelerate."""
+    ours, stock = found["ours" + dtype], found["torchao" + dtype]
+    assert ours["swapped"] == LAYERS and ours["of"] == ["Float8TrainingTensor"] and ours["calls"] == 4 * STEP * LAYERS
+    assert not stock["swapped"] and not stock["calls"]
+    assert_same_training(ours, stock)
+    assert {weight.dtype for weight in ours["weights"].values()} == {torch.float32}
+
+
+def test_all_weights_are_trained(found):
+    before = found["ours"]["before"]
+    for name, weight in found["ours"]["weights"].items():
+        assert not torch.equal(weight, before[name]), name
+
+
+def test_checkpointed(found):
+    ours = found["ours, checkpointed"]
+    assert ours["calls"] > found["ours"]["calls"] and ours["of"] == ["Float8TrainingTensor"]
+    assert_same_training(ours, found["ours"])
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_saved_and_resumed(kind, found):
+    """From a checkpoint of the second step, whole or in shards."""
+    resumed = found[f"resumed, {kind}"]
+    assert resumed["calls"] == 2 * STEP * LAYERS
+    assert_same_training(resumed, found["ours"])
+
+
+def test_what_is_saved_are_plain_numbers(found):
+    for name, saved in found["ours"]["saved"].items():
+        assert type(saved) is torch.Tensor and torch.equal(saved, found["ours"]["weights"][name]), name
+
+
+def test_accelerate_makes_the_scales_after_each_step(found):
+    """One message for all weights, in place of one for each at each gathering."""
+    assert found["ours"]["scales"] == [True] * LAYERS
+
+
+def test_gathered_in_16_bits_if_so_asked(found):
+    """Other numbers: the weights are rounded to 16 bits first."""
+    ours = found["ours, gathered in 16 bits"]
+    assert ours["of"] == ["Parameter"] and ours["calls"] == 4 * STEP * LAYERS and not ours["scales"]
+    assert ours["logs"] == pytest.approx(found["ours"]["logs"], rel=1e-2) and ours["logs"] != found["ours"]["logs"]
+
+
+@pytest.mark.parametrize(
+    "given, launched, sharded, read",
+    [
+        ((True, None, None), "no", "true", True),
+        ((None, None, None), "fp8", "true", True),
+        ((None, None, None), "bf16", "true", False),
+        ((False, True, None), "fp8", "true", False),
+        ((None, None, True), "fp8", "true", False),
+        ((True, None, None), "no", "false", False),
+    ],
+)
+def test_every_process_reads_the_model(given, launched, sharded, read, monkeypatch, capsys):
+    """Where accelerate would not go on otherwise. In all other cases the variable is what the launcher has set."""
+    for name, value in {
+        VARIABLE: "true",
+        "ACCELERATE_USE_FSDP": sharded,
+        "ACCELERATE_MIXED_PRECISION": launched,
+    }.items():
+        monkeypatch.setitem(os.environ, name, value)
+    read_on_every_process(*given)
+    assert os.environ[VARIABLE] == ("false" if read else "true")
+    assert ("every process reads the model" in capsys.readouterr().err) == read
+    read_on_every_process(*given)
+    assert not capsys.readouterr().err, "said once"
