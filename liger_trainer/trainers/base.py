@@ -131,7 +131,7 @@ class LigerTrainerMixin(StockTrainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if self.uses_liger:
-            fsdp2.widen_what_is_wrapped(self.accelerator, self.model)
+            fsdp2.before_wrapping(self.accelerator, self.model)
         return super().create_optimizer(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:

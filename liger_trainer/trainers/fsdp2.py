@@ -21,12 +21,15 @@ def keep_losses_in_fp32(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
 
-def widen_what_is_wrapped(accelerator: Any, model: nn.Module) -> None:
-    """Convert the weights that are trained to fp32, if accelerate is going to wrap some of them for fp8. Call this
-    before the optimizer is made.
+def before_wrapping(accelerator: Any, model: nn.Module) -> None:
+    """Do what accelerate leaves undone if it is going to wrap weights of `model` for fp8, to be gathered in eight bits.
+    Call this before the optimizer is made.
 
-    accelerate converts all of them for mixed precision, after it has wrapped those of fp8. With accelerate 1.15 what is
-    inside a wrapper stays as it was, and a model in 16 bits would fail, since FSDP2 wants one dtype.
+    - For mixed precision it converts all weights that are trained to fp32, after it has wrapped some. With accelerate
+      1.15 what is inside a wrapper stays as it was, and a model in 16 bits fails, since FSDP2 wants one dtype. So they
+      are converted here.
+    - After each step it makes the scales of all weights. Those of weights that are loaded later, such as the best ones
+      at the end of a training, would be out of date. So they are dropped then, and made when weights are gathered.
     """
     handler = fp8_fields.handler_of(accelerator)
     if handler is None or not (accelerator.is_fsdp2 and handler.config.enable_fsdp_float8_all_gather):
@@ -34,3 +37,12 @@ def widen_what_is_wrapped(accelerator: Any, model: nn.Module) -> None:
     for weight in model.parameters():
         if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16):
             weight.data = weight.data.to(torch.float32)
+    if _drop_scales not in model._load_state_dict_post_hooks.values():
+        model.register_load_state_dict_post_hook(_drop_scales)
+
+
+def _drop_scales(model: nn.Module, incompatible_keys: Any) -> None:
+    for weight in model.parameters():
+        shard = getattr(weight, "_local_tensor", None)
+        if hasattr(shard, "_precomputed_scale"):
+            shard._precomputed_scale = None

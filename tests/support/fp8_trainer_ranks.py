@@ -22,12 +22,15 @@ from liger_trainer.patching import float8
 
 OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
 SAVES = {"save_strategy": "steps", "save_steps": 2}
+# The weights of the second step, whose loss is higher, are loaded at the end and evaluated again.
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, "eval_steps": 2}
 # Name: whether torchao's own code runs, the dtype of the model, options. "resumed" goes on from a checkpoint.
 CASES = {
     "torchao": (True, torch.float32, {}),
     "ours": (False, torch.float32, SAVES),
     "resumed, full": (False, torch.float32, {"resume": "ours"}),
     "in shards": (False, torch.float32, SAVES | {"kind": "SHARDED"}),
+    "best": (False, torch.float32, SAVES | BEST),
     "resumed, sharded": (False, torch.float32, {"resume": "in shards", "kind": "SHARDED"}),
     "torchao, 16 bits": (True, torch.bfloat16, {}),
     "ours, 16 bits": (False, torch.bfloat16, {}),
@@ -65,10 +68,10 @@ def run(out, name, torchao, dtype, options, calls):
     resume, gathers, kind = options.pop("resume", None), options.pop("gathers", True), options.pop("kind", "FULL")
     args = LigerTrainingArguments(
         output_dir=f"{out}/{name}", use_cpu=True, max_steps=4, per_device_train_batch_size=2, fp8=True,
-        gradient_accumulation_steps=2, report_to="none", logging_steps=1, eval_strategy="steps", eval_steps=1,
+        gradient_accumulation_steps=2, report_to="none", logging_steps=1, eval_strategy="steps",
         learning_rate=1e-2, lr_scheduler_type="constant", remove_unused_columns=False, disable_tqdm=True,
         adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
-        liger_config=OTHERS | {"float8": not torchao}, **({"save_strategy": "no"} | options),
+        liger_config=OTHERS | {"float8": not torchao}, **({"save_strategy": "no", "eval_steps": 1} | options),
     )  # fmt: skip
     trainer_class = type("Case", (Emulated,), {"gathers": gathers})
     trainer = trainer_class(
@@ -80,6 +83,10 @@ def run(out, name, torchao, dtype, options, calls):
     plugin.state_dict_config = plugin.optim_state_dict_config = None  # of the trainer before
     plugin.set_state_dict_type(f"{kind}_STATE_DICT")
     trainer.train(resume_from_checkpoint=None if resume is None else f"{out}/{resume}/checkpoint-2")
+    logs = list(trainer.state.log_history[:-1])
+    if name == "best":
+        trainer.evaluate()
+        logs.append(trainer.state.log_history[-1])
     for module in trainer.model_wrapped.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # what an evaluation has left whole
@@ -89,7 +96,7 @@ def run(out, name, torchao, dtype, options, calls):
         if hasattr(p._local_tensor, "_precomputed_scale")
     ]
     return {
-        "logs": [log["loss" if "loss" in log else "eval_loss"] for log in trainer.state.log_history[:-1]],
+        "logs": [log["loss" if "loss" in log else "eval_loss"] for log in logs],
         "weights": {n: p.detach().full_tensor() for n, p in trainer.model_wrapped.named_parameters()},
         "before": before,
         "saved": trainer.accelerator.get_state_dict(trainer.model_wrapped),

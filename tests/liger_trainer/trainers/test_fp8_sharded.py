@@ -58,6 +58,12 @@ def test_saved_and_resumed(kind, found):
     assert_same_training(resumed, found["ours"])
 
 
+def test_weights_that_are_loaded_have_scales_of_their_own(found):
+    """Those of the best step, at the end. accelerate's scales are those of the last step."""
+    first, second, at_two, *_, at_four, again = found["best"]["logs"]
+    assert again == at_two > at_four and at_two == found["ours"]["logs"][3]
+
+
 def test_what_is_saved_are_plain_numbers(found):
     for name, saved in found["ours"]["saved"].items():
         assert type(saved) is torch.Tensor and torch.equal(saved, found["ours"]["weights"][name]), name
