@@ -13,7 +13,8 @@ from _rows import pairs_of, sft_rows, tokens_of
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "- varlen" and "- float8" for
 # liger_config={"varlen_attention": False} and {"float8": False}, and "- in_backward" for the ordinary step beside
 # --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
-# untrained on one GPU, torchao converts the same layers before the trainer is built.
+# untrained on one GPU, torchao converts the same layers before the trainer is built. Under FSDP2 weights are gathered in
+# eight bits then, by ours as by accelerate, and with "- gather" in 16.
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
@@ -24,6 +25,9 @@ ARMS = {
         "LigerTrainer",
         "LigerTrainer - varlen",
         "LigerTrainer - in_backward",
+        "LigerTrainer + fp8",
+        "LigerTrainer + fp8 - gather",
+        "LigerTrainer + fp8 - float8",
         "Trainer",
         "Trainer + Liger",
         "SFTTrainer",
@@ -116,7 +120,12 @@ def make_trainer(arm, run, callbacks):
         options["torch_compile"] = True
     if "fp8" in switches:
         if arm.startswith("Liger"):
+            from liger_trainer.command.launch import read_on_every_process
+
             options["fp8"] = True
+            read_on_every_process(True, None, None)  # each has made the model
+            if "gather" in switches:
+                os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
         else:
             in_float8(model)
     if off := {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches:
