@@ -13,8 +13,8 @@ from _rows import pairs_of, sft_rows, tokens_of
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "- varlen" and "- float8" for
 # liger_config={"varlen_attention": False} and {"float8": False}, and "- in_backward" for the ordinary step beside
 # --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
-# untrained on one GPU, torchao converts the same layers before the trainer is built. Under FSDP2 weights are gathered in
-# eight bits then, by ours as by accelerate, and with "- gather" in 16.
+# untrained on one GPU, torchao converts the same layers before the trainer is built. Under FSDP2 ours gather weights in
+# eight bits then, as accelerate has it, and with "- gather" in 16.
 ARMS = {
     "sft": (
         "LigerSFTTrainer",

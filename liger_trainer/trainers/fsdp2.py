@@ -43,6 +43,6 @@ def before_wrapping(accelerator: Any, model: nn.Module) -> None:
 
 def _drop_scales(model: nn.Module, incompatible_keys: Any) -> None:
     for weight in model.parameters():
-        shard = getattr(weight, "_local_tensor", None)
+        shard: Any = getattr(weight, "_local_tensor", None)
         if hasattr(shard, "_precomputed_scale"):
             shard._precomputed_scale = None
