@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from liger_trainer.trainers import fp8_fields
 
@@ -34,11 +35,12 @@ def before_wrapping(accelerator: Any, model: nn.Module) -> None:
     handler = fp8_fields.handler_of(accelerator)
     if handler is None or not (accelerator.is_fsdp2 and handler.config.enable_fsdp_float8_all_gather):
         return
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return  # by an earlier training; some weights may be gathered now, in 16 bits
     for weight in model.parameters():
         if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16):
             weight.data = weight.data.to(torch.float32)
-    if _drop_scales not in model._load_state_dict_post_hooks.values():
-        model.register_load_state_dict_post_hook(_drop_scales)
+    model.register_load_state_dict_post_hook(_drop_scales)
 
 
 def _drop_scales(model: nn.Module, incompatible_keys: Any) -> None:

@@ -14,6 +14,7 @@ from exact_products import multiply_exactly
 from launching import shard_on_cpus
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
@@ -87,6 +88,8 @@ def run(out, name, torchao, dtype, options, calls):
     if name == "best":
         trainer.evaluate()
         logs.append(trainer.state.log_history[-1])
+    trainer.create_optimizer()  # as a second training would
+    left = {str(weight.dtype) for weight in trainer.model_wrapped.parameters() if not isinstance(weight, DTensor)}
     for module in trainer.model_wrapped.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # what an evaluation has left whole
@@ -98,6 +101,7 @@ def run(out, name, torchao, dtype, options, calls):
     return {
         "logs": [log["loss" if "loss" in log else "eval_loss"] for log in logs],
         "weights": {n: p.detach().full_tensor() for n, p in trainer.model_wrapped.named_parameters()},
+        "left": left,
         "before": before,
         "saved": trainer.accelerator.get_state_dict(trainer.model_wrapped),
         "calls": len(calls),

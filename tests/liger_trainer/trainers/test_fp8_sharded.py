@@ -38,6 +38,11 @@ def test_the_numbers_are_torchao_s(dtype, found):
     assert {weight.dtype for weight in ours["weights"].values()} == {torch.float32}
 
 
+def test_what_an_evaluation_leaves_gathered_stays_as_it_is(found):
+    """A second training finds the model sharded, with some weights whole and in 16 bits, which are FSDP2's."""
+    assert found["ours, 16 bits"]["left"] == {"torch.bfloat16"}
+
+
 def test_all_weights_are_trained(found):
     before = found["ours"]["before"]
     for name, weight in found["ours"]["weights"].items():
