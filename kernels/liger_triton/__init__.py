@@ -8,6 +8,7 @@ from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
 from .float8_cast import Float8, float8_cast
 from .float8_linear import Float8Form, Float8Input, float8_linear
+from .float8_rowwise_linear import Float8RowwiseForm
 from .frozen_float8 import Float8Weight, dequantized, quantized
 from .frozen_float8_linear import frozen_float8_linear
 from .gated_rms_norm import gated_rms_norm
@@ -39,6 +40,7 @@ __all__ = [
     "Float8",
     "Float8Form",
     "Float8Input",
+    "Float8RowwiseForm",
     "Float8Weight",
     "HeadsLoss",
     "LoRAGroup",

@@ -59,9 +59,16 @@ def _maxima_kernel(X, MAXIMA, numel, rounds, programs, BLOCK: tl.constexpr):
 
 @jit
 def _scale_of(MAXIMA, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, COUNT: tl.constexpr):
-    """The scale. No maximum or minimum of floating-point numbers is taken in these kernels: a NaN has to pass, and the
-    instructions for that made Triton write a transposed tile of single bytes wrongly (triton-lang/triton#11111)."""
-    most = tl.max(tl.load(MAXIMA + tl.arange(0, COUNT)), 0).to(tl.float32, bitcast=True)
+    """The scale of all numbers."""
+    return _scale_for(tl.max(tl.load(MAXIMA + tl.arange(0, COUNT)), 0), LARGEST, POWER_OF_2)
+
+
+@jit
+def _scale_for(bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """The scales of numbers whose maxima have these bits. No maximum or minimum of floating-point numbers is taken in
+    these kernels: a NaN has to pass, and the instructions for that made Triton write a transposed tile of single bytes
+    wrongly (triton-lang/triton#11111)."""
+    most = bits.to(tl.float32, bitcast=True)
     most = tl.where(most < 1e-12, 1e-12, most)
     scale = tl.div_rn(tl.full([], LARGEST, tl.float32), most)
     if POWER_OF_2:
@@ -121,14 +128,21 @@ def _columns_kernel(
     b = _quarter(X, ROWS, quarter * 4 + 1, col, t, k, scale, LARGEST, KEEP_ROWS)
     c = _quarter(X, ROWS, quarter * 4 + 2, col, t, k, scale, LARGEST, KEEP_ROWS)
     d = _quarter(X, ROWS, quarter * 4 + 3, col, t, k, scale, LARGEST, KEEP_ROWS)
-    if PACK == "":  # for Triton's interpreter
-        four = _byte(a, ROWS) | (_byte(b, ROWS) << 8) | (_byte(c, ROWS) << 16) | (_byte(d, ROWS) << 24)
-    else:
-        four = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    four = _four(a, b, c, d, ROWS, PACK)
     places = COLUMNS + col[:, None] * quarters + quarter[None, :]
     tl.store(places, tl.trans(four), mask=(quarter[None, :] < quarters) & (col[:, None] < k))
     if pid == 0:
         tl.store(INVERSE, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
+
+
+@jit
+def _four(a, b, c, d, ROWS, PACK: tl.constexpr):
+    """Four numbers, rounded to the dtype of ROWS, as one word."""
+    if PACK == "":  # for Triton's interpreter
+        four = _byte(a, ROWS) | (_byte(b, ROWS) << 8) | (_byte(c, ROWS) << 16) | (_byte(d, ROWS) << 24)
+    else:
+        four = tl.inline_asm_elementwise(PACK, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return four
 
 
 @jit
@@ -137,7 +151,7 @@ def _byte(y, ROWS):
 
 
 def _packing(dtype: torch.dtype) -> str:
-    """What `_columns_kernel` rounds and puts together four numbers with."""
+    """What `_four` rounds and puts together four numbers with."""
     return "" if INTERPRET else _ptx("e4m3" if dtype == E4M3 else "e5m2")
 
 

@@ -1,7 +1,8 @@
 """A linear layer whose three products are computed in eight bits: y = x W^T, dx = dy W, dW = dy^T x.
 
 Each factor is rounded to e4m3, the gradients to e5m2 unless told otherwise, with one scale for a whole tensor
-(`float8_cast.py`). The sums are in fp32, and a result is rounded to its own dtype once.
+(`float8_cast.py`). The sums are in fp32, and a result is rounded to its own dtype once. Layers with scales by row, in
+`float8_rowwise_linear.py`, are called by the same function.
 
 Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. The number of rows of x is free: where they are
         summed over, zeros are added.
@@ -20,7 +21,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,14 @@ class Float8Form(NamedTuple):
     power_of_2: bool = False
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
 
+    def input_of(self, x: torch.Tensor, keeps_input: bool = False) -> "Float8Input":
+        """x in this form. Another form, as that of `float8_rowwise_linear.py`, has an input of another class."""
+        return Float8Input(x, self, keeps_input)
+
+    def columns_of(self, rows: torch.Tensor, maxima: torch.Tensor) -> Float8:
+        """The transpose of an input."""
+        return float8_cast(rows, rows=False, columns=True, power_of_2=self.power_of_2, maxima=maxima)
+
 
 BitsOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Gives the eight bits of a weight, (N, K) in e4m3, and what they have to be multiplied by, () in fp32."""
@@ -67,12 +76,10 @@ class _Columns:
 
     def __init__(self) -> None:
         self.layers = self.asked = 0
-        self.made: Float8 | None = None
+        self.made: Any = None
 
-    def get(self, rows: torch.Tensor, maxima: torch.Tensor, form: Float8Form) -> Float8:
-        made = self.made
-        if made is None:
-            made = float8_cast(rows, rows=False, columns=True, power_of_2=form.power_of_2, maxima=maxima)
+    def get(self, rows: torch.Tensor, maxima: torch.Tensor, form: Any) -> Any:
+        made = form.columns_of(rows, maxima) if self.made is None else self.made
         self.asked += 1
         self.made = made
         if self.asked >= self.layers:
@@ -90,14 +97,14 @@ class Float8Input:
             where somebody keeps it anyway, or keeps what it can be computed from again.
     """
 
-    def __init__(self, x: torch.Tensor, form: Float8Form, keeps_input: bool = False):
+    def __init__(self, x: torch.Tensor, form: Any, keeps_input: bool = False):
         self.x = weakref.ref(x, functools.partial(_forget, weakref.ref(self)))
         self.version = _version(x)
         self.dtype, self.form, self.keeps_input = result_dtype(x), form, keeps_input
         self.columns = _Columns()
-        self.cast: Float8 | None = None
+        self.cast: Any = None  # of a `Float8Form`, a `Float8`
 
-    def fits(self, x: torch.Tensor, form: Float8Form, keeps_input: bool) -> bool:
+    def fits(self, x: torch.Tensor, form: Any, keeps_input: bool) -> bool:
         """Whether this is of `x` as it is now."""
         return (
             self.x() is x
@@ -114,6 +121,10 @@ class Float8Input:
                 rows, columns=columns, power_of_2=self.form.power_of_2, maxima=maxima
             )  # fmt: skip
         return known
+
+    def times(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x W^T, differentiable in both."""
+        return _without_bias(x, weight, self, None)
 
 
 def _version(x: torch.Tensor) -> int:
@@ -217,7 +228,7 @@ class _Numbers(torch.autograd.Function):
 _latest = threading.local()
 
 
-def shared_input(x: torch.Tensor, form: Float8Form, keeps_input: bool = False, alone: bool = False) -> Float8Input:
+def shared_input(x: torch.Tensor, form: Any, keeps_input: bool = False, alone: bool = False) -> Float8Input:
     """`Float8Input` of x: that of the call before in this thread, if it was for this very x and nothing has changed.
 
     With `alone`, it is a new one, and no later call gets it or an earlier one: for where somebody may write over x
@@ -225,7 +236,7 @@ def shared_input(x: torch.Tensor, form: Float8Form, keeps_input: bool = False, a
     """
     known: Float8Input | None = getattr(_latest, "input", None)
     if known is None or alone or x.is_inference() or not known.fits(x, form, keeps_input):
-        known = Float8Input(x, form, keeps_input)
+        known = form.input_of(x, keeps_input)
         _latest.input = None if alone else known
     return known
 
@@ -235,7 +246,7 @@ def float8_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    form: Float8Form | None = None,
+    form: Any = None,
     given: Float8Input | None = None,
     bits_of: BitsOf | None = None,
 ) -> torch.Tensor:
@@ -245,7 +256,8 @@ def float8_linear(
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32.
         weight (`torch.Tensor`): (N, K), in one of these dtypes. N and K are multiples of 16.
         bias (`torch.Tensor`, *optional*): (N,). It is added to the rounded product.
-        form (`Float8Form`, *optional*): Unset: the defaults of `Float8Form`, which are those of torchao.
+        form (`Float8Form` or `Float8RowwiseForm`, *optional*): Unset: the defaults of `Float8Form`, which are those of
+            torchao.
         given (`Float8Input`, *optional*): Of this `x`, for several layers that share it; it has a form of its own.
         bits_of (`Callable`, *optional*): Gives, of a `weight` that is in eight bits already, these and what they have
             to be multiplied by. `weight` itself, which has the gradient and is kept for it, may then be any tensor of
@@ -263,10 +275,12 @@ def float8_linear(
         raise RuntimeError("float8_linear is for eager code; under torch.compile, use torchao's Float8Linear.")
     _check(x, weight, bias)
     if given is None:
-        given = Float8Input(x, form or Float8Form())
+        given = (form or Float8Form()).input_of(x)
     elif not given.fits(x, given.form, given.keeps_input) or form not in (None, given.form):
         raise ValueError("given is of another x, of another form, or of x before it was changed; make a new one.")
-    y = _without_bias(x, weight, given, bits_of)
+    if bits_of is not None and not isinstance(given.form, Float8Form):
+        raise ValueError(f"form is {given.form}; a weight that is in eight bits already has one scale: Float8Form.")
+    y = given.times(x, weight) if bits_of is None else _without_bias(x, weight, given, bits_of)
     return y if bias is None else y + bias.to(y.dtype)
 
 

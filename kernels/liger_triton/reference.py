@@ -159,17 +159,35 @@ def float8_maxima(x):
 def float8_cast(x, dtype, rows=True, columns=False, power_of_2=False, maxima=None):
     """The four parts of `liger_triton.float8_cast.Float8`. Zeros fill the transpose up to a multiple of 16."""
     maxima = float8_maxima(x) if maxima is None else maxima
+    q, inverse = _eight_bits(x, maxima.amax(), dtype, power_of_2)
+    return q if rows else None, _turned(q) if columns else None, inverse, maxima
+
+
+def _eight_bits(x, maxima, dtype, power_of_2, least=1e-12):
+    """x in eight bits, and what that has to be multiplied by. `maxima` are bits, in a shape that goes with x."""
     largest = torch.finfo(dtype).max
-    most = maxima.amax().view(torch.float32).double()
-    scale = (largest / most.clamp(min=1e-12)).float()
-    if power_of_2:
-        scale = scale.log2().floor().exp2()
-    q = (x.float() * scale).clamp(-largest, largest).to(dtype)
-    turned = None
-    if columns:
-        turned = q.new_zeros((x.shape[1], -(-x.shape[0] // 16) * 16))
-        turned[:, : x.shape[0]] = q.t()
-    return q if rows else None, turned, scale.reciprocal(), maxima
+    scale = (largest / maxima.view(torch.float32).double().clamp(min=least)).float()
+    scale = scale.log2().floor().exp2() if power_of_2 else scale
+    return (x.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
+
+
+def _turned(q):
+    turned = q.new_zeros((q.shape[1], -(-q.shape[0] // 16) * 16))
+    turned[:, : q.shape[0]] = q.t()
+    return turned
+
+
+def float8_rows(x, power_of_2=True, maxima=False):
+    """The three parts of `liger_triton.float8_rowwise.Float8Rows`."""
+    bits = x.abs().float().view(torch.int32)
+    q, inverse = _eight_bits(x, bits.amax(1, keepdim=True), torch.float8_e4m3fn, power_of_2)
+    return q, inverse.view(-1), bits.amax(0) if maxima else None
+
+
+def float8_columns(x, maxima, power_of_2=True):
+    """The two parts of `liger_triton.float8_rowwise.Float8Columns`."""
+    q, inverse = _eight_bits(x, maxima, torch.float8_e4m3fn, power_of_2)
+    return _turned(q), inverse
 
 
 def float8_row_cast(parts, factors=None):
@@ -178,9 +196,7 @@ def float8_row_cast(parts, factors=None):
     if factors is not None:
         wide = [part * factor for part, factor in zip(wide, factors, strict=True)]
     x = torch.cat(wide, 1)
-    most = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
-    scale = torch.full_like(most, 448.0) / most  # 448.0 / most is not rounded to the nearest on a GPU
-    return (x * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), torch.ones_like(scale) / scale
+    return _eight_bits(x, x.abs().amax(1, keepdim=True).view(torch.int32), torch.float8_e4m3fn, False, least=1e-30)
 
 
 def float8_product(a, a_inverse, b, b_inverse, dtype):

@@ -67,6 +67,10 @@ _SWITCHES = (
         ("memory_budget",), ("activation_checkpointing",), "activation_checkpointing: auto",
         lambda value: value == "auto",
     ),
+    _Switch(
+        ("fp8_recipe",), ("fp8", "use_peft"), "fp8: true and use_peft: false (the base of an adapter is not torchao's)",
+        lambda fp8, peft: fp8 and not peft,
+    ),
     _Switch(("hub_model_id", "hub_revision", "hub_strategy"), ("push_to_hub",), "push_to_hub: true"),
     _Switch(
         ("lr_scheduler_kwargs",), ("lr_scheduler_type",), "an lr_scheduler_type that has options, such as cosine",

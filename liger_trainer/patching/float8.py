@@ -6,8 +6,8 @@ accelerate's business, and so are the state dict and FSDP2's gathering of weight
 gathered so is multiplied with the bits and the scale that it arrives with.
 
 The formula is proven on a small copy with the instance's own config, on the CPU, where torchao multiplies in fp32
-(`emulate`). Of torchao's recipes the one with a scale for a whole tensor is known ("tensorwise", its default). Modules
-with another recipe keep their own code.
+(`emulate`). torchao's recipes are known: a scale for a whole tensor ("tensorwise", its default), and scales by row
+("rowwise", "rowwise_with_gw_hp"; `float8_recipes.py`). Modules with another recipe keep their own code.
 """
 
 import functools
@@ -23,10 +23,12 @@ from torch._subclasses import FakeTensor
 from liger_trainer.instance.binding import Binding, is_aside, own_class
 from liger_trainer.instance.hooks import LeftOut, has_hooks, step_aside
 from liger_trainer.patching import probe
+from liger_trainer.patching.float8_recipes import casts_of, fast_accum_of, rowwise_form_of
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
 from liger_triton.float8_linear import BitsOf, Float8Form, float8_linear, result_dtype, shared_input
+from liger_triton.float8_rowwise_linear import Float8RowwiseForm
 
 _CLASS = ("torchao.float8.float8_linear", "Float8Linear")
 OPERATION = "float8"
@@ -39,25 +41,25 @@ _GATHERED = ("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AliasBackward0")
 _KEEPS_ITS_RESULT = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
-_CASTS = (
-    "input", "input_for_grad_weight", "weight", "weight_for_grad_input", "grad_output", "grad_output_for_grad_weight",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Float8:
     """What a layer was proven to compute. `config` is torchao's, and what is proven holds for equal ones."""
 
-    form: Float8Form
+    form: Float8Form | Float8RowwiseForm
     config: Any
     bias: bool
     operation: str = OPERATION
     left_out: LeftOut = ()
 
     def __str__(self) -> str:
-        grad = "e4m3" if self.form.grad_dtype == E4M3 else "e5m2"
+        if isinstance(self.form, Float8RowwiseForm):
+            recipe = "rowwise_with_gw_hp" if self.form.gw_hp else "rowwise"
+        else:
+            recipe = f"tensorwise, gradients in {'e4m3' if self.form.grad_dtype == E4M3 else 'e5m2'}"
         scale = ", scales in powers of 2" if self.form.power_of_2 else ""
-        return f"tensorwise, gradients in {grad}{scale}{', with bias' if self.bias else ''}"
+        return f"{recipe}{scale}{', with bias' if self.bias else ''}"
 
 
 def _names(cls: type) -> tuple[str, str]:
@@ -73,23 +75,21 @@ def configs_of(model: nn.Module) -> list[Any]:
     return [module.config for module in model.modules() if nominated(module)]
 
 
-def _form_of(config: Any) -> tuple[Float8Form | None, str | None]:
+def _form_of(config: Any) -> tuple[Float8Form | Float8RowwiseForm | None, str | None]:
     """(the form that `config` of torchao stands for, None), or (None, why we have no code for it)."""
-    casts = {name: getattr(config, f"cast_config_{name}") for name in _CASTS}
+    if (rowwise := rowwise_form_of(config)) is not None:
+        return rowwise, None
+    casts = casts_of(config)
     for name, cast in casts.items():
         if cast.scaling_type.value != "dynamic":
             return None, f"its recipe does not cast {name} to fp8"
         if cast.scaling_granularity.value != "tensorwise":
-            return None, f"its recipe scales {name} by row ({cast.scaling_granularity.value}), we know tensorwise"
+            return None, f"its recipe is not torchao's, and scales {name} by row ({cast.scaling_granularity.value})"
         expected = (E4M3, E5M2) if name.startswith("grad_output") else (E4M3,)
         if cast.target_dtype not in expected:
             return None, f"its recipe casts {name} to {cast.target_dtype}"
-    fast_accum = (
-        bool(config.gemm_config_output.use_fast_accum),
-        bool(config.gemm_config_grad_input.use_fast_accum),
-        bool(config.gemm_config_grad_weight.use_fast_accum),
-    )
-    return Float8Form(casts["grad_output"].target_dtype, bool(config.round_scales_to_power_of_2), fast_accum), None
+    power_of_2 = bool(config.round_scales_to_power_of_2)
+    return Float8Form(casts["grad_output"].target_dtype, power_of_2, fast_accum_of(config)), None
 
 
 def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
@@ -101,7 +101,7 @@ def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
         return None, f"its widths {module.in_features} and {module.out_features} are no multiples of {MULTIPLE}"
     for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
         if not _computes_alike(module, form, dtype, rtol):
-            return None, "it does not compute x8 W8^T, dy8 W8 and dy8^T x8 with a scale for each tensor"
+            return None, "it does not compute x8 W8^T, dy8 W8 and dy8^T x8 with the scales of its recipe"
         gathers = module.config.enable_fsdp_float8_all_gather
         if gathers and not _computes_alike(module, form, dtype, rtol, gathered=True):
             return None, "it does not compute with the bits and the scale of a weight that is gathered in fp8"
@@ -109,7 +109,7 @@ def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
 
 
 def _computes_alike(
-    module: nn.Module, form: Float8Form, dtype: torch.dtype, rtol: float, gathered: bool = False
+    module: nn.Module, form: Float8Form | Float8RowwiseForm, dtype: torch.dtype, rtol: float, gathered: bool = False
 ) -> bool:
     """Whether our function and the layer's own code give the same output and gradients, of a weight in `dtype`, or of
     one that has been gathered in eight bits."""

@@ -87,6 +87,14 @@ class LigerArguments(StockArguments):
             "It needs a GPU of compute capability 8.9 or later."
         },
     )
+    fp8_recipe: str | None = field(
+        default=None,
+        metadata={
+            "help": "With fp8, and without adapters: a recipe of torchao, by its name. 'tensorwise', the default: one "
+            "scale for a tensor, gradients in e5m2. 'rowwise': scales by row, gradients in e4m3. 'rowwise_with_gw_hp': "
+            "the same, with the gradients of weights computed in 16 bits."
+        },
+    )
 
     def __post_init__(self) -> None:
         checkpointing_fields.settle(self)

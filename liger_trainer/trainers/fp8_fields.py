@@ -1,4 +1,5 @@
-"""The field `fp8`: accelerate's `mixed_precision: fp8` with torchao, asked for in the arguments or by a launcher.
+"""The fields `fp8`, which is accelerate's `mixed_precision: fp8` with torchao, asked for in the arguments or by a
+launcher, and `fp8_recipe`, which is a name of torchao's.
 
 For a model with adapters it means something else, which `frozen_base.py` does.
 
@@ -40,6 +41,20 @@ def apply(args: Any) -> None:
     """Tell accelerate, by way of the arguments. Call after the stock class has looked."""
     if args.fp8:
         args.mixed_precision = "fp8"
+    if args.fp8_recipe is not None:
+        _check_recipe(args)
+
+
+def _check_recipe(args: Any) -> None:
+    given = f"fp8_recipe is {args.fp8_recipe!r}"
+    if str(args.mixed_precision) != "fp8" or not args.use_liger:
+        missing = "fp8 is false" if args.use_liger else "use_liger is False"
+        raise ValueError(f"{given}, and {missing}, so that it has no effect. Set fp8 to true, or remove fp8_recipe.")
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"{given}, which is a name of torchao's: pip install torchao. Or remove fp8_recipe.")
+    names = [recipe.value for recipe in importlib.import_module("torchao.float8").Float8LinearRecipeName]
+    if args.fp8_recipe not in names:
+        raise ValueError(f"{given}; expected one of {', '.join(map(repr, names))}.")
 
 
 def refuse_without_torchao(args: Any) -> None:
@@ -58,6 +73,21 @@ def fault_of_device(device: torch.device) -> str | None:
 def handler_of(accelerator: Any) -> Any:
     """accelerate's settings of torchao's fp8, if it is going to convert models; None if it is not."""
     return getattr(accelerator, "ao_recipe_handler", None) if str(accelerator.mixed_precision) == "fp8" else None
+
+
+def use_recipe(args: Any, accelerator: Any) -> None:
+    """Have accelerate convert with the recipe that `args` name. What else it has set stays as far as that allows."""
+    handler, name = handler_of(accelerator), getattr(args, "fp8_recipe", None)
+    if handler is None or name is None:
+        return
+    before = handler.config
+    config = importlib.import_module("torchao.float8").Float8LinearConfig.from_recipe_name(name)
+    by_tensor = config.cast_config_weight.scaling_granularity.value == "tensorwise"
+    handler.config = replace(  # weights with scales by row cannot be gathered in eight bits
+        config,
+        pad_inner_dim=before.pad_inner_dim,
+        enable_fsdp_float8_all_gather=before.enable_fsdp_float8_all_gather and by_tensor,
+    )
 
 
 def without_needless_wrappers(accelerator: Any) -> None:

@@ -38,8 +38,14 @@ def settled(trainer: "LigerTrainerMixin") -> Iterator[None]:
         fp8_fields.refuse_without_torchao(args)
         yield
         if trainer.uses_liger:
+            fp8_fields.use_recipe(args, trainer.accelerator)
             fp8_fields.without_needless_wrappers(trainer.accelerator)
         return
+    if (recipe := getattr(args, "fp8_recipe", None)) is not None:
+        raise ValueError(
+            f"fp8_recipe is {recipe!r}, and the model has adapters, with which fp8 puts the frozen base into "
+            "eight bits in a way of its own. Remove fp8_recipe, or train all weights."
+        )
     precision = args.mixed_precision
     # TRL's configs have None for a `bf16` that is unset, and make True of it, so that False is what the user has said.
     switched_off = type(args).__dataclass_fields__["bf16"].default is None and args.bf16 is False

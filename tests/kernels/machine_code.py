@@ -10,7 +10,7 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from liger_triton import _row_pass
+from liger_triton import _row_pass, float8_rowwise
 from liger_triton.float8_cast import _columns_kernel, _ptx, _rows_kernel
 from liger_triton.geglu import _geglu_bwd_kernel
 from liger_triton.swiglu import _swiglu_bwd_kernel
@@ -48,6 +48,24 @@ def float8_columns(dtype, eight, rows):
     return float8(_columns_kernel, dtype, eight, **flags)
 
 
+def float8_by_row(kernel, dtype, num_warps, **flags):
+    """The casts with scales by row: whole rows in tiles of 8192 numbers, or the transpose."""
+    pointers = {"X": f"*{dtype}", "ROWS": "*fp8e4nv", "INVERSE": "*fp32", "MAXIMA": "*i32", "COLUMNS": "*i32"}
+    constants = {"LARGEST": 448.0, "POWER_OF_2": True} | flags
+    sixteen = [name for name in (*pointers, "stride", "t", "k", "quarters") if name in kernel.arg_names]
+    return kernel, pointers, constants, sixteen, num_warps
+
+
+def rows_of(dtype, width, num_warps=8):
+    flags = {"KEEP_MAXIMA": True, "BLOCK_T": max(1, 8192 // width), "BLOCK_K": width, "STAGES": 3}
+    return float8_by_row(float8_rowwise._rows_kernel, dtype, num_warps, **flags)
+
+
+def columns_of(dtype):
+    flags = {"PACK": _ptx("e4m3"), "BLOCK_T": 128, "BLOCK_K": 128}
+    return float8_by_row(float8_rowwise._columns_kernel, dtype, 4, **flags)
+
+
 # Kernel, types of the pointers and floats, constants, which arguments are multiples of 16, warps.
 CASES = {
     "swiglu": swiglu(VARIANT=False),
@@ -63,6 +81,12 @@ CASES = {
     "float8 columns": float8_columns("bf16", "8e5", False),
     "float8 both of fp32": float8_columns("fp32", "8e4nv", True),
     "float8 columns of fp32": float8_columns("fp32", "8e5", False),
+    "float8 by row": rows_of("bf16", 4096),
+    "float8 by row of fp32": rows_of("fp32", 4096),
+    "float8 by wide row": rows_of("bf16", 16384, 16),
+    "float8 by wide row of fp32": rows_of("fp32", 16384, 16),
+    "float8 by column": columns_of("bf16"),
+    "float8 by column of fp32": columns_of("fp32"),
 }
 
 

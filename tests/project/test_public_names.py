@@ -32,14 +32,22 @@ MODULES = {  # where else something public is imported from
     "liger_trainer.medusa.export": {"load_heads"},
 }  # fmt: skip
 KERNELS = {
-    "Divergence", "Float8", "Float8Form", "Float8Input", "Float8Weight", "HeadsLoss", "LoRAGroup", "LogProbs",
-    "TokenRanks", "add_rms_norm", "cross_entropy", "dequantized", "float8_cast", "float8_linear",
+    "Divergence", "Float8", "Float8Form", "Float8Input", "Float8RowwiseForm", "Float8Weight", "HeadsLoss", "LoRAGroup",
+    "LogProbs", "TokenRanks", "add_rms_norm", "cross_entropy", "dequantized", "float8_cast", "float8_linear",
     "frozen_float8_linear", "gated_rms_norm", "geglu", "layer_norm", "linear_cross_entropy", "linear_divergence",
     "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs", "linear_token_ranks", "lora_linear",
     "lora_linears", "lora_mlp", "quantized", "rms_norm", "rope", "swiglu", "token_ranks",
     *KERNEL_MODULES,
 }  # fmt: skip
-OWN_OPTIONS = {"use_liger", "liger_config", "eval_predictions", "memory_budget", "optimizer_in_backward", "fp8"}
+OWN_OPTIONS = {
+    "use_liger",
+    "liger_config",
+    "eval_predictions",
+    "memory_budget",
+    "optimizer_in_backward",
+    "fp8",
+    "fp8_recipe",
+}
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {
     "train", "recipes", "init", "path", "fit", "doctor", "merge", "medusa-data", "medusa-eval", "medusa-export",

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from tiny_models import collate, ragged_rows, tiny_model
+from tiny_models import collate, ragged_rows
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,50 +17,16 @@ from liger_trainer import apply_liger, remove_liger
 from liger_trainer.patching import float8
 
 pytest.importorskip("torchao", reason="torchao is not installed")
-from torchao.float8 import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training  # noqa: E402
+from fp8_models import LAYERS, assert_same, config_of, fp8_model, patched, step  # noqa: E402
+from torchao.float8 import CastConfig, ScalingGranularity, ScalingType  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 
-LAYERS = 14  # two layers of seven projections
 kernels = importlib.import_module("liger_triton.float8_linear")
 
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
     monkeypatch.setattr(importlib.import_module("liger_triton.float8_cast"), "runs_triton", lambda *tensors: False)
-
-
-def not_the_head(module, name):
-    return name != "lm_head"
-
-
-def config_of(**options):
-    return Float8LinearConfig(emulate=True, **options)
-
-
-def fp8_model(kind="llama", dtype=torch.float32, config=None, **options):
-    model = tiny_model(kind, dtype=dtype, **options)
-    return convert_to_float8_training(model, config=config or config_of(), module_filter_fn=not_the_head).train()
-
-
-def step(model):
-    """Loss and the gradients of all parameters."""
-    model.zero_grad()
-    loss = model(**collate(ragged_rows(4))).loss
-    loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
-
-
-def assert_same(got, want, rtol=5e-3):
-    assert list(got) == list(want)
-    for name, w in want.items():
-        assert got[name].dtype == w.dtype
-        assert (got[name].float() - w.float()).norm() <= rtol * w.float().norm() + 1e-7, name
-
-
-def patched(model, **config):
-    """With the other operations off, whose roundings would lead to other numbers in eight bits."""
-    others = dict.fromkeys(("rms_norm", "rope", "swiglu", "geglu", "fused_linear_cross_entropy"), False)
-    return apply_liger(model, others | config)["float8"]
 
 
 @pytest.fixture
@@ -197,22 +163,34 @@ def test_an_attention_keeps_its_output():
     assert not any(map(float8._attention_keeps, (copied, y * 1, q, torch.ones(3))))
 
 
+def by_row(dtype=torch.float8_e4m3fn):
+    return CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=dtype)
+
+
 UNKNOWN = {
-    "rowwise": Float8LinearConfig.from_recipe_name("rowwise"),
-    "rowwise_with_gw_hp": Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"),
-    "16-bit gradients": config_of(
-        cast_config_input_for_grad_weight=CastConfig(scaling_type=ScalingType.DISABLED),
-        cast_config_grad_output_for_grad_weight=CastConfig(scaling_type=ScalingType.DISABLED),
+    "one cast by row": (
+        {"cast_config_input": by_row()}, "recipe is not torchao's, and scales input by row",
     ),
-}
+    "by row, e5m2 gradients": (
+        {
+            "cast_config_input": by_row(), "cast_config_weight": by_row(),
+            "cast_config_grad_output": by_row(torch.float8_e5m2),
+        },
+        "recipe is not torchao's, and scales input by row",
+    ),
+    "16-bit gradients": (
+        {
+            f"cast_config_{name}_for_grad_weight": CastConfig(scaling_type=ScalingType.DISABLED)
+            for name in ("input", "grad_output")
+        },
+        "does not cast input_for_grad_weight",
+    ),
+}  # fmt: skip
 
 
-REASONS = dict.fromkeys(UNKNOWN, "scales input by row") | {"16-bit gradients": "does not cast input_for_grad_weight"}
-
-
-@pytest.mark.parametrize("config, reason", [(UNKNOWN[name], REASONS[name]) for name in UNKNOWN], ids=list(UNKNOWN))
-def test_other_recipes_keep_their_code(config, reason):
-    model = fp8_model(config=config)
+@pytest.mark.parametrize("options, reason", UNKNOWN.values(), ids=UNKNOWN)
+def test_other_recipes_keep_their_code(options, reason):
+    model = fp8_model(config=config_of(**options))
     report = patched(model)
     assert not report.swapped and len(report.skipped) == LAYERS
     assert all(reason in why for why in report.skipped.values())

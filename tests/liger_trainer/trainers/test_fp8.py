@@ -6,7 +6,9 @@ On a CPU torchao multiplies in fp32 (`emulate`). Triton's interpreter rounds to 
 import dataclasses
 import importlib
 import os
+import types
 
+import checkout
 import pytest
 import torch
 from in_backward_runs import same_training
@@ -18,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 from liger_trainer.command.launch import settle_precision
 from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.errors import RecipeError
 from liger_trainer.trainers import fp8_fields
 
 LAYERS = 13  # two layers of seven projections, without the first
@@ -26,7 +29,8 @@ OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entrop
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("liger_triton.float8_cast"), "runs_triton", lambda *tensors: False)
+    for name in ("float8_cast", "float8_rowwise"):
+        monkeypatch.setattr(importlib.import_module(f"liger_triton.{name}"), "runs_triton", lambda *tensors: False)
 
 
 @pytest.fixture
@@ -108,6 +112,52 @@ def test_beside_stock(asked, torchao, fresh, ours, tmp_path, monkeypatch):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
 
 
+class EmulatedByRow(EmulatedTrainer):
+    """Stock, with a recipe in accelerate's handler."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        handler = self.accelerator.ao_recipe_handler
+        recipe = type(handler.config).from_recipe_name("rowwise")
+        handler.config = dataclasses.replace(recipe, emulate=True)
+
+
+def test_a_recipe_by_name_beside_stock(torchao, fresh, ours, tmp_path, monkeypatch):
+    """All layers that accelerate converts have its scales, and what accelerate sets beside them."""
+    monkeypatch.setitem(os.environ, "ACCELERATE_FP8_BACKEND", "AO")
+    model, options = tiny_model("llama"), {"liger_config": OTHERS, "fp8": True, "fp8_recipe": "rowwise"}
+    got, trainer = run(EmulatedLigerTrainer, model, tmp_path, optim="sgd", **options)
+    swapped = trainer.liger_report["float8"].swapped
+    assert len(swapped) == LAYERS and set(swapped.values()) == {"rowwise, scales in powers of 2"}
+    assert ours
+    config = trainer.accelerator.ao_recipe_handler.config
+    assert config.pad_inner_dim and not config.enable_fsdp_float8_all_gather
+    monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
+    want, _ = run(EmulatedByRow, model, tmp_path, optim="sgd")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+    other, _ = run(EmulatedTrainer, model, tmp_path, optim="sgd")
+    assert not torch.equal(want, other), "the recipe makes a difference"
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", None])
+def test_what_a_recipe_leaves_as_it_is(recipe, gathers, torchao):
+    """Weights with scales by row cannot be gathered in eight bits; torchao would refuse it."""
+    config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, pad_inner_dim=True)
+    handler = types.SimpleNamespace(config=config)
+    accelerator = types.SimpleNamespace(ao_recipe_handler=handler, mixed_precision="fp8")
+    fp8_fields.use_recipe(types.SimpleNamespace(fp8_recipe=recipe), accelerator)
+    assert handler.config.pad_inner_dim
+    assert handler.config.enable_fsdp_float8_all_gather == (gathers and recipe in ("tensorwise", None))
+    if recipe in ("tensorwise", None):
+        assert handler.config == config
+    else:
+        assert handler.config.cast_config_weight.scaling_granularity.value == "axiswise"
+    handler.config = config
+    fp8_fields.use_recipe(types.SimpleNamespace(), accelerator)  # of the stock class
+    assert handler.config is config
+
+
 @pytest.mark.parametrize("first", [False, True], ids=["by accelerate", "before the trainer"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_optimizer_in_backward(checkpointing, first, torchao, fresh, ours, tmp_path):
@@ -184,7 +234,26 @@ def test_in_a_recipe(torchao, fresh, monkeypatch):
     monkeypatch.setitem(os.environ, "ACCELERATE_USE_CPU", "true")
     assert parse_recipe("quickstart").training.fp8 is False
     training = parse_recipe("quickstart", ["--fp8", "true"]).training
-    assert training.fp8 and training.mixed_precision == "fp8"
+    assert training.fp8 and training.mixed_precision == "fp8" and training.fp8_recipe is None
+    training = parse_recipe("quickstart", ["--fp8", "true", "--fp8_recipe", "rowwise"]).training
+    assert training.mixed_precision == "fp8" and training.fp8_recipe == "rowwise"
+
+
+@pytest.mark.parametrize("others", [(), ("--fp8", "true", "--use_peft", "true")], ids=["without fp8", "with adapters"])
+def test_a_recipe_with_a_name_that_would_have_no_effect(others, torchao, fresh):
+    with pytest.raises(
+        RecipeError, match="fp8_recipe is 'rowwise', which has no effect without fp8: true and use_peft"
+    ):
+        parse_recipe("quickstart", ["--fp8_recipe", "rowwise", *others])
+
+
+def test_a_name_in_the_file_goes_with_what_the_command_line_switches_off(torchao, fresh, tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, "ACCELERATE_USE_CPU", "true")
+    path = tmp_path / "recipe.yaml"
+    path.write_text((checkout.ROOT / "recipes" / "quickstart.yaml").read_text() + "\nfp8: true\nfp8_recipe: rowwise\n")
+    assert parse_recipe(str(path)).training.fp8_recipe == "rowwise"
+    training = parse_recipe(str(path), ["--fp8", "false"]).training
+    assert training.fp8 is False and training.fp8_recipe is None
 
 
 @pytest.mark.parametrize(
@@ -193,6 +262,7 @@ def test_in_a_recipe(torchao, fresh, monkeypatch):
         ({"fp8": "yes"}, "fp8 is 'yes'; expected true or false"),
         ({"fp8": True, "use_liger": False}, "fp8 is true, and use_liger is False"),
         ({"fp8": True, "fp16": True}, "fp8 is true, and fp16 is True"),
+        ({"fp8_recipe": "rowwise"}, "fp8_recipe is 'rowwise', and fp8 is false, so that it has no effect"),
     ],
 )
 def test_bad_options(options, message, tmp_path):
@@ -200,8 +270,31 @@ def test_bad_options(options, message, tmp_path):
         LigerTrainingArguments(**options_of(tmp_path), **options)
 
 
+def test_a_recipe_and_the_launcher_s_precision(torchao, launched, tmp_path):
+    """A name goes with fp8, whoever has asked for it, and with nothing else."""
+    assert LigerTrainingArguments(**options_of(tmp_path), fp8_recipe="rowwise").mixed_precision == "fp8"
+    assert LigerSFTConfig(**options_of(tmp_path), fp8_recipe="rowwise").fp8
+    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', and fp8 is false"):
+        LigerSFTConfig(**options_of(tmp_path), fp8_recipe="rowwise", bf16=True)
+    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', and use_liger is False"):
+        LigerTrainingArguments(**options_of(tmp_path), fp8_recipe="rowwise", use_liger=False)
+
+
+def test_a_name_that_torchao_does_not_know(torchao, tmp_path):
+    with pytest.raises(ValueError, match="fp8_recipe is 'rows'; expected one of 'tensorwise', 'rowwise', 'rowwise_wi"):
+        LigerTrainingArguments(**options_of(tmp_path), fp8=True, fp8_recipe="rows")
+
+
+def test_a_recipe_with_adapters(torchao, fresh, tmp_path):
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=16, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', and the model has adapters.*Remove fp8_recipe"):
+        run(LigerTrainer, model, tmp_path, fp8=True, fp8_recipe="rowwise")
+
+
 def test_torchao_is_missing(fresh, tmp_path, monkeypatch):
     monkeypatch.setattr(fp8_fields.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', which is a name of torchao's: pip install"):
+        run(LigerTrainer, tiny_model("llama"), tmp_path, fp8=True, fp8_recipe="rowwise")
     with pytest.raises(ValueError, match="fp8 is true, which needs torchao for a model without adapters: pip install"):
         run(LigerTrainer, tiny_model("llama"), tmp_path, fp8=True)
 

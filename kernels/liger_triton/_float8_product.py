@@ -1,0 +1,78 @@
+"""The product of two matrices in eight bits with a scale for each row of both: y_mn = (sum_k a_mk b_nk) * s_m * s_n.
+
+Shapes  a (M, K), b (N, K), y (M, N), with K and N multiples of 16.
+Bytes   beside those of the product, none where it multiplies by the scales itself; otherwise 2b per element of y.
+"""
+
+import functools
+
+import torch
+
+from ._dispatch import _device_guard, jit, on_cuda, tl
+from ._launch import cdiv, launch
+from .frozen_float8 import _product
+from .sizes import computes_nothing
+
+TILE_ROWS, TILE_COLUMNS = 32, 256
+
+
+@jit
+def _scale_kernel(
+    Y, A, B, m, n, tiles_per_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """A tile of y, multiplied by a for each row and by b for each column, in its place."""
+    pid = tl.program_id(0)
+    row = (pid // tiles_per_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (pid % tiles_per_row).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (row < m)[:, None] & (col < n)[None, :]
+    places = Y + row[:, None] * n + col[None, :]
+    y = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    y *= tl.load(A + row, mask=row < m, other=0.0)[:, None]
+    y *= tl.load(B + col, mask=col < n, other=0.0)[None, :]
+    tl.store(places, y, mask=inside)
+
+
+def scale_(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """y (M, N), contiguous, multiplied in its place by a (M,) for each row and by b (N,) for each column."""
+    m, n = y.shape
+    tiles_per_row = cdiv(n, TILE_COLUMNS)
+    with _device_guard(y):
+        launch(
+            _scale_kernel, (cdiv(m, TILE_ROWS) * tiles_per_row,), y, a, b, m, n, tiles_per_row,
+            BLOCK_M=TILE_ROWS, BLOCK_N=TILE_COLUMNS, num_warps=8,
+        )  # fmt: skip
+    return y
+
+
+@functools.cache
+def _has_exact_sums(device: torch.device) -> bool:
+    """Whether PyTorch's product with scales by row goes to cuBLAS, which is as fast with the sums of fp32 as without.
+    Elsewhere a kernel of CUTLASS runs, which is slow then."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return version >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def row_product(
+    a: torch.Tensor,
+    a_inverse: torch.Tensor,
+    b: torch.Tensor,
+    b_inverse: torch.Tensor,
+    dtype: torch.dtype,
+    fast_sums: bool = True,
+) -> torch.Tensor:
+    """a b^T (M, N) for a (M, K) and b (N, K) in eight bits, times a_inverse (M,) and b_inverse (N,).
+
+    `fast_sums`: the matrix units may keep sums in registers of fewer bits than fp32. On a CPU all is computed in fp32.
+    """
+    a_inverse, b_inverse = a_inverse.view(-1, 1), b_inverse.view(1, -1)
+    if fast_sums or not on_cuda(a):
+        return _product(a, a_inverse, b, b_inverse, dtype)
+    # bf16 is the only dtype that PyTorch's product with scales by row has in all versions.
+    if dtype == torch.bfloat16 and (computes_nothing() or _has_exact_sums(a.device)):
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=False
+        )  # fmt: skip
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    wide = dtype if dtype == torch.bfloat16 else torch.float32
+    y = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=False)
+    return scale_(y, a_inverse, b_inverse).to(dtype)
