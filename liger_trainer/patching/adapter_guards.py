@@ -15,6 +15,7 @@ import functools
 from typing import Any, NoReturn
 
 from torch import nn
+from transformers.integrations import PeftAdapterMixin
 
 from liger_trainer.head.find import base_model_of
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
@@ -35,10 +36,12 @@ def guard(model: nn.Module) -> None:
         tuner.__dict__.update(dict.fromkeys(_MERGES, refuse_merge))
         tuner.__dict__["inject_adapter"] = functools.partial(_inject_adapter, tuner)
     for module in base.modules():  # also the decoder of a model, or its vision tower
-        if not hasattr(type(module), "save_pretrained") or module is model:
-            continue  # a model of transformers with adapters inside saves these alone
-        if any(type(part) is FrozenFloat8Linear for part in module.modules()):
-            module.__dict__["save_pretrained"] = refuse_saving
+        if not any(type(part) is FrozenFloat8Linear for part in module.modules()):
+            continue
+        if isinstance(module, PeftAdapterMixin):  # transformers has a way of its own, past the tuner
+            module.__dict__["add_adapter"] = functools.partial(_add_adapter, module)
+        if hasattr(type(module), "save_pretrained") and module is not model:
+            module.__dict__["save_pretrained"] = refuse_saving  # with adapters inside, a model saves these alone
 
 
 def refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
@@ -61,7 +64,19 @@ def refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     """PEFT's `inject_adapter`, for adapters that do not begin from the weights of the base."""
-    config: Any = tuner.peft_config[adapter_name]
+    _refuse_reading(model, tuner.peft_config[adapter_name], adapter_name)
+    return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
+
+
+def _add_adapter(model: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
+    """The `add_adapter` of transformers, for the same adapters. PEFT refuses most of the others, too, but when the
+    model has a part of them already."""
+    _refuse_reading(model, adapter_config, adapter_name or "default")
+    type(model).add_adapter(model, adapter_config, adapter_name)
+
+
+def _refuse_reading(model: nn.Module, config: Any, adapter_name: str) -> None:
+    """ValueError if an adapter of `config` begins from the weights of the base, or trains copies of its layers."""
     begins = getattr(config, "init_lora_weights", True)
     changes = getattr(config, "kasa_config", None) is not None
     if begins not in _KNOWN_INITS or changes:
@@ -79,7 +94,6 @@ def _inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any,
                     f"{name}, but that has eight bits (fp8). Add the adapter before the trainer is built, or give it a "
                     "LoRA there, by target_modules."
                 )
-    return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
 
 
 def unknown_variant(layer: nn.Module) -> str | None:

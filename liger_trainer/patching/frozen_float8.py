@@ -80,6 +80,12 @@ class FrozenFloat8Linear(nn.Module):
             self.scale = nn.Parameter(scale.to(self.scale.device), requires_grad=False)
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As in any module, but with a weight (1, N, K): no other layer takes that for its own, not even with
+        `strict=False`, where `copy_` would make a number of each byte. It is a view, and takes no memory."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = destination[prefix + "weight"][None]
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -90,14 +96,22 @@ class FrozenFloat8Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As in any module, but a weight of numbers is an error: `copy_` would make bits of each, without a word."""
-        found = {name: state_dict.get(prefix + name) for name in ("weight", "scale")}
-        weight, scale = found["weight"], found["scale"]
-        if weight is not None and (weight.dtype != _CODES or scale is None or scale.dtype != torch.float32):
-            beside = "no scale" if scale is None else f"a scale of {scale.dtype}"
+        """As in any module, but weight and scale come together, and a weight of numbers is an error: `copy_` would make
+        a byte of each, without a word."""
+        weight, scale = (state_dict.get(prefix + name) for name in ("weight", "scale"))
+        if weight is None and scale is None:
+            pass  # such as the state of an adapter
+        elif _is_ours(weight, scale):
+            state_dict = {**state_dict, prefix + "weight": weight[0]}
+        else:
+            found = " and ".join(
+                f"{name} is {'missing' if t is None else f'{tuple(t.shape)} {t.dtype}'}"
+                for name, t in (("weight", weight), ("scale", scale))
+            )
             error_msgs.append(
-                f"{prefix}weight is {weight.dtype}, with {beside} beside it; the layer has eight bits (fp8), and takes "
-                f"{_CODES} with a scale of torch.float32. Load these weights before the trainer is built."
+                f"{prefix.rstrip('.')} has eight bits (fp8), but in this state its {found}; expected what the "
+                f"state_dict() of such a layer has, (1, N, K) {_CODES} and (N,) torch.float32. Load weights in 16 bits "
+                "before the trainer is built."
             )
             return
         super()._load_from_state_dict(
@@ -109,3 +123,10 @@ class FrozenFloat8Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             "weight=float8_e4m3fn"
         )
+
+
+def _is_ours(weight: torch.Tensor | None, scale: torch.Tensor | None) -> bool:
+    """Whether these are what a layer in eight bits puts into its state."""
+    if weight is None or scale is None:
+        return False
+    return weight.dtype == _CODES and weight.ndim == 3 and len(weight) == 1 and scale.dtype == torch.float32

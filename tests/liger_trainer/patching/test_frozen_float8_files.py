@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from frozen_bases import adapted, frozen, step
+from frozen_bases import LAYERS, adapted, frozen, step
 from peft import LoraConfig
 from tiny_models import tiny_model
 
@@ -14,7 +14,10 @@ def test_numbers_are_not_loaded_as_bits(strict):
     """PyTorch would round each number to an integer, which is the bits of another one."""
     model, numbers = frozen(), adapted().state_dict()
     want, before = step(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match="q_proj.base_layer.weight is torch.float32, with no scale.*eight bits"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"q_proj.base_layer has eight bits.*its weight is \(32, 32\) torch.float32 and scale is missing",
+    ):
         model.load_state_dict(numbers, strict=strict)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
@@ -29,8 +32,33 @@ def test_bits_and_a_part_of_the_weights_are_loaded():
     model.load_state_dict({name: tensor for name, tensor in state.items() if "lora_" in name}, strict=False)
     assert step(model)["loss"] == want["loss"]
     converted = {name: tensor.bfloat16() if name.endswith("scale") else tensor for name, tensor in state.items()}
-    with pytest.raises(RuntimeError, match="with a scale of torch.bfloat16 beside it"):
+    with pytest.raises(RuntimeError, match=r"and scale is \(32,\) torch.bfloat16"):
         model.load_state_dict(converted)
+    for left_out in ("weight", "scale"):
+        part = {name: tensor for name, tensor in state.items() if not name.endswith(f"base_layer.{left_out}")}
+        with pytest.raises(RuntimeError, match=f"its .*{left_out} is missing"):
+            model.load_state_dict(part, strict=False)
+    assert step(model)["loss"] == want["loss"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_bits_are_not_loaded_as_numbers(strict):
+    """PyTorch would make the number 100 of the byte 100."""
+    model, bits = adapted(), frozen().state_dict()
+    want, before = step(model)["loss"], {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"size mismatch for .*q_proj.base_layer.weight.*\[1, 32, 32\]"):
+        model.load_state_dict(bits, strict=strict)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert step(model)["loss"] == want
+
+
+def test_a_state_takes_no_memory_of_its_own():
+    """PEFT asks for that of the whole model each time that it saves an adapter."""
+    model = frozen()
+    weights = [p.data_ptr() for p in model.parameters() if p.dtype == torch.uint8]
+    assert len(weights) == LAYERS
+    assert [t.data_ptr() for t in model.state_dict().values() if t.dtype == torch.uint8] == weights
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])

@@ -62,12 +62,47 @@ def test_without_the_guard_bits_would_be_changed():
     assert not torch.equal(layer.base_layer.weight, weight)
 
 
+def frozen_inside():
+    """A base in eight bits whose adapters were added by transformers, so that there is no model of PEFT around it."""
+    model = tiny_model("llama")
+    model.add_adapter(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    quantize_base(model)
+    return model
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "corda"])
-def test_adapters_that_begin_from_the_weights_are_not_added_later(init):
-    model = frozen()
+@pytest.mark.parametrize("by", ["peft", "transformers", "transformers, inside of peft"])
+def test_adapters_that_begin_from_the_weights_are_not_added_later(by, init):
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
+    model = frozen_inside() if by == "transformers" else frozen()
+    base = model if by == "transformers" else model.get_base_model()
     with pytest.raises(ValueError, match=f"init_lora_weights is '{init}' for the adapter 'more', which reads"):
-        model.add_adapter("more", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init))
-    assert list(model.peft_config) == ["default"] and list(q_proj(model).lora_A) == ["default"]
+        model.add_adapter("more", config) if by == "peft" else base.add_adapter(config, "more")
+    assert list(model.peft_config) == ["default"]
+    assert list(base.model.layers[0].self_attn.q_proj.lora_A) == ["default"]
+
+
+@pytest.mark.parametrize("kind", ["itself", "a copy", "a pickle"])
+def test_an_adapter_that_transformers_adds_later(kind):
+    """One that reads no weights of the base is added; copies of layers in eight bits are refused before anything is."""
+    model = frozen_inside()
+    model = {"itself": lambda m: m, "a copy": copy.deepcopy, "a pickle": lambda m: pickle.loads(pickle.dumps(m))}[kind](
+        model
+    )
+    with pytest.raises(ValueError, match="modules_to_save has 'mlp' for the adapter 'more'"):
+        model.add_adapter(LoraConfig(r=4, target_modules=["o_proj"], modules_to_save=["mlp"]), "more")
+    assert list(model.peft_config) == ["default"]
+    want = step(model)
+    torch.manual_seed(5)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), "more")
+    got = step(model)
+    assert (
+        got["loss"] != want["loss"]
+        and len(got) == 1 + 2 * 2
+        and all(".more." in name for name in got if name != "loss")
+    )
+    model.set_adapter("default")
+    assert distance(step(model), want) == (0, 0)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
