@@ -59,7 +59,7 @@ class Chooser:
         """What cannot be done before the model is sharded and wrapped, as it is in its first micro-batch."""
         switches.install(self.model, self._call)
         self._ranks = Ranks()
-        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._parameters = list(self.model.parameters())  # a callback may train others later
         return self._parameters
 
     def end(self) -> None:
@@ -199,9 +199,8 @@ class Chooser:
         if profile is None or not profile.calls:
             return None
         adds = profile is not self._profiles.get(False)
-        grown = (
-            0 if adds or not self.keeps_gradients else sum(p.numel() * p.element_size() for p in self._parameters or ())
-        )
+        trained = [p for p in self._parameters or () if p.requires_grad]
+        grown = 0 if adds or not self.keeps_gradients else sum(p.numel() * p.element_size() for p in trained)
         activations = max(1, profile.peak - min(grown, profile.peak // 2))
         left = self._limit - self._base - (profile.peak - activations)
         return max(0, int(profile.calls[0].size.tokens * left / activations))
