@@ -2,23 +2,48 @@
 
 The gradients that a micro-batch had added when it failed cannot be taken away again, so all micro-batches since the
 last optimizer step are run again. For that their inputs are kept, and what a micro-batch changes beside the gradients:
-the states of the random number generators, and the private attributes of the trainer in which it counts, such as TRL's
-metrics.
+the states of the random number generators, and what the trainer counts in its attributes, such as TRL's metrics. That
+is numbers and words in all attributes, and containers and tensors in private ones: a public one may be the dataset.
 """
 
 import collections
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-_PLAIN = (int, float, str, bool, type(None), torch.Tensor)
+_PLAIN = (int, float, str, bool, type(None))
 _CONTAINERS = (dict, list, tuple, collections.deque)
+_SMALL = 2**20  # bytes of a tensor whose values are kept, lest they are changed in place
+
+
+class _Kept(NamedTuple):
+    """A tensor that a micro-batch may change in place, and what it was before."""
+
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor | None  # None: they are too many
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Kept":
+        small = type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.nbytes <= _SMALL
+        return cls(tensor, tensor._version, tensor.clone() if small else None)
+
+    def restore(self) -> None:
+        if self.tensor._version == self.version:
+            return
+        if self.values is None:
+            raise RuntimeError(
+                "A micro-batch ran out of memory and cannot be run again (activation_checkpointing: auto), because it "
+                f"has changed a tensor in place that it was given, {tuple(self.tensor.shape)} {self.tensor.dtype}. "
+                "Change a copy of it, or set memory_budget to fewer GiB."
+            )
+        self.tensor.copy_(self.values)
 
 
 @dataclass
@@ -29,20 +54,24 @@ class Before:
     kwargs: dict[str, Any]
     rng: tuple[Any, ...]
     attributes: dict[str, Any]
+    tensors: list[_Kept]
 
     @classmethod
     def of(cls, trainer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Before":
         attributes = {
             name: _copied(value)
             for name, value in vars(trainer).items()
-            if name.startswith("_") and isinstance(value, (*_PLAIN, *_CONTAINERS))
+            if isinstance(value, _PLAIN) or (name.startswith("_") and isinstance(value, (*_CONTAINERS, torch.Tensor)))
         }
         args, kwargs = _copied((args, kwargs))
-        return cls(args, kwargs, _random_states(), attributes)
+        tensors = [_Kept.of(tensor) for tensor in _tensors_in((args, kwargs, attributes))]
+        return cls(args, kwargs, _random_states(), attributes, tensors)
 
     def restore(self, trainer: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put everything back. Returns the arguments, with containers that the micro-batch may change."""
         _set_random_states(self.rng)
+        for kept in self.tensors:
+            kept.restore()
         vars(trainer).update({name: _copied(value) for name, value in self.attributes.items()})
         args, kwargs = _copied((self.args, self.kwargs))
         return args, kwargs
@@ -60,6 +89,18 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied(inner) for inner in value)
     return value
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if not value.is_inference():  # nobody can change it, and it has no version
+            yield value
+    elif isinstance(value, (dict, collections.UserDict)):
+        for inner in value.values():
+            yield from _tensors_in(inner)
+    elif isinstance(value, (list, tuple, collections.deque)):
+        for inner in value:
+            yield from _tensors_in(inner)
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -44,12 +44,16 @@ def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> N
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Put an empty tensor on the CPU in the place of each parameter and buffer that has no memory."""
+    """Put an empty tensor on the CPU in the place of each parameter and buffer that has no memory.
+
+    Buffers that are not in the state dict stay as they are, since nobody sends their values. Transformers computes them
+    on every process; without memory, the model will not run.
+    """
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
-                if tensor is None or not tensor.is_meta:
+                if tensor is None or not tensor.is_meta or name in module._non_persistent_buffers_set:
                     continue
                 if tensor not in made:
                     empty = torch.empty_like(tensor, device="cpu")

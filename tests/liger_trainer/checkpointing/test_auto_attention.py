@@ -122,7 +122,7 @@ def test_a_retreat_ends_with_every_layer_checkpointed(runs, tmp_path):
         for size in list(chooser._profiles):
             calls = chooser._profiles[size].calls
             assert all(call.attention for call in calls)
-        memory.size = int(runs[True][2] * 1.001)
+        memory.size = int(runs[True][2] * 1.01)  # what is kept of the inputs, too
 
     trainer.add_callback(At(4, shrink))
     assert same_bits(train(trainer), runs[False])
