@@ -1,6 +1,6 @@
 """Fine-tuning as a Flyte workflow: fetch rows, train a recipe on several machines, evaluate, return model and report.
 
-    pip install "liger-trainer[flyte]"
+    pip install ".[flyte]"    # in a checkout
     pyflyte run --remote deploy/flyte/workflow.py fine_tune --rows s3://bucket/alpaca.json
 
 `train` is an elastic task: Flyte starts LIGER_NNODES machines of LIGER_NPROC processes each, as torchrun would. Locally

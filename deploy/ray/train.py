@@ -2,7 +2,7 @@
 
 Ray starts the workers and joins them with torch.distributed; what a worker then runs is the same entry as everywhere. A
 worker that dies is replaced, with all others, `--retries` times, and the run goes on from its last checkpoint. So
-`output_dir` has to be a folder that all machines share. `pip install "liger-trainer[ray]"`.
+`output_dir` has to be a folder that all machines share. `pip install ".[ray]"` in a checkout.
 """
 
 import argparse

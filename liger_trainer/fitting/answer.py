@@ -86,7 +86,7 @@ def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
     if each.peak > most:
         words.append("does not fit")
     if each.loaded > max(each.micro_batch, each.step):
-        words.append("when it is loaded, in 16 or 32 bits")
+        words.append("while the model is loaded, before fp8")
     elif each.step > each.micro_batch:
         words.append("in the optimizer's step")
     return ", ".join(words)

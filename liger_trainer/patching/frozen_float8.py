@@ -101,7 +101,7 @@ class FrozenFloat8Linear(nn.Module):
         weight, scale = (state_dict.get(prefix + name) for name in ("weight", "scale"))
         if weight is None and scale is None:
             pass  # such as the state of an adapter
-        elif _is_ours(weight, scale):
+        elif weight is not None and _is_ours(weight, scale):
             state_dict = {**state_dict, prefix + "weight": weight[0]}
         else:
             found = " and ".join(
@@ -125,8 +125,8 @@ class FrozenFloat8Linear(nn.Module):
         )
 
 
-def _is_ours(weight: torch.Tensor | None, scale: torch.Tensor | None) -> bool:
+def _is_ours(weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """Whether these are what a layer in eight bits puts into its state."""
-    if weight is None or scale is None:
+    if scale is None:
         return False
     return weight.dtype == _CODES and weight.ndim == 3 and len(weight) == 1 and scale.dtype == torch.float32
