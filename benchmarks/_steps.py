@@ -14,12 +14,13 @@ from _rows import pairs_of, sft_rows, tokens_of
 # liger_config={"varlen_attention": False} and {"float8": False}, and "- in_backward" for the ordinary step beside
 # --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
 # untrained on one GPU, torchao converts the same layers before the trainer is built. Under FSDP2 ours gather weights in
-# eight bits then, as accelerate has it, and with "- gather" in 16.
+# eight bits then, as accelerate has it, and with "- gather" in 16. "+ rowwise" is fp8_recipe="rowwise".
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
         "LigerSFTTrainer - varlen",
         "LigerSFTTrainer + fp8",
+        "LigerSFTTrainer + fp8 + rowwise",
         "LigerSFTTrainer + fp8 - float8",
         "LigerSFTTrainer + fp8 + compile",
         "LigerTrainer",
@@ -122,7 +123,7 @@ def make_trainer(arm, run, callbacks):
         if arm.startswith("Liger"):
             from liger_trainer.command.launch import read_on_every_process
 
-            options["fp8"] = True
+            options |= {"fp8": True, "fp8_recipe": "rowwise"} if "rowwise" in switches else {"fp8": True}
             read_on_every_process(True, None, None)  # each has made the model
             if "gather" in switches:
                 os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"

@@ -37,10 +37,11 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer
 METHODS = {
     "bf16": "all weights, bf16",
     "fp8": "all weights, fp8",
+    "fp8-rowwise": "all weights, fp8 with scales by row",
     "lora": "adapters, bf16",
     "lora+fp8": "adapters, fp8",
 }
-DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "lora:0", "lora:1", "lora+fp8:0")
+DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "fp8-rowwise:0", "lora:0", "lora:1", "lora+fp8:0")
 MEAN_OF = 10  # steps of one point of a curve
 LAST = 50  # steps at the end
 PARTS = ("first", "middle", "last", "held_out", "held_out_bf16")
@@ -106,7 +107,7 @@ def trainer_of(method, seed, options):
     from peft import LoraConfig
     from transformers import set_seed
 
-    lora, fp8 = method.startswith("lora"), method.endswith("fp8")
+    lora, fp8 = method.startswith("lora"), "fp8" in method
     model, tokenizer = loaded(options.model, torch.bfloat16 if lora else torch.float32)
     rows = rows_in(options.data, tokenizer, model.config.vocab_size, options.length)
     train, held = split(rows, options.held_out, options.batch * options.steps, seed)
@@ -115,6 +116,7 @@ def trainer_of(method, seed, options):
         output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
         per_device_eval_batch_size=options.batch, learning_rate=5e-4 if lora else 1e-4, warmup_steps=options.warmup,
         lr_scheduler_type="linear", optim="adamw_torch_fused", seed=seed, bf16=not fp8, fp8=fp8,
+        fp8_recipe="rowwise" if method == "fp8-rowwise" else None,
         train_sampling_strategy="sequential", max_length=options.length, packing=False,
         dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, gradient_checkpointing=False,
         logging_steps=1, eval_strategy="steps", eval_steps=options.every, eval_on_start=True, save_strategy="no",
@@ -180,12 +182,14 @@ def compared(rows):
         row = {"what": what} | {part: over[part] - under[part] for part in PARTS if part in over}
         return row | {"apart": max(abs(a - b) for a, b in zip(over["curve"], under["curve"], strict=True))}
 
-    for fp8, bf16 in (("fp8", "bf16"), ("lora+fp8", "lora")):
+    for in_eight_bits, bf16 in ((("fp8", "fp8-rowwise"), "bf16"), (("lora+fp8",), "lora")):
         kind = METHODS[bf16].split(",")[0]
         seeds = sorted(row["seed"] for arm, row in found.items() if arm.startswith(f"{bf16}:"))
-        for seed in seeds:
-            if (over := found.get(f"{fp8}:{seed}")) is not None:
-                yield difference(f"{kind}: fp8 - bf16, seed {seed}", over, found[f"{bf16}:{seed}"])
+        for fp8 in in_eight_bits:
+            for seed in seeds:
+                if (over := found.get(f"{fp8}:{seed}")) is not None:
+                    what = f"{kind}: {METHODS[fp8].split(', ')[1]} - bf16, seed {seed}"
+                    yield difference(what, over, found[f"{bf16}:{seed}"])
         for one, other in pairwise(seeds):
             what = f"{kind}: seed {other} - seed {one}, bf16"
             yield difference(what, found[f"{bf16}:{other}"], found[f"{bf16}:{one}"])
