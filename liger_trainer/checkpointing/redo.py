@@ -19,7 +19,8 @@ from torch import nn
 
 _PLAIN = (int, float, str, bool, type(None))
 _CONTAINERS = (dict, list, tuple, collections.deque)
-_SMALL = 2**20  # bytes of a tensor whose values are kept, lest they are changed in place
+# Bytes of a tensor whose values are kept, lest they are changed in place: of a batch, and of what a trainer counts in.
+_OF_BATCH, _COUNTER = 2**20, 2**12
 
 
 class _Kept(NamedTuple):
@@ -30,8 +31,8 @@ class _Kept(NamedTuple):
     values: torch.Tensor | None  # None: they are too many
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Kept":
-        small = type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.nbytes <= _SMALL
+    def of(cls, tensor: torch.Tensor, most: int) -> "_Kept":
+        small = type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.nbytes <= most
         return cls(tensor, tensor._version, tensor.clone() if small else None)
 
     def restore(self) -> None:
@@ -64,7 +65,8 @@ class Before:
             if isinstance(value, _PLAIN) or (name.startswith("_") and isinstance(value, (*_CONTAINERS, torch.Tensor)))
         }
         args, kwargs = _copied((args, kwargs))
-        tensors = [_Kept.of(tensor) for tensor in _tensors_in((args, kwargs, attributes))]
+        tensors = [_Kept.of(tensor, _OF_BATCH) for tensor in _tensors_in((args, kwargs))]
+        tensors += [_Kept.of(tensor, _COUNTER) for tensor in _tensors_in(attributes)]
         return cls(args, kwargs, _random_states(), attributes, tensors)
 
     def restore(self, trainer: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -60,7 +60,7 @@ def test_what_is_counted_and_changed_in_place(second, tmp_path):
 
 def test_a_large_tensor_that_is_changed_in_place(tmp_path, monkeypatch):
     """Its values are not kept, so that the micro-batch would not be the same."""
-    monkeypatch.setattr("liger_trainer.checkpointing.redo._SMALL", 100)
+    monkeypatch.setattr("liger_trainer.checkpointing.redo._OF_BATCH", 100)
     with pytest.raises(RuntimeError, match=r"has changed a tensor in place that it was given, \(3, \d+\) torch.int64"):
         run_again(tmp_path, Counting, False)
     want = train(build(tmp_path, False))
