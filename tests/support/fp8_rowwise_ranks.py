@@ -6,6 +6,8 @@ often torchao's own code has run.
 
 import importlib
 import json
+import os
+import sys
 
 import torch.distributed as dist
 from fp8_models import config_of, fp8_model, patched
@@ -46,7 +48,10 @@ def main():
     }
     if dist.get_rank() == 0:
         print(json.dumps(found))
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done
 
 
 if __name__ == "__main__":

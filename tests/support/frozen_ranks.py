@@ -4,6 +4,7 @@ Prints one line of JSON: the losses, the norm of each gradient of the first step
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -40,10 +41,12 @@ def main(folder, world):
     }
     if args.process_index == 0:
         print(json.dumps(found))
-    if world > 1:
-        dist.destroy_process_group()
     return found
 
 
 if __name__ == "__main__":
     main(sys.argv[1], 2)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort the interpreter on its way out, when all is done

@@ -17,13 +17,21 @@ from liger_trainer.head.find import has_fused_head
 from liger_trainer.integrations.lightning import configure_model
 
 
+def model_of_all():
+    """A model where Lightning wants it, with the same weights under each strategy: those of a GPU would be others."""
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        model = tiny_model("llama")
+    return model.to(device)
+
+
 class Finetuning(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.model, self.losses = None, []
 
     def configure_model(self):
-        configure_model(self, lambda: tiny_model("llama"))
+        configure_model(self, model_of_all)
 
     def training_step(self, batch, index):
         # DDP takes the mean over ranks, so each divides its sum by its share of the 40 of all.
