@@ -8,9 +8,8 @@ import functools
 
 import torch
 
-from ._dispatch import _device_guard, jit, on_cuda, tl
+from ._dispatch import _device_guard, jit, on_cuda, tl, use_triton
 from ._launch import cdiv, launch
-from .frozen_float8 import _product
 from .sizes import computes_nothing
 
 TILE_ROWS, TILE_COLUMNS = 32, 256
@@ -34,6 +33,8 @@ def _scale_kernel(
 
 def scale_(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """y (M, N), contiguous, multiplied in its place by a (M,) for each row and by b (N,) for each column."""
+    if not use_triton(y):
+        return y.copy_(y.to(torch.float32) * a.view(-1, 1) * b.view(1, -1))
     m, n = y.shape
     tiles_per_row = cdiv(n, TILE_COLUMNS)
     with _device_guard(y):
@@ -58,21 +59,27 @@ def row_product(
     b: torch.Tensor,
     b_inverse: torch.Tensor,
     dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
     fast_sums: bool = True,
 ) -> torch.Tensor:
-    """a b^T (M, N) for a (M, K) and b (N, K) in eight bits, times a_inverse (M,) and b_inverse (N,).
+    """a b^T (M, N) for a (M, K) and b (N, K) in eight bits, times a_inverse (M,) and b_inverse (N,), plus bias (N,).
 
     `fast_sums`: the matrix units may keep sums in registers of fewer bits than fp32. On a CPU all is computed in fp32.
     """
     a_inverse, b_inverse = a_inverse.view(-1, 1), b_inverse.view(1, -1)
-    if fast_sums or not on_cuda(a):
-        return _product(a, a_inverse, b, b_inverse, dtype)
+    if not on_cuda(a):
+        y = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_inverse * b_inverse
+        return (y if bias is None else y + bias).to(dtype)
     # bf16 is the only dtype that PyTorch's product with scales by row has in all versions.
-    if dtype == torch.bfloat16 and (computes_nothing() or _has_exact_sums(a.device)):
+    if dtype == torch.bfloat16 and (fast_sums or computes_nothing() or _has_exact_sums(a.device)):
         return torch._scaled_mm(
-            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=False
+            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast_sums
         )  # fmt: skip
     one = torch.ones((), dtype=torch.float32, device=a.device)
     wide = dtype if dtype == torch.bfloat16 else torch.float32
-    y = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=False)
-    return scale_(y, a_inverse, b_inverse).to(dtype)
+    y = scale_(
+        torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_sums),
+        a_inverse, b_inverse,
+    )  # fmt: skip
+    return (y if bias is None else y.add_(bias)).to(dtype)

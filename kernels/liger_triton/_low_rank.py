@@ -131,7 +131,8 @@ def low_rank_gradients(
     """
     (rows, columns), width = dy.shape, h.shape[1]
     if not (use_triton(dy) and dy.element_size() == 2 and 0 < width <= FUSED_RANK and dy.numel() > 0):
-        dh = sum_of_parts(wide_product(dy, sb), parts, 1).mul_(of_h)
+        dh = sum_of_parts(wide_product(dy, sb), parts, 1)
+        dh = dh if of_h == 1.0 else dh.mul_(of_h)
         if parts == 1:
             out.copy_(dh)
         else:

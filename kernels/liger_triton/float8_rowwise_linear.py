@@ -67,7 +67,7 @@ class Float8RowwiseInput(Float8Input):
 
     form: Float8RowwiseForm
 
-    def in_eight_bits(self, x: torch.Tensor, columns: bool) -> _Cast:  # type: ignore[override]
+    def in_eight_bits(self, x: torch.Tensor, columns: bool) -> _Cast:
         """x by rows. With `columns`, what the gradient of a weight needs of it is there too."""
         known: _Cast | None = self.cast
         if known is not None and (not columns or known.rows.maxima is not None or self.form.gw_hp):

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from . import reference
 from ._dispatch import KERNEL_DTYPES, _device_guard, jit, on_cuda, tl
+from ._float8_product import row_product
 from ._launch import launch, next_power_of_2, runs_triton
 from .float8_cast import E4M3, MULTIPLE, _scaled
 from .float8_transpose import MOST_PARTS, transposed
@@ -168,21 +169,6 @@ def dequantized(weight: Float8Weight, dtype: torch.dtype) -> torch.Tensor:
     return (weight.bits.to(torch.float32) * weight.scale[:, None]).to(dtype)
 
 
-def _product(a, a_inverse, b, b_inverse, dtype, bias=None) -> torch.Tensor:
-    """a b^T (M, N) for a (M, K) and b (N, K) in eight bits, times a_inverse (M, 1) and b_inverse (1, N)."""
-    if not on_cuda(a):
-        y = (a.to(torch.float32) @ b.to(torch.float32).t()) * a_inverse * b_inverse
-        return (y if bias is None else y + bias).to(dtype)
-    if dtype == torch.bfloat16:  # the only one that PyTorch's product with scales by row has
-        return torch._scaled_mm(
-            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=FAST_SUMS
-        )
-    one = torch.ones((), dtype=torch.float32, device=a.device)
-    y = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=FAST_SUMS)
-    y = y.mul_(a_inverse).mul_(b_inverse)
-    return (y if bias is None else y.add_(bias)).to(dtype)
-
-
 class SharedRows:
     """An input (T, K) of layers, which is rounded to eight bits when the first of them asks for it."""
 
@@ -196,7 +182,8 @@ class SharedRows:
             return F.linear(self.rows, dequantized(weight, self.rows.dtype), bias)
         if self._made is None:
             self._made = row_cast([self.rows])
-        return _product(*self._made, weight.bits, weight.scale[None], self.rows.dtype, bias)
+        dtype = self.rows.dtype
+        return row_product(*self._made, weight.bits, weight.scale, dtype, bias=bias, fast_sums=FAST_SUMS)
 
 
 def input_gradient(grads: Sequence[tuple[torch.Tensor, Float8Weight]]) -> torch.Tensor:
@@ -215,7 +202,8 @@ def _input_gradient(dys: list[torch.Tensor], weights: list[Float8Weight]) -> tor
     if dys[0].numel() == 0:
         return dys[0].new_zeros((dys[0].shape[0], k))
     rows, inverse = row_cast(dys, [weight.scale for weight in weights])
-    return _product(rows, inverse, transposed([weight.bits for weight in weights]), _ones(k, rows), dys[0].dtype)
+    columns = transposed([weight.bits for weight in weights])
+    return row_product(rows, inverse, columns, _ones(k, rows), dys[0].dtype, fast_sums=FAST_SUMS)
 
 
 _known_ones: dict[tuple[int, torch.device], torch.Tensor] = {}

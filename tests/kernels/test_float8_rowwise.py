@@ -151,7 +151,7 @@ def test_scaled_in_place(dtype, device, triton_only):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_products_with_the_scales_in_them_and_after_them(dtype, fast_sums, exact, monkeypatch):
     if exact and not product_module._has_exact_sums(torch.device("cuda", 0)):
-        pytest.skip("here such a product is one of CUTLASS")
+        pytest.skip("this GPU or CUDA has no product of cuBLAS with scales by row")
     monkeypatch.setattr(product_module, "_has_exact_sums", lambda device: exact)
     x, w = torch.randn(45, 512, device="cuda"), torch.randn(272, 512, device="cuda")
     x8, w8 = float8_rows(x), float8_rows(w)
