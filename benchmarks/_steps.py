@@ -11,8 +11,8 @@ from _models import MODELS
 from _rows import pairs_of, sft_rows, tokens_of
 
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "- varlen" and "- float8" for
-# liger_config={"varlen_attention": False} and {"float8": False}, and "- in_backward" for the ordinary step beside
-# --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
+# liger_config={"varlen_attention": False} and {"float8": False}, "- host" for auto without the host's memory, and
+# "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
 # untrained on one GPU, torchao converts the same layers before the trainer is built. Under FSDP2 ours gather weights in
 # eight bits then, as accelerate has it, and with "- gather" in 16. "+ rowwise" is fp8_recipe="rowwise".
 ARMS = {
@@ -26,6 +26,7 @@ ARMS = {
         "LigerTrainer",
         "LigerTrainer - varlen",
         "LigerTrainer - in_backward",
+        "LigerTrainer - host",
         "LigerTrainer + fp8",
         "LigerTrainer + fp8 - gather",
         "LigerTrainer + fp8 - float8",
@@ -158,6 +159,7 @@ def make_trainer(arm, run, callbacks):
             inputs["data_collator"] = collator
     if run.auto and arm.startswith("Liger"):
         options |= {"activation_checkpointing": "auto", "memory_budget": run.memory_budget}
+        options["host_memory_budget"] = 0 if arm.endswith("- host") else None
     else:
         options["gradient_checkpointing"] = run.checkpointing
     if run.optimizer_in_backward:

@@ -24,7 +24,8 @@ each of the two sequences of a pair. The reference model is computed on the fly,
 Liger's layers too. `scaling.py` finds the longest context that fits.
 
 `--optimizer_in_backward` has our trainers step each weight in the backward pass, and no trainer clip gradients. The arm
-"LigerTrainer - in_backward" is ours with the ordinary step.
+"LigerTrainer - in_backward" is ours with the ordinary step. With `--auto`, "LigerTrainer - host" is ours without the
+host's memory.
 
 `--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`. Batch, tokens/s and memory
 are then those of one process. Under context parallelism the processes share each row, and its tokens/s too.
@@ -110,6 +111,7 @@ def default_arms(options):
     arms = LORA_ARMS if options.lora and options.trainer == "sft" else ARMS[options.trainer]
     left_out = ("compile", "fp8", "rowwise", "gather", "float8") + ("varlen",) * (options.rows == "full")
     left_out += () if options.optimizer_in_backward else ("in_backward",)
+    left_out += () if options.auto else ("host",)
     return [arm for arm in arms if not arm.endswith(left_out)]
 
 

@@ -9,15 +9,17 @@ from torch import nn
 from liger_trainer._logging import logger
 from liger_trainer.checkpointing import outcome, switches
 from liger_trainer.checkpointing.agreement import Ranks
+from liger_trainer.checkpointing.choose import Carrier, choose
 from liger_trainer.checkpointing.measure import Order, Recording
 from liger_trainer.checkpointing.memory import GIB, Memory, limit_of
 from liger_trainer.checkpointing.micro_batch import MicroBatch
+from liger_trainer.checkpointing.offload import Offload
 from liger_trainer.checkpointing.outcome import Outcome
-from liger_trainer.checkpointing.plan import NOTHING, Count, Plan, Profile, Size, choose
+from liger_trainer.checkpointing.plan import NOTHING, NOWHERE, Count, Plan, Profile, Size, Spread
 from liger_trainer.checkpointing.redo import Before, forget_gradients, has_gradients, is_out_of_memory
 
 LESS = 0.98  # of the peak of a plan that ran out of memory: what plans may fill from then on
-MEASURE = Count(-1, -1)  # instead of numbers of layers: each is checkpointed, and the micro-batch is measured
+MEASURE = Count(-1, -1, -1)  # instead of numbers of layers: each is checkpointed, and the micro-batch is measured
 
 
 class Chooser:
@@ -33,15 +35,18 @@ class Chooser:
         budget (`float`, *optional*): GiB; without it, what the device has, less a reserve.
         why_not_again (`str`, *optional*): Why a micro-batch cannot be run again when it runs out of memory.
         keeps_gradients (`bool`): Whether the gradients of all weights exist together, at the end of a micro-batch.
+        host_budget (`float`, *optional*): GiB of the host's memory in which activations may wait; without it, a part of
+            what is free.
     """
 
     def __init__(
         self, model: nn.Module, memory: Memory, budget: float | None, why_not_again: str | None = None,
-        keeps_gradients: bool = True,
+        keeps_gradients: bool = True, host_budget: float | None = None,
     ):  # fmt: skip
         self.model, self.memory, self.budget, self.why_not_again = model, memory, budget, why_not_again
         self.keeps_gradients = keeps_gradients
         self.outcome = Outcome(budget)
+        self._transport = memory.transport(host_budget)
         self._profiles: dict[bool, Profile] = {}  # for micro-batches that add to gradients, and that do not
         self._outgrown: set[bool] = set()  # those of them that do not cover a call that was made
         self._caps: dict[Size, Count] = {}  # from this size on, which ran out of memory, so much is kept at most
@@ -54,12 +59,17 @@ class Chooser:
         self._now: MicroBatch | None = None
         self._parameters: list[nn.Parameter] | None = None
         self._ranks: Ranks | None = None
+        self._carrier: Carrier | None = None
+        self.inputs_on_host = False  # of checkpointed layers
 
     def _begin(self) -> list[nn.Parameter]:
         """What cannot be done before the model is sharded and wrapped, as it is in its first micro-batch."""
         switches.install(self.model, self._call)
         self._ranks = Ranks()
         self._parameters = list(self.model.parameters())  # a callback may train others later
+        self._carrier = None
+        if self._transport is not None:
+            self._carrier = Carrier(self._transport.host.room, self._transport.rate)
         return self._parameters
 
     def end(self) -> None:
@@ -67,6 +77,8 @@ class Chooser:
         switches.remove(self.model)
         if self._ranks is not None:
             self._ranks.close()
+        if self._transport is not None:
+            self._transport.host.release()
         self._window, self._parameters, self._now = [], None, None
 
     def _call(self, switch: switches.Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -133,16 +145,24 @@ class Chooser:
         size, kept = (None, NOTHING) if failed is None else (failed.size, failed.keeps)
         if self.why_not_again is not None:
             return outcome.cannot_redo(self.why_not_again, size, kept, error)
-        if size is None or kept == NOTHING:
+        if size is None or (kept == NOTHING and (self._transport is None or self.inputs_on_host)):
             return outcome.too_large(size, self._tokens_that_fit(), error)
         self._caps[size] = NOTHING
-        if failed is not None and failed.plan is not None:
-            self._caps[size] = Count(kept.whole // 2, kept.attention if kept.whole else kept.attention // 2)
+        if kept == NOTHING:
+            self._put_inputs_on_host()
+        elif failed is not None and failed.plan is not None:
+            others = Count(0, kept.attention, kept.on_host) if kept.whole else _half(kept)
+            self._caps[size] = others._replace(whole=kept.whole // 2)
             self._ceiling = int(failed.plan.peak * LESS)
             self._find_limit()
         self.outcome.run_again += 1
-        logger.warning(outcome.run_again(size, self._caps[size]))
+        logger.warning(outcome.run_again(size, self._caps.get(size, NOTHING), self.inputs_on_host))
         return None
+
+    def _put_inputs_on_host(self) -> None:
+        """From now on checkpointed layers keep nothing on the GPU. What was measured before counts no more."""
+        self.inputs_on_host = self.outcome.inputs_on_host = True
+        self._profiles, self._caps = {}, {}
 
     # Choosing
 
@@ -151,10 +171,9 @@ class Chooser:
 
         None of the two: every layer is checkpointed.
         """
-        assert self._ranks is not None  # there is one since `_begin`
         size = now.size
         if size is None or not self._stepped:
-            self._ranks.least(*NOTHING)
+            self._agree(NOTHING, NOWHERE)
             return None, None
         profile, plan = self._profiles.get(now.adds), None
         self._base = self.memory.allocated()
@@ -162,16 +181,33 @@ class Chooser:
         cap = Count(*map(min, zip(*caps, strict=True))) if caps else None
         if profile is not None and profile.covers(size) and now.adds not in self._outgrown:
             if profile.long or not now.long:
-                plan = choose(profile, self._base, self._limit, size, cap, now.long)
+                plan = choose(profile, self._base, self._limit, size, cap, now.long, self._carrier)
+            if plan is not None and plan.peak > self._limit and self._carrier is not None and not self.inputs_on_host:
+                self._put_inputs_on_host()
+                plan = None
         wanted = plan.count if plan is not None else NOTHING if cap == NOTHING else MEASURE
-        agreed = Count(*self._ranks.least(*wanted))
-        if profile is None or plan is None or agreed == MEASURE:
-            measured = agreed == MEASURE and cap != NOTHING
-            return None, Recording(self.memory, self._order, now.long) if measured else None
-        if agreed != wanted:
-            plan = choose(profile, self._base, self._limit, size, agreed, now.long)
+        spread = NOWHERE if plan is None else plan.spread
+        agreed = self._agree(wanted, spread)
+        if profile is None or plan is None or agreed[0] == MEASURE:
+            measured = agreed[0] == MEASURE and cap != NOTHING
+            recording = Recording(self.memory, self._order, now.long, self._transport) if measured else None
+            return None, recording
+        if agreed != (wanted, spread):
+            plan = choose(profile, self._base, self._limit, size, long=now.long, agreed=agreed)
         self._note(size, profile, plan)
         return plan, None
+
+    def _agree(self, wanted: Count, spread: Spread) -> tuple[Count, Spread]:
+        """What all processes can do."""
+        assert self._ranks is not None  # there is one since `_begin`
+        whole, attention, on_host, start, lag = self._ranks.least(*wanted, -spread.start, -spread.lag)
+        return Count(whole, attention, on_host), Spread(max(on_host, 0), -start, -lag)
+
+    def offload(self, plan: Plan | None) -> Offload | None:
+        """What carries activations of a micro-batch to the host and back; None if there is nothing to carry."""
+        if self._transport is None or not (self.inputs_on_host or (plan is not None and plan.on_host)):
+            return None
+        return Offload(self._transport.host, self._transport.stream, NOWHERE if plan is None else plan.spread)
 
     def covers(self, now: MicroBatch, size: Size | None, number: int) -> bool:
         """Whether what was measured covers call `number` of a micro-batch, which is given `size`."""
@@ -204,3 +240,7 @@ class Chooser:
         activations = max(1, profile.peak - min(grown, profile.peak // 2))
         left = self._limit - self._base - (profile.peak - activations)
         return max(0, int(profile.calls[0].size.tokens * left / activations))
+
+
+def _half(kept: Count) -> Count:
+    return Count(*(number // 2 for number in kept))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from liger_trainer.checkpointing import keep_attention
+from liger_trainer.checkpointing.host_memory import Transport
 from liger_trainer.checkpointing.memory import Memory
 from liger_trainer.checkpointing.plan import Call, Profile, Size
 from liger_trainer.checkpointing.switches import Switch
@@ -50,10 +51,11 @@ class Recording:
         memory (`Memory`): The device's.
         before (`Order`): Of a micro-batch before.
         long (`bool`): Whether rows are so long that it pays to keep the results of attention.
+        transport (`Transport`, *optional*): By which activations could be carried to the host, if there is time.
     """
 
-    def __init__(self, memory: Memory, before: Order, long: bool):
-        self.memory, self._before, self.long = memory, before, long
+    def __init__(self, memory: Memory, before: Order, long: bool, transport: Transport | None = None):
+        self.memory, self._before, self.long, self._transport = memory, before, long, transport
         self.base = memory.allocated()
         self.order = Order()
         self._peaks: list[int] = []
@@ -62,6 +64,7 @@ class Recording:
         self._held: list[int] = []  # by each call, when it has returned
         self._whole: dict[Hashable, int] = {}  # the number of the sample of each group
         self._attention: dict[Hashable, int] = {}
+        self._marks: list[Any] = []  # at the start and at the end of each call
         memory.start_peak()
 
     @property
@@ -75,23 +78,36 @@ class Recording:
         self.memory.start_peak()
         return len(self._peaks)
 
-    def call(self, switch: Switch, run: Callable[..., Any], args: tuple[Any, ...], size: Size) -> Any:
-        """Return `run(*args)`, checkpointed unless it is the sample of its group."""
+    def call(
+        self, switch: Switch, checkpointed: Callable[..., Any], run: Callable[..., Any], args: tuple[Any, ...],
+        size: Size, given: int = 0,
+    ) -> Any:  # fmt: skip
+        """Return `run(*args)`, checkpointed unless it is the sample of its group.
+
+        Args:
+            switch (`Switch`): Of the layer.
+            checkpointed (`Callable`): Checkpoints it.
+            run (`Callable`), args (`tuple`): The call.
+            size (`Size`): Of the hidden states.
+            given (`int`): The bytes of the hidden states, as far as they are on the GPU.
+        """
         number, group = len(self._calls), self.order.add(switch, size)
-        self._calls.append(Call(size, None, self._next_moment(), None))
+        self._calls.append(Call(size, None, self._next_moment(), None, given=given))
         self._groups[group].append(number)
         last, before_last = self._before.last(group)
+        self._mark()
         before = self.memory.allocated()
         if switch.layer == last and group not in self._whole:
             self._whole[group] = number
             output = run(*args)
         elif self.long and switch.layer == before_last and group not in self._attention:
             self._attention[group] = number
-            output = keep_attention.checkpoint(switch.checkpointed, run, args)
+            output = keep_attention.checkpoint(checkpointed, run, args)
         else:
-            output = switch.checkpointed(run, *args)
+            output = checkpointed(run, *args)
         self._held.append(self.memory.allocated() - before)
-        for tensor in _tensors(output):
+        self._mark()
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._backward_begins(number))
                 break
@@ -123,14 +139,25 @@ class Recording:
                         moments[moment] -= more
             for number in numbers:
                 calls[number] = replace(calls[number], extra=extra, attention=attention or None)
-        return Profile(tuple(moments), tuple(calls), self.long)
+        return Profile(tuple(moments), tuple(calls), self.long, self._seconds())
+
+    def _mark(self) -> None:
+        if self._transport is not None:
+            self._marks.append(self._transport.mark())
+
+    def _seconds(self) -> float:
+        """How long the forward pass of all calls takes, without what happens once, such as compiling a kernel."""
+        if self._transport is None or not self._marks:
+            return 0.0
+        of_calls = [self._transport.seconds(*pair) for pair in zip(self._marks[::2], self._marks[1::2], strict=True)]
+        return statistics.median(of_calls) * len(of_calls)
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):
-        yield from _tensors(tuple(output.values()))
+        yield from tensors_in(tuple(output.values()))
     elif isinstance(output, tuple | list):
         for part in output:
-            yield from _tensors(part)
+            yield from tensors_in(part)

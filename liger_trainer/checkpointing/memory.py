@@ -1,8 +1,11 @@
 """The memory of the device: what tensors take up now, and how much they may."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from liger_trainer.checkpointing.host_memory import Transport
 
 GIB = 2**30
 RESERVE = 0.06  # of what tensors may take up: for what the allocator cannot use, being in pieces
@@ -33,6 +36,13 @@ class Memory(Protocol):
     def release(self) -> None:
         """Give back what is not in use."""
 
+    def transport(self, host_gib: float | None) -> "Transport | None":
+        """What carries activations to the host's memory and back; None if there is nothing of that kind.
+
+        Args:
+            host_gib (`float`, *optional*): How many GiB it may take there; without it, a part of what is free.
+        """
+
 
 class GpuMemory:
     """The memory of a CUDA device, as its allocator counts it.
@@ -61,6 +71,12 @@ class GpuMemory:
 
     def release(self) -> None:
         torch.cuda.empty_cache()
+
+    def transport(self, host_gib: float | None) -> "Transport | None":
+        from liger_trainer.checkpointing.host_memory import GpuTransport, HostMemory, room_of
+
+        room = room_of(host_gib)
+        return GpuTransport(HostMemory(room), self.device) if room else None
 
 
 def memory_of(device: torch.device) -> Memory | None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from liger_trainer.checkpointing import keep_attention
-from liger_trainer.checkpointing.measure import Order, Recording
+from liger_trainer.checkpointing import keep_attention, offload
+from liger_trainer.checkpointing.measure import Order, Recording, tensors_in
+from liger_trainer.checkpointing.offload import Offload
 from liger_trainer.checkpointing.plan import NOTHING, Count, Plan, Size
-from liger_trainer.checkpointing.switches import Switch, longest_of, size_of
+from liger_trainer.checkpointing.switches import Switch, given, hidden_of, longest_of, size_of
 
 if TYPE_CHECKING:
     from liger_trainer.checkpointing.chooser import Chooser
@@ -24,6 +26,7 @@ class MicroBatch:
         recording (`Recording` or `None`): If it is measured.
         inside (`bool`): Whether a layer is running. The layers inside it are its own affair.
         plan (`Plan` or `None`): What it keeps.
+        offload (`Offload` or `None`): The calls of which something waits on the host.
         outgrew (`bool`): Whether a call was larger than those that were measured.
     """
 
@@ -33,6 +36,7 @@ class MicroBatch:
         self.recording: Recording | None = None
         self.order: Order | None = None
         self.plan: Plan | None = None
+        self.offload: Offload | None = None
         self.inside = self.outgrew = self.long = False
         self._calls = 0
 
@@ -54,25 +58,46 @@ class MicroBatch:
         if number == 0:
             self.plan, self.recording = self._chooser.decide(self)
             self.order = Order() if self.plan is None and self.recording is None else None
+            self.offload = self._chooser.offload(self.plan)
 
         def run(*args: Any) -> Any:  # also when the backward pass computes the layer again
             with self._running():
                 return function(*args)
 
-        if self.recording is not None and size is not None:
-            return self.recording.call(switch, run, args, size)
         if self.order is not None and size is not None:
             self.order.add(switch, size)
-        plan = self.plan
-        if plan is not None and plan.count != NOTHING and not self.outgrew:
+        if self.plan is not None and self.plan.count != NOTHING and not self.outgrew:
             self.outgrew = not self._chooser.covers(self, size, number)
+        if self.offload is None:
+            return self._run(number, switch, switch.checkpointed, run, args, function)
+        self.offload.begins(number)
+        hidden, checkpointed = hidden_of(function, args), switch.checkpointed
+        if self._chooser.inputs_on_host and hidden is not None and keep_attention.is_possible(switch.checkpointed):
+            checkpointed = partial(self.offload.checkpointed, number, switch.checkpointed, hidden)
+        output = self._run(number, switch, checkpointed, run, args, function)
+        self.offload.returned(number, tensors_in(output))
+        return output
+
+    def _run(
+        self, number: int, switch: Switch, checkpointed: Callable[..., Any], run: Callable[..., Any],
+        args: tuple[Any, ...], function: Callable[..., Any],
+    ) -> Any:  # fmt: skip
+        """Return `run(*args)`, and keep of it what the plan says. `checkpointed` keeps nothing."""
+        size, plan = size_of(function, args), self.plan
+        if self.recording is not None and size is not None:
+            hidden = None if self._chooser.inputs_on_host else hidden_of(function, args)
+            return self.recording.call(switch, checkpointed, run, args, size, 0 if hidden is None else hidden.nbytes)
         if plan is None or self.outgrew:
-            return switch.checkpointed(run, *args)
+            return checkpointed(run, *args)
         if number in plan.kept:
             return run(*args)
+        if number in plan.on_host and self.offload is not None and offload.is_possible():
+            hidden = hidden_of(function, args)
+            others = [x for x in given(function, args) if x is not hidden]
+            return self.offload.call(number, switch.module(), run, args, others)
         if number in plan.attention and keep_attention.is_possible(switch.checkpointed):
-            return keep_attention.checkpoint(switch.checkpointed, run, args)
-        return switch.checkpointed(run, *args)
+            return keep_attention.checkpoint(checkpointed, run, args)
+        return checkpointed(run, *args)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

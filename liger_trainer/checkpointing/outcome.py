@@ -19,6 +19,9 @@ class Outcome:
         kept (`int`): How many layers kept their activations then.
         attention (`int`): How many others kept the results of attention then.
         most_attention (`int`): The most that did so in a micro-batch.
+        on_host (`int`): How many others had their activations on the host then.
+        most_on_host (`int`): The most that did so in a micro-batch.
+        inputs_on_host (`bool`): Whether what checkpointed layers were given waited there too.
         peak (`int`): Bytes that were allocated then at most, as predicted.
         run_again (`int`): Micro-batches that ran out of memory and were run again.
         highest (`int`): The most bytes that were allocated before torch's own counter was last reset.
@@ -32,6 +35,9 @@ class Outcome:
     kept: int = 0
     attention: int = 0
     most_attention: int = 0
+    on_host: int = 0
+    most_on_host: int = 0
+    inputs_on_host: bool = False
     peak: int = 0
     run_again: int = 0
     highest: int = 0
@@ -40,41 +46,52 @@ class Outcome:
         """Note one choice. Returns whether it is of a larger micro-batch than all before."""
         kept = len(plan.kept)
         self.most_attention = max(self.most_attention, plan.attention_only)
+        self.most_on_host = max(self.most_on_host, len(plan.on_host))
         self.least = min(self.least, kept) if self.layers else kept
         self.most, self.layers = max(self.most, kept), layers
         before = self.size
         if before is not None and size.tokens < before.tokens:
             return False
         self.size, self.kept, self.attention, self.peak = size, kept, plan.attention_only, plan.peak
+        self.on_host = len(plan.on_host)
         return before is None or size.tokens > before.tokens
 
     def to_dict(self) -> dict[str, Any]:
         """For the report."""
         found: dict[str, Any] = {"memory_budget_gib": self.budget, "layers": self.layers, "run_again": self.run_again}
+        if self.inputs_on_host:
+            found["inputs_on_host"] = True
         if self.size is not None:
             found |= {"kept_least": self.least, "kept_most": self.most, "attention_most": self.most_attention}
+            found["host_most"] = self.most_on_host
             found["largest"] = {
                 "rows": self.size.rows, "length": self.size.length, "kept": self.kept, "attention": self.attention,
-                "gib": round(self.peak / GIB, 2),
+                "host": self.on_host, "gib": round(self.peak / GIB, 2),
             }  # fmt: skip
         return found
 
     def __str__(self) -> str:
         again = f"; {_times(self.run_again)} run again with more checkpointing" if self.run_again else ""
+        if self.inputs_on_host:
+            again = f"; the inputs of checkpointed layers waited in the host's memory{again}"
         if self.size is None:
             return f"every layer was checkpointed{again}"
-        more = f" and {self.attention} the results of attention" if self.attention else ""
-        line = f"{self.kept} of {self.layers} layers kept their activations{more} for {_shape(self.size)}"
+        parts = [f"{self.kept} of {self.layers} layers kept their activations"]
+        parts += [f"{self.on_host} had them in the host's memory"] * (self.on_host > 0)
+        parts += [f"{self.attention} kept the results of attention"] * (self.attention > 0)
+        line = f"{_and(parts)} for {_shape(self.size)}"
         others = f", {self.least} to {self.most} for others" if self.least < self.most else ""
         return line + others + again
 
 
 def chosen(size: Size, layers: int, plan: Plan, limit: int) -> str:
     """The line of the log."""
-    more = f" and the results of attention of {plan.attention_only}" if plan.attention_only else ""
+    parts = [f"the activations of {len(plan.kept)} of {layers} layers"]
+    parts += [f"those of {len(plan.on_host)} in the host's memory"] * bool(plan.on_host)
+    parts += [f"the results of attention of {plan.attention_only}"] * (plan.attention_only > 0)
     return (
-        f"activation_checkpointing: auto keeps the activations of {len(plan.kept)} of {layers} layers{more} for "
-        f"{_shape(size)}: {plan.peak / GIB:.1f} GiB of {limit / GIB:.1f}."
+        f"activation_checkpointing: auto keeps {_and(parts)} for {_shape(size)}: {plan.peak / GIB:.1f} GiB of "
+        f"{limit / GIB:.1f}."
     )
 
 
@@ -86,10 +103,11 @@ def over_budget(size: Size, peak: int, budget: float, fits: int | None) -> str:
     )
 
 
-def run_again(size: Size | None, kept: Count) -> str:
+def run_again(size: Size | None, kept: Count, inputs_on_host: bool) -> str:
     """The line of a micro-batch that has run out of memory and is run again."""
     of = "A micro-batch" if size is None else f"A micro-batch of {_shape(size)}"
     how = "every layer checkpointed" if kept == NOTHING else f"{_kept(kept)} kept"
+    how += ", their inputs in the host's memory" if inputs_on_host and kept == NOTHING else ""
     return f"{of} ran out of memory. It is run again, with the same random numbers and {how}."
 
 
@@ -133,7 +151,12 @@ def _what_fits(size: Size | None, tokens: int | None) -> str:
 def _kept(count: Count) -> str:
     whole = f"the activations of {_layers(count.whole)}"
     attention = f"the results of attention of {_layers(count.attention)}"
-    return " and ".join([whole] * (count.whole > 0) + [attention] * (count.attention > 0))
+    host = f"the activations of {_layers(count.on_host)} on the host"
+    return _and([whole] * (count.whole > 0) + [attention] * (count.attention > 0) + [host] * (count.on_host > 0))
+
+
+def _and(parts: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def _layers(number: int) -> str:

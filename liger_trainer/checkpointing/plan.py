@@ -1,14 +1,8 @@
-"""From the measured sizes of one micro-batch to the layers that may keep their activations.
+"""What is measured of a micro-batch, and which of its layers keep their activations.
 
 A micro-batch is a sequence of calls of layers, forward and then backward. The starts of all these cut it into moments.
 Measured are the most bytes that were allocated in each moment while every layer was checkpointed, and how many bytes
-more a call takes up when its activations are kept. Those bytes are there from the start of the call to the start of its
-backward pass, in which a checkpointed layer has computed its activations again and holds as much. So the bytes of a
-call that keeps its activations are added to the moments in between, and the largest of the sums is the new peak.
-
-The call whose backward pass is first is chosen first: its activations are gone again before the gradients of the other
-layers have grown. Where rows are long, the results of attention come before all other activations, since a byte of them
-saves more time. All sizes are bytes.
+more a call takes up when its activations are kept. All sizes are bytes.
 """
 
 from dataclasses import dataclass
@@ -50,13 +44,37 @@ class Count(NamedTuple):
     Attributes:
         whole (`int`): All activations.
         attention (`int`): The results of attention, those that keep all activations among them.
+        on_host (`int`): All activations, in the host's memory.
     """
 
     whole: int
     attention: int
+    on_host: int = 0
 
 
 NOTHING = Count(0, 0)
+
+
+class Spread(NamedTuple):
+    """Which calls have their activations on the host.
+
+    Attributes:
+        number (`int`): How many. They lie evenly between `start` and the last one that can be.
+        start (`int`): The number of the first of them.
+        lag (`int`): How many calls later their copies on the host are waited for.
+    """
+
+    number: int
+    start: int
+    lag: int
+
+    @property
+    def ahead(self) -> int:
+        """How many calls before its backward pass a call is fetched again. A backward pass takes twice as long."""
+        return max(1, self.lag // 2)
+
+
+NOWHERE = Spread(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,7 @@ class Call:
         last (`int` or `None`): The moment that begins with its backward pass; None if it has none.
         attention (`int` or `None`): How many bytes more it holds if the results of its attention are kept. None: not
             known, or it has none that could be kept.
+        given (`int`): The bytes of the hidden states that it is given.
     """
 
     size: Size
@@ -77,6 +96,7 @@ class Call:
     first: int
     last: int | None
     attention: int | None = None
+    given: int = 0
 
     def merged(self, other: "Call") -> "Call":
         """What covers both. Extras grow with the tokens."""
@@ -90,7 +110,7 @@ class Call:
 
         extra = grown((self.extra, self.size), (other.extra, other.size))
         attention = grown((self.attention, self.size), (other.attention, other.size))
-        return Call(size, extra, self.first, self.last, attention)
+        return Call(size, extra, self.first, self.last, attention, max(self.given, other.given))
 
 
 @dataclass(frozen=True)
@@ -101,11 +121,13 @@ class Profile:
         moments (`tuple[int, ...]`): The most bytes of each moment, beyond those at the start of the micro-batch.
         calls (`tuple[Call, ...]`): In the order in which they are made.
         long (`bool`): Whether it was measured what the results of attention take up, which pays for long rows.
+        seconds (`float`): How long the forward pass of the calls has taken. 0 if that was not measured.
     """
 
     moments: tuple[int, ...]
     calls: tuple[Call, ...]
     long: bool = False
+    seconds: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -135,7 +157,8 @@ class Profile:
         if order(self) != order(other):
             return other
         calls = tuple(a.merged(b) for a, b in zip(self.calls, other.calls, strict=True))
-        return Profile(tuple(map(max, self.moments, other.moments)), calls, self.long or other.long)
+        moments = tuple(map(max, self.moments, other.moments))
+        return Profile(moments, calls, self.long or other.long, max(self.seconds, other.seconds))
 
 
 @dataclass(frozen=True)
@@ -147,57 +170,21 @@ class Plan:
         peak (`int`): The most bytes that the micro-batch will have allocated.
         attention (`frozenset[int]`): The numbers of the calls that keep the results of attention, those of `kept` among
             them if they were chosen for that first.
+        on_host (`frozenset[int]`): The numbers of the calls whose activations wait on the host.
+        spread (`Spread`): How these lie between the others.
     """
 
     kept: frozenset[int]
     peak: int
     attention: frozenset[int] = frozenset()
+    on_host: frozenset[int] = frozenset()
+    spread: Spread = NOWHERE
 
     @property
     def count(self) -> Count:
-        return Count(len(self.kept), len(self.attention))
+        return Count(len(self.kept), len(self.attention), len(self.on_host))
 
     @property
     def attention_only(self) -> int:
         """How many calls keep the results of attention, and nothing else."""
         return len(self.attention - self.kept)
-
-
-def choose(
-    profile: Profile, base: int, limit: int, size: Size, most: Count | None = None, long: bool = False
-) -> Plan:  # fmt: skip
-    """The plan that keeps the most within `limit`: first the results of attention if rows are long, then whole calls.
-
-    Args:
-        profile (`Profile`): What was measured, for a size that covers `size`.
-        base (`int`): What is allocated when the micro-batch starts.
-        limit (`int`): The most that may be allocated. If it is less than what the micro-batch needs with every layer
-            checkpointed, it is that: what adds nothing to the peak may be kept.
-        size (`Size`): What the first layer is given this time. All sizes of activations shrink with it.
-        most (`Count`, *optional*): Keep no more calls than these.
-        long (`bool`): Whether it pays to keep the results of attention.
-    """
-    share = profile.share(size)
-    moments = [base + moment for moment in profile.moments]
-    limit = max(limit, max(moments))
-    calls = profile.calls
-
-    def fill(wanted: list[tuple[int, int]]) -> frozenset[int]:
-        """Add calls with their bytes to the moments, one after the other, as long as they fit."""
-        nonlocal moments
-        chosen = []
-        for i, extra in wanted:
-            grown = list(moments)
-            for moment in range(calls[i].first, calls[i].last or 0):
-                grown[moment] += round(extra * share)
-            if max(grown) > limit:
-                break
-            moments = grown
-            chosen.append(i)
-        return frozenset(chosen)
-
-    of_attention = {i: calls[i].attention or 0 for i in profile.choosable if long and calls[i].attention}
-    attention = fill(list(of_attention.items())[: None if most is None else most.attention])
-    rest = {i: (calls[i].extra or 0) - (of_attention[i] if i in attention else 0) for i in profile.choosable}
-    kept = fill(list(rest.items())[: None if most is None else most.whole])
-    return Plan(kept, max(moments), attention)

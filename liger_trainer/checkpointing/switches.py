@@ -8,9 +8,11 @@ hook is added, so that everything inside the layers stays as it is.
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,10 +32,11 @@ class Switch:
         checkpointed (`Callable`): The function that was there before.
         group: Layers of one group hold activations of one size.
         layer (`int`): Tells the layer from others of the group, also from one switch of it to the next.
+        module (`Callable`): Returns the layer, or None if there is no such module any more.
     """
 
     def __init__(self, decide: Decide, module: nn.Module, checkpointed: Callable[..., Any]):
-        self.decide, self.checkpointed, self.layer = decide, checkpointed, id(module)
+        self.decide, self.checkpointed, self.layer, self.module = decide, checkpointed, id(module), weakref.ref(module)
         sizes = tuple(getattr(p, "ds_shape", p.shape) for p in module.parameters())
         self.group = (type(module).__qualname__, sizes, getattr(module, "attention_type", None))
 
@@ -93,9 +96,14 @@ def _setter_of(model: nn.Module) -> types.MethodType:
     return types.MethodType(getattr(type(model), _SETTER), model)
 
 
+def hidden_of(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The hidden states (rows, length, ...) that a layer is given; None if there are none."""
+    return next((x for x in given(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
+
+
 def size_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Size | None:
-    """The size of the hidden states (rows, length, ...) that a layer is given; None if there are none."""
-    hidden = next((x for x in _given(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
+    """The size of the hidden states; None if there are none."""
+    hidden = hidden_of(function, args)
     if hidden is None:
         return None
     return Size(1, hidden.shape[0]) if hidden.ndim == 2 else Size(hidden.shape[0], hidden.shape[1])
@@ -107,11 +115,12 @@ def longest_of(function: Callable[..., Any], args: tuple[Any, ...], size: Size) 
     Where rows lie one after the other in one, the layer is given a mask that knows them (`RowMask` in `varlen/`, of
     which nothing but its attributes is known here). Other masks leave all pairs of tokens to be computed.
     """
-    for x in _given(function, args):
+    for x in given(function, args):
         if hasattr(x, "rows") and hasattr(x, "window"):
             return x.rows.longest if x.window is None else min(x.rows.longest, x.window)
     return size.length
 
 
-def _given(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def given(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that a layer is given."""
     return (*args, *getattr(function, "keywords", {}).values())

@@ -64,7 +64,7 @@ _SWITCHES = (
         lambda old, new: old if new is None else new,
     ),
     _Switch(
-        ("memory_budget",), ("activation_checkpointing",), "activation_checkpointing: auto",
+        ("memory_budget", "host_memory_budget"), ("activation_checkpointing",), "activation_checkpointing: auto",
         lambda value: value == "auto",
     ),
     _Switch(

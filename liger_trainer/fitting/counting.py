@@ -65,3 +65,6 @@ class CountedMemory(TorchDispatchMode):
 
     def release(self) -> None:
         """There is nothing that would be given back."""
+
+    def transport(self, host_gib: float | None) -> None:
+        """Nothing is carried to the host: how much the time would allow is not known here."""

@@ -9,9 +9,10 @@ In addition, the gradients of gate and up are written over gate and up where nob
 pass then holds four tensors of the intermediate width at its peak, not five.
 
 Nothing of this happens under torch.compile, which does as much by itself, nor inside the saved-tensor hooks of others,
-such as checkpointing and offloading, which decide for themselves what is kept. It also leaves small tensors alone. To
-compute one again costs the host about 0.1 ms, which a step of few rows would wait for, and the memory of such a step is
-taken by its weights.
+such as checkpointing and TRL's offloading, which decide for themselves what is kept. Those of `checkpointing/offload.py`
+keep what is left to be kept, as their attribute `keeps_values` says. Small tensors are left alone. To compute one again
+costs the host about 0.1 ms, which a step of few rows would wait for, and the memory of such a step is taken by its
+weights.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from liger_trainer.instance import kept
 from liger_trainer.instance.binding import Binding, is_bound
 from liger_trainer.instance.hooks import has_hooks
 
@@ -44,8 +46,10 @@ class _Rebuilt:
     def __init__(self, tensor: torch.Tensor, make: Callable, parents: tuple[torch.Tensor | None, ...]):
         self.tensor, self.version = weakref.ref(tensor), tensor._version
         self.make = make
-        self.parents = [None if t is None else t.detach() for t in parents]  # a detached tensor shares the version
-        self.parent_versions = [0 if t is None else t._version for t in self.parents]
+        keep, self.value_of = _hooks()
+        self.parents = [
+            None if t is None else keep(t.detach()) for t in parents
+        ]  # a detached tensor shares the version
         self.numel = tensor.numel()
         self.kept = self.used = 0
         self.value: torch.Tensor | None = None
@@ -62,23 +66,13 @@ class _Rebuilt:
     def get(self, shape: torch.Size) -> torch.Tensor:
         """The value, which is computed for the first operation that asks, and dropped after the last."""
         if self.value is None:
-            for parent, version in zip(self.parents, self.parent_versions, strict=True):
-                if parent is not None and parent._version != version:
-                    raise _modified(parent, version)
             with torch.no_grad():
-                self.value = self.make(*self.parents)
+                self.value = self.make(*(None if parent is None else self.value_of(parent) for parent in self.parents))
         value = self.value
         self.used += 1
         if self.used == self.kept:
             self.value, self.used = None, 0
         return value.view(shape)
-
-
-def _modified(tensor: torch.Tensor, version: int) -> RuntimeError:
-    return RuntimeError(
-        f"A tensor {tuple(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it "
-        f"is at version {tensor._version}, expected {version}."
-    )
 
 
 def rebuildable(
@@ -112,23 +106,16 @@ def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.
     if rebuilt is None or not _applies(tensor) or any(map(_has_hooks_inside, consumers)):
         return contextlib.nullcontext()
 
-    def pack(kept: torch.Tensor) -> Any:
-        if rebuilt.is_of(kept):
+    keep, value_of = _hooks()
+
+    def pack(x: torch.Tensor) -> Any:
+        if rebuilt.is_of(x):
             rebuilt.kept += 1
-            return kept.shape
-        # Tensors are kept detached, because an operation that keeps its own result would own itself through Python,
-        # where neither autograd nor the garbage collector finds the cycle, and a forward pass without a backward pass
-        # would leak. Leaves are no such results, and they must not be detached: ZeRO-3 exchanges the data of its
-        # parameters, which a detached tensor would not follow.
-        return kept if kept.is_leaf else kept.detach(), kept._version
+            return x.shape
+        return keep(x)
 
     def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Size):
-            return rebuilt.get(packed)
-        kept, version = packed
-        if kept._version != version:
-            raise _modified(kept, version)
-        return kept
+        return rebuilt.get(packed) if isinstance(packed, torch.Size) else value_of(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -195,5 +182,12 @@ def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
     return node is not None and node.name() in _RESULT_NOT_KEPT
 
 
+def _hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """The functions by which a tensor is kept and found again: those of the hooks in which this runs, or our own."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (kept.keep, kept.unchanged)
+
+
 def _other_hooks_active() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """Whether it is for others to decide what is kept."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and not getattr(hooks[0], "keeps_values", False)

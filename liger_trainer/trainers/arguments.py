@@ -68,6 +68,14 @@ class LigerArguments(StockArguments):
             "default, what the GPU has, less a reserve."
         },
     )
+    host_memory_budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "With activation_checkpointing 'auto': in how many GiB of the host's memory each process may keep "
+            "activations that the GPU has no room for. By default, half of what is free, shared by the processes of "
+            "the machine. 0: none are kept there."
+        },
+    )
 
     optimizer_in_backward: bool = field(
         default=False,

@@ -38,7 +38,10 @@ def chooser_of(trainer: "LigerTrainerMixin", memory: Memory | None) -> Chooser |
             )
         return None
     keeps = not in_backward_checks.wants(args)
-    return Chooser(trainer.model, memory, args.memory_budget, _why_not_again(trainer), keeps_gradients=keeps)
+    return Chooser(
+        trainer.model, memory, args.memory_budget, _why_not_again(trainer), keeps_gradients=keeps,
+        host_budget=args.host_memory_budget,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The fields `activation_checkpointing` and `memory_budget`, under the names and with the values that we take.
+"""The fields of activation checkpointing, under the names and with the values that we take.
 
 Transformers 5.23 has the first one as a switch, with `gradient_checkpointing` for its old name. Transformers 5.17 has
 the old name alone, which TRL sets to True. The new name counts wherever it is given.
@@ -53,13 +53,15 @@ def check_options(args: Any) -> None:
 
 
 def _check_budget(args: Any) -> None:
-    budget = args.memory_budget
-    if budget is None:
-        return
-    if not isinstance(budget, int | float) or isinstance(budget, bool) or not 0 < budget < float("inf"):
-        raise ValueError(f"memory_budget is {budget!r}; expected a number of GiB above 0, such as 70.")
-    if args.activation_checkpointing != AUTO:
-        raise ValueError(
-            f"memory_budget is {budget}, which only activation_checkpointing: auto reads, and that is "
-            f"{args.activation_checkpointing!r}. Set activation_checkpointing: auto, or remove memory_budget."
-        )
+    for name, least in (("memory_budget", "above 0, such as 70"), ("host_memory_budget", "of 0 or more, such as 32")):
+        budget = getattr(args, name)
+        if budget is None:
+            continue
+        number = isinstance(budget, int | float) and not isinstance(budget, bool) and budget < float("inf")
+        if not number or budget < 0 or (budget == 0 and name == "memory_budget"):
+            raise ValueError(f"{name} is {budget!r}; expected a number of GiB {least}.")
+        if args.activation_checkpointing != AUTO:
+            raise ValueError(
+                f"{name} is {budget}, which only activation_checkpointing: auto reads, and that is "
+                f"{args.activation_checkpointing!r}. Set activation_checkpointing: auto, or remove {name}."
+            )

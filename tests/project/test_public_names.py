@@ -43,6 +43,7 @@ OWN_OPTIONS = {
     "use_liger",
     "liger_config",
     "eval_predictions",
+    "host_memory_budget",
     "memory_budget",
     "optimizer_in_backward",
     "fp8",

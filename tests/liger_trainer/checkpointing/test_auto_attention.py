@@ -56,7 +56,7 @@ def test_the_same_bits_within_the_budget(share, runs, tmp_path, caplog):
         assert 0 < chosen.attention <= LAYERS - chosen.kept
         words = f"of {chosen.kept} of {LAYERS} layers and the results of attention of {chosen.attention} for"
         assert words in caplog.text
-        assert f"{chosen.kept} of {LAYERS} layers kept their activations and {chosen.attention} the" in str(chosen)
+        assert f"{chosen.kept} of {LAYERS} layers kept their activations and {chosen.attention} kept the" in str(chosen)
         report = chosen.to_dict()
         assert report["largest"]["attention"] == chosen.attention <= report["attention_most"]
 

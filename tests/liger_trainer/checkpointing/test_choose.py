@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from liger_trainer.checkpointing.choose import choose
 from liger_trainer.checkpointing.memory import GIB, RESERVE, limit_of
-from liger_trainer.checkpointing.plan import NOTHING, Call, Count, Profile, Size, choose
+from liger_trainer.checkpointing.plan import NOTHING, Call, Count, Profile, Size
 
 SIZE = Size(4, 100)
 # Four layers: moments 1-4 begin with their forward passes, 5-8 with the backward passes of the last to the first.
@@ -86,7 +87,7 @@ def peak_with_attention(kept, attention):
 def test_attention_comes_first_where_rows_are_long(limit, attention, kept):
     plan = choose(WITH_ATTENTION, 100, limit, SIZE, long=True)
     assert (plan.attention, plan.kept) == (attention, kept)
-    assert plan.count == (len(kept), len(attention))
+    assert plan.count == (len(kept), len(attention), 0)
     assert plan.attention_only == len(attention - kept)
     assert plan.peak == peak_with_attention(kept, attention) <= limit
 

@@ -1,0 +1,33 @@
+"""Tensors that hooks for autograd's tensors keep as they are, with the check that autograd itself makes of them."""
+
+import torch
+
+Kept = tuple[torch.Tensor, int]
+
+
+def keep(tensor: torch.Tensor) -> Kept:
+    """What is to be kept in place of `tensor`: itself and its version.
+
+    Tensors are kept detached, because an operation that keeps its own result would own itself through Python, where
+    neither autograd nor the garbage collector finds the cycle, and a forward pass without a backward pass would leak.
+    Leaves are no such results, and they must not be detached: ZeRO-3 exchanges the data of its parameters, which a
+    detached tensor would not follow.
+    """
+    return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+
+def unchanged(kept: Kept) -> torch.Tensor:
+    """The tensor. RuntimeError if it was changed in place since."""
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(how_modified(kept))
+    return tensor
+
+
+def how_modified(kept: Kept) -> str:
+    """The text of the error."""
+    tensor, version = kept
+    return (
+        f"A tensor {tuple(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it "
+        f"is at version {tensor._version}, expected {version}."
+    )

@@ -1,0 +1,378 @@
+"""Calls whose activations wait on the host: the bits of the plain call, whatever else goes on."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from tiny_models import collate, ragged_rows, tiny_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer import apply_liger
+from liger_trainer.checkpointing import switches
+from liger_trainer.checkpointing.host_memory import HostMemory
+from liger_trainer.checkpointing.offload import Offload
+from liger_trainer.checkpointing.plan import Spread
+from liger_trainer.patching import rebuild
+
+GPU = torch.device("cuda") if torch.cuda.is_available() else None
+
+
+class Host(HostMemory):
+    """Memory of the host for tensors of any size, which counts what it was asked for."""
+
+    def __init__(self, room=1 << 24):
+        super().__init__(room, None if GPU else self._plain, slab=1 << 16, small=1)
+        self.asked = []
+
+    @staticmethod
+    def _plain(size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def take(self, size):
+        self.asked.append(size)
+        return super().take(size)
+
+    @property
+    def in_use(self):
+        return sum(slab.slots for slab in self._slabs)
+
+
+def offload_of(host, lag=0, ahead=None):
+    stream = torch.cuda.Stream() if GPU else None
+    spread = Spread(1, 0, lag)
+    if ahead is not None:
+        spread = type("Given", (), {"lag": lag, "ahead": ahead})
+    return Offload(host, stream, spread)
+
+
+def on_device(module):
+    return module.to(GPU) if GPU else module
+
+
+def randn(*shape, **options):
+    return torch.randn(*shape, device=GPU, **options)
+
+
+class Layer(nn.Module):
+    """With a weight, a frozen weight as a buffer, views, and a result that its operation keeps."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.inner, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("frozen", torch.randn(width, width) / 4)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x, scale=None):
+        q, k, v = self.inner(self.norm(x) @ self.frozen).chunk(3, -1)
+        y = torch.softmax(q @ k.mT, -1) @ v
+        y = torch.tanh(y) * torch.sigmoid(y)
+        return x + self.out(y if scale is None else y * scale)
+
+
+def run(layers, x, call, backward=1, scale=None):
+    for layer in layers:
+        layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = x * 2
+    for number, layer in enumerate(layers):
+        y = call(number, layer, y, scale)
+    loss = y.square().sum()
+    for _ in range(backward - 1):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad.clone() for layer in layers for p in layer.parameters())]
+
+
+def plain(number, layer, x, scale):
+    return layer(x, scale)
+
+
+def through(carried, numbers=(0, 1, 2, 3)):
+    def call(number, layer, x, scale):
+        carried.begins(number)
+        if number in numbers:
+            given = [] if scale is None else [scale]
+            y = carried.call(number, layer, lambda x: layer(x, scale), (x,), given)
+        else:
+            y = layer(x, scale)
+        carried.returned(number, [y])
+        return y
+
+    return call
+
+
+def checkpointed(carried):
+    def call(number, layer, x, scale):
+        carried.begins(number)
+        y = carried.checkpointed(
+            number, lambda f, *a: checkpoint(f, *a, use_reentrant=False), x, lambda x: layer(x, scale), x
+        )
+        carried.returned(number, [y])
+        return y
+
+    return call
+
+
+def same(got, want):
+    return len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+@pytest.fixture
+def layers():
+    torch.manual_seed(0)
+    return [on_device(Layer()) for _ in range(6)]
+
+
+@pytest.mark.parametrize("backward", [1, 2])
+@pytest.mark.parametrize("lag, ahead", [(0, 1), (1, 1), (2, 2), (9, 9)])
+@pytest.mark.parametrize("numbers", [(0,), (0, 2, 4), (0, 1, 2, 3, 4, 5)])
+def test_the_same_bits(numbers, lag, ahead, backward, layers):
+    host, x = Host(), randn(2, 5, 16)
+    got = run(layers, x, through(offload_of(host, lag, ahead), numbers), backward)
+    assert same(got, run(layers, x, plain, backward))
+    assert host.asked
+    gc.collect()
+    assert host.in_use == 0, "all of it has come back"
+
+
+def test_weights_buffers_and_what_all_are_given_stay(layers):
+    host, x, scale = Host(), randn(2, 5, 16), randn(2, 5, 16)
+    got = run(layers, x, through(offload_of(host)), scale=scale)
+    assert same(got, run(layers, x, plain, scale=scale))
+    tokens, width = 10, 16
+    largest = 4 * tokens * 3 * width  # q, k and v, which are one tensor
+    assert largest in host.asked
+    weights = {p.nbytes for layer in layers for p in (*layer.parameters(), *layer.buffers())}
+    assert not weights & set(host.asked), "or it was a weight"
+    of_one = host.asked[: len(host.asked) // 4]
+    assert of_one.count(4 * tokens * width) <= 8  # x, three results, and what autograd keeps of the products
+
+
+def test_a_view_of_a_weight_stays():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x, scale=None):
+            return torch.tanh(x @ self.weight.t()) @ self.weight.view(16, 16)
+
+    torch.manual_seed(0)
+    layers, host, x = [on_device(Tied()) for _ in range(4)], Host(), randn(2, 5, 16)
+    got = run(layers, x, through(offload_of(host)))
+    assert same(got, run(layers, x, plain))
+    assert layers[0].weight.nbytes not in host.asked
+
+
+def test_a_small_part_of_a_large_tensor_stays():
+    class Part(nn.Module):
+        def forward(self, x, scale=None):
+            wide = x.repeat(1, 1, 40)
+            return torch.tanh(wide[..., :16].sigmoid() * wide[..., 16:32].detach())
+
+    layers, host, x = [Part() for _ in range(4)], Host(), randn(2, 5, 16)
+    got = run(layers, x, through(offload_of(host)))
+    assert same(got, run(layers, x, plain))
+    assert 4 * 10 * 16 * 40 not in host.asked
+
+
+def test_nothing_is_left_on_the_device(layers):
+    """While the last layer runs, the first holds nothing there."""
+    host, seen = Host(), []
+    carried = offload_of(host)
+
+    class Watched(Layer):
+        def forward(self, x, scale=None):
+            y = torch.exp(x)
+            seen.append(weakref.ref(y.untyped_storage()))
+            return y
+
+    layers[0] = on_device(Watched())
+    call = through(carried)
+    x = randn(2, 5, 16, requires_grad=True)
+    y = call(0, layers[0], x * 2, None)
+    y = y + 1
+    assert seen[0]() is not None
+    carried.begins(1)
+    assert seen[0]() is None
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * torch.exp(2 * x.detach()))
+
+
+def test_no_room_is_no_harm(layers):
+    host, x = Host(room=1 << 16), randn(2, 5, 16)
+    big = randn(64, 5, 16)
+    assert same(run(layers, big, through(offload_of(host))), run(layers, big, plain))
+    assert host.taken == 1 << 16
+    assert same(run(layers, x, through(offload_of(Host(room=0)))), run(layers, x, plain))
+
+
+@pytest.mark.parametrize("when", ["in the layer", "after it", "when it has left"])
+def test_a_tensor_changed_in_place_raises(when):
+    """As autograd does it, and not a gradient of other values."""
+    tensors = []
+
+    class Kept(nn.Module):
+        def forward(self, x, scale=None):
+            y = x * 1
+            tensors.append(y)
+            z = y.square()
+            if when == "in the layer":
+                y.add_(1)
+            return z
+
+    host = Host()
+    carried, x = offload_of(host, lag=1), randn(2, 5, 16, requires_grad=True)
+    call = through(carried, (0,))
+    y = call(0, Kept(), x, None)
+    if when == "after it":
+        tensors[0].add_(1)
+    carried.begins(1)
+    carried.begins(2)
+    if when == "when it has left":
+        tensors[0].add_(1)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, 2 * x.detach())
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_values_at_the_end_of_the_layer_count():
+    """A hook that changes values behind autograd's back is seen, as long as it does so within the layer."""
+
+    class Changed(nn.Module):
+        def forward(self, x, scale=None):
+            y = x * 1
+            z = y.square()
+            y.data.mul_(3)
+            return z
+
+    grads = []
+    for numbers in ((), (0,)):
+        carried, x = offload_of(Host()), torch.ones(2, 5, 16, device=GPU, requires_grad=True)
+        y = through(carried, numbers)(0, Changed(), x, None)
+        carried.begins(1)
+        y.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads) and grads[0][0, 0, 0] == 6
+
+
+@pytest.mark.parametrize("way", ["no backward", "exception", "forward fails"])
+def test_nothing_is_left_behind(way, layers):
+    host, x = Host(), randn(2, 5, 16, requires_grad=True)
+    carried = offload_of(host, lag=1)
+
+    def forward():
+        y, call = x * 2, through(carried)
+        for number, layer in enumerate(layers):
+            if way == "forward fails" and number == 3:
+                raise ValueError
+            y = call(number, layer, y, None)
+        if way == "exception":
+            y.register_hook(lambda _: (_ for _ in ()).throw(ValueError()))
+            y.sum().backward()
+
+    try:
+        forward()
+    except ValueError:
+        assert way != "no backward"
+    del carried, forward
+    assert host.in_use == 0, "without the garbage collector, which may come too late for the memory of a GPU"
+    assert same(run(layers, x, through(offload_of(host))), run(layers, x, plain))
+
+
+@pytest.mark.parametrize("backward", [1, 2])
+def test_inputs_of_checkpointed_layers(backward, layers):
+    host, x = Host(), randn(2, 5, 16)
+    got = run(layers, x, checkpointed(offload_of(host)), backward)
+    assert same(got, run(layers, x, plain, backward))
+    assert set(host.asked) == {x.nbytes} and len(host.asked) == 6
+    gc.collect()
+    assert host.in_use == 0
+
+
+def test_a_leaf_that_learns_stays_where_it_is(layers):
+    """The output of an embedding that `enable_input_require_grads` has made a leaf: its gradient arrives."""
+    host, grads = Host(), []
+    for call in (checkpointed(offload_of(host)), through(offload_of(host)), plain):
+        x = randn(2, 5, 16, generator=torch.Generator(GPU or "cpu").manual_seed(1)).requires_grad_()
+        call(0, layers[0], x, None).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])
+
+
+def test_an_argument_that_is_not_there_is_checkpointed_as_it_is(layers):
+    x, y = randn(2, 5, 16, requires_grad=True), randn(2, 5, 16, requires_grad=True)
+    carried = offload_of(host := Host())
+    out = carried.checkpointed(0, lambda f, *a: checkpoint(f, *a, use_reentrant=False), y, layers[0], x)
+    out.sum().backward()
+    assert x.grad is not None and not host.asked
+
+
+# A patched model, whose norms and gates are computed again in the backward pass, also where the rest is on the host
+
+
+def grads_of(model, batch, decide):
+    switches.install(model, decide)
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    switches.remove(model)
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def deciding(carried):
+    number = iter(range(100))
+
+    def decide(switch, function, args):
+        i = next(number)
+        carried.begins(i)
+        rest = [x for x in switches.given(function, args) if x is not switches.hidden_of(function, args)]
+        output = carried.call(i, switch.module(), function, args, rest)
+        carried.returned(i, [output])
+        return output
+
+    return decide
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "cohere2", "qwen3_moe"])
+def test_a_patched_model_computes_norms_and_gates_again(model_type, monkeypatch):
+    model = on_device(tiny_model(model_type, num_hidden_layers=4).train())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch, asked = {name: x.to(model.device) for name, x in collate(ragged_rows(4)).items()}, {}
+    made, get = [], rebuild._Rebuilt.get
+    monkeypatch.setattr(rebuild._Rebuilt, "get", lambda self, shape: made.append(1) or get(self, shape))
+    for above in (1000, 0):
+        apply_liger(model, {"rebuild_above_mib": above})
+        want = grads_of(copy.deepcopy(model), batch, lambda switch, function, args: function(*args))
+        host = Host()
+        made.clear()
+        got = grads_of(model, batch, deciding(offload_of(host)))
+        assert same(got, want)
+        asked[above] = sum(host.asked)
+        if above:
+            assert not made
+    assert made and asked[0] < asked[1000], "what is computed again does not go to the host"
+
+
+@pytest.mark.skipif(GPU is None, reason="it needs a GPU")
+@pytest.mark.parametrize("slow", ["compute", "copies"])
+def test_streams_wait_for_each_other(slow, layers):
+    """With much to do on one of the two streams, the other would read what is not there yet."""
+    carried, x = offload_of(Host(1 << 28), lag=1), randn(64, 64, 16)
+    layers = [copy.deepcopy(layer) for layer in layers for _ in range(2)]
+    want = run(layers, x, plain)
+    call = through(carried, tuple(range(12)))
+
+    def slowly(number, layer, x, scale):
+        with torch.cuda.stream(carried.stream if slow == "copies" else torch.cuda.current_stream()):
+            torch.cuda._sleep(5_000_000)
+        return call(number, layer, x, scale)
+
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        assert same(run(layers, x, slowly), want)
