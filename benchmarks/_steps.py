@@ -12,9 +12,10 @@ from _rows import pairs_of, sft_rows, tokens_of
 
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "- varlen" and "- float8" for
 # liger_config={"varlen_attention": False} and {"float8": False}, "- host" for auto without the host's memory, and
-# "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
-# untrained on one GPU, torchao converts the same layers before the trainer is built. Under FSDP2 ours gather weights in
-# eight bits then, as accelerate has it, and with "- gather" in 16. "+ rowwise" is fp8_recipe="rowwise".
+# "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours;
+# for the others, whose fp8 accelerate leaves untrained on one GPU, torchao converts the same layers before the trainer
+# is built. Under FSDP2 ours gather weights in eight bits then, as accelerate has it, and with "- gather" in 16.
+# "+ rowwise" is fp8_recipe="rowwise".
 ARMS = {
     "sft": (
         "LigerSFTTrainer",

@@ -9,10 +9,10 @@ In addition, the gradients of gate and up are written over gate and up where nob
 pass then holds four tensors of the intermediate width at its peak, not five.
 
 Nothing of this happens under torch.compile, which does as much by itself, nor inside the saved-tensor hooks of others,
-such as checkpointing and TRL's offloading, which decide for themselves what is kept. Those of `checkpointing/offload.py`
-keep what is left to be kept, as their attribute `keeps_values` says. Small tensors are left alone. To compute one again
-costs the host about 0.1 ms, which a step of few rows would wait for, and the memory of such a step is taken by its
-weights.
+such as checkpointing and TRL's offloading, which decide for themselves what is kept. The hooks of
+`checkpointing/offload.py` keep what is left to be kept, as their attribute `keeps_values` says. Small tensors are left
+alone. To compute one again costs the host about 0.1 ms, which a step of few rows would wait for, and the memory of such
+a step is taken by its weights.
 """
 
 import contextlib
@@ -47,9 +47,7 @@ class _Rebuilt:
         self.tensor, self.version = weakref.ref(tensor), tensor._version
         self.make = make
         keep, self.value_of = _hooks()
-        self.parents = [
-            None if t is None else keep(t.detach()) for t in parents
-        ]  # a detached tensor shares the version
+        self.parents = [None if t is None else keep(t.detach()) for t in parents]  # detached, of the same version
         self.numel = tensor.numel()
         self.kept = self.used = 0
         self.value: torch.Tensor | None = None

@@ -264,9 +264,8 @@ def test_values_at_the_end_of_the_layer_count():
 @pytest.mark.parametrize("way", ["no backward", "exception", "forward fails"])
 def test_nothing_is_left_behind(way, layers):
     host, x = Host(), randn(2, 5, 16, requires_grad=True)
-    carried = offload_of(host, lag=1)
 
-    def forward():
+    def forward(carried):
         y, call = x * 2, through(carried)
         for number, layer in enumerate(layers):
             if way == "forward fails" and number == 3:
@@ -277,10 +276,9 @@ def test_nothing_is_left_behind(way, layers):
             y.sum().backward()
 
     try:
-        forward()
+        forward(offload_of(host, lag=1))
     except ValueError:
         assert way != "no backward"
-    del carried, forward
     assert host.in_use == 0, "without the garbage collector, which may come too late for the memory of a GPU"
     assert same(run(layers, x, through(offload_of(host))), run(layers, x, plain))
 
