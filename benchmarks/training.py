@@ -87,6 +87,9 @@ def profiler(skip):
 def one_arm(options):
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if options.gpu_memory is not None:
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory * 2**30 / total))
     run = Run(
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
         checkpointing=options.checkpointing, auto=options.auto, memory_budget=options.memory_budget,
@@ -123,6 +126,7 @@ def case_of(options):
     parts += ["no_autocast"] * options.no_autocast
     if options.auto:
         parts.append("auto" if options.memory_budget is None else f"auto-{options.memory_budget:g}gib")
+    parts += [f"of-{options.gpu_memory:g}gib"] if options.gpu_memory is not None else []
     parts += ["optimizer_in_backward"] * options.optimizer_in_backward + ["no_waits"] * options.no_waits
     if options.config_file:
         parts += [os.path.splitext(os.path.basename(options.config_file))[0], f"x{options.processes}"]
@@ -149,6 +153,7 @@ def main():
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--auto", action="store_true", help="with --checkpointing: ours choose what they recompute")
     parser.add_argument("--memory_budget", type=float, help="with --auto: GiB")
+    parser.add_argument("--gpu_memory", type=float, help="GiB that PyTorch's allocator may take, for every trainer")
     parser.add_argument(
         "--optimizer_in_backward", action="store_true", help="ours step weights in the backward pass, and none clips"
     )

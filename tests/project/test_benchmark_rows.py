@@ -142,6 +142,7 @@ def test_default_arms_and_the_folder_of_a_record():
         "no_autocast": False,
         "auto": False,
         "memory_budget": None,
+        "gpu_memory": None,
         "optimizer_in_backward": False,
     }
     options = Namespace(trainer="sft", rows="full", lora=None, config_file=None, **plain)
