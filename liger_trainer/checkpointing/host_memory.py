@@ -1,7 +1,7 @@
 """The host's memory, as far as activations may wait there for their backward pass.
 
 It is page-locked, so that the GPU copies to and from it while it computes, and taken in slabs that are used again from
-step to step: to lock a GiB takes about half a second.
+step to step. How it is locked is in `page_locked.py`.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 
 from liger_trainer._logging import logger
 from liger_trainer.checkpointing.memory import GIB
+from liger_trainer.checkpointing.page_locked import page_locked
 
 SMALL = 1 << 20  # bytes: what takes up less stays on the GPU
 SHARE = 0.5  # of what is free, for all processes of this machine
@@ -46,11 +47,15 @@ class _Slab:
     def take(self, size: int) -> Slot | None:
         if not self.slots:
             self._used = 0
-        start, end = self._used, self._used + -(-size // 512) * 512
+        start, end = self._used, self._used + _aligned(size)
         if end > len(self.memory):
             return None
         self._used = end
         return Slot(self, start, size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 512) * 512
 
 
 class HostMemory:
@@ -58,15 +63,15 @@ class HostMemory:
 
     Args:
         room (`int`): How many bytes it may take at most.
-        lock (`Callable`, *optional*): Makes the uint8 tensor of a slab from its size. By default, page-locked memory.
-        slab (`int`): How many bytes a slab has. Page-locked memory is taken in powers of two.
+        lock (`Callable`): Makes the uint8 tensor of a slab from its size.
+        slab (`int`): How many bytes a slab has, unless a tensor has more.
         small (`int`): Tensors of fewer bytes stay on the GPU.
     """
 
     def __init__(
-        self, room: int, lock: Callable[[int], torch.Tensor] | None = None, slab: int = GIB, small: int = SMALL
+        self, room: int, lock: Callable[[int], torch.Tensor] = page_locked, slab: int = GIB, small: int = SMALL
     ):  # fmt: skip
-        self.room, self.small, self._lock, self._slab = room, small, lock or _page_locked, slab
+        self.room, self.small, self._lock, self._slab = room, small, lock, slab
         self._slabs: list[_Slab] = []
 
     @property
@@ -79,7 +84,7 @@ class HostMemory:
         for slab in self._slabs:
             if (slot := slab.take(size)) is not None:
                 return slot
-        new = max(self._slab, 1 << (size - 1).bit_length())
+        new = max(self._slab, _aligned(size))
         if self.taken + new > self.room:
             return None
         try:
@@ -95,13 +100,9 @@ class HostMemory:
 
     def release(self) -> None:
         """Give back everything that is not in use."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # copies of what nobody wants any more may go on
         self._slabs = [slab for slab in self._slabs if slab.slots]
-        if hasattr(torch._C, "_host_emptyCache"):  # absent from builds without CUDA
-            torch._C._host_emptyCache()
-
-
-def _page_locked(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class Transport(Protocol):
@@ -135,7 +136,7 @@ class GpuTransport:
     @functools.cached_property
     def rate(self) -> float:
         """Measured when it is first asked for, which waits for the GPU."""
-        on_gpu, on_host = torch.empty(TRIED, dtype=torch.uint8, device=self.device), _page_locked(TRIED)
+        on_gpu, on_host = torch.empty(TRIED, dtype=torch.uint8, device=self.device), page_locked(TRIED)
         slowest = 0.0
         for to, of in ((on_host, on_gpu), (on_gpu, on_host)):
             to.copy_(of, non_blocking=True)

@@ -14,6 +14,7 @@ from liger_trainer import apply_liger
 from liger_trainer.checkpointing import switches
 from liger_trainer.checkpointing.host_memory import HostMemory
 from liger_trainer.checkpointing.offload import Offload
+from liger_trainer.checkpointing.page_locked import page_locked
 from liger_trainer.checkpointing.plan import Spread
 from liger_trainer.patching import rebuild
 
@@ -24,7 +25,7 @@ class Host(HostMemory):
     """Memory of the host for tensors of any size, which counts what it was asked for."""
 
     def __init__(self, room=1 << 24):
-        super().__init__(room, None if GPU else self._plain, slab=1 << 16, small=1)
+        super().__init__(room, page_locked if GPU else self._plain, slab=1 << 16, small=1)
         self.asked = []
 
     @staticmethod
