@@ -78,6 +78,7 @@ class Chooser:
         if self._ranks is not None:
             self._ranks.close()
         if self._transport is not None:
+            self.outcome.host_bytes = self._transport.host.taken
             self._transport.host.release()
         self._window, self._parameters, self._now = [], None, None
 

@@ -22,6 +22,7 @@ class Outcome:
         on_host (`int`): How many others had their activations on the host then.
         most_on_host (`int`): The most that did so in a micro-batch.
         inputs_on_host (`bool`): Whether what checkpointed layers were given waited there too.
+        host_bytes (`int`): What was taken of the host's memory.
         peak (`int`): Bytes that were allocated then at most, as predicted.
         run_again (`int`): Micro-batches that ran out of memory and were run again.
         highest (`int`): The most bytes that were allocated before torch's own counter was last reset.
@@ -38,6 +39,7 @@ class Outcome:
     on_host: int = 0
     most_on_host: int = 0
     inputs_on_host: bool = False
+    host_bytes: int = 0
     peak: int = 0
     run_again: int = 0
     highest: int = 0
@@ -59,8 +61,8 @@ class Outcome:
     def to_dict(self) -> dict[str, Any]:
         """For the report."""
         found: dict[str, Any] = {"memory_budget_gib": self.budget, "layers": self.layers, "run_again": self.run_again}
-        if self.inputs_on_host:
-            found["inputs_on_host"] = True
+        if self.host_bytes:
+            found |= {"host_gib": round(self.host_bytes / GIB, 2), "inputs_on_host": self.inputs_on_host}
         if self.size is not None:
             found |= {"kept_least": self.least, "kept_most": self.most, "attention_most": self.most_attention}
             found["host_most"] = self.most_on_host

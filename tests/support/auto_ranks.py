@@ -3,7 +3,7 @@
 Saves losses and weights without checkpointing, with all of it and with `auto`, and for each micro-batch what this rank
 wanted and what was agreed. All rows count as long, so that the results of attention are kept too. The ranks have rows
 of other lengths and memories of other sizes: that of rank 1 is half way between what it needs without checkpointing and
-with all of it.
+with all of it. In a MODE that ends with "-host" activations go to the host as well, where rank 0 has less room.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 from auto_runs import LAYERS, At, build, train
-from counted_memory import CountedMemory
+from counted_memory import Carries, CountedMemory
 from launching import shard_on_cpus
 from tiny_models import tiny_model
 
@@ -46,6 +46,9 @@ def run(mode, out):
         if checkpointing == "auto":
             between = highest[True] + 0.5 * (highest[False] - highest[True])
             memory.claims = (1 << 40, int(between / (1 - RESERVE)))[rank]
+            if mode.endswith("-host"):
+                memory.claims = int((highest[True] + 0.2 * (highest[False] - highest[True])) / (1 - RESERVE))
+                memory.carries = Carries((1 << 18, 1 << 24)[rank])
             if mode == "oom" and rank == 1:
                 callbacks = [At(4, lambda memory=memory: setattr(memory, "size", 400_000))]
         model = tiny_model("llama", num_hidden_layers=LAYERS)
