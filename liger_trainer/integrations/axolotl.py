@@ -1,5 +1,6 @@
 """Axolotl: `plugins: [liger_trainer.integrations.axolotl.LigerTrainerPlugin]` in its config."""
 
+import logging
 from typing import Any
 
 try:
@@ -11,15 +12,18 @@ except ImportError as error:
         "install axolotl` in the environment that trains."
     ) from error
 
-from liger_trainer._logging import logger
 from liger_trainer.patching import apply_liger
 from liger_trainer.patching.config import check_config
 
+logger = logging.getLogger("axolotl.liger_trainer")  # Axolotl shows no more than warnings of others
+
+# What Axolotl switches on by itself for adapters, unless one of these is in the config.
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 # Options of Axolotl that swap the same modules, or the loss, and the plugins that have options of that kind.
 _SWAPS = (
     "liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_glu_activation",
     "liger_cross_entropy", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy",
-    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "use_kernels",
+    *_LORA_KERNELS, "use_kernels",
 )  # fmt: skip
 
 
@@ -56,6 +60,11 @@ class LigerTrainerArgs(BaseModel):
 
 class LigerTrainerPlugin(BasePlugin):
     """Patches the model once it is loaded, with its adapters, and leaves the trainer to Axolotl."""
+
+    def register(self, cfg: Any) -> None:
+        """Leave Axolotl's own kernels for adapters off, of which the config says nothing yet."""
+        if cfg.get("use_liger") is not False and all(cfg.get(name) is None for name in _LORA_KERNELS):
+            cfg.update(dict.fromkeys(_LORA_KERNELS, False))
 
     def get_input_args(self) -> str:
         return f"{__name__}.{LigerTrainerArgs.__name__}"
