@@ -88,7 +88,8 @@ class Call:
         last (`int` or `None`): The moment that begins with its backward pass; None if it has none.
         attention (`int` or `None`): How many bytes more it holds if the results of its attention are kept. None: not
             known, or it has none that could be kept.
-        given (`int`): The bytes of the hidden states that it is given.
+        given (`int`): The bytes of the hidden states that it is given, if they stay on the GPU when it is checkpointed.
+            If they do not, they are part of `extra`.
     """
 
     size: Size

@@ -30,7 +30,7 @@ def peak_by_hand(plan):
         for moment in range(i + 1, 2 * LAYERS - i):
             copied = moment >= i + 2 + plan.spread.lag
             fetched = moment >= 2 * LAYERS - i - plan.spread.ahead
-            moments[moment] += -GIVEN if copied and not fetched else EXTRA
+            moments[moment] += EXTRA + GIVEN if fetched else 0 if copied else EXTRA
     return max(moments)
 
 
