@@ -62,6 +62,7 @@ class Recording:
         self._calls: list[Call] = []
         self._groups: defaultdict[Hashable, list[int]] = defaultdict(list)
         self._held: list[int] = []  # by each call, when it has returned
+        self._leaving: list[int] = []  # bytes of hidden states that leave the GPU after that
         self._whole: dict[Hashable, int] = {}  # the number of the sample of each group
         self._attention: dict[Hashable, int] = {}
         self._marks: list[Any] = []  # at the start and at the end of each call
@@ -80,7 +81,7 @@ class Recording:
 
     def call(
         self, switch: Switch, checkpointed: Callable[..., Any], run: Callable[..., Any], args: tuple[Any, ...],
-        size: Size, given: int = 0,
+        size: Size, given: int = 0, leaves: bool = False,
     ) -> Any:  # fmt: skip
         """Return `run(*args)`, checkpointed unless it is the sample of its group.
 
@@ -89,10 +90,12 @@ class Recording:
             checkpointed (`Callable`): Checkpoints it.
             run (`Callable`), args (`tuple`): The call.
             size (`Size`): Of the hidden states.
-            given (`int`): The bytes of the hidden states, as far as they are on the GPU.
+            given (`int`): The bytes of the hidden states.
+            leaves (`bool`): Whether they leave the GPU if it is checkpointed, and stay if it keeps its activations.
         """
         number, group = len(self._calls), self.order.add(switch, size)
-        self._calls.append(Call(size, None, self._next_moment(), None, given=given))
+        self._calls.append(Call(size, None, self._next_moment(), None, given=0 if leaves else given))
+        self._leaving.append(given if leaves else 0)
         self._groups[group].append(number)
         last, before_last = self._before.last(group)
         self._mark()
@@ -138,7 +141,8 @@ class Recording:
                     for moment in range(calls[number].first, calls[number].last or 0):
                         moments[moment] -= more
             for number in numbers:
-                calls[number] = replace(calls[number], extra=extra, attention=attention or None)
+                whole = None if extra is None else extra + self._leaving[number]
+                calls[number] = replace(calls[number], extra=whole, attention=attention or None)
         return Profile(tuple(moments), tuple(calls), self.long, self._seconds())
 
     def _mark(self) -> None:

@@ -85,8 +85,9 @@ class MicroBatch:
         """Return `run(*args)`, and keep of it what the plan says. `checkpointed` keeps nothing."""
         size, plan = size_of(function, args), self.plan
         if self.recording is not None and size is not None:
-            hidden = None if self._chooser.inputs_on_host else hidden_of(function, args)
-            return self.recording.call(switch, checkpointed, run, args, size, 0 if hidden is None else hidden.nbytes)
+            hidden, leaves = hidden_of(function, args), checkpointed is not switch.checkpointed
+            nbytes = 0 if hidden is None else hidden.nbytes
+            return self.recording.call(switch, checkpointed, run, args, size, nbytes, leaves)
         if plan is None or self.outgrew:
             return checkpointed(run, *args)
         if number in plan.kept:
