@@ -84,7 +84,7 @@ class HostMemory:
         for slab in self._slabs:
             if (slot := slab.take(size)) is not None:
                 return slot
-        new = max(self._slab, _aligned(size))
+        new = max(min(self._slab, self.room - self.taken), _aligned(size))  # the last slab may be a smaller one
         if self.taken + new > self.room:
             return None
         try:

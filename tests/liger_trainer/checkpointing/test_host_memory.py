@@ -15,6 +15,15 @@ def plain(size):
     return torch.empty(size, dtype=torch.uint8)
 
 
+def test_all_of_the_room_can_be_taken():
+    """Also if it is no whole number of slabs."""
+    host = HostMemory(1500 * 512, plain, slab=1000 * 512)
+    slots = [host.take(300 * 512) for _ in range(4)]
+    assert None not in slots and host.taken == host.room
+    assert host.take(512) is not None, "of what is left in the first slab"
+    assert HostMemory(512, plain).take(512) is not None
+
+
 def test_slots_do_not_overlap():
     host = HostMemory(1 << 20, plain, slab=1 << 14)
     slots = [host.take(size) for size in (1000, 5000, 512, 9000, 20_000, 1)]
