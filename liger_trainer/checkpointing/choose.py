@@ -142,9 +142,10 @@ class _Choice:
         start = next((i for i in able if self._add(list(self.moments), self._spans(i, Spread(1, 0, lag)))), None)
         if start is None:
             return NOWHERE
+        room = carrier.room * ROOM - sum(call.away for call in self.calls) * self.share
         number = min(
             len(able) - able.index(start) if calls * SLACK <= 1 else int((able[-1] - start + 1) / (calls * SLACK)),
-            int(carrier.room * ROOM / (of_call * self.share)),
+            max(0, int(room / (of_call * self.share))),
         )
         return Spread(number if most is None else min(number, most), start, lag)
 

@@ -62,7 +62,6 @@ class Recording:
         self._calls: list[Call] = []
         self._groups: defaultdict[Hashable, list[int]] = defaultdict(list)
         self._held: list[int] = []  # by each call, when it has returned
-        self._leaving: list[int] = []  # bytes of hidden states that leave the GPU after that
         self._whole: dict[Hashable, int] = {}  # the number of the sample of each group
         self._attention: dict[Hashable, int] = {}
         self._marks: list[Any] = []  # at the start and at the end of each call
@@ -94,8 +93,8 @@ class Recording:
             leaves (`bool`): Whether they leave the GPU if it is checkpointed, and stay if it keeps its activations.
         """
         number, group = len(self._calls), self.order.add(switch, size)
-        self._calls.append(Call(size, None, self._next_moment(), None, given=0 if leaves else given))
-        self._leaving.append(given if leaves else 0)
+        given, away = (0, given) if leaves else (given, 0)
+        self._calls.append(Call(size, None, self._next_moment(), None, given=given, away=away))
         self._groups[group].append(number)
         last, before_last = self._before.last(group)
         self._mark()
@@ -141,7 +140,7 @@ class Recording:
                     for moment in range(calls[number].first, calls[number].last or 0):
                         moments[moment] -= more
             for number in numbers:
-                whole = None if extra is None else extra + self._leaving[number]
+                whole = None if extra is None else extra + calls[number].away
                 calls[number] = replace(calls[number], extra=whole, attention=attention or None)
         return Profile(tuple(moments), tuple(calls), self.long, self._seconds())
 

@@ -89,7 +89,7 @@ class Call:
         attention (`int` or `None`): How many bytes more it holds if the results of its attention are kept. None: not
             known, or it has none that could be kept.
         given (`int`): The bytes of the hidden states that it is given, if they stay on the GPU when it is checkpointed.
-            If they do not, they are part of `extra`.
+        away (`int`): Their bytes if they wait on the host then. They are part of `extra`.
     """
 
     size: Size
@@ -98,6 +98,7 @@ class Call:
     last: int | None
     attention: int | None = None
     given: int = 0
+    away: int = 0
 
     def merged(self, other: "Call") -> "Call":
         """What covers both. Extras grow with the tokens."""
@@ -111,7 +112,8 @@ class Call:
 
         extra = grown((self.extra, self.size), (other.extra, other.size))
         attention = grown((self.attention, self.size), (other.attention, other.size))
-        return Call(size, extra, self.first, self.last, attention, max(self.given, other.given))
+        given, away = max(self.given, other.given), max(self.away, other.away)
+        return Call(size, extra, self.first, self.last, attention, given, away)
 
 
 @dataclass(frozen=True)

@@ -135,10 +135,14 @@ def test_the_inputs_of_layers_go_there_when_a_budget_is_not_met(tmp_path):
     assert chosen.to_dict()["inputs_on_host"] is True
 
 
-def test_layers_that_keep_their_activations_keep_their_inputs_too(tmp_path, monkeypatch):
-    """Also where the inputs of checkpointed layers are on the host, where they are not part of what was measured."""
+@pytest.mark.parametrize("rate, room", [(1.0, 1 << 30), (1e15, 3 << 20)], ids=["slow", "little-room"])
+def test_layers_that_keep_their_activations_keep_their_inputs_too(rate, room, tmp_path, monkeypatch):
+    """Also where the inputs of checkpointed layers are on the host, where they are not part of what was measured.
+
+    What they take of the host's memory is not there for other activations.
+    """
     monkeypatch.setattr(auto_runs, "uneven_rows", rows_of_one_length)
-    memory, peaks = memory_with(Carries(rate=1.0)), []
+    memory, peaks = memory_with(Carries(room, rate)), []
     watch = At(4, lambda: (memory.start_peak(), peaks.append(memory.peak)))
     trainer = build(
         tmp_path, "auto", memory, [watch], model=frozen_model(52, attention_dropout=0.0), max_steps=5,
