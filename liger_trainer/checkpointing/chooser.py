@@ -188,21 +188,37 @@ class Chooser:
                 plan = None
         wanted = plan.count if plan is not None else NOTHING if cap == NOTHING else MEASURE
         spread = NOWHERE if plan is None else plan.spread
-        agreed = self._agree(wanted, spread)
+        agreed, alike = self._agree(wanted, spread)
         if profile is None or plan is None or agreed[0] == MEASURE:
             measured = agreed[0] == MEASURE and cap != NOTHING
             recording = Recording(self.memory, self._order, now.long, self._transport) if measured else None
             return None, recording
         if agreed != (wanted, spread):
             plan = choose(profile, self._base, self._limit, size, long=now.long, agreed=agreed)
+        if agreed[0].on_host and not alike:  # elsewhere than this process has planned
+            plan = self._fitting(plan, profile, size, cap, now.long)
         self._note(size, profile, plan)
         return plan, None
 
-    def _agree(self, wanted: Count, spread: Spread) -> tuple[Count, Spread]:
-        """What all processes can do."""
+    def _agree(self, wanted: Count, spread: Spread) -> tuple[tuple[Count, Spread], bool]:
+        """What all processes can do, and whether all of them want just that."""
         assert self._ranks is not None  # there is one since `_begin`
-        whole, attention, on_host, start, lag = self._ranks.least(*wanted, -spread.start, -spread.lag)
-        return Count(whole, attention, on_host), Spread(max(on_host, 0), -start, -lag)
+        numbers = (*wanted, -spread.start, -spread.lag)
+        found = self._ranks.least(*numbers, *(-number for number in numbers))
+        least, most = found[: len(numbers)], tuple(-number for number in found[len(numbers) :])
+        whole, attention, on_host, start, lag = least
+        return (Count(whole, attention, on_host), Spread(max(on_host, 0), -start, -lag)), least == most
+
+    def _fitting(self, plan: Plan, profile: Profile, size: Size, cap: Count | None, long: bool) -> Plan:
+        """`plan` if it fits in all processes, or else the one without the host that does."""
+        assert self._ranks is not None
+        without = choose(profile, self._base, self._limit, size, cap, long)
+        fits = plan.peak <= max(self._limit, self._base + profile.peak)
+        every, whole, attention = self._ranks.least(fits, len(without.kept), len(without.attention))
+        if every:
+            return plan
+        agreed = Count(whole, attention), NOWHERE
+        return choose(profile, self._base, self._limit, size, long=long, agreed=agreed)
 
     def offload(self, plan: Plan | None) -> Offload | None:
         """What carries activations of a micro-batch to the host and back; None if there is nothing to carry."""

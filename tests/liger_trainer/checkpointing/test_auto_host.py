@@ -9,6 +9,8 @@ from auto_runs import At, build, same_bits, train
 from counted_memory import Carries, CountedMemory
 from tiny_models import ragged_rows, tiny_model
 
+from liger_trainer.checkpointing import chooser
+from liger_trainer.checkpointing.agreement import Ranks
 from liger_trainer.checkpointing.memory import GIB
 
 
@@ -133,6 +135,30 @@ def test_the_inputs_of_layers_go_there_when_a_budget_is_not_met(tmp_path):
     assert chosen.peak <= budget * GIB < without.peak
     assert "inputs of checkpointed layers waited in the host's memory" in str(chosen)
     assert chosen.to_dict()["inputs_on_host"] is True
+
+
+@pytest.mark.parametrize("start, lag", [(0, 4), (2, 1), (0, 1)])
+def test_a_process_with_a_slower_link_does_not_take_the_memory_of_others(start, lag, tmp_path, monkeypatch):
+    """The agreed plan holds activations for longer than this process has reckoned with."""
+
+    class OfTwo(Ranks):
+        def least(self, *numbers):
+            if len(numbers) == 3:
+                return numbers
+            other = (99, 99, 3, -start, -lag)
+            return tuple(map(min, numbers, (*other, *(-number for number in other))))
+
+    monkeypatch.setattr(chooser, "Ranks", OfTwo)
+    monkeypatch.setattr(auto_runs, "uneven_rows", rows_of_one_length)
+    memory, peaks = memory_with(Carries()), []
+    watch = At(2, lambda: (memory.start_peak(), peaks.append(memory.peak)))
+    trainer = build(
+        tmp_path, "auto", memory, [watch], model=frozen_model(8), max_steps=3, gradient_accumulation_steps=1,
+        memory_budget=2.6e6 / GIB,
+    )  # fmt: skip
+    train(trainer)
+    assert peaks[0]() <= trainer.checkpointing.peak <= 2.6e6
+    assert trainer.checkpointing.kept > 1
 
 
 @pytest.mark.parametrize("rate, room", [(1.0, 1 << 30), (1e15, 3 << 20)], ids=["slow", "little-room"])
