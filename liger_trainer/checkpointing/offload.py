@@ -171,13 +171,12 @@ class _Call:
     def fetch(self) -> None:
         """Begin to copy back from the host what has left the GPU."""
         absent = [kept for kept in self._storages.values() if kept.storage is None and kept.back is None]
-        for kept in absent:
-            kept.back = torch.empty(kept.size, dtype=torch.uint8, device=self._device())
+        room = [torch.empty(kept.size, dtype=torch.uint8, device=self._device()) for kept in absent]  # may be too much
         if absent:
             with self._beside():
-                for kept in absent:
-                    assert kept.slot is not None and kept.back is not None
-                    kept.back.copy_(kept.slot.bytes, non_blocking=True)
+                for kept, back in zip(absent, room, strict=True):
+                    assert kept.slot is not None
+                    kept.back = back.copy_(kept.slot.bytes, non_blocking=True)
 
     def wait(self) -> None:
         """Let the GPU wait for the copies that have begun."""

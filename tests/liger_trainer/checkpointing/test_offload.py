@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from counted_memory import CountedMemory
 from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -282,6 +283,29 @@ def test_nothing_is_left_behind(way, layers):
         assert way != "no backward"
     assert host.in_use == 0, "without the garbage collector, which may come too late for the memory of a GPU"
     assert same(run(layers, x, through(offload_of(host))), run(layers, x, plain))
+
+
+@pytest.mark.skipif(GPU is not None, reason="it counts CPU tensors")
+def test_what_had_no_room_when_it_was_fetched_is_fetched_again(layers):
+    """Whoever catches the error and runs the backward pass again gets the values, not what the memory had before."""
+    x, failures = randn(2, 5, 16), 0
+    want = run(layers, x, plain)[1]
+    for room in range(12_000, 32_000, 1000):
+        call, inputs = through(offload_of(Host()), (0, 1, 2)), x.clone().requires_grad_()
+        with CountedMemory() as memory:
+            y = inputs * 2
+            for number, layer in enumerate(layers):
+                y = call(number, layer, y, None)
+            loss = y.square().sum()
+            memory.size = memory.now + room
+            try:
+                loss.backward(retain_graph=True)
+            except torch.OutOfMemoryError:
+                failures += 1
+            memory.size = inputs.grad = None
+            loss.backward()
+        assert torch.equal(inputs.grad, want)
+    assert failures
 
 
 @pytest.mark.parametrize("backward", [1, 2])
