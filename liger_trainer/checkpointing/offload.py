@@ -77,8 +77,8 @@ class _Storage:
             raise RuntimeError(self.broken)
         if self.back is None:
             self.call.fetch()
-        self.call.wait()
         assert self.back is not None
+        self.call.give(self.back)
         return self.back
 
 
@@ -183,6 +183,15 @@ class _Call:
         event, self._event = self._event, None
         if event is not None and self._compute is not None:
             self._compute.wait_event(event)
+
+    def give(self, back: torch.Tensor) -> None:
+        """Let the stream that is about to read `back` wait for its copy, and its memory for what the stream reads."""
+        self.wait()
+        if self.stream is not None and self._compute is not None:
+            reader = torch.cuda.current_stream(self.stream.device)
+            if reader != self._compute:  # a part of the layer has run on a stream of its own
+                reader.wait_stream(self._compute)
+                back.record_stream(reader)
 
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.stream is None else self.stream.device
