@@ -7,10 +7,10 @@ activations are gone again before the gradients of the other layers have grown. 
 attention come before all other activations, since a byte of them saves more time.
 
 A call whose activations wait on the host takes up their bytes twice for a short while: until they have been copied, and
-from when they are fetched again. Its hidden states are counted all the while, and a second time from when they are
-fetched, since somebody else may hold them too: a hook, or, those of the first call, the function that calls the layers.
-These calls lie evenly between the others, so that the copies keep up with what is computed, and there are no more of
-them than it takes for nothing to be computed again.
+from when they are fetched again. In between it does not even hold its hidden states. But somebody else may hold them: a
+hook, or, those of the first call, the function that calls the layers. Until it was seen that nobody does, they are
+counted all the while, and a second time from when they are fetched. These calls lie evenly between the others, so that
+the copies keep up with what is computed, and there are no more of them than it takes for nothing to be computed again.
 """
 
 import math
@@ -171,4 +171,9 @@ class _Choice:
         call, extra = self.calls[i], self.calls[i].extra or 0
         copied, fetched, last = self.calls[i + 1 + spread.lag].first, self.calls[i + spread.ahead].last, call.last
         assert fetched is not None and last is not None
-        return [(call.first, copied, extra), (fetched, last, extra + call.given)]
+        gone = call.given if call.left else 0
+        return [
+            (call.first, copied, extra),
+            (copied, fetched, call.stays - gone),
+            (fetched, last, extra + call.given - gone),
+        ]

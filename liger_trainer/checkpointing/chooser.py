@@ -56,6 +56,7 @@ class Chooser:
         self._window: list[Before] = []  # the micro-batches since the last optimizer step
         self._began = self._stepped = False  # whether there was a micro-batch, and an optimizer step
         self._warned = False  # of a budget that is too small
+        self._shared = False  # whether weights are of several layers
         self._now: MicroBatch | None = None
         self._parameters: list[nn.Parameter] | None = None
         self._ranks: Ranks | None = None
@@ -67,10 +68,20 @@ class Chooser:
         switches.install(self.model, self._call)
         self._ranks = Ranks()
         self._parameters = list(self.model.parameters())  # a callback may train others later
+        self._shared = switches.share_weights(self.model)
         self._carrier = None
         if self._transport is not None:
             self._carrier = Carrier(self._transport.host.room, self._transport.rate)
         return self._parameters
+
+    @property
+    def forgets_casts(self) -> bool:
+        """Whether autocast forgets the weights of a layer in 16 bits when it has been called.
+
+        It remembers them for whoever uses these weights again in the forward pass, who here is nobody. So layers that
+        are computed again do not hold them until its end, and what others hold of them is part of what is measured.
+        """
+        return self._stepped and not self._shared and not self._order.repeats
 
     def end(self) -> None:
         """Leave the model as it was before the first micro-batch."""
@@ -131,6 +142,8 @@ class Chooser:
             self.outcome.highest = self.memory.highest
         elif now.outgrew:
             self._outgrown.add(adds)
+        elif now.offload is not None and now.plan is not None and now.size is not None:
+            self._profiles[adds] = self._profiles[adds].with_seen(now.offload.seen, now.size)
         return result
 
     def _go_back(self, trainer: Any, step: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

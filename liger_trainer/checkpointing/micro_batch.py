@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from liger_trainer.checkpointing import keep_attention, offload
 from liger_trainer.checkpointing.measure import Order, Recording, tensors_in
 from liger_trainer.checkpointing.offload import Offload
@@ -62,7 +64,10 @@ class MicroBatch:
 
         def run(*args: Any) -> Any:  # also when the backward pass computes the layer again
             with self._running():
-                return function(*args)
+                output = function(*args)
+            if self._chooser.forgets_casts:
+                torch.clear_autocast_cache()
+            return output
 
         if self.order is not None and size is not None:
             self.order.add(switch, size)
@@ -95,7 +100,7 @@ class MicroBatch:
         if number in plan.on_host and self.offload is not None and offload.is_possible():
             hidden = hidden_of(function, args)
             others = [x for x in given(function, args) if x is not hidden]
-            return self.offload.call(number, switch.module(), run, args, others)
+            return self.offload.call(number, switch.module(), run, args, others, hidden)
         if number in plan.attention and keep_attention.is_possible(switch.checkpointed):
             return keep_attention.checkpoint(checkpointed, run, args)
         return checkpointed(run, *args)

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from liger_trainer.checkpointing.host_memory import HostMemory, Slot
-from liger_trainer.checkpointing.plan import Spread
+from liger_trainer.checkpointing.plan import Seen, Spread
 from liger_trainer.instance.kept import Kept, how_modified, keep, unchanged
 
 
@@ -123,6 +123,8 @@ class _Call:
         self.host, self.stream, self._module = host, stream, module
         self._elsewhere = {x.untyped_storage()._cdata for x in _plain_in(given)}
         self._storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        self.number: int | None = None  # of a call all activations of which are copied
+        self.hidden: weakref.ref[torch.UntypedStorage] | None = None  # what it was given
         self._event: torch.cuda.Event | None = None  # the end of the copies
         self._compute: torch.cuda.Stream | None = None
 
@@ -165,6 +167,11 @@ class _Call:
         for kept in list(self._storages.values()):
             if kept.slot is not None:
                 kept.leave_gpu()
+
+    def seen(self) -> Seen:
+        """What of it is on the GPU after `settle`."""
+        stays = sum(kept.size for kept in self._storages.values() if kept.slot is None)
+        return Seen(self.hidden is None or self.hidden() is None, stays)
 
     # In the backward pass
 
@@ -229,16 +236,21 @@ class Offload:
         host (`HostMemory`): Where it waits.
         stream (`torch.cuda.Stream`, *optional*): On which it is copied. None on a device that copies at once.
         spread (`Spread`): How long copies of all activations of a call take.
+
+    Attributes:
+        seen (`dict[int, Seen]`): By the number of each call whose activations are on the host, what of it is not.
     """
 
     def __init__(self, host: HostMemory, stream: torch.cuda.Stream | None, spread: Spread):
         self.host, self.stream, self.spread = host, stream, spread
+        self.seen: dict[int, Seen] = {}
         self._copied: defaultdict[int, list[_Call]] = defaultdict(list)  # by the number of the call that waits for it
         self._fetched: defaultdict[int, list[_Call]] = defaultdict(list)  # by the call whose backward pass begins it
 
     def call(
-        self, number: int, module: nn.Module | None, run: Callable[..., Any], args: tuple[Any, ...], given: Any
-    ) -> Any:
+        self, number: int, module: nn.Module | None, run: Callable[..., Any], args: tuple[Any, ...], given: Any,
+        hidden: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
         """Return `run(*args)`, of which autograd keeps on the host what it needs.
 
         Args:
@@ -246,8 +258,12 @@ class Offload:
             module (`nn.Module` or `None`): The layer, whose weights stay where they are.
             run (`Callable`), args (`tuple`): The function to be called, and what it is given.
             given: Tensors that stay on the GPU, because all layers are given them.
+            hidden (`torch.Tensor`, *optional*): One that it alone is given, of which `seen` tells.
         """
         call = self._new(number, self.spread.lag, self.spread.ahead, module, given)
+        call.number = number
+        if hidden is not None:
+            call.hidden = weakref.ref(hidden.untyped_storage())
         with saved_tensors_hooks(call, _value_of):
             output = run(*args)
         call.send()
@@ -283,6 +299,8 @@ class Offload:
         """To be called before each call of a layer."""
         for call in self._copied.pop(number, ()):
             call.settle()
+            if call.number is not None:
+                self.seen[call.number] = call.seen()
 
     def returned(self, number: int, outputs: Iterable[torch.Tensor]) -> None:
         """To be called after each call of a layer, with what it has returned."""

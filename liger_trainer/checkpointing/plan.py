@@ -5,7 +5,7 @@ Measured are the most bytes that were allocated in each moment while every layer
 more a call takes up when its activations are kept. All sizes are bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -77,6 +77,18 @@ class Spread(NamedTuple):
 NOWHERE = Spread(0, 0, 0)
 
 
+class Seen(NamedTuple):
+    """What was seen of a call when its activations had been copied to the host.
+
+    Attributes:
+        left (`bool`): Whether the hidden states that it was given are gone from the GPU.
+        stays (`int`): How many bytes of its activations are not.
+    """
+
+    left: bool
+    stays: int
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a layer.
@@ -90,6 +102,9 @@ class Call:
             known, or it has none that could be kept.
         given (`int`): The bytes of the hidden states that it is given, if they stay on the GPU when it is checkpointed.
         away (`int`): Their bytes if they wait on the host then. They are part of `extra`.
+        left (`bool`): Whether it was seen that the hidden states are gone from the GPU when its activations are on the
+            host. Without that, somebody else may hold them.
+        stays (`int`): How many bytes of `extra` were seen to stay on the GPU then.
     """
 
     size: Size
@@ -99,6 +114,8 @@ class Call:
     attention: int | None = None
     given: int = 0
     away: int = 0
+    left: bool = False
+    stays: int = 0
 
     def merged(self, other: "Call") -> "Call":
         """What covers both. Extras grow with the tokens."""
@@ -113,7 +130,8 @@ class Call:
         extra = grown((self.extra, self.size), (other.extra, other.size))
         attention = grown((self.attention, self.size), (other.attention, other.size))
         given, away = max(self.given, other.given), max(self.away, other.away)
-        return Call(size, extra, self.first, self.last, attention, given, away)
+        left, stays = self.left or other.left, max(self.stays, other.stays)
+        return Call(size, extra, self.first, self.last, attention, given, away, left, stays)
 
 
 @dataclass(frozen=True)
@@ -150,6 +168,20 @@ class Profile:
         """How much of the activations there are when the first layer is given `size`. 1 if layers differ in size."""
         of_all = {call.size for call in self.calls}
         return min(1.0, of_all.pop().share(size)) if len(of_all) == 1 else 1.0
+
+    def with_seen(self, seen: dict[int, Seen], size: Size) -> "Profile":
+        """With what was seen of calls whose activations were on the host, when the first layer was given `size`.
+
+        Of what stays on the GPU, as much is expected of the calls that hold as much as one of these.
+        """
+        stays: dict[int | None, int] = {}
+        for number, of_call in seen.items():
+            extra = self.calls[number].extra
+            stays[extra] = max(stays.get(extra, 0), round(of_call.stays / self.share(size)))
+        calls = [replace(call, stays=max(call.stays, stays.get(call.extra, 0))) for call in self.calls]
+        for number, of_call in seen.items():
+            calls[number] = replace(calls[number], left=of_call.left)
+        return replace(self, calls=tuple(calls))
 
     def merged(self, other: "Profile") -> "Profile":
         """What covers both; it is `other` if their calls are not made in the same order."""

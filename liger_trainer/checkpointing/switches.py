@@ -77,6 +77,14 @@ def _put(model: nn.Module, decide: Decide) -> None:
             setattr(module, _ATTRIBUTE, Switch(decide, module, function))
 
 
+def share_weights(model: nn.Module) -> bool:
+    """Whether a weight is of several layers with switches."""
+    switched = {module for module in model.modules() if isinstance(vars(module).get(_ATTRIBUTE), Switch)}
+    layers = [layer for layer in switched if switched.isdisjoint(set(layer.modules()) - {layer})]  # not a whole model
+    weights = [id(weight) for layer in layers for weight in layer.parameters()]
+    return len(set(weights)) < len(weights)
+
+
 class _Setter:
     """In the place of the method by which `model` turns checkpointing on and off: it puts the switches in again."""
 

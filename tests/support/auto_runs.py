@@ -4,6 +4,7 @@ The model is not patched unless a test says so: that is much faster where Triton
 """
 
 import torch
+from counted_memory import CountedMemory
 from tiny_models import collate, ragged_rows, tiny_model
 from transformers import TrainerCallback
 
@@ -21,6 +22,30 @@ def uneven_rows(n=128, shortest=4, longest=48):
         row["input_ids"] = (row["input_ids"] * 12)[:length]
         row["labels"] = list(row["input_ids"])
     return rows
+
+
+def rows_of_one_length(length=64):
+    """Rows that differ in nothing but their tokens."""
+    rows = ragged_rows(48)
+    for row in rows:
+        row["input_ids"] = (row["input_ids"] * length)[:length]
+        row["labels"] = list(row["input_ids"])
+    return rows
+
+
+def frozen_model(layers=24, attention_dropout=0.1):
+    """Only its norms learn: there are hardly any gradients, and the peak lies at the end of the forward pass."""
+    model = tiny_model("llama", attention_dropout=attention_dropout, num_hidden_layers=layers)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("layernorm" in name)
+    return model
+
+
+def memory_with(carries, size=None):
+    """A counted memory from which `carries` takes activations to the host."""
+    memory = CountedMemory(size)
+    memory.carries = carries
+    return memory
 
 
 def build(out, checkpointing, memory=None, callbacks=(), trainer_class=LigerTrainer, model=None, **options):

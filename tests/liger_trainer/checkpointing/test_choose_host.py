@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from liger_trainer.checkpointing.choose import Carrier, choose
-from liger_trainer.checkpointing.plan import NOTHING, Call, Count, Profile, Size, Spread
+from liger_trainer.checkpointing.plan import NOTHING, Call, Count, Profile, Seen, Size, Spread
 
 SIZE = Size(4, 100)
 LAYERS, EXTRA, GIVEN = 12, 100, 10
@@ -20,8 +20,11 @@ FAST = Carrier(room=10**6, rate=2 * (EXTRA + GIVEN))  # half a second for the ac
 SLOW = Carrier(room=10**6, rate=(EXTRA + GIVEN) / 2.5)  # two and a half
 
 
-def peak_by_hand(plan):
-    """Walk through the moments and add up what each call holds."""
+def peak_by_hand(plan, left=(), stays=0):
+    """Walk through the moments and add up what each call holds.
+
+    The hidden states of calls `left` are gone in between, and `stays` bytes of each call on the host are not.
+    """
     moments = list(MOMENTS)
     for i in plan.kept:
         for moment in range(i + 1, 2 * LAYERS - i):
@@ -30,7 +33,8 @@ def peak_by_hand(plan):
         for moment in range(i + 1, 2 * LAYERS - i):
             copied = moment >= i + 2 + plan.spread.lag
             fetched = moment >= 2 * LAYERS - i - plan.spread.ahead
-            moments[moment] += EXTRA + GIVEN if fetched else 0 if copied else EXTRA
+            gone = GIVEN if i in left else 0
+            moments[moment] += EXTRA + GIVEN - gone if fetched else stays - gone if copied else EXTRA
     return max(moments)
 
 
@@ -47,6 +51,19 @@ def test_fewer_calls_are_computed_again_within_the_limit(limit, carrier):
     assert plan.peak == peak_by_hand(plan) <= limit
     assert not plan.kept & plan.on_host
     assert len(plan.kept | plan.on_host) > len(without.kept)
+
+
+@pytest.mark.parametrize("limit", [370, 500, 800])
+def test_what_was_seen_counts(limit):
+    left = range(1, LAYERS)
+    seen = PROFILE.with_seen({i: Seen(i in left, stays=0) for i in range(LAYERS)}, SIZE)
+    plan = choose(seen, 0, limit, SIZE, carrier=FAST)
+    assert plan.peak == peak_by_hand(plan, left) <= limit
+    assert len(plan.kept | plan.on_host) > len(choose(PROFILE, 0, limit, SIZE, carrier=FAST).kept)
+    stays = PROFILE.with_seen({i: Seen(True, stays=20) for i in range(LAYERS)}, Size(2, 100))  # 40 of the whole size
+    plan = choose(stays, 0, limit, SIZE, carrier=FAST)
+    assert plan.peak == peak_by_hand(plan, range(LAYERS), 40) <= limit
+    assert stays.merged(PROFILE) == stays, "a new measurement does not know more"
 
 
 def test_no_more_than_it_takes():

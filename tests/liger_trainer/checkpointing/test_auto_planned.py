@@ -1,0 +1,130 @@
+"""With `activation_checkpointing: auto` a micro-batch takes no more than was planned, and no more than the budget."""
+
+import auto_runs
+import pytest
+import torch
+from auto_runs import At, build, frozen_model, memory_with, rows_of_one_length, train
+from counted_memory import Carries, CountedMemory
+from tiny_models import tiny_model
+
+from liger_trainer.checkpointing import chooser, switches
+from liger_trainer.checkpointing.agreement import Ranks
+from liger_trainer.checkpointing.measure import Order
+from liger_trainer.checkpointing.memory import GIB
+from liger_trainer.checkpointing.plan import Size
+
+
+@pytest.fixture(autouse=True)
+def one_length(monkeypatch):
+    monkeypatch.setattr(auto_runs, "uneven_rows", rows_of_one_length)
+
+
+def planned_and_real(out, memory, model, steps, budget=None, **options):
+    """Train `steps` steps of a micro-batch. Returns the trainer, and [planned, real] peaks from the third step on."""
+    found = []
+
+    def next_step():
+        if found:
+            found[-1] = [trainer.checkpointing.peak, memory.peak()]
+        memory.start_peak()
+        found.append(None)
+
+    trainer = build(
+        out, "auto", memory, [At(step, next_step) for step in range(2, steps)], model=model, max_steps=steps,
+        gradient_accumulation_steps=1, memory_budget=None if budget is None else budget / GIB, **options,
+    )  # fmt: skip
+    train(trainer)
+    found[-1] = [trainer.checkpointing.peak, memory.peak()]
+    return trainer, found
+
+
+def hooked(model):
+    """Somebody holds what the layers return until the next micro-batch."""
+    held = []
+    model.register_forward_pre_hook(lambda *_: held.clear())
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, args, output: held.append(output))
+    return model
+
+
+@pytest.mark.parametrize("with_hooks", [False, True], ids=["alone", "hooks"])
+@pytest.mark.parametrize("budget, rate", [(2.6e6, 1e15), (2.6e6, 1e6), (3.2e6, 1e15)])
+def test_hidden_states_that_somebody_else_holds(budget, rate, with_hooks, tmp_path):
+    """The first layer's are held until the end of the forward pass, where an adapter has its peak. Where nobody holds
+    those of the others, the next plan reckons with that."""
+    model = hooked(frozen_model(8)) if with_hooks else frozen_model(8)
+    trainer, peaks = planned_and_real(tmp_path, memory_with(Carries(rate=rate)), model, 4, budget)
+    assert all(real <= planned <= budget for planned, real in peaks)
+    assert trainer.checkpointing.on_host > 0
+    assert with_hooks or rate < 1e15 or peaks[1][0] < peaks[0][0]
+
+
+def test_a_tensor_that_is_too_large_for_what_is_used_of_it(tmp_path):
+    """It stays on the GPU. The first plan does not know of it, and the second one does."""
+    model = frozen_model(8)
+    for layer in model.model.layers:
+
+        def forward(x, of_layer=layer.mlp.forward):
+            one, other = (torch.cat([x] * 12, -1) for _ in range(2))
+            return of_layer(x) + torch.tanh(one[..., :32].clone()) * other[..., :32].detach()
+
+        layer.mlp.forward = forward
+    trainer, peaks = planned_and_real(tmp_path, memory_with(Carries()), model, 5, 3.6e6)
+    (planned, real), *others = peaks
+    assert real > planned, "or there is nothing to be learned"
+    assert all(real <= planned <= 3.6e6 for planned, real in others)
+    assert trainer.checkpointing.on_host > 0
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_weights_that_autocast_has_made_of_others(length, tmp_path, monkeypatch):
+    """A layer that keeps its activations keeps these too, others only as long as they are called."""
+    monkeypatch.setattr(auto_runs, "uneven_rows", lambda: rows_of_one_length(length))
+    model = tiny_model("llama", num_hidden_layers=8, intermediate_size=512)
+    trainer, peaks = planned_and_real(tmp_path, CountedMemory(), model, 4, bf16=True, optim="sgd")
+    assert trainer.checkpointing.kept == 8
+    assert all(real <= planned for planned, real in peaks)
+
+
+def test_autocast_remembers_weights_that_several_layers_use():
+    model = tiny_model("llama", num_hidden_layers=3)
+    model.gradient_checkpointing_enable()
+    switches.install(model, lambda switch, function, args: switch.checkpointed(function, *args))
+    assert not switches.share_weights(model)
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    assert switches.share_weights(model)
+    order, layers = Order(), [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers]
+    for layer in layers:
+        order.add(layer, Size(2, 8))
+    assert not order.repeats
+    order.add(layers[0], Size(2, 8))
+    assert order.repeats
+
+
+@pytest.mark.parametrize("start, lag", [(0, 4), (2, 1), (0, 1)])
+def test_a_process_with_a_slower_link_does_not_take_the_memory_of_others(start, lag, tmp_path, monkeypatch):
+    """The agreed plan holds activations for longer than this process has reckoned with."""
+
+    class OfTwo(Ranks):
+        def least(self, *numbers):
+            if len(numbers) == 3:
+                return numbers
+            other = (99, 99, 3, -start, -lag)
+            return tuple(map(min, numbers, (*other, *(-number for number in other))))
+
+    monkeypatch.setattr(chooser, "Ranks", OfTwo)
+    trainer, peaks = planned_and_real(tmp_path, memory_with(Carries()), frozen_model(8), 3, 2.6e6)
+    assert all(real <= planned <= 2.6e6 for planned, real in peaks)
+    assert trainer.checkpointing.kept > 1
+
+
+@pytest.mark.parametrize("rate, room", [(1.0, 1 << 30), (1e15, 3 << 20)], ids=["slow", "little-room"])
+def test_layers_that_keep_their_activations_keep_their_inputs_too(rate, room, tmp_path):
+    """Also where the inputs of checkpointed layers are on the host, where they are not part of what was measured.
+
+    What they take of the host's memory is not there for other activations.
+    """
+    model = frozen_model(52, attention_dropout=0.0)
+    trainer, peaks = planned_and_real(tmp_path, memory_with(Carries(room, rate)), model, 5, 3.65e6)
+    assert trainer.checkpointing.inputs_on_host and trainer.checkpointing.kept > 1
+    assert peaks[-1][1] <= peaks[-1][0] <= 3.65e6
