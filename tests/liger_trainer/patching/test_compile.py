@@ -27,8 +27,14 @@ def loss_and_gradients(model, batch, **kwargs):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "model_type, call",
+    [
+        pytest.param(model_type, call, marks=pytest.mark.slow if model_type != "llama" and call != "trl" else ())
+        for model_type in ("llama", "qwen3", "gemma2")
+        for call in CALLS
+    ],
+)
 def test_traces_without_a_break(model_type, call):
     model, batch = tiny_model(model_type).train(), collate(ragged_rows(4))
     apply_liger(model)
@@ -199,7 +205,10 @@ def losses(trainer_class, tmp_path, rows, compiled, **options):
 EVEN = [{"input_ids": list(range(k, k + 12)), "labels": list(range(k, k + 12))} for k in range(2, 10)]
 
 
-@pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
+BOTH = [LigerTrainer, pytest.param(LigerSFTTrainer, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("trainer_class", BOTH)
 def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
     """Rows of one length, then ragged ones: the first are attended without a mask, and the losses are those of a run
     that is not compiled."""
@@ -212,7 +221,7 @@ def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
     assert asked and all(asked)  # asked of rows of one length only
 
 
-@pytest.mark.parametrize("trainer_class", [LigerTrainer, LigerSFTTrainer])
+@pytest.mark.parametrize("trainer_class", BOTH)
 def test_without_liger_masks_stay(trainer_class, tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(masks, "without_mask_of_ones", lambda *args: called.append(args))

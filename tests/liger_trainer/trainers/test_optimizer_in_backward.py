@@ -349,6 +349,7 @@ def test_half_a_step_is_not_gone_on_with(tmp_path):
     assert trainer.state.global_step == 1
 
 
+@pytest.mark.slow
 def test_compiled(tmp_path):
     same_training(tmp_path, model=model_of(), torch_compile=True, torch_compile_backend="aot_eager", **SHORT)
 

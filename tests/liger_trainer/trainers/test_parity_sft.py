@@ -15,8 +15,14 @@ from liger_trainer import LigerSFTTrainer
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    "model_type, kind",
+    [
+        pytest.param(model_type, kind, marks=pytest.mark.slow if kind == "lora" and model_type != "llama" else ())
+        for model_type in MODELS
+        for kind in ("full", "lora")
+    ],
+)
 def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":
