@@ -12,9 +12,9 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from liger_trainer.head.find import base_model_of, head_reason, output_head
+from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
-from liger_trainer.instance.binding import own_class
+from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.patching import float8
 from liger_trainer.patching.packing import why_rows_mix
 from liger_trainer.trainers import fp8_fields
@@ -30,6 +30,12 @@ def refuse_before_patching(trainer: "LigerTrainerMixin", model: nn.Module) -> No
     if not trainer.uses_liger:
         if trainer.has_own_loss:
             raise ValueError(f"{name} overrides {trainer.loss_hook}, which needs use_liger=True; got use_liger=False.")
+        bindings = [Binding.of(module) for module in model.modules()]
+        if has_fused_head(model) or any(binding is not None and not binding.aside for binding in bindings):
+            raise ValueError(
+                "use_liger is False, but the model has been patched before, by another trainer or by apply_liger, and "
+                "would go on computing with the kernels. Load the model anew, or call remove_liger(model) first."
+            )
         return
     if trainer._wants("fused_linear_cross_entropy") and output_head(model) is None:
         raise ValueError(

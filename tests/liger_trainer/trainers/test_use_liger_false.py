@@ -35,6 +35,18 @@ def test_an_option_that_we_refuse_trains_as_stock(method, options, tmp_path):
             one(method, ours(method), tmp_path, **options)
 
 
+def test_a_model_that_is_patched_already_is_refused(tmp_path):
+    model = tiny_model("llama")
+    args = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    rows = {"train_dataset": ragged_rows(4), "data_collator": collate}
+    liger_trainer.LigerTrainer(model, liger_trainer.LigerTrainingArguments(**args, max_steps=1), **rows).train()
+    args = liger_trainer.LigerTrainingArguments(**args, use_liger=False)
+    with pytest.raises(ValueError, match=r"use_liger is False, but the model has been patched before, .*remove_liger"):
+        liger_trainer.LigerTrainer(model, args)
+    liger_trainer.remove_liger(model)
+    assert liger_trainer.LigerTrainer(model, args).liger_report is None
+
+
 @pytest.mark.parametrize("method", ["ORPO", "CPO"])
 def test_a_tokenizer_without_padding_is_left_as_it_is(method, tmp_path):
     seen = {}
