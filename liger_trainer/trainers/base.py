@@ -191,7 +191,7 @@ class LigerTrainerMixin(StockTrainer):
 
     @contextmanager
     def _explaining_missing_logits(self) -> Iterator[None]:
-        """Adds advice to the error of a `compute_loss` of the user's that found `None` in the place of logits."""
+        """Adds advice to the error of a loss of the user's that found no logits, or `None` for an output."""
         try:
             yield
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -199,6 +199,8 @@ class LigerTrainerMixin(StockTrainer):
             unpacked = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
             if (of_none or unpacked) and self.head_is_ours and self._overrides_compute_loss:
                 error.add_note(self._ways_to_a_loss_of_logits())
+            elif self.loss_hook == "token_loss" and self.has_own_loss and (of_none or "FusedLMOutput" in str(error)):
+                error.add_note(init_checks.what_token_loss_gets(self))
             raise
 
     def _without_head(self, model: nn.Module, options: HeadOptions) -> None:

@@ -115,6 +115,17 @@ def refuse_unknown_outputs(trainer: "LigerTrainerMixin") -> None:
             )
 
 
+def what_token_loss_gets(trainer: "LigerTrainerMixin") -> str:
+    """What to say where `token_loss` has read an output that is not there."""
+    others = [name for name in (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS) if name != "log_probs"]
+    return (
+        f"{type(trainer).__name__} overrides token_loss, whose outputs have log_probs, label_mask and what "
+        f"token_outputs names, which is {trainer.token_outputs!r}. Name there what token_loss reads, any of "
+        f"{', '.join(others)}. There are no logits: a loss that needs them overrides compute_loss and calls "
+        "model(..., skip_logits=False)."
+    )
+
+
 def refuse_a_model_unfit_for_own_loss(trainer: "LigerTrainerMixin") -> None:
     """ValueError if the model keeps its plain head, or if its labels are not those that `token_loss` is to score."""
     name = type(trainer).__name__
