@@ -224,7 +224,7 @@ def _check_packages(path: Path, value: Value) -> None:
             )
 
     for key, (module, package) in _FLAGS.items():
-        if value(key):
+        if value(key) and not (key == "use_liger_kernel" and value("use_liger")):  # refused, installed or not
             need(key, value(key), package, importlib.util.find_spec(module))
     for patterns, module, package in _OPTIMIZERS:
         if any(fnmatch.fnmatchcase(value("optim"), pattern) for pattern in patterns):

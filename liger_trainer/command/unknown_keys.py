@@ -12,10 +12,28 @@ from liger_trainer.errors import RecipeError
 # These keys of a recipe are also keywords of `from_pretrained`, so they may stand under `model_init_kwargs` too.
 _SHARED_WITH_MODEL_INIT = {"dtype", "attn_implementation", "trust_remote_code", "router_aux_loss_coef"}
 
+# What other tools, and earlier releases of transformers and TRL, call a key, where a name that looks alike is another.
+_OTHER_NAMES = {
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "lr": "learning_rate",
+    "lora_rank": "lora_r",
+    "model": "model_name_or_path",
+    "base_model": "model_name_or_path",
+    "dataset": "dataset_name",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "grad_accum": "gradient_accumulation_steps",
+}
+
 
 def nearest(key: str, known: Iterable[str], form: str = "Did you mean {}?") -> str:
     """A hint at the name in `known` that is most like `key`, with a space before it; empty if none is like it."""
-    match = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    known = list(known)
+    other = _OTHER_NAMES.get(key)
+    match = [other] if other in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return " " + form.format(match[0]) if match else ""
 
 

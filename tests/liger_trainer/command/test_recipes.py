@@ -122,6 +122,12 @@ def test_liger_config_from_file_and_command_line(tmp_path):
 
 UNKNOWN = {
     "misspelt": ("max_step: 3", "'max_step' (with value 3) is not a key of a recipe. Did you mean max_steps?"),
+    "another tool's name": (
+        "lr: 1e-4",
+        "'lr' (with value 0.0001) is not a key of a recipe. Did you mean learning_rate?",
+    ),
+    "another tool's batch size": ("batch_size: 4", "Did you mean per_device_train_batch_size?"),
+    "liger-kernel": ("use_liger_kernel: true", "use_liger and use_liger_kernel are both true"),
     "model key": ("lora_alhpa: 8", "Did you mean lora_alpha?"),
     "section": (
         "training:\n  max_steps: 3\n  use_liger: true",
