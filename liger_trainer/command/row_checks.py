@@ -157,11 +157,11 @@ def _wrong(rows, column: str, index: int, wanted: tuple[str, ...]) -> RecipeErro
     value = rows[index][column]
     expected = ", or ".join(_DESCRIBED[kind] for kind in wanted)
     message = f"Row {index} of the dataset has {column} {short(value)}; expected {expected}."
-    turn = next(iter(value), None) if isinstance(value, list) else None
+    turn = next(iter(value), None) if isinstance(value, list) else value
     if isinstance(turn, dict) and turn.get("from") is not None and "value" in turn:
         mend = (
             "Set prompt_template: sharegpt."
-            if column == "messages"
+            if column == "messages" or "conversations" in rows.column_names
             else "Set prompt_template: sharegpt, and name the column of the turns conversations."
         )
         return RecipeError(f"{message} It has turns with from and value. {mend}")

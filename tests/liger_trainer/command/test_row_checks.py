@@ -60,6 +60,11 @@ BAD = {
         [{"messages": [{"role": "user", "content": 1}]}],
         "Row 0 of the dataset has messages .*each with role and content",
     ),
+    "turns in chosen": (
+        "dpo",
+        [{"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]}],
+        "Row 0 of the dataset has chosen .* It has turns with from and value. Set prompt_template: sharegpt.$",
+    ),
     "turns in messages": ("sft", [{"messages": TURNS}], "Set prompt_template: sharegpt"),
     "turns in prompt": ("dpo", [{"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]}], "from and value"),
     "text, then messages": (
