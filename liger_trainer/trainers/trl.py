@@ -126,6 +126,21 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     return replaced
 
 
+@contextmanager
+def _naming_columns(rows: Any) -> Iterator[None]:
+    """Adds to the KeyError of a column that `rows` do not have, which TRL raises bare, which columns they have."""
+    try:
+        yield
+    except KeyError as error:
+        columns = getattr(rows, "column_names", None)
+        if isinstance(columns, list) and error.args and error.args[0] not in columns:
+            error.add_note(
+                f"train_dataset has the columns {', '.join(columns)}, and {error.args[0]!r} is looked for. Rename the "
+                "columns, or turn the rows into a form that the trainer reads: docs/recipes.md lists them by trainer."
+            )
+        raise
+
+
 class LigerTRLMixin(LigerTrainerMixin):
     """Patches the models of a TRL trainer while it is built. It goes before the stock class:
 
@@ -164,7 +179,8 @@ class LigerTRLMixin(LigerTrainerMixin):
                 if self._wants("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
                     for beginning in self.untrue_warnings:
                         warnings.filterwarnings("ignore", re.escape(beginning))
-                stock_init(*args, **kwargs)
+                with _naming_columns(given.get("train_dataset")):
+                    stock_init(*args, **kwargs)
             if self.liger_report is None:
                 self._apply_liger(self.model)
             self._finish_init()

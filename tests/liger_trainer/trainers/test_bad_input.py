@@ -6,9 +6,10 @@ The mend is in the message.
 import tempfile
 
 import pytest
-from tiny_models import classifier, collate, ragged_rows, tiny_model
+from datasets import Dataset
+from tiny_models import classifier, collate, ragged_rows, tiny_model, tiny_tokenizer
 
-from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
 
 
 def arguments(args_class=LigerTrainingArguments, **options):
@@ -36,6 +37,15 @@ def test_arguments(args_class, options, message):
 
 def test_liger_config_from_a_command_line_is_json():
     assert arguments(liger_config='{"rope": false}').liger_config == {"rope": False}
+
+
+def test_columns_that_the_trainer_does_not_read():
+    rows = Dataset.from_list([{"question": "a", "answer": "b"}])
+    given = {"train_dataset": rows, "processing_class": tiny_tokenizer()}
+    with pytest.raises(KeyError) as error:
+        LigerSFTTrainer(tiny_model("llama"), arguments(LigerSFTConfig), **given)
+    (note,) = error.value.__notes__
+    assert "train_dataset has the columns question, answer, and 'text' is looked for" in note
 
 
 def test_a_model_without_an_lm_head(tmp_path):
