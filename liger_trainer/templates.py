@@ -29,7 +29,7 @@ def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
             continue
         if not isinstance(value, str) or (key == "instruction" and not value.strip()):
             raise RecipeError(
-                f"Row {index} of the dataset has {key} {short(value)}; expected text. Mend or remove the row."
+                f"Row {index} of the dataset has {key} {short(value)}; expected text. Correct or remove the row."
             )
     template = _ALPACA_WITH_INPUT if row.get("input") else _ALPACA_WITHOUT_INPUT
     # Braces in the row's text are safe here: format reads those of the template and leaves inserted values alone.
@@ -85,14 +85,14 @@ def sharegpt_message(turn: Any, where: str, index: int) -> dict[str, str]:
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES or not isinstance(turn.get("value"), str):
         other_form = isinstance(turn, dict) and turn.get("role") is not None
         mend = "For role and content, name the column messages, and unset prompt_template." if other_form else (
-            "Mend or remove the row."
+            "Correct or remove the row."
         )  # fmt: skip
         raise RecipeError(
             f"Row {index} of the dataset has {where} {short(turn)}; expected from, one of {', '.join(_ROLES)}, and "
             f"value, a text. {mend}"
         )
     if not turn["value"].strip():
-        raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Mend or remove the row.")
+        raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Correct or remove the row.")
     return {"role": _ROLES[turn["from"]], "content": turn["value"]}
 
 
@@ -110,6 +110,6 @@ def last_turn_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
     if not well_formed or len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise RecipeError(
             f"Row {index} of the dataset has messages {short(messages)}; expected two or more turns of role and "
-            "content, the last one of the assistant. Mend or remove the row."
+            "content, the last one of the assistant. Correct or remove the row."
         )
     return {"prompt": messages[:-1], "completion": messages[-1:]}

@@ -122,14 +122,14 @@ def _check_mixed(rows, column: str, wanted: tuple[str, ...]) -> str:
             if kind is not None and found != kind:
                 raise RecipeError(
                     f"Row {index} of the dataset has {column} {short(value)}, {_NAMED[found]}, but row 0 has "
-                    f"{_NAMED[kind]}, and every row needs the same. Mend or remove the row."
+                    f"{_NAMED[kind]}, and every row needs the same. Correct or remove the row."
                 )
             kind = found
         start += len(batch[column])
     if kind == LABEL:
         raise RecipeError(
             f"In some rows of the dataset, {column} is text or a number, and in others true or false; expected "
-            f"{_DESCRIBED[LABEL]}, in every row. Mend those rows."
+            f"{_DESCRIBED[LABEL]}, in every row. Correct those rows."
         )
     assert kind is not None, "rows are never empty here"
     return kind
@@ -169,9 +169,9 @@ def _wrong(rows, column: str, index: int, wanted: tuple[str, ...]) -> RecipeErro
     others = [form[0] for form in _FORMS if mine is not None and form != mine and form[0] in rows.column_names]
     if value is None and others:
         return RecipeError(
-            f"{message} The rows have {others[0]} too, but every row needs the same columns. Mend or remove the row."
+            f"{message} The rows have {others[0]} too, but every row needs the same columns. Correct or remove the row."
         )
-    return RecipeError(f"{message} Mend or remove the row.")
+    return RecipeError(f"{message} Correct or remove the row.")
 
 
 def _check_prompt_within(rows, kind: str) -> None:

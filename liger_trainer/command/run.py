@@ -116,7 +116,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
         raise RecipeError(f"{recipe.path}: {error}{_template_hint(error, recipe)}") from error
     except TemplateError as error:
         raise RecipeError(
-            f"{recipe.path}: the chat template of the model refuses a row: {error}. Mend the row, or set "
+            f"{recipe.path}: the chat template of the model refuses a row: {error}. Correct the row, or set "
             "chat_template_path to another template, where the trainer has that key."
         ) from error
     except TypeError as error:

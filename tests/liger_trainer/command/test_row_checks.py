@@ -34,7 +34,7 @@ BAD = {
     "null completion": (
         "sft",
         [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
-        r"Row 1 of the dataset has completion None; expected text, .*role and content\. Mend or remove the row",
+        r"Row 1 of the dataset has completion None; expected text, .*role and content\. Correct or remove the row",
     ),
     "number as prompt": ("sft", [{"prompt": 3, "completion": "b"}], "Row 0 of the dataset has prompt 3; expected"),
     "no messages": ("sft", [{"messages": []}], r"Row 0 of the dataset has messages \[\]; expected a list of messages"),
@@ -100,7 +100,7 @@ BAD = {
     "number as label": (
         "kto",
         [{"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "completion": "b", "label": 2}],
-        r"Row 1 of the dataset has label 2; expected true or false, without quotes \(or 1 and 0\)\. Mend",
+        r"Row 1 of the dataset has label 2; expected true or false, without quotes \(or 1 and 0\)\. Correct",
     ),
     "null chosen": (
         "dpo",

@@ -310,9 +310,7 @@ def test_a_chat_template_that_refuses_a_row(trainer, base, tmp_path, capsys):
         rows = [{"prompt": [*head, user], "chosen": [answer], "rejected": [user]} for head in ([], [system])]
     code, _, err = train(capsys, tmp_path, rows, trainer=trainer)
     assert code == 2, err
-    assert (
-        "the chat template of the model refuses a row: System role not supported. Mend the row, or set chat_temp" in err
-    )
+    assert "the chat template of the model refuses a row: System role not supported. Correct the row" in err
 
 
 def test_one_label_is_said_before_trl_recommends_weights(folder, capsys, caplog):
