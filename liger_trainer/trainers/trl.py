@@ -127,16 +127,18 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
 
 
 @contextmanager
-def _naming_columns(rows: Any) -> Iterator[None]:
-    """Adds to the KeyError of a column that `rows` do not have, which TRL raises bare, which columns they have."""
+def _naming_columns(given: dict[str, Any]) -> Iterator[None]:
+    """Adds to the KeyError of a column that is missing, which TRL raises bare, which columns the `given` rows have."""
     try:
         yield
     except KeyError as error:
-        columns = getattr(rows, "column_names", None)
-        if isinstance(columns, list) and error.args and error.args[0] not in columns:
+        columns = {name: getattr(given.get(name), "column_names", None) for name in ("train_dataset", "eval_dataset")}
+        listed = {name: found for name, found in columns.items() if isinstance(found, list)}
+        if listed and error.args and not all(error.args[0] in found for found in listed.values()):
+            have = ", and ".join(f"{name} has the columns {', '.join(found)}" for name, found in listed.items())
             error.add_note(
-                f"train_dataset has the columns {', '.join(columns)}, and {error.args[0]!r} is looked for. Rename the "
-                "columns, or turn the rows into a form that the trainer reads: docs/recipes.md lists them by trainer."
+                f"{error.args[0]!r} is looked for; {have}. Rename columns, or turn the rows into a form that the "
+                "trainer reads: docs/recipes.md lists them by trainer."
             )
         raise
 
@@ -179,7 +181,7 @@ class LigerTRLMixin(LigerTrainerMixin):
                 if self._wants("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
                     for beginning in self.untrue_warnings:
                         warnings.filterwarnings("ignore", re.escape(beginning))
-                with _naming_columns(given.get("train_dataset")):
+                with _naming_columns(given):
                     stock_init(*args, **kwargs)
             if self.liger_report is None:
                 self._apply_liger(self.model)

@@ -41,11 +41,15 @@ def test_liger_config_from_a_command_line_is_json():
 
 def test_columns_that_the_trainer_does_not_read():
     rows = Dataset.from_list([{"question": "a", "answer": "b"}])
-    given = {"train_dataset": rows, "processing_class": tiny_tokenizer()}
-    with pytest.raises(KeyError) as error:
-        LigerSFTTrainer(tiny_model("llama"), arguments(LigerSFTConfig), **given)
-    (note,) = error.value.__notes__
-    assert "train_dataset has the columns question, answer, and 'text' is looked for" in note
+    good = Dataset.from_list([{"prompt": "a", "completion": "b"}])
+    notes = []
+    for given in ({"train_dataset": rows}, {"train_dataset": good, "eval_dataset": rows}):
+        with pytest.raises(KeyError) as error:
+            LigerSFTTrainer(tiny_model("llama"), arguments(LigerSFTConfig), **given, processing_class=tiny_tokenizer())
+        notes += error.value.__notes__
+    note, of_evaluation = notes
+    assert "completion, and eval_dataset has the columns question, answer. Rename" in of_evaluation
+    assert "'text' is looked for; train_dataset has the columns question, answer. Rename columns" in note
 
 
 def test_a_model_without_an_lm_head(tmp_path):
