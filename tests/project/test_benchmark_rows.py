@@ -59,6 +59,7 @@ def assert_flop(rows, run, mean_length):
     assert [row["flop_per_token"] for row in rows] == pytest.approx([want] * len(rows))
 
 
+@pytest.mark.slow
 def test_padded_rows(tmp_path):
     """Two batches in turn: rows of 5 and 9 tokens, and of 3 and 40, which are cut to 32. The clock sees each once."""
     data = file_of_rows(tmp_path, 5, 9, 3, 40, 7, 6)
@@ -68,6 +69,7 @@ def test_padded_rows(tmp_path):
     assert_flop(rows, run, (3**2 + 32**2 + 5**2 + 9**2) / 49)
 
 
+@pytest.mark.slow
 def test_packed_rows(tmp_path):
     """Five rows make three of at most 16 tokens: 12 + 3, 10 + 5 and 9. One batch has them all."""
     data = file_of_rows(tmp_path, 10, 5, 12, 3, 9)

@@ -55,6 +55,7 @@ def test_a_wrong_result_is_not_timed_and_a_missing_peer_is_a_row():
         operations.measure(case, "ours", missing, exact)
 
 
+@pytest.mark.slow
 def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, capsys):
     import operations
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows
@@ -11,6 +12,13 @@ from liger_trainer import LigerTrainer, LigerTrainingArguments
 
 SPLITS = [(8, 1), (4, 2), (1, 8)]
 MODELS = ["llama", "qwen3", "gemma2", "granite"]
+LLAMA_AND_SLOWLY_QWEN3 = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
+OFTEN = [("llama", "full"), ("llama", "lora"), ("gemma2", "full")]
+MODELS_AND_KINDS = [  # what is not run often is slow
+    pytest.param(model_type, kind, marks=() if (model_type, kind) in OFTEN else pytest.mark.slow)
+    for model_type in MODELS
+    for kind in ("full", "lora")
+]
 
 
 def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, eval_rows=None, **options):

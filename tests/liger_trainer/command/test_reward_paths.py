@@ -111,6 +111,7 @@ def test_a_module_that_cannot_be_imported(text, message, tmp_path, module, reque
         find_reward(f"{name}.brief", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_installed_command_finds_them(tmp_path):
     """A script's sys.path[0] is its own folder, which is elsewhere, as that of pip's scripts is."""
     folder, scripts = tmp_path / "recipe", tmp_path / "bin"

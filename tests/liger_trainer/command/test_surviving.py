@@ -227,6 +227,7 @@ def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
     assert_goes_on(dropping / "out", whole, 4, first)
 
 
+@pytest.mark.slow
 def test_sigterm_after_the_last_step_lets_the_model_be_saved(folder):
     """Cut off there, a run whose steps are all done would have nothing but half a model."""
     code = (

@@ -45,7 +45,7 @@ def test_traces_without_a_break(model_type, call):
         torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("modules", [["q_proj", "lm_head"], "modules_to_save"])
+@pytest.mark.parametrize("modules", [["q_proj", "lm_head"], pytest.param("modules_to_save", marks=pytest.mark.slow)])
 def test_an_adapter_on_the_lm_head(modules):
     """A compiled graph binds nothing, so every part of the head must have been bound before."""
     own = modules == "modules_to_save"
@@ -70,7 +70,10 @@ def test_an_adapter_on_the_lm_head(modules):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp.act_fn", "model.rotary_emb"])
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head", *(pytest.param(n, marks=pytest.mark.slow) for n in ("model.layers.0.mlp.act_fn", "model.rotary_emb"))],
+)
 def test_hooks_that_a_fused_call_would_miss(name):
     """As when it is not compiled, the model's own code runs there."""
     batch, results = collate(ragged_rows(4)), []
@@ -120,11 +123,17 @@ SEEN = torch.ones(2, 16).index_fill(1, torch.tensor([14, 15]), 0).long()
     ("model_type", "config", "given", "masked"),
     [
         ("llama", {}, {}, False),
-        ("qwen3", {}, {}, False),
+        pytest.param("qwen3", {}, {}, False, marks=pytest.mark.slow),
         ("llama", {}, {"position_ids": PACKED}, True),
-        ("llama", {}, {"attention_mask": SEEN}, True),
+        pytest.param("llama", {}, {"attention_mask": SEEN}, True, marks=pytest.mark.slow),
         ("gemma3_text", {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}, {}, False),
-        ("gemma3_text", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, {}, False),
+        pytest.param(
+            "gemma3_text",
+            {"sliding_window": 16, "layer_types": ["full_attention"] * 2},
+            {},
+            False,
+            marks=pytest.mark.slow,
+        ),
         ("gemma3_text", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2}, {}, True),
         ("gemma3_text", {"use_bidirectional_attention": True}, {}, True),
     ],

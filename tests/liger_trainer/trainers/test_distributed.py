@@ -19,7 +19,7 @@ def two_ranks(mode, out):
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=pytest.mark.slow if mode in ("sft-accumulation", "trainer") else ())
+        pytest.param(mode, marks=pytest.mark.slow if mode in ("sft-accumulation", "trainer", "sft") else ())
         for mode in MODES
         if mode not in ("fsdp1", "fsdp2", "fsdp2-lora", "sampled")
     ],
@@ -33,6 +33,7 @@ def test_ddp(mode, tmp_path):
         torch.testing.assert_close(grad, one_process[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
+@pytest.mark.slow
 def test_ddp_of_trainers_that_sample(tmp_path):
     """One process would write other completions; TRL's trainers on the same two ranks write the same."""
     first, second = two_ranks("sampled", tmp_path)
@@ -84,6 +85,7 @@ def assert_trained_alike(sharded, whole):
         torch.testing.assert_close(sharded[name], want, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_fsdp2(tmp_path):
     first, second = two_ranks("fsdp2", tmp_path)
     model = tiny_model("llama").train()
@@ -118,6 +120,7 @@ def test_fsdp2_with_lora_on_every_linear_layer(tmp_path):
             assert (got - want).norm() <= 1e-4 * want.norm(), name
 
 
+@pytest.mark.slow
 def test_fsdp1_with_lora_on_the_head(tmp_path):
     """Its wrappers call the module inside them: there the fused head has to be bound, not on the wrappers."""
     for grads in two_ranks("fsdp1", tmp_path):

@@ -109,6 +109,7 @@ def test_adapters_inside_a_model_of_transformers(any_device, tmp_path):
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ddp(tmp_path, any_device):
     """Two processes with half of the rows each: the losses and the gradients of one process with all of them."""
     lines = torchrun("frozen_ranks.py", str(tmp_path / "two")).stdout.splitlines()

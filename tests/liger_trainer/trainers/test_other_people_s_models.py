@@ -16,7 +16,13 @@ from trl_trainers import STOCK, one, ours, rows_of
 from liger_trainer import LigerSFTTrainer, LigerTrainer, apply_liger, remove_liger
 
 
-@pytest.mark.parametrize("adapter, called", [(False, False), (True, True)], ids=["full", "lora-called-before"])
+@pytest.mark.parametrize(
+    "adapter, called",
+    [
+        pytest.param(False, False, id="full"),
+        pytest.param(True, True, id="lora-called-before", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_model(adapter, called, tmp_path):
     runs = []
     for trainer_class in (Trainer, LigerTrainer):

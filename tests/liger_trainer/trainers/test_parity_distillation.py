@@ -18,6 +18,7 @@ from step_parity import (
     words,
 )
 from tiny_models import VOCAB, tiny_model
+from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
 from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer import LigerDistillationConfig, LigerDistillationTrainer
@@ -71,7 +72,7 @@ def test_every_option_is_covered():
 
 @pytest.mark.parametrize("split", [(4, 1), (1, 4)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", LLAMA_AND_SLOWLY_QWEN3)
 @pytest.mark.parametrize("beta", BETAS)
 def test_every_divergence(beta, model_type, kind, split, tmp_path):
     options = {"beta": beta, "trainer_options": KINDS[kind], "split": split, "max_steps": 2, "temperature": 0.8}

@@ -21,6 +21,7 @@ from step_parity import (
     words,
 )
 from tiny_models import VOCAB, tiny_model
+from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
 from trl import GRPOConfig, GRPOTrainer
 
 from liger_trainer import LigerGRPOConfig, LigerGRPOTrainer
@@ -86,7 +87,7 @@ def test_every_loss(loss_type, model_type, kind, split, tmp_path):
 
 @pytest.mark.parametrize("split", [(4, 1), (1, 4)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", LLAMA_AND_SLOWLY_QWEN3)
 def test_every_split_with_a_reference(model_type, kind, split, tmp_path):
     model = with_reference(tiny_model(model_type), tmp_path)
     options = {"split": split, "beta": 0.2, "trainer_options": KINDS[kind], "max_steps": 2}

@@ -25,7 +25,7 @@ from pair_parity import (
 from peft import LoraConfig, PromptTuningConfig
 from recipe_fixtures import command, write_model, write_recipe
 from tiny_models import tiny_model, tiny_tokenizer
-from trainer_runs import lora
+from trainer_runs import LLAMA_AND_SLOWLY_QWEN3, lora
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
@@ -42,7 +42,7 @@ def pair(model, tmp_path, **options):
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", LLAMA_AND_SLOWLY_QWEN3)
 def test_every_logged_number_of_every_step(model_type, kind, split, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":
@@ -88,7 +88,7 @@ def test_the_auxiliary_loss_of_experts(tmp_path):
     assert_same_step(step(ours, batch), step(stock, batch))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", LLAMA_AND_SLOWLY_QWEN3)
 def test_any_upstream_gradient(model_type, tmp_path):
     """The loss times 3.7, plus a loss of the weights."""
     ours, stock = pair(tiny_model(model_type), tmp_path)
@@ -262,6 +262,7 @@ def test_what_else_is_asked_of_the_logits_is_an_error():
             use(logits)
 
 
+@pytest.mark.slow
 def test_trl_s_notice_of_an_experimental_module_reaches_only_those_who_use_it():
     """With warnings as errors, all else imports; with TRL_EXPERIMENTAL_SILENCE so does ORPO, also at the second try."""
     code = (

@@ -17,6 +17,7 @@ from step_parity import (
     words,
 )
 from tiny_models import VOCAB, tiny_model
+from trainer_runs import LLAMA_AND_SLOWLY_QWEN3
 from trl import RLOOConfig, RLOOTrainer
 
 from liger_trainer import LigerRLOOConfig, LigerRLOOTrainer
@@ -57,7 +58,7 @@ def test_every_option_is_covered():
 
 @pytest.mark.parametrize("split", [(4, 1), (1, 4)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", LLAMA_AND_SLOWLY_QWEN3)
 def test_every_split(model_type, kind, split, tmp_path):
     options = {"split": split, "beta": 0.2, "trainer_options": KINDS[kind], "max_steps": 2}
     assert_same(*pair(model_type, tmp_path, **options))

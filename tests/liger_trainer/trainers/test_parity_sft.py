@@ -8,21 +8,14 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from sft_runs import METRICS, run
 from tiny_models import PARITY_SET, text_rows, tiny_model
-from trainer_runs import MODELS, SPLITS, assert_same, lora
+from trainer_runs import MODELS_AND_KINDS, SPLITS, assert_same, lora
 from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize(
-    "model_type, kind",
-    [
-        pytest.param(model_type, kind, marks=pytest.mark.slow if kind == "lora" and model_type != "llama" else ())
-        for model_type in MODELS
-        for kind in ("full", "lora")
-    ],
-)
+@pytest.mark.parametrize("model_type, kind", MODELS_AND_KINDS)
 def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":

@@ -5,15 +5,14 @@ import copy
 import pytest
 import torch
 from tiny_models import PARITY_SET, collate, ragged_rows, tiny_model
-from trainer_runs import MODELS, SPLITS, assert_same, lora, run
+from trainer_runs import MODELS, MODELS_AND_KINDS, SPLITS, assert_same, lora, run
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type, kind", MODELS_AND_KINDS)
 def test_every_step_agrees_for_every_split(model_type, kind, checkpointing, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":

@@ -174,7 +174,7 @@ def compare(name, size, folder, monkeypatch, varlen=False):
 VARLEN = pytest.mark.parametrize("varlen", [False, True], ids=["padded", "varlen"])
 
 
-@VARLEN
+@pytest.mark.parametrize("varlen", [pytest.param(False, marks=pytest.mark.slow), True], ids=["padded", "varlen"])
 @pytest.mark.parametrize("name", STOCK)
 def test_on_the_cpu(name, varlen, tmp_path, monkeypatch):
     compare(name, "tiny", tmp_path, monkeypatch, varlen)
