@@ -10,12 +10,12 @@ from _measure import DEVICE
 from _models import MODELS
 from _rows import pairs_of, sft_rows, tokens_of
 
-# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "- varlen" and "- float8" for
-# liger_config={"varlen_attention": False} and {"float8": False}, "- host" for auto without the host's memory, and
-# "- in_backward" for the ordinary step beside --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours;
-# for the others, whose fp8 accelerate leaves untrained on one GPU, torchao converts the same layers before the trainer
-# is built. Under FSDP2 ours gather weights in eight bits then, as accelerate has it, and with "- gather" in 16.
-# "+ rowwise" is fp8_recipe="rowwise".
+# "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ compile_layers" for the same with
+# accelerate's use_regional_compilation, "- varlen" and "- float8" for liger_config={"varlen_attention": False} and
+# {"float8": False}, "- host" for auto without the host's memory, and "- in_backward" for the ordinary step beside
+# --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
+# untrained on one GPU, torchao converts the same layers before the trainer is built. Under FSDP2 ours gather weights
+# in eight bits then, as accelerate has it, and with "- gather" in 16. "+ rowwise" is fp8_recipe="rowwise".
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
@@ -37,6 +37,8 @@ ARMS = {
         "SFTTrainer + Liger",
         "SFTTrainer + Liger + fp8",
         "SFTTrainer + compile + fp8",
+        "SFTTrainer + compile_layers + fp8",
+        "SFTTrainer + Liger + compile_layers + fp8",
         "Trainer + compile",
         "LigerTrainer + compile",
     ),
@@ -119,8 +121,10 @@ def make_trainer(arm, run, callbacks):
     switches = set(arm.split(" ")[1:])
     if "Liger" in switches:
         options["use_liger_kernel"] = True
-    if "compile" in switches:
+    if {"compile", "compile_layers"} & switches:
         options["torch_compile"] = True
+    if "compile_layers" in switches:
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     if "fp8" in switches:
         if arm.startswith("Liger"):
             from liger_trainer.command.launch import read_on_every_process

@@ -13,6 +13,7 @@ An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and produ
 one seed see the same rows in the same steps. Rows that are held out are the same for all seeds. Their loss is measured
 before the first step, every `--every` steps and at the end, with products as in training, and for trained weights once
 more at the end with products in bf16. Each arm is a process of its own, and one that fails is a row that says why.
+`--jobs` of them run at a time, for which the seconds in the record say nothing about speed.
 
 Without a GPU, torchao multiplies in fp32 what has been rounded to eight bits, and `--steps` should be few.
 """
@@ -22,6 +23,7 @@ import dataclasses
 import json
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -216,6 +218,7 @@ def parsed():
     parser.add_argument("--warmup", type=int, default=20, help="steps")
     parser.add_argument("--held_out", type=int, default=100, help="rows")
     parser.add_argument("--every", type=int, default=100, help="steps between two losses of the rows held out")
+    parser.add_argument("--jobs", type=int, default=1, help="arms at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
     parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
@@ -242,13 +245,17 @@ def main():
     weights = "random" if options.model in MODELS else "trained"
     record = Record("curves", f"{name}-{weights}-{options.steps}-steps", options.json, options.model == "tiny")
     rows = []
-    for arm in options.arms:
-        for row in rows_from(f"LigerSFTTrainer {arm}", options.timeout):
-            method, seed = arm.split(":")
-            rows.append({"what": f"{METHODS[method]}, seed {seed}"} | row | {"arm": arm})
-            print(f"{rows[-1]['what']}: {rows[-1].get('last') or rows[-1].get('note')}", flush=True)
-        found = {"options": vars(options), "weights": weights, "mean_of": MEAN_OF}
-        record.write(found | {"rows": rows + list(compared(rows))})
+
+    def run(arm):
+        return arm, list(rows_from(f"LigerSFTTrainer {arm}", options.timeout))
+
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        for arm, emitted in jobs.map(run, options.arms):
+            what = f"{METHODS[arm.split(':')[0]]}, seed {arm.split(':')[1]}"
+            rows += [{"what": what} | row | {"arm": arm} for row in emitted]
+            print(f"{what}: {rows[-1].get('last') or rows[-1].get('note')}", flush=True)
+            found = {"options": vars(options), "weights": weights, "mean_of": MEAN_OF}
+            record.write(found | {"rows": rows + list(compared(rows))})
     print(f"\n{options.model}, {weights} weights at the start, {options.steps} steps of {options.batch} rows")
     table(rows + list(compared(rows)), columns_for(options.steps))
     record.say_where()
