@@ -28,7 +28,7 @@ def deterministic():
 
 
 def train(out, checkpointing, budget=None, callbacks=()):
-    """Returns the losses and weights, what was chosen, and the most bytes that were allocated. All memory is free then."""
+    """Returns the losses and weights, what was chosen, and the most bytes allocated, all of which are free again."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096, hidden_size=1024, intermediate_size=3584, num_hidden_layers=12, num_attention_heads=8,
