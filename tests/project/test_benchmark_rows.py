@@ -113,6 +113,7 @@ def test_other_rows_are_flagged():
     assert rows[2]["note"] == "OTHER ROWS: a step of 8 tokens, of the first trainer 9"
 
 
+@pytest.mark.slow
 def test_a_record_of_real_rows(tmp_path, monkeypatch, capsys):
     import training
 

@@ -38,7 +38,7 @@ sys.exit(command.main({argv}))
 @pytest.mark.parametrize(
     "error, code, said",
     [
-        ("KeyboardInterrupt", 130, "interrupted. Training had not begun."),
+        pytest.param("KeyboardInterrupt", 130, "interrupted. Training had not begun.", marks=pytest.mark.slow),
         pytest.param("preemption.Terminated", 143, "terminated. Training had not begun.", marks=pytest.mark.slow),
         ("RunError('The disk is full.')", 1, "error: The disk is full."),
     ],

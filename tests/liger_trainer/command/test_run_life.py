@@ -249,7 +249,11 @@ def test_a_disk_that_takes_neither_checkpoint_nor_model(saved_run, folder):
     assert not (folder / "out" / "model.safetensors").exists() and not list(folder.glob("liger-trainer-*"))
 
 
-@pytest.mark.parametrize("saving", [SAVING, {"save_strategy": None}], ids=["every two steps", "by default"])
+@pytest.mark.parametrize(
+    "saving",
+    [SAVING, pytest.param({"save_strategy": None}, marks=pytest.mark.slow)],
+    ids=["every two steps", "by default"],
+)
 def test_a_disk_that_takes_the_model_without_its_optimizer(saving, saved_run, folder):
     from transformers import AutoModelForCausalLM
 

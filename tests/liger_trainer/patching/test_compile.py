@@ -18,6 +18,7 @@ from liger_trainer import (
 from liger_trainer.head import masks
 
 CALLS = {"labels": {}, "smoothing": {"label_smoothing": 0.1}, "trl": {"fused_lm_head": True, "uniform_grad": True}}
+QUICK = (("llama", "labels"), ("gemma2", "trl"))  # the others are slow
 
 
 def loss_and_gradients(model, batch, **kwargs):
@@ -30,7 +31,7 @@ def loss_and_gradients(model, batch, **kwargs):
 @pytest.mark.parametrize(
     "model_type, call",
     [
-        pytest.param(model_type, call, marks=pytest.mark.slow if model_type != "llama" and call != "trl" else ())
+        pytest.param(model_type, call, marks=() if (model_type, call) in QUICK else pytest.mark.slow)
         for model_type in ("llama", "qwen3", "gemma2")
         for call in CALLS
     ],
@@ -126,7 +127,13 @@ SEEN = torch.ones(2, 16).index_fill(1, torch.tensor([14, 15]), 0).long()
         pytest.param("qwen3", {}, {}, False, marks=pytest.mark.slow),
         ("llama", {}, {"position_ids": PACKED}, True),
         pytest.param("llama", {}, {"attention_mask": SEEN}, True, marks=pytest.mark.slow),
-        ("gemma3_text", {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}, {}, False),
+        pytest.param(
+            "gemma3_text",
+            {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+            {},
+            False,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "gemma3_text",
             {"sliding_window": 16, "layer_types": ["full_attention"] * 2},

@@ -19,7 +19,7 @@ def two_ranks(mode, out):
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=pytest.mark.slow if mode in ("sft-accumulation", "trainer", "sft") else ())
+        pytest.param(mode, marks=pytest.mark.slow if mode in ("sft-accumulation", "trainer", "sft", "varlen") else ())
         for mode in MODES
         if mode not in ("fsdp1", "fsdp2", "fsdp2-lora", "sampled")
     ],
