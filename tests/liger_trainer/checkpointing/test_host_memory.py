@@ -157,7 +157,8 @@ def test_memory_is_locked_as_long_as_somebody_has_it(size, monkeypatch):
 
 def test_a_forked_process_gets_no_copy_of_it(monkeypatch):
     """The system would copy every locked page for each process that loads data."""
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver())
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     memory = page_locked.page_locked(1 << 20)
     with open("/proc/self/smaps") as lines:
         text = lines.read()
