@@ -1,7 +1,6 @@
 """The committed records of `benchmarks/training.py`: what our trainers took at most, and with which options."""
 
 import json
-import re
 from dataclasses import dataclass
 
 from checkout import ROOT
@@ -15,7 +14,6 @@ class Recorded:
 
     name: str
     options: dict
-    patched: frozenset
     gib: float
 
 
@@ -29,6 +27,5 @@ def newest():
             continue
         rows = [row for row in record["rows"] if row["arm"] in ("LigerTrainer", "LigerSFTTrainer", "LigerDPOTrainer")]
         if rows and rows[0].get("gib") is not None:
-            patched = frozenset(re.findall(r"(\w+) \d+/\d+", rows[0]["patched"]))
-            found.append(Recorded(folder.name, options, patched, rows[0]["gib"]))
+            found.append(Recorded(folder.name, options, rows[0]["gib"]))
     return found

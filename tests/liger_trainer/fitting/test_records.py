@@ -26,7 +26,7 @@ def kernels_are_proven_by_their_twins(monkeypatch):
     monkeypatch.setattr(_dispatch, "INTERPRET", False)
 
 
-def job_of(options, patched):
+def job_of(options):
     """As `_steps.py` builds it: bf16 weights, AdamW with bf16 states, and bf16 autocast unless it says otherwise."""
     from _models import MODELS
     from peft import LoraConfig
@@ -41,9 +41,8 @@ def job_of(options, patched):
     elif options.get("config_file"):
         sharding = Sharding("ddp", options["processes"])
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
-    without = None if "lora" in patched or not rank else {"lora": False}  # records from before it was
     return Job(
-        Shape(AutoConfig.for_model(family, **shape), torch.bfloat16, lora, liger_config=without),
+        Shape(AutoConfig.for_model(family, **shape), torch.bfloat16, lora),
         losses.of_pairs if pairs else losses.of_labels,
         lambda weights: torch.optim.AdamW(weights, fused=True),
         autocast, sharding, checkpointing={"use_reentrant": False}, reference=pairs,
@@ -65,7 +64,7 @@ def test_there_are_records_of_every_kind():
 )
 def test_within_five_percent_of_the_measured_peak(record):
     options = record.options
-    job = job_of(options, record.patched)
+    job = job_of(options)
     found = need(job, options["batch"], options["length"], bool(options.get("checkpointing")), H200).peak / GIB
     assert found == pytest.approx(record.gib, rel=0.05)
     row = re.search(rf"^\| {re.escape(record.name)} \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)
