@@ -32,8 +32,8 @@ def settle(args: Any) -> None:
         )
     if value == AUTO and getattr(args, "activation_offloading", False):
         raise ValueError(
-            "activation_checkpointing is 'auto' and activation_offloading is true: one keeps activations on the GPU "
-            "and the other moves them away. Remove one of the two."
+            "activation_checkpointing is 'auto' and activation_offloading is true, and each of them decides what waits "
+            "in the host's memory. Remove activation_offloading, or set activation_checkpointing to true or false."
         )
     if not KNOWS_NEW_NAME and value is not None:
         args.gradient_checkpointing = bool(value)
@@ -46,9 +46,9 @@ def check_options(args: Any) -> None:
     options = args.gradient_checkpointing_kwargs
     if args.activation_checkpointing == AUTO and isinstance(options, dict) and options.get("offload"):
         raise ValueError(
-            "activation_checkpointing is 'auto' and its option offload is true: one keeps activations on the GPU and "
-            "the other moves them away, of which what is measured would not know. Remove offload from "
-            "activation_checkpointing_kwargs, or set activation_checkpointing: true."
+            "activation_checkpointing is 'auto' and its option offload is true, and each of them decides what waits "
+            "in the host's memory. Remove offload from activation_checkpointing_kwargs, or set "
+            "activation_checkpointing: true."
         )
 
 
