@@ -89,7 +89,7 @@ def selected(spec):
     return rows
 
 
-def filled(form, row, with_note=True):
+def filled(form, row, with_note):
     """`form` with the fields of `row`. If one is missing, the note of the row, which says why, or a dash."""
     fields = [field for _, field, _, _ in string.Formatter().parse(form) if field]
     if any(row.get(field) is None for field in fields):

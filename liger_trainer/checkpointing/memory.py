@@ -84,9 +84,9 @@ def memory_of(device: torch.device) -> Memory | None:
     return GpuMemory(device) if device.type == "cuda" else None
 
 
-def limit_of(budget_gib: float | None, capacity: int, reserve: float = RESERVE) -> int:
+def limit_of(budget_gib: float | None, capacity: int) -> int:
     """How many bytes a plan may fill: the budget that was set, as far as the device has it, less a reserve."""
-    fits = int(capacity * (1 - reserve))
+    fits = int(capacity * (1 - RESERVE))
     if budget_gib is None:
         return fits
     return min(fits, int(budget_gib * GIB * (1 - RESERVE_OF_BUDGET)))

@@ -60,7 +60,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
         loss=LOSSES[recipe.entry.trainer],
         optimizer=lambda weights: optimizers.make(training, weights),
         autocast=autocast,
-        sharding=_sharding(recipe, gpus, autocast, dtype or torch.float32),
+        sharding=_sharding(recipe, gpus, autocast),
         accumulates=training.gradient_accumulation_steps > 1,
         checkpointing=_options_of_checkpointing(recipe),
         reference=recipe.entry.trainer in _WITH_REFERENCE and not precomputed,
@@ -136,7 +136,7 @@ def _refuse_unknown(recipe: Recipe) -> None:
         )
 
 
-def _sharding(recipe: Recipe, gpus: int, autocast: Any, dtype: Any) -> Sharding:
+def _sharding(recipe: Recipe, gpus: int, autocast: Any) -> Sharding:
     import torch
 
     if recipe.sharding != "FSDP":
