@@ -9,17 +9,16 @@ layer at the end of the forward pass.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from liger_trainer.checkpointing import keep_attention
 from liger_trainer.checkpointing.host_memory import Transport
 from liger_trainer.checkpointing.memory import Memory
 from liger_trainer.checkpointing.plan import Call, Profile, Size
 from liger_trainer.checkpointing.switches import Switch
+from liger_trainer.checkpointing.tensors import tensors_in
 
 
 class Order:
@@ -159,13 +158,3 @@ class Recording:
             return 0.0
         of_calls = [self._transport.seconds(*pair) for pair in zip(self._marks[::2], self._marks[1::2], strict=True)]
         return statistics.median(of_calls) * len(of_calls)
-
-
-def tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        yield from tensors_in(tuple(output.values()))
-    elif isinstance(output, tuple | list):
-        for part in output:
-            yield from tensors_in(part)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from liger_trainer.checkpointing import keep_attention, offload
-from liger_trainer.checkpointing.measure import Order, Recording, tensors_in
+from liger_trainer.checkpointing.measure import Order, Recording
 from liger_trainer.checkpointing.offload import Offload
 from liger_trainer.checkpointing.plan import NOTHING, Count, Plan, Size
 from liger_trainer.checkpointing.switches import Switch, given, hidden_of, longest_of, size_of
+from liger_trainer.checkpointing.tensors import tensors_in
 
 if TYPE_CHECKING:
     from liger_trainer.checkpointing.chooser import Chooser

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from liger_trainer.checkpointing.host_memory import HostMemory, Slot
 from liger_trainer.checkpointing.plan import Seen, Spread
+from liger_trainer.checkpointing.tensors import tensors_in
 from liger_trainer.instance.kept import Kept, how_modified, keep, unchanged
 
 
@@ -329,15 +330,10 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _plain_in(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors in containers, and those of which others are made."""
-    if isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value):
-            for name in value.__tensor_flatten__()[0]:
-                yield from _plain_in(getattr(value, name))
+    """The plain tensors in `value`; of wrappers such as DTensor, the tensors that they are made of."""
+    for x in tensors_in(value):
+        if is_traceable_wrapper_subclass(x):
+            for name in x.__tensor_flatten__()[0]:
+                yield from _plain_in(getattr(x, name))
         else:
-            yield value
-    elif isinstance(value, dict):
-        yield from _plain_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _plain_in(part)
+            yield x

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from liger_trainer.checkpointing.tensors import tensors_in
+
 _PLAIN = (int, float, str, bool, type(None))
 _CONTAINERS = (dict, list, tuple, collections.deque)
 # Bytes of a tensor whose values are kept, lest they are changed in place: of a batch, and of what a trainer counts in.
@@ -65,8 +67,8 @@ class Before:
             if isinstance(value, _PLAIN) or (name.startswith("_") and isinstance(value, (*_CONTAINERS, torch.Tensor)))
         }
         args, kwargs = _copied((args, kwargs))
-        tensors = [_Kept.of(tensor, _OF_BATCH) for tensor in _tensors_in((args, kwargs))]
-        tensors += [_Kept.of(tensor, _COUNTER) for tensor in _tensors_in(attributes)]
+        tensors = [_Kept.of(tensor, _OF_BATCH) for tensor in _changeable_in((args, kwargs))]
+        tensors += [_Kept.of(tensor, _COUNTER) for tensor in _changeable_in(attributes)]
         return cls(args, kwargs, _random_states(), attributes, tensors)
 
     def restore(self, trainer: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -93,16 +95,9 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if not value.is_inference():  # nobody can change it, and it has no version
-            yield value
-    elif isinstance(value, (dict, collections.UserDict)):
-        for inner in value.values():
-            yield from _tensors_in(inner)
-    elif isinstance(value, (list, tuple, collections.deque)):
-        for inner in value:
-            yield from _tensors_in(inner)
+def _changeable_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that somebody could change; nobody can change those of inference mode, which have no version."""
+    return (tensor for tensor in tensors_in(value) if not tensor.is_inference())
 
 
 def _random_states() -> tuple[Any, ...]:
