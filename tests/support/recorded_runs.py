@@ -25,6 +25,8 @@ def newest():
         options = record["options"]
         if options.get("rows", "full") != "full" or options.get("memory_budget") is not None or options.get("auto"):
             continue
+        if "cp2" in (options.get("config_file") or ""):  # context parallelism, which `liger-trainer fit` refuses
+            continue
         rows = [row for row in record["rows"] if row["arm"] in ("LigerTrainer", "LigerSFTTrainer", "LigerDPOTrainer")]
         if rows and rows[0].get("gib") is not None:
             found.append(Recorded(folder.name, options, rows[0]["gib"]))
