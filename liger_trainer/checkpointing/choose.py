@@ -25,11 +25,11 @@ ROOM = 0.9  # of the host's memory: tensors do not fill slabs to the last byte
 
 
 class Carrier(NamedTuple):
-    """What carries activations to the host's memory and back.
+    """How much the host's memory takes, and how fast it is reached: what a plan needs to know of a `Transport`.
 
     Attributes:
-        room (`int`): How many bytes there are.
-        rate (`float`): Bytes a second.
+        room (`int`): How many bytes of activations it takes at most.
+        rate (`float`): Bytes a second, in the slower direction.
     """
 
     room: int
@@ -50,8 +50,9 @@ def choose(
         size (`Size`): What the first layer is given this time. All sizes of activations shrink with it.
         most (`Count`, *optional*): Keep no more calls than these.
         long (`bool`): Whether it pays to keep the results of attention.
-        carrier (`Carrier`, *optional*): Carries activations to the host.
-        agreed (`tuple`, *optional*): Keep just so many calls, whatever it takes. Several processes do so.
+        carrier (`Carrier`, *optional*): Of the host's memory; without it, no activations wait there.
+        agreed (`tuple`, *optional*): Keep just so many calls, even beyond `limit`: several processes have agreed on
+            them.
     """
     if agreed is not None:
         choice = _Choice(profile, base, math.inf, size, agreed[0], long)
@@ -82,6 +83,15 @@ def choose(
 
 
 class _Choice:
+    """What `choose` knows of one micro-batch, from which it makes plans and compares them.
+
+    Attributes:
+        share (`float`): How much of the measured activations there are this time.
+        moments (`list[int]`): The most bytes of each moment with every layer checkpointed.
+        limit (`float`): The most bytes of any moment of a plan.
+        choosable (`list[int]`): The numbers of the calls that may keep something, by their backward passes.
+    """
+
     def __init__(self, profile: Profile, base: int, limit: float, size: Size, most: Count | None, long: bool):
         self.profile, self.calls, self.most, self.long = profile, profile.calls, most, long
         self.share = profile.share(size)
@@ -161,6 +171,7 @@ class _Choice:
         return able
 
     def _spread_out(self, spread: Spread) -> frozenset[int] | None:
+        """`spread.number` calls that lie evenly between those that are able; None if there are not so many."""
         able = self._able(spread)
         if spread.number > len(able):
             return None

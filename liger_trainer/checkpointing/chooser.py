@@ -23,7 +23,7 @@ MEASURE = Count(-1, -1, -1)  # instead of numbers of layers: each is checkpointe
 
 
 class Chooser:
-    """Decides for each call of a layer whether its activations are kept, or the results of its attention.
+    """Decides for each call of a layer what is kept: all activations, here or on the host, its attention, or nothing.
 
     In the first optimizer step every layer is checkpointed, since the states of the optimizer are not there yet. After
     that a micro-batch is measured, again with every layer checkpointed, if it is larger than those before. What was
@@ -48,11 +48,11 @@ class Chooser:
         self.outcome = Outcome(budget)
         self._transport = memory.transport(host_budget)
         self._profiles: dict[bool, Profile] = {}  # for micro-batches that add to gradients, and that do not
-        self._outgrown: set[bool] = set()  # those of them that do not cover a call that was made
-        self._caps: dict[Size, Count] = {}  # from this size on, which ran out of memory, so much is kept at most
+        self._outgrown: set[bool] = set()  # which of them have turned out to be too small for a call
+        self._caps: dict[Size, Count] = {}  # the most that is kept from this size on, which ran out of memory
         self._order = Order()  # of the last micro-batch without a plan
         self._limit = self._base = 0  # what may be allocated, and what was when the micro-batch began
-        self._ceiling: int | None = None  # what has turned out to be too much
+        self._ceiling: int | None = None  # bytes: a lower limit, once a plan has run out of memory
         self._window: list[Before] = []  # the micro-batches since the last optimizer step
         self._began = self._stepped = False  # whether there was a micro-batch, and an optimizer step
         self._warned = False  # of a budget that is too small
@@ -174,7 +174,7 @@ class Chooser:
         return None
 
     def _put_inputs_on_host(self) -> None:
-        """From now on checkpointed layers keep nothing on the GPU. What was measured before counts no more."""
+        """Have checkpointed layers keep nothing on the GPU from now on, and forget what was measured without that."""
         self.inputs_on_host = self.outcome.inputs_on_host = True
         self._profiles, self._caps = {}, {}
 
@@ -183,7 +183,7 @@ class Chooser:
     def decide(self, now: MicroBatch) -> tuple[Plan | None, Recording | None]:
         """The plan of a micro-batch that is about to call its first layer, or the recording by which it is measured.
 
-        None of the two: every layer is checkpointed.
+        If both are None, every layer is checkpointed.
         """
         size = now.size
         if size is None or not self._stepped:

@@ -17,9 +17,9 @@ from liger_trainer._logging import logger
 from liger_trainer.checkpointing.memory import GIB
 from liger_trainer.checkpointing.page_locked import page_locked
 
-SMALL = 1 << 20  # bytes: what takes up less stays on the GPU
+SMALL = 1 << 20  # bytes: tensors that are smaller stay on the GPU
 SHARE = 0.5  # of what is free, for all processes of this machine
-TRIED = 64 << 20  # bytes, in which the rate is measured
+TRIED = 64 << 20  # bytes that are copied to measure the rate
 _CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -32,11 +32,15 @@ class _Storage:
     """The memory of one or several tensors that autograd keeps of a call.
 
     Attributes:
-        seen (`list`): The tensors and their versions, as long as they are on the GPU.
         size (`int`): Bytes.
+        storage (`torch.UntypedStorage` or `None`): The memory, as long as it is on the GPU.
+        seen (`list` or `None`): The tensors in it and their versions, as long as they are on the GPU.
         slot (`Slot` or `None`): Where the copy is, or None as long as there is none.
         back (`torch.Tensor` or `None`): uint8 (size,), what came back from the host.
         broken (`str` or `None`): Why the copy is worth nothing.
+        parts (`int`): How many times autograd has kept a tensor of it.
+        asked (`int`): How many of these it has asked for in this backward pass. After the last, `back` is let go.
+        round (`int`): The number of the backward pass.
     """
 
     def __init__(self, call: "_Call", storage: torch.UntypedStorage):
@@ -53,7 +57,7 @@ class _Storage:
             self.call.wait()  # the memory may go to another tensor, and must not be written to any more
 
     def covered(self) -> int:
-        """At most so many of the bytes are used."""
+        """The bytes of its tensors, counted once for each place and shape. No more than these are used."""
         return sum({(x.storage_offset(), x.shape): x.nbytes for x, _ in self.seen or ()}.values())
 
     def check(self) -> None:
