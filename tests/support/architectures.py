@@ -280,19 +280,20 @@ def _of(names, report, operations, wanted=lambda name: True) -> str:
 KINDS = {"head": "LM head", "norms": "norms", "rope": "rotary", "mlp": "gated MLPs", "experts": "experts"}
 TEXT = """# Architectures
 
-Every model type that transformers {version} has as a causal LM, and every one that it has as an image-text model: what
-`apply_liger` swaps in it. Each was built tiny with random weights (two layers, or what its hybrid of layers needs;
+Of the {ran} model types of transformers {version} that were compared, {same} have the same loss and the same gradients
+in a training step after `apply_liger` has swapped their modules, and {wrong} have not. In {kept} of them something
+keeps its own code, which is right, only not faster. How many of the model types that have modules of a kind have all of
+them swapped: {counts}.
+
+These are all model types that transformers has as causal LMs and as image-text models, but for [those that do not run
+here](#not-compared). Each was built tiny with random weights (two layers, or what its hybrid of layers needs;
 non-trivial scales and caps) and trained one step, in training mode, on a batch padded on the left with labels on part
-of its tokens. Then everything was swapped, and the same step gave the same loss and the same gradient of every
-parameter, to {limit:g} of the largest element (fp32, eager attention, text only: the vision and audio towers are
-swapped and reported, but not run).
+of its tokens. The loss and the gradient of every parameter are compared to {limit:g} of the largest element (fp32,
+eager attention, text only: the vision and audio towers are swapped and reported, but not run).
 
 *LM head: fused* means that no tensor held more than {chunk} rows of logits and that the output had none; *in full*,
 that the model's own code does something with its logits for which they were built after all. *all*: every module of the
-kind was swapped; empty: the model has none. What keeps its own code is right, only not faster.
-
-{ran} model types ran: {same} the same, {wrong} not. In {kept} of them something keeps its own code. Complete, of those
-that have it: {counts}.
+kind was swapped; empty: the model has none.
 
 This page is written by `python tests/support/architectures.py --write` (a minute), and `make test-all` checks it
 line by line.
