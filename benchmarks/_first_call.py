@@ -29,7 +29,7 @@ FIRST_STEP = {
 }
 
 
-def first_calls(name, sizes):
+def first_calls(sizes):
     """Print for each size by how many seconds its first call takes longer than a later one, as one line of JSON."""
     if DEVICE == "cuda":  # what starting the context and cuBLAS takes does not belong to the operation
         x = torch.randn(1024, 1024, device=DEVICE).bfloat16()

@@ -282,7 +282,7 @@ def main(argv=None):
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
-        return first_calls(options.child, _first_sizes(options)[options.child])
+        return first_calls(_first_sizes(options)[options.child])
     record = Record("operations", case_of(options), options.json, options.tiny, argv)
     if options.first_step:
         sizes = {name: _first_sizes(options)[name] for name in options.only}

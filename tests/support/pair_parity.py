@@ -4,22 +4,27 @@ import copy
 
 import torch
 from datasets import Dataset
-from step_parity import KeepGradients
-from tiny_models import VOCAB, tiny_tokenizer
+from largest_tensor import LargestTensor
+from step_parity import KeepGradients, words
+from tiny_models import tiny_tokenizer
 
 from liger_trainer.trainers.base import LigerTrainerMixin
 
 SPLITS = [(4, 1), (1, 4)]
+WORDS = 4096  # in the vocabulary of `assert_no_logits`
+CHUNK_BYTES = 8 * 4 * WORDS  # eight rows of logits at a time, in fp32
 
 
 def pair_rows(n=8, seed=4):
     generator = torch.Generator().manual_seed(seed)
-
-    def words(low, high):
-        length = int(torch.randint(low, high, (), generator=generator))
-        return " ".join(f"w{int(i)}" for i in torch.randint(3, VOCAB, (length,), generator=generator))
-
-    return [{"prompt": words(2, 8), "chosen": " " + words(2, 9), "rejected": " " + words(2, 9)} for _ in range(n)]
+    return [
+        {
+            "prompt": words(generator, 2, 8),
+            "chosen": " " + words(generator, 2, 9),
+            "rejected": " " + words(generator, 2, 9),
+        }
+        for _ in range(n)
+    ]
 
 
 def build(trainer_class, args_class, model, folder, split=(4, 1), tokenizer=None, trainer_options=None, **options):
@@ -107,6 +112,21 @@ def assert_same_gradients(got, want, rtol=1e-5):
 def assert_same_step(got, want, rtol=1e-5):
     assert_same_metrics(got[0], want[0], rtol)
     assert_same_gradients(got[1], want[1], rtol)
+
+
+def assert_no_logits(ours, stock):
+    """Of a model with `WORDS`, in chunks of `CHUNK_BYTES`: our largest tensor is the head's weight, of 32 columns."""
+    batch = batch_of(stock)
+    labels = sum(int((batch[f"{kind}_labels"] != -100).sum()) for kind in ("chosen", "rejected"))
+    tokens = 8 * max(batch["chosen_input_ids"].shape[1], batch["rejected_input_ids"].shape[1])
+    assert tokens > labels > 32
+    with LargestTensor() as largest:
+        step(ours, batch)
+        ours.prediction_step(ours.model, batch, prediction_loss_only=False)
+    assert largest.numel == 32 * WORDS
+    with LargestTensor() as control:
+        step(stock, batch)
+    assert control.numel >= tokens * WORDS
 
 
 def assert_head_is_ours(trainer):

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from recipe_fixtures import command, write_model, write_recipe, write_rows
+from recipe_fixtures import command, write_recipe
 
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
@@ -18,14 +18,6 @@ KEYS = {
     "save_strategy": "steps",
     "save_steps": 1,
 }
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    write_model(tmp_path / "model")
-    write_rows(tmp_path / "rows.jsonl")
-    return tmp_path
 
 
 def test_stops_and_saves_the_best_model(folder, capsys):
