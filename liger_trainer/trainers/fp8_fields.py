@@ -48,8 +48,8 @@ def apply(args: Any) -> None:
 def _check_recipe(args: Any) -> None:
     given = f"fp8_recipe is {args.fp8_recipe!r}"
     if str(args.mixed_precision) != "fp8" or not args.use_liger:
-        missing = "fp8 is false" if args.use_liger else "use_liger is False"
-        raise ValueError(f"{given}, and {missing}, so that it has no effect. Set fp8 to true, or remove fp8_recipe.")
+        missing, mend = ("fp8 is false", "fp8") if args.use_liger else ("use_liger is False", "use_liger and fp8")
+        raise ValueError(f"{given}, and {missing}, so that it has no effect. Set {mend} to true, or remove fp8_recipe.")
     if importlib.util.find_spec("torchao") is None:
         raise ValueError(f"{given}, which is a name of torchao's: pip install torchao. Or remove fp8_recipe.")
     names = [recipe.value for recipe in importlib.import_module("torchao.float8").Float8LinearRecipeName]
