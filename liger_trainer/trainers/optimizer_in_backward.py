@@ -25,8 +25,9 @@ class OptimizerInBackward:
     Weights have hooks from the beginning of a training step until its optimizer step, and none in between.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): Has no look at other weights when it steps one.
-        model (`nn.Module`): The model, of which weights are named in errors.
+        optimizer (`torch.optim.Optimizer`): One whose step of a weight depends on no other weight.
+            `in_backward_checks.py` refuses others.
+        model (`nn.Module`): The model whose gradients `grad_norm` counts, and whose names of weights stand in errors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
