@@ -10,13 +10,15 @@ from liger_trainer.command.accelerate_file import own_environment
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
 
+_USAGE = "liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--key value ...]"
+
 
 def add_fit_command(commands: Any) -> None:
     """Add `fit` to the subparsers of `liger-trainer`."""
     parser = commands.add_parser(
         "fit",
         help="say how much GPU memory a recipe needs, and what would fit; needs no GPU",
-        usage="liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--key value ...]",
+        usage=_USAGE,
         description="Say how much memory of a GPU a step of a recipe needs, from the config of its model alone, which "
         "plan activation_checkpointing: auto would choose, and the longest row and the largest batch that fit. "
         "--gpus is the number of GPUs (1), --gpu-memory what each of them has, in GiB (80). Any key of a recipe can "
@@ -39,7 +41,7 @@ def _fit(args: argparse.Namespace) -> int:
     gpus, memory = _positive("--gpus", given.gpus, int), _positive("--gpu-memory", given.gpu_memory, float)
     with own_environment():
         # Without this, transformers refuses bf16 where there is no GPU
-        recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"])
+        recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"], _USAGE)
         from liger_trainer.command.fit_job import checkpointing_of, job_of, size_of
         from liger_trainer.fitting.answer import answer
 

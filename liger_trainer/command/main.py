@@ -12,6 +12,7 @@ from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
 from liger_trainer.command.quiet_exit import QuietExit
 from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.command.recipe_parser import TRAIN_USAGE
 from liger_trainer.command.shipped_files import add_shipped_commands
 from liger_trainer.errors import RecipeError, RunError
 
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train a recipe",
-        usage="liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]",
+        usage=TRAIN_USAGE,
         description="Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
         "is left out) as the trainer sees them, with what is learned marked. With --dry_run, only print the recipe "
         "that would run. Any key of a recipe can be given as an option, which beats the file. `liger-trainer train "

@@ -15,7 +15,7 @@ from liger_trainer.command.early_keys import refuse_unknown
 from liger_trainer.command.launch import read_on_every_process, settle_precision
 from liger_trainer.command.recipe_checks import check_metric, check_scheduler, settle
 from liger_trainer.command.recipe_keys import RecipeArguments
-from liger_trainer.command.recipe_parser import options_given, parser_of, show_in_help
+from liger_trainer.command.recipe_parser import TRAIN_USAGE, options_given, parser_of, show_in_help
 from liger_trainer.command.recipe_values import checked, dump_yaml, load_yaml
 from liger_trainer.command.trainer_table import TRAINERS, TrainerEntry
 from liger_trainer.command.unknown_keys import nearest, refuse_unknown_keys
@@ -88,8 +88,10 @@ def find_recipe(name: str) -> Path:
     )
 
 
-def parse_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE) -> Recipe:
     """Read the recipe `name` (a path or a shipped name), with `overrides` such as `["--max_steps", "5"]` on top.
+
+    The help of its keys begins with `usage`.
 
     Raises:
         RecipeError: A key is unknown, repeated or misplaced, a value has the wrong type, or values exclude each other.
@@ -99,7 +101,7 @@ def parse_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     values = load_yaml(path)
     entry = _trainer_entry(path, values, words)
     refuse_unknown(path, values, words)
-    parser, owners = parser_of(entry)
+    parser, owners = parser_of(entry, usage)
     refuse_unknown_keys(path, values, {key: owner.name for key, owner in owners.items()}, entry)
     values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
     defaults = {key: owner.defaults[key] for key, owner in owners.items()}

@@ -12,6 +12,8 @@ from liger_trainer.command.trainer_table import TrainerEntry
 from liger_trainer.command.unknown_keys import about_unknown_option
 from liger_trainer.errors import RecipeError
 
+TRAIN_USAGE = "liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]"
+
 
 @dataclass(frozen=True)
 class KeyOwner:
@@ -22,8 +24,13 @@ class KeyOwner:
     defaults: dict[str, Any]
 
 
-def parser_of(entry: TrainerEntry) -> tuple[Any, dict[str, KeyOwner]]:
-    """TRL's parser for the three dataclasses of a trainer, and for each key the class that it belongs to."""
+def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[str, KeyOwner]]:
+    """TRL's parser for the three dataclasses of a trainer, and for each key the class that it belongs to.
+
+    Args:
+        entry (`TrainerEntry`): The trainer.
+        usage (`str`): The first line of `--help`, which names the command and its own options.
+    """
     from trl import ModelConfig, TrlParser
 
     import liger_trainer
@@ -33,8 +40,7 @@ def parser_of(entry: TrainerEntry) -> tuple[Any, dict[str, KeyOwner]]:
     dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
     parser = TrlParser(
         dataclass_types,
-        prog="liger-trainer train",
-        usage="liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]",
+        usage=usage,
         allow_abbrev=False,  # an abbreviation is a misspelling that happens to work
     )
     owners: dict[str, KeyOwner] = {}

@@ -53,6 +53,12 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
 
 
+def test_its_help_names_its_own_options(recipe, capsys):
+    code, out, err = command(capsys, "fit", recipe(), "--help")
+    assert code == 0, err
+    assert out.startswith("usage: liger-trainer fit RECIPE") and "--dry_run" not in out
+
+
 def test_attention_of_long_rows(recipe, tmp_path, capsys):
     config = LlamaConfig.from_pretrained(tmp_path / "model")
     config.num_hidden_layers = 4
