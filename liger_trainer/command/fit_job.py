@@ -146,10 +146,14 @@ def _sharding(recipe: Recipe, gpus: int, autocast: Any) -> Sharding:
         (options or {}).get("version", os.environ.get("FSDP_VERSION", "1" if not recipe.training.fsdp else "2"))
     )
     if version != "2":
-        raise RecipeError(f"{recipe.path}: FSDP is of version {version}; liger-trainer fit knows version 2 only.")
+        raise RecipeError(
+            f"{recipe.path}: FSDP is of version {version}, and liger-trainer fit knows version 2 only. Set "
+            "that version where FSDP is asked for, or pass --accelerate_config fsdp2."
+        )
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise RecipeError(
-            f"{recipe.path}: fsdp_offload_params is true, and liger-trainer fit does not know what a step takes then."
+            f"{recipe.path}: fsdp_offload_params is true, and liger-trainer fit does not know what a step takes then. "
+            "Pass --accelerate_config fsdp2 to see FSDP2 without it."
         )
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     return Sharding("fsdp2", gpus, autocast, torch.float32 if autocast is not None else None, reshard)
