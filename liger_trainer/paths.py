@@ -18,7 +18,7 @@ def shipped(folder: str) -> Path:
             return place
     raise FileNotFoundError(
         f"The folder {folder}/ is missing from {PACKAGE} and {PACKAGE.parent}: the installation of liger-trainer is "
-        "incomplete. Install it again with `pip install --force-reinstall --no-deps liger-trainer`."
+        "incomplete. Install it again: `pip install --force-reinstall --no-deps .` in a checkout."
     )
 
 
