@@ -25,12 +25,11 @@ from liger_trainer.fitting.counting import CountedMemory
 from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_values
 from liger_trainer.fitting.losses import without_adapter
 from liger_trainer.fitting.sharding import Sharding, Units
+from liger_trainer.trainers.auto_checkpointing import AUTO
 from liger_trainer.trainers.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 
-GIB = 2**30
 WORKSPACE = 32 << 20  # of cuBLAS, on one stream
-AUTO = "auto"
 
 
 @dataclass
