@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from liger_trainer.checkpointing.switches import Switch
+from liger_trainer.instance.kept import hooks_in_force
 
 _Autocast = tuple[str, bool, torch.dtype]
 
@@ -179,7 +180,7 @@ def _is_plain() -> bool:
     """Whether nobody else has a part in what happens to operations and to what autograd keeps."""
     return not (
         torch.compiler.is_compiling()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or hooks_in_force() is not None
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
     )

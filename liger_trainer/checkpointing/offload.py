@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from liger_trainer.checkpointing.host_memory import HostMemory, Slot
 from liger_trainer.checkpointing.plan import Seen, Spread
 from liger_trainer.checkpointing.tensors import tensors_in
-from liger_trainer.instance.kept import Kept, how_modified, keep, unchanged
+from liger_trainer.instance.kept import Kept, hooks_in_force, how_modified, keep, unchanged
 
 
 class _Storage:
@@ -322,7 +322,7 @@ def _fetch(calls: Iterable[_Call], _: Any) -> None:
 
 def is_possible() -> bool:
     """Whether nobody else has hooks for what autograd keeps."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return hooks_in_force() is None
 
 
 def _value_of(found: Any) -> torch.Tensor:

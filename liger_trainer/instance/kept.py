@@ -1,8 +1,17 @@
 """Tensors that hooks for autograd's tensors keep as they are, with the check that autograd itself makes of them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 Kept = tuple[torch.Tensor, int]
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def hooks_in_force() -> Hooks | None:
+    """The functions by which autograd keeps a tensor now and finds it again; None if nobody has set hooks for that."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def keep(tensor: torch.Tensor) -> Kept:

@@ -180,12 +180,12 @@ def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
     return node is not None and node.name() in _RESULT_NOT_KEPT
 
 
-def _hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+def _hooks() -> kept.Hooks:
     """The functions by which a tensor is kept and found again: those of the hooks in which this runs, or our own."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (kept.keep, kept.unchanged)
+    return kept.hooks_in_force() or (kept.keep, kept.unchanged)
 
 
 def _other_hooks_active() -> bool:
     """Whether it is for others to decide what is kept."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = kept.hooks_in_force()
     return hooks is not None and not getattr(hooks[0], "keeps_values", False)
