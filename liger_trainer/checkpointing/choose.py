@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from liger_trainer.checkpointing.plan import NOWHERE, Count, Plan, Profile, Size, Spread
 
-_Span = tuple[int, int, int]  # bytes from one moment to before another
+_Span = tuple[int, int, int]  # (first, last, bytes): they are there from the moment `first` to before `last`
 SLACK = 1.05  # how much longer copies may take than they should
 ROOM = 0.9  # of the host's memory: tensors do not fill slabs to the last byte
 
@@ -141,26 +141,27 @@ class _Choice:
     # On the host
 
     def widest(self, carrier: Carrier, most: int | None) -> Spread:
-        """As many calls as can be on the host."""
+        """The spread with the most calls with which the copies keep up, and for which the host has room."""
         sizes = [(self.calls[i].extra or 0) + self.calls[i].given for i in self.choosable]
         if not sizes or not self.profile.seconds:
             return NOWHERE
         of_call = max(max(sizes), 1)
-        calls = of_call / carrier.rate / (self.profile.seconds / len(self.calls))  # while a copy goes on, so many pass
-        lag = math.ceil(calls * SLACK)
+        # While one call is copied, so many are computed
+        computed = of_call / carrier.rate / (self.profile.seconds / len(self.calls)) * SLACK
+        lag = math.ceil(computed)
         able = self._able(Spread(1, 0, lag))
         start = next((i for i in able if self._add(list(self.moments), self._spans(i, Spread(1, 0, lag)))), None)
         if start is None:
             return NOWHERE
         room = carrier.room * ROOM - sum(call.away for call in self.calls) * self.share
         number = min(
-            len(able) - able.index(start) if calls * SLACK <= 1 else int((able[-1] - start + 1) / (calls * SLACK)),
+            len(able) - able.index(start) if computed <= 1 else int((able[-1] - start + 1) / computed),
             max(0, int(room / (of_call * self.share))),
         )
         return Spread(number if most is None else min(number, most), start, lag)
 
     def _able(self, spread: Spread) -> list[int]:
-        """The calls after which there are enough others to be copied meanwhile."""
+        """The calls after which enough others come for a copy to be done meanwhile."""
         end = len(self.calls) - 1 - max(spread.lag, spread.ahead)
         able = []
         for i in sorted(self.choosable):
