@@ -22,7 +22,7 @@ class Shape:
         dtype (`torch.dtype`): Of its weights.
         peft_config (`PeftConfig`, *optional*): The adapter that is trained in its place.
         fp8 (`bool`): Whether the frozen layers beside the adapter are in eight bits.
-        use_liger (`bool`): Whether it is patched, as `liger_config` says.
+        liger_config (`dict`, *optional*): What of the patches is switched off, as in `apply_liger`.
         trust_remote_code (`bool`): Whether its code comes with it.
     """
 
@@ -30,7 +30,6 @@ class Shape:
     dtype: torch.dtype
     peft_config: Any = None
     fp8: bool = False
-    use_liger: bool = True
     liger_config: dict[str, bool] | None = None
     trust_remote_code: bool = False
 
@@ -54,8 +53,7 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
             model = get_peft_model(model, shape.peft_config)
             if shape.fp8:
                 quantize_base(model)
-    if shape.use_liger:
-        apply_liger(model, shape.liger_config)
+    apply_liger(model, shape.liger_config)
     return model.train()
 
 
