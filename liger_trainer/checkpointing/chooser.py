@@ -56,7 +56,7 @@ class Chooser:
         self._window: list[Before] = []  # the micro-batches since the last optimizer step
         self._began = self._stepped = False  # whether there was a micro-batch, and an optimizer step
         self._warned = False  # of a budget that is too small
-        self._shared = False  # whether weights are of several layers
+        self._shared = False  # whether a weight was used by several calls
         self._now: MicroBatch | None = None
         self._parameters: list[nn.Parameter] | None = None
         self._ranks: Ranks | None = None
@@ -68,7 +68,6 @@ class Chooser:
         switches.install(self.model, self._call)
         self._ranks = Ranks()
         self._parameters = list(self.model.parameters())  # a callback may train others later
-        self._shared = switches.share_weights(self.model)
         self._carrier = None
         if self._transport is not None:
             self._carrier = Carrier(self._transport.host.room, self._transport.rate)
@@ -81,7 +80,7 @@ class Chooser:
         It remembers them for whoever uses these weights again in the forward pass, who here is nobody. So layers that
         are computed again do not hold them until its end, and what others hold of them is part of what is measured.
         """
-        return self._stepped and not self._shared and not self._order.repeats
+        return self._stepped and not self._shared
 
     def end(self) -> None:
         """Leave the model as it was before the first micro-batch."""
@@ -144,6 +143,10 @@ class Chooser:
             self._outgrown.add(adds)
         elif now.offload is not None and now.plan is not None and now.size is not None:
             self._profiles[adds] = self._profiles[adds].with_seen(now.offload.seen, now.size)
+        again = len(set(now.called)) < len(now.called)
+        if not self._shared and (again or now.plan is None) and switches.share_weights(self.model, now.called):
+            self._shared = True
+            self._outgrown |= self._profiles.keys()  # measured while their casts were forgotten
         return result
 
     def _go_back(self, trainer: Any, step: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -37,11 +37,6 @@ class Order:
         self._layers[group].append(switch.layer)
         return group
 
-    @property
-    def repeats(self) -> bool:
-        """Whether a layer was called twice."""
-        return any(len(set(layers)) < len(layers) for layers in self._layers.values())
-
     def last(self, group: Hashable) -> tuple[int | None, int | None]:
         """The layer of the last call of a group of two and more, and that of the call before in one of three."""
         layers = self._layers.get(group, [])

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from liger_trainer.checkpointing import keep_attention, offload
 from liger_trainer.checkpointing.measure import Order, Recording
@@ -31,6 +32,7 @@ class MicroBatch:
         plan (`Plan` or `None`): What it keeps.
         offload (`Offload` or `None`): The calls of which something waits on the host.
         outgrew (`bool`): Whether a call was larger than those that were measured.
+        called (`list`): The layers that it has called.
     """
 
     def __init__(self, chooser: "Chooser", adds: bool):
@@ -41,6 +43,7 @@ class MicroBatch:
         self.plan: Plan | None = None
         self.offload: Offload | None = None
         self.inside = self.outgrew = self.long = False
+        self.called: list[nn.Module] = []
         self._calls = 0
 
     @property
@@ -54,6 +57,8 @@ class MicroBatch:
         """Call the layer of `switch`, and keep its activations or not."""
         number, size = self._calls, size_of(function, args)
         self._calls += 1
+        if (module := switch.module()) is not None:
+            self.called.append(module)
         if number == 0 and size is not None:
             self.size = size
             pays = longest_of(function, args, size) >= keep_attention.LONG

@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,12 +77,18 @@ def _put(model: nn.Module, decide: Decide) -> None:
             setattr(module, _ATTRIBUTE, Switch(decide, module, function))
 
 
-def share_weights(model: nn.Module) -> bool:
-    """Whether a weight is of several layers with switches."""
-    switched = {module for module in model.modules() if isinstance(vars(module).get(_ATTRIBUTE), Switch)}
-    layers = [layer for layer in switched if switched.isdisjoint(set(layer.modules()) - {layer})]  # not a whole model
-    weights = [id(weight) for layer in layers for weight in layer.parameters()]
-    return len(set(weights)) < len(weights)
+def share_weights(model: nn.Module, called: list[nn.Module]) -> bool:
+    """Whether a weight is of several of the layers that were `called`, or of one and of the rest of `model`."""
+    of_each = [set(layer.parameters()) for layer in called]  # a layer that was called twice is there twice
+    of_each.append(set(_weights_beside(model, set(called))))
+    return len(set().union(*of_each)) < sum(map(len, of_each))
+
+
+def _weights_beside(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Parameter]:
+    if module not in layers:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from _weights_beside(child, layers)
 
 
 class _Setter:

@@ -3,15 +3,14 @@
 import auto_runs
 import pytest
 import torch
-from auto_runs import At, build, frozen_model, memory_with, rows_of_one_length, train
+from auto_runs import At, build, frozen_model, memory_with, rows_of_one_length, same_bits, train
 from counted_memory import Carries, CountedMemory
 from tiny_models import tiny_model
 
+from liger_trainer import LigerTrainer
 from liger_trainer.checkpointing import chooser, switches
 from liger_trainer.checkpointing.agreement import Ranks
-from liger_trainer.checkpointing.measure import Order
 from liger_trainer.checkpointing.memory import GIB
-from liger_trainer.checkpointing.plan import Size
 
 
 @pytest.fixture(autouse=True)
@@ -86,19 +85,42 @@ def test_weights_that_autocast_has_made_of_others(length, tmp_path, monkeypatch)
     assert all(real <= planned for planned, real in peaks)
 
 
-def test_autocast_remembers_weights_that_several_layers_use():
+def test_weights_that_are_used_by_several_calls():
     model = tiny_model("llama", num_hidden_layers=3)
-    model.gradient_checkpointing_enable()
-    switches.install(model, lambda switch, function, args: switch.checkpointed(function, *args))
-    assert not switches.share_weights(model)
-    model.model.layers[2].mlp = model.model.layers[0].mlp
-    assert switches.share_weights(model)
-    order, layers = Order(), [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers]
-    for layer in layers:
-        order.add(layer, Size(2, 8))
-    assert not order.repeats
-    order.add(layers[0], Size(2, 8))
-    assert order.repeats
+    first, second, third = model.model.layers
+    assert not switches.share_weights(model, [first, second, third])
+    assert switches.share_weights(model, [first, second, third, first]), "one is called twice"
+    third.mlp.up_proj.weight = first.mlp.up_proj.weight
+    assert switches.share_weights(model, [first, second, third])
+    assert switches.share_weights(model, [first, second]), "the other one is no layer that is called"
+    assert not switches.share_weights(model, [second])
+
+
+class OfTwoSizes(LigerTrainer):
+    """Calls the model with a part of a row, and with other rows, under one autocast."""
+
+    def compute_loss(self, model, inputs, **kwargs):
+        short = {name: x[:1, : x.shape[1] // 2] for name, x in inputs.items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            return sum(super(OfTwoSizes, self).compute_loss(model, part, **kwargs) for part in (short, inputs))
+
+
+def with_shared_blocks():
+    """Layers with one MLP, which hold what is checkpointed by itself elsewhere, as in Zamba."""
+    model = tiny_model("llama", num_hidden_layers=4)
+    for layer in model.model.layers:
+        layer.mlp, layer.self_attn.gradient_checkpointing = model.model.layers[0].mlp, False
+    return model
+
+
+@pytest.mark.parametrize("trainer_class", [LigerTrainer, OfTwoSizes], ids=["shared", "called-twice"])
+def test_autocast_remembers_weights_that_are_used_by_several_calls(trainer_class, tmp_path):
+    """Their gradients are added up in 16 bits, as without checkpointing."""
+    make = with_shared_blocks if trainer_class is LigerTrainer else lambda: tiny_model("llama", num_hidden_layers=4)
+    options = {"max_steps": 4, "gradient_accumulation_steps": 1, "bf16": True, "optim": "sgd"}
+    want = train(build(tmp_path, False, model=make(), trainer_class=trainer_class, **options))
+    trainer = build(tmp_path, "auto", CountedMemory(), model=make(), trainer_class=trainer_class, **options)
+    assert same_bits(train(trainer), want)
 
 
 @pytest.mark.parametrize("start, lag", [(0, 4), (2, 1), (0, 1)])
