@@ -132,7 +132,7 @@ class Chooser:
         self._now = None
         if now.order is not None:
             self._order = now.order
-        if now.recording is not None:
+        if now.recording is not None and now.recording.is_whole:
             self._order = now.recording.order
             new, old = now.recording.profile(), self._profiles.get(adds)
             self._profiles[adds] = new if old is None else old.merged(new)

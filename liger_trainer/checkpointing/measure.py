@@ -63,6 +63,7 @@ class Recording:
         self._held: list[int] = []  # by each call, when it has returned
         self._whole: dict[Hashable, int] = {}  # the number of the sample of each group
         self._attention: dict[Hashable, int] = {}
+        self._learns = False  # whether a call has a backward pass
         self._marks: list[Any] = []  # at the start and at the end of each call
         memory.start_peak()
 
@@ -70,6 +71,15 @@ class Recording:
     def samples(self) -> int:
         """How many calls have kept something."""
         return len(self._whole) + len(self._attention)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all calls have returned, and the backward pass has come to them.
+
+        Who skips a batch, by an error that is caught or a loss without the model, leaves nothing to plan by.
+        """
+        came = any(call.last is not None for call in self._calls)
+        return len(self._held) == len(self._calls) and (came or not self._learns)
 
     def _next_moment(self) -> int:
         """End the moment before, and return the number of the one that begins."""
@@ -110,6 +120,7 @@ class Recording:
         self._mark()
         for tensor in tensors_in(output):
             if tensor.requires_grad:
+                self._learns = True
                 tensor.register_hook(lambda gradient: self._backward_begins(number))
                 break
         return output
