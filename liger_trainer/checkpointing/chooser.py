@@ -56,7 +56,8 @@ class Chooser:
         self._window: list[Before] = []  # the micro-batches since the last optimizer step
         self._began = self._stepped = False  # whether there was a micro-batch, and an optimizer step
         self._warned = False  # of a budget that is too small
-        self._shared = False  # whether a weight was used by several calls
+        self._shared: bool | None = None  # whether a weight was used by several calls, as soon as that was seen
+        self._learn: list[bool] = []  # of each parameter, whether it is trained
         self._now: MicroBatch | None = None
         self._parameters: list[nn.Parameter] | None = None
         self._ranks: Ranks | None = None
@@ -73,6 +74,15 @@ class Chooser:
             self._carrier = Carrier(self._transport.host.room, self._transport.rate)
         return self._parameters
 
+    def _look_at_parameters(self, parameters: list[nn.Parameter]) -> None:
+        """Begin anew, as with the first step, when others are trained. What layers keep depends on that."""
+        learn = [parameter.requires_grad for parameter in parameters]
+        if self._learn and learn != self._learn:
+            switches.install(self.model, self._call)
+            self._began = self._stepped = False
+            self._profiles, self._outgrown = {}, set()
+        self._learn = learn
+
     @property
     def forgets_casts(self) -> bool:
         """Whether autocast forgets the weights of a layer in 16 bits when it has been called.
@@ -80,7 +90,7 @@ class Chooser:
         It remembers them for whoever uses these weights again in the forward pass, who here is nobody. So layers that
         are computed again do not hold them until its end, and what others hold of them is part of what is measured.
         """
-        return self._stepped and not self._shared
+        return self._shared is False
 
     def end(self) -> None:
         """Leave the model as it was before the first micro-batch."""
@@ -101,8 +111,7 @@ class Chooser:
 
     def run(self, trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `step(*args, **kwargs)`, which runs the forward and the backward pass of a micro-batch."""
-        if self._parameters is None:
-            self._begin()
+        self._look_at_parameters(self._parameters or self._begin())
         if not has_gradients(self._parameters or ()):
             self._stepped, self._window = self._began, []
         self._began = True
@@ -144,9 +153,9 @@ class Chooser:
         elif now.offload is not None and now.plan is not None and now.size is not None:
             self._profiles[adds] = self._profiles[adds].with_seen(now.offload.seen, now.size)
         again = len(set(now.called)) < len(now.called)
-        if not self._shared and (again or now.plan is None) and switches.share_weights(self.model, now.called):
-            self._shared = True
-            self._outgrown |= self._profiles.keys()  # measured while their casts were forgotten
+        if now.called and not self._shared and (again or now.plan is None):
+            self._shared = switches.share_weights(self.model, now.called)
+            self._outgrown |= self._profiles.keys() if self._shared else set()  # measured while casts were forgotten
         return result
 
     def _go_back(self, trainer: Any, step: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -32,7 +32,7 @@ def test_out_of_memory_when_weights_have_gradients_that_had_none_at_first(second
         trainer.add_callback(OneLayerAfterTheOther())
         if memory is not None:
             weight = trainer.model.model.layers[2].self_attn.o_proj.weight
-            trainer.add_callback(At(4, lambda: weight.register_post_accumulate_grad_hook(fails_once), second))
+            trainer.add_callback(At(5, lambda: weight.register_post_accumulate_grad_hook(fails_once), second))
         return train(trainer), trainer.checkpointing
 
     want, _ = run(False)

@@ -123,6 +123,31 @@ def test_autocast_remembers_weights_that_are_used_by_several_calls(trainer_class
     assert same_bits(train(trainer), want)
 
 
+@pytest.mark.parametrize("host", [False, True])
+def test_layers_of_which_some_are_frozen(host, tmp_path):
+    """They keep less than those that are trained, which are others from the sixth step on."""
+    model = tiny_model("llama", num_hidden_layers=8)
+
+    def train_others(by=1):
+        for number, layer in enumerate(model.model.layers):
+            layer.requires_grad_((number + by) % 2 == 0)
+
+    def next_step():
+        peaks.append([trainer.checkpointing.peak, memory.peak()])
+        memory.start_peak()
+
+    train_others(0)
+    memory, peaks, budget = memory_with(Carries()) if host else CountedMemory(), [], 2.7e6
+    trainer = build(
+        tmp_path, "auto", memory, [At(5, train_others), *(At(step, next_step) for step in range(2, 10))], model=model,
+        max_steps=10, gradient_accumulation_steps=1, memory_budget=budget / GIB, optim="sgd",
+    )  # fmt: skip
+    trainer.create_optimizer()
+    train(trainer)
+    assert all(real <= budget for _, real in peaks), peaks
+    assert trainer.checkpointing.kept > 2
+
+
 @pytest.mark.parametrize("start, lag", [(0, 4), (2, 1), (0, 1)])
 def test_a_process_with_a_slower_link_does_not_take_the_memory_of_others(start, lag, tmp_path, monkeypatch):
     """The agreed plan holds activations for longer than this process has reckoned with."""
