@@ -117,6 +117,16 @@ class Chooser:
         self._began = True
         if self.why_not_again is None:
             self._window.append(Before.of(trainer, args, kwargs))
+        try:
+            return self._until_it_fits(trainer, step, args, kwargs)
+        except BaseException:
+            self._now = None
+            del self._window[-1:]  # a trainer that catches the error goes on without this micro-batch
+            raise
+
+    def _until_it_fits(
+        self, trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
         again = False
         while True:
             try:
