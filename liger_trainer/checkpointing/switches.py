@@ -37,8 +37,9 @@ class Switch:
 
     def __init__(self, decide: Decide, module: nn.Module, checkpointed: Callable[..., Any]):
         self.decide, self.checkpointed, self.layer, self.module = decide, checkpointed, id(module), weakref.ref(module)
-        weights = tuple((getattr(p, "ds_shape", p.shape), p.requires_grad) for p in module.parameters())
-        self.group = (type(module).__qualname__, weights, getattr(module, "attention_type", None))
+        sizes = tuple(getattr(p, "ds_shape", p.shape) for p in module.parameters())
+        learns = any(p.requires_grad for p in module.parameters())  # one that does not learn holds less
+        self.group = (type(module).__qualname__, sizes, getattr(module, "attention_type", None), learns)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.decide(self, function, args)

@@ -148,6 +148,16 @@ def test_layers_of_which_some_are_frozen(host, tmp_path):
     assert trainer.checkpointing.kept > 2
 
 
+def test_layers_of_which_other_weights_are_trained_are_of_one_kind():
+    """Or there would be as many kinds as layers where it was chosen for each weight."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    layers = model.model.layers
+    layers[0].mlp.requires_grad_(False)
+    layers[1].requires_grad_(False)
+    groups = [switches.Switch(None, layer, None).group for layer in layers]
+    assert groups[0] == groups[2] != groups[1]
+
+
 @pytest.mark.parametrize("start, lag", [(0, 4), (2, 1), (0, 1)])
 def test_a_process_with_a_slower_link_does_not_take_the_memory_of_others(start, lag, tmp_path, monkeypatch):
     """The agreed plan holds activations for longer than this process has reckoned with."""
