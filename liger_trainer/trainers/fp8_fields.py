@@ -7,12 +7,14 @@ For a model with adapters it means something else, which `frozen_base.py` does.
 configs set `bf16` where nobody has, so that fp8 would be lost without a word.
 """
 
+import functools
 import importlib.util
 import os
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from liger_triton.float8_cast import fault_of_device as fault_of_gpu
 
@@ -73,6 +75,19 @@ def fault_of_device(device: torch.device) -> str | None:
 def handler_of(accelerator: Any) -> Any:
     """accelerate's settings of torchao's fp8, if it is going to convert models; None if it is not."""
     return getattr(accelerator, "ao_recipe_handler", None) if str(accelerator.mixed_precision) == "fp8" else None
+
+
+def layers_to_convert(accelerator: Any, model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of `model` that accelerate is going to convert when training starts, by their names."""
+    handler = handler_of(accelerator)
+    if handler is None:
+        return {}
+    chooses = handler.module_filter_func
+    if chooses is None:
+        ao = importlib.import_module("accelerate.utils.ao")
+        first_and_last = list(ao.find_first_last_linear_layers(model))
+        chooses = functools.partial(ao.filter_linear_layers, layers_to_filter=first_and_last)
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and chooses(m, name)}
 
 
 def use_recipe(args: Any, accelerator: Any) -> None:

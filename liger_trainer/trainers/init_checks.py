@@ -6,7 +6,7 @@ Each function here raises a ValueError that says what to change, or does nothing
 
 import difflib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import DataCollatorWithFlattening
@@ -83,6 +83,25 @@ def refuse_fp8_elsewhere(trainer: "LigerTrainerMixin") -> None:
             "fp8 is asked for, and the model, which comes from model_init, has adapters. accelerate was told to "
             "convert linear layers before that was known, and would convert those of the adapters too. Pass the model "
             "itself to the trainer, in place of model_init."
+        )
+
+    if converts is not None:
+        _refuse_another_conversion(trainer, converts.config)
+
+
+def _refuse_another_conversion(trainer: "LigerTrainerMixin", config: Any) -> None:
+    """ValueError if accelerate would convert layers anew that somebody has converted with another config or filter.
+    What an earlier trainer has converted in the same way may be converted again."""
+    model = trainer.model
+    chosen = fp8_fields.layers_to_convert(trainer.accelerator, model)
+    converted = [name for name, module in model.named_modules() if float8.nominated(module)]
+    others = [name for name, m in chosen.items() if not (float8.nominated(m) and m.config == config)]
+    if converted and others:
+        raise ValueError(
+            f"fp8 is asked for, and layers of the model are in torchao's fp8 already, such as {converted[0]}. When "
+            f"training starts, accelerate would convert {len(others)} layers to a config of its own, such as "
+            f"{others[0]}, whatever you have chosen for them. Leave out fp8 to train the layers as they are, or pass a "
+            "model that is not converted."
         )
 
 
