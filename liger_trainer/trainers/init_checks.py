@@ -90,11 +90,16 @@ def refuse_fp8_elsewhere(trainer: "LigerTrainerMixin") -> None:
 
 
 def _refuse_another_conversion(trainer: "LigerTrainerMixin", config: Any) -> None:
-    """ValueError if accelerate would convert layers anew that somebody has converted with another config or filter.
-    What an earlier trainer has converted in the same way may be converted again."""
+    """ValueError if accelerate would convert no layer to fp8, or anew those that somebody has converted with another
+    config or filter. What an earlier trainer has converted in the same way may be converted again."""
     model = trainer.model
     chosen = fp8_fields.layers_to_convert(trainer.accelerator, model)
     converted = [name for name, module in model.named_modules() if float8.nominated(module)]
+    if not chosen and not converted:
+        raise ValueError(
+            f"fp8 is asked for, but accelerate would convert no layer of {type(base_model_of(model)).__name__}: it "
+            "takes linear layers whose widths are multiples of 16, but for the first and the last. Leave out fp8."
+        )
     others = [name for name, m in chosen.items() if not (float8.nominated(m) and m.config == config)]
     if converted and others:
         raise ValueError(

@@ -218,6 +218,13 @@ def test_a_later_trainer_converts_in_the_same_way(torchao, fresh, tmp_path):
     assert len(later.liger_report["float8"].swapped) == LAYERS
 
 
+def test_a_model_of_which_no_layer_would_be_converted(torchao, fresh, tmp_path):
+    """It would be trained in bf16, without a word."""
+    model = tiny_model("llama", hidden_size=40, num_attention_heads=5, num_key_value_heads=5)
+    with pytest.raises(ValueError, match="accelerate would convert no layer of LlamaForCausalLM.*Leave out fp8"):
+        run(EmulatedLigerTrainer, model, tmp_path, liger_config=OTHERS, fp8=True)
+
+
 def test_adapters_on_a_model_that_was_converted_before(torchao, fresh, tmp_path):
     """Their layers are linear ones, too, and of widths that torchao would convert. `fp8` does what is in
     `test_fp8_adapters.py`."""
