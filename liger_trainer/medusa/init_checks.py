@@ -6,6 +6,7 @@ from torch import nn
 
 from liger_trainer.medusa.config import MedusaConfig
 from liger_trainer.medusa.heads import HEADS_NAME
+from liger_trainer.trainers import fp8_fields
 
 
 def check_args(args: MedusaConfig, kwargs: dict[str, Any]) -> None:
@@ -55,6 +56,13 @@ def check_setup(model: nn.Module, args: MedusaConfig, accelerator: Any) -> None:
         raise ValueError(
             "medusa_stage is 2, which trains the model too, but all its parameters are frozen. Set medusa_stage: 1 "
             "to train the heads alone, or unfreeze the model."
+        )
+    if fp8_fields.handler_of(accelerator) is not None:
+        raise ValueError(
+            "fp8 is asked for, with which accelerate converts the LM head and the heads too when training starts, but "
+            "the Medusa loss needs the weights of these in 16 bits. Leave out fp8, and convert the model before the "
+            "trainer is built, without its LM head: convert_to_float8_training(model, module_filter_fn=lambda module, "
+            'name: name != "lm_head").'
         )
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):

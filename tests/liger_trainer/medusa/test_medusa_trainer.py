@@ -298,13 +298,16 @@ SETUPS = [
         {"fsdp_plugin": SimpleNamespace(state_dict_type="StateDictType.SHARDED_STATE_DICT")},
         "SHARDED_STATE_DICT, under which the heads would not be saved. Set it to FULL_STATE_DICT",
     ),
+    ({"mixed_precision": "fp8", "ao_recipe_handler": object()}, {}, "accelerate converts the LM head and the heads"),
 ]
 
 
-@pytest.mark.parametrize("own, state, message", SETUPS, ids=["cp", "sp", "deepspeed-optimizer", "fsdp-sharded"])
+@pytest.mark.parametrize("own, state, message", SETUPS, ids=["cp", "sp", "deepspeed-optimizer", "fsdp-sharded", "fp8"])
 def test_launches_that_would_train_or_save_wrongly(own, state, message, tmp_path):
     trainer = medusa_trainer(tiny_model("llama"), tmp_path, medusa_stage=2)
-    accelerator = SimpleNamespace(**({"parallelism_config": None} | own), state=SimpleNamespace(**state))
+    accelerator = SimpleNamespace(
+        **({"parallelism_config": None, "mixed_precision": "no"} | own), state=SimpleNamespace(**state)
+    )
     with pytest.raises(ValueError, match=message):
         check_setup(trainer.model, trainer.args, accelerator)
 
