@@ -103,6 +103,7 @@ def test_lora(folder, capsys):
     assert len(trained) == 4 and all(p.abs().max() > 0 for p in trained), "B starts at zero"
 
 
+@pytest.mark.slow
 def test_two_processes_print_one_summary(folder):
     """`accelerate launch` with the shipped config, on two gloo ranks, which share the rows: half the steps."""
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1, ddp_backend="gloo", use_cpu=True)

@@ -28,6 +28,7 @@ def test_torchrun_without_a_gpu_is_one_training(folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1, done.stdout
+    assert done.stderr.count("[liger_trainer] LlamaForCausalLM:") == 1, done.stderr
     assert re.search(r"^  steps +3$", done.stdout, re.M), "12 rows, 2 at a time, in 2 processes"
 
 
