@@ -86,10 +86,10 @@ def refuse_fp8_elsewhere(trainer: "LigerTrainerMixin") -> None:
         )
 
     if converts is not None:
-        _refuse_another_conversion(trainer, converts.config)
+        _refuse_no_or_another_conversion(trainer, converts.config)
 
 
-def _refuse_another_conversion(trainer: "LigerTrainerMixin", config: Any) -> None:
+def _refuse_no_or_another_conversion(trainer: "LigerTrainerMixin", config: Any) -> None:
     """ValueError if accelerate would convert no layer to fp8, or anew those that somebody has converted with another
     config or filter. What an earlier trainer has converted in the same way may be converted again."""
     model = trainer.model

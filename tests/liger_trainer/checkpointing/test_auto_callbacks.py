@@ -1,10 +1,15 @@
-"""`activation_checkpointing: auto` while a callback changes which weights are trained."""
+"""`activation_checkpointing: auto` where which weights are trained changes: by a callback, or for a reference."""
 
+import dpo_runs
 import pytest
 import torch
 from auto_runs import At, build, same_bits, train
 from counted_memory import CountedMemory
+from peft import LoraConfig
+from tiny_models import tiny_model
 from transformers import TrainerCallback
+
+from liger_trainer import LigerDPOTrainer
 
 
 class OneLayerAfterTheOther(TrainerCallback):
@@ -39,3 +44,21 @@ def test_out_of_memory_when_weights_have_gradients_that_had_none_at_first(second
     got, chosen = run("auto", CountedMemory())
     assert len(failures) == chosen.run_again == 1
     assert same_bits(got, want)
+
+
+def test_an_adapter_that_is_switched_off_for_the_reference(tmp_path):
+    """PEFT takes `requires_grad` from its weights meanwhile. That is over when the next micro-batch begins."""
+
+    def run(checkpointing, memory=None):
+        trainer = dpo_runs.build(
+            LigerDPOTrainer, tiny_model("llama"), tmp_path, (2, 1), dpo_runs.pairs(16), gradient_checkpointing=False,
+            activation_checkpointing=checkpointing,
+            trainer_options={"peft_config": LoraConfig(r=4, target_modules=dpo_runs.LORA)},
+        )  # fmt: skip
+        trainer.device_memory = memory
+        return train(trainer), trainer.checkpointing
+
+    want, _ = run(False)
+    got, chosen = run("auto", CountedMemory())
+    assert same_bits(got, want)
+    assert chosen.most > 0
