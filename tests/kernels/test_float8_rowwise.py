@@ -180,3 +180,13 @@ def test_offsets_past_int32():
     tail = x[-16:].contiguous()
     assert same_bits(rows.rows[-16:], float8_rows(tail).rows)
     assert same_bits(columns.columns[:, -16:].contiguous(), float8_columns(tail, rows.maxima).columns)
+
+
+@pytest.mark.parametrize("power_of_2, least, most", [(True, 1 / 16, 0.1), (False, 0, 0.01)])
+def test_weights_of_a_file_lie_between_two_numbers(power_of_2, least, most):
+    """As docs/fp8.md says of weights in bf16: what a small update tips over is a sixteenth of them or more, by a step
+    of e4m3, unless the scales are no powers of two."""
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    signs = torch.randint(0, 2, weight.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    up, down = (reference.float8_rows(weight * (1 + by * signs), power_of_2, False)[0].float() for by in (1e-5, -1e-5))
+    assert least <= (up != down).float().mean() <= most
