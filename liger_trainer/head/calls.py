@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
@@ -35,7 +34,8 @@ from liger_trainer.head.real_logits import scores_of_logits, smoothed_loss_sum
 from liger_trainer.head.vocab_mean import vocab_mean
 from liger_trainer.instance.binding import call_previous
 from liger_trainer.instance.hooks import replaced_forward
-from liger_trainer.varlen.padding import computes_padding, leaves_padding_out, plan_of_call, running
+from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
+from liger_trainer.varlen.padding import Plan, running
 from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
@@ -66,7 +66,7 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
         if options is None:  # the head has been removed, but somebody's wrapper still calls this forward
             return _own_forward(self, args, kwargs)
         leaves_out = leaves_padding_out(self)
-        shows_padding = False  # whether the answer has something of every position
+        shown: str | None = None  # what the answer has of every position
         if fused_lm_head or label_smoothing or scored_by is not None:
             kwargs = _without_cache(self, kwargs)
         without_labels = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
@@ -79,17 +79,16 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
             )  # fmt: skip
             score = _token_outputs if fused_lm_head else _smoothed_loss
             answer = functools.partial(score, self, args, without_labels, options, request)
-            shows_padding = not _OF_EVERY_POSITION.isdisjoint(_wanted_outputs(options, request))
+            of_all = _OF_EVERY_POSITION.intersection(_wanted_outputs(options, request))
+            shown = f"the call asks for {', '.join(sorted(of_all))}" if of_all else None
         else:
             skip_logits = self.training if skip_logits is None else skip_logits
-            shows_padding = not skip_logits or (leaves_out and _shows_states(self, kwargs))
+            if leaves_out:
+                shown = states_shown(self, kwargs) if skip_logits else "the call returns logits"
             answer = functools.partial(_own_outputs, self, args, kwargs, options, skip_logits, token_predictions)
         if not leaves_out:
             return answer()
-        plan = plan_of_call(self, args, kwargs, shows_padding)
-        if plan is not None and plan.leaves_out and (why := _who_sees_padding(self, options)) is not None:
-            computes_padding(self, why)
-            plan = None
+        plan = plan_of_call(self, args, kwargs, shown, functools.partial(_why_unfit, self, options))
         with running(plan):  # None too: calls may lie in others
             return answer()
 
@@ -101,20 +100,14 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
     return forward
 
 
-def _shows_states(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether the model's own forward returns, or hands to a loss of the user's, what it computes for padding."""
-    labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
-    hidden = kwargs.get("output_hidden_states")
-    hidden = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
-    loss = model.__dict__.get("_loss_function") or LOSS_MAPPING.get(str(getattr(model, "loss_type", None)))
-    theirs = loss is not None and not str(getattr(loss, "__module__", None)).startswith("transformers.")
-    routers = kwargs.get("output_router_logits")  # and not that of the config, by which a loss of them is asked for
-    as_tuple = kwargs.get("return_dict") is False  # which has the logits
-    return bool(not labelled or hidden or theirs or routers or as_tuple)
+def _why_unfit(model: nn.Module, options: HeadOptions, plan: Plan) -> str | None:
+    """What keeps the batch from going through the backbone by `plan`: code of the user's, or a head that is not fused.
 
-
-def _who_sees_padding(model: nn.Module, options: HeadOptions) -> str | None:
-    """Code of the user's, or a head that is not fused, which would get zeros for what stock computes for padding."""
+    Such code would get zeros for what stock computes for padding.
+    """
+    why = masks.why_not_ours(model)
+    if why is not None or not plan.leaves_out:
+        return why
     binding = FusedHeadBinding.of(model)
     replaced = None if binding is None else replaced_forward(model, binding.previous)
     if replaced is not None:

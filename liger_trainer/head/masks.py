@@ -8,7 +8,7 @@ nothing is packed, and `sdpa_mask` of transformers is told that the mask is all 
 anything else needs a mask, such as a sliding window or tokens of an image that see each other.
 
 The same function of ours answers for a call whose padding is left out (`liger_trainer.varlen`), with the mask of its
-rows.
+rows, and `varlen_attention` takes the place of transformers' attention for SDPA.
 """
 
 import functools
@@ -19,59 +19,67 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from liger_trainer.varlen.attention import STANDS_BEFORE, row_mask
+from liger_trainer.varlen.attention import row_mask, varlen_attention
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
-
-
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that are patched now
-_replaced: Callable | None = None  # transformers' own function, while ours stands in its place
-_ours: Callable | None = None  # our function, while it stands there
+
+
+@functools.wraps(sdpa_mask)
+def _mask(*args: Any, **kwargs: Any) -> Any:
+    """`sdpa_mask`, but the mask of rows that are known, and None for one that masks no more than `is_causal=True`."""
+    if (known := row_mask(args, kwargs)) is not None:
+        return known
+    if _nothing_is_padding and torch.compiler.is_compiling() and not args and _is_needless(**kwargs):
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+_FUNCTIONS = (  # transformers' registry, its function for SDPA, ours
+    (ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward, varlen_attention),
+    (ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask, _mask),
+)
 
 
 def install(model: nn.Module) -> None:
-    """Put our function in the place of `sdpa_mask` of transformers while `model` is patched.
+    """Put our functions in the place of transformers' own for SDPA while `model` is patched.
 
-    It answers like the function that it replaces, except in traced calls of patched models.
+    They answer like those that they replace, except in traced calls and for rows that are known. A function that the
+    user has registered stays.
     """
-    global _replaced, _ours
     if model not in _models:
-        weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set below has let go of the model
+        weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set above has let go of the model
         _models.add(model)
-    if _replaced is None:
-        _replaced = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-        _ours = _without_needless_masks(_replaced)
-        ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _ours)
+    for registry, own, ours in _FUNCTIONS:
+        if registry["sdpa"] is own:
+            registry.register("sdpa", ours)
+
+
+def why_not_ours(model: nn.Module) -> str | None:
+    """Why layers of `model` would not be given our attention and our masks, or None.
+
+    A copy of a patched model is asked this first, and the original may be gone by then.
+    """
+    install(model)
+    if all(registry["sdpa"] is ours for registry, _, ours in _FUNCTIONS):
+        return None
+    return "a function of your own is registered for the attention 'sdpa' or for its mask"
 
 
 def uninstall(model: nn.Module) -> None:
-    """Undo `install`. When no model is patched any more, transformers' registry is as before."""
+    """Undo `install`. When no model is patched any more, transformers' registries are as before."""
     _models.discard(model)
     _restore_after_last()
 
 
 def _restore_after_last() -> None:
-    global _replaced, _ours
-    if not _models and _ours is not None and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is _ours:  # nobody has wrapped it
-        ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _replaced)
-        _replaced = _ours = None
-
-
-def _without_needless_masks(own: Callable) -> Callable:
-    """The function `own`, but None in place of a mask that masks no more than `is_causal=True` does."""
-
-    @functools.wraps(own)
-    def sdpa_mask(*args, **kwargs):
-        if (known := row_mask(args, kwargs)) is not None:
-            return known
-        if _nothing_is_padding and torch.compiler.is_compiling() and not args and _is_needless(**kwargs):
-            return None
-        return own(*args, **kwargs)
-
-    setattr(sdpa_mask, STANDS_BEFORE, own)
-    return sdpa_mask
+    for registry, own, ours in _FUNCTIONS:
+        if not _models and registry["sdpa"] is ours:
+            registry.register("sdpa", own)
 
 
 def _is_needless(

@@ -41,8 +41,8 @@ def apply_liger(
     Norms, gated MLPs, expert gates and rotary functions are nominated by their structure. Each original and its
     replacement are run on small random inputs on the CPU, and the replacement is bound to the instance only where the
     values and the gradients agree. Other instances, classes and Python modules stay as they are, with one exception:
-    with a fused head, transformers asks `liger_trainer.head.masks` for its attention masks, and gets the same masks. A
-    second call replaces what the first one has done.
+    with a fused head, transformers asks `liger_trainer.head.masks` for SDPA attention and its masks, and gets the same
+    values. A second call replaces what the first one has done.
 
     Args:
         model (`nn.Module`): A model of transformers, wrapped by PEFT or not, on any device.

@@ -28,7 +28,7 @@ def why_rows_mix(model) -> str | None:
     if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
         return None
     ours = BackboneBinding.of(backbone)
-    if ours is not None and ours.packs and not ours.aside:
+    if ours is not None and not ours.aside:
         return None
     with probe.isolated():
         apart, _ = probe.attempt(_rows_stay_apart, backbone)

@@ -7,22 +7,22 @@ counts padding, shows it there. Packed rows take our attention too if a packed r
 the same rows.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, head_options
 from liger_trainer.instance.report import Place
 from liger_trainer.patching import probe
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.attention import is_registered_for
-from liger_trainer.varlen.inside import unknown_module
-from liger_trainer.varlen.plan import COLUMNS, FROM_MASK, plan_of
+from liger_trainer.varlen.decide import code_of, loss_of, plan_of, unknown_forward, why_not_theirs
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
+_OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
 
 
@@ -42,11 +42,11 @@ def swap(model, report, wanted: dict) -> None:
     if reason is None:
         proven, reason = probe.attempt(_prove, model)
     if reason is None:
-        reason = unknown_module(backbone, proven.forwards)
+        reason = unknown_forward(model, proven.forwards)
     if reason is not None:
         part.unsuited[name] = reason
         return
-    padding.install(backbone, proven.positions, proven.packs, proven.mixes, proven.forwards, Place(part, name))
+    padding.install(backbone, proven, Place(part, name))
     part.swapped[name] = "runs on real tokens"
 
 
@@ -70,56 +70,41 @@ def _why_not(model, backbone) -> str | None:
         return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
-    if not is_registered_for(backbone):
-        return "somebody has registered a function of their own for the attention 'sdpa' or for its mask"
-    return None
-
-
-class _Proven(NamedTuple):
-    """What has been shown of a model.
-
-    positions: How it numbers tokens that come without positions.
-    packs: Whether the rows of a packed row stay apart with our attention.
-    mixes: Whether they see each other with the model's own.
-    forwards: The code of every module inside the backbone.
-    """
-
-    positions: str
-    packs: bool
-    mixes: bool
-    forwards: frozenset
+    return masks.why_not_ours(model)
 
 
 def _prove(model):
-    """(`_Proven`, None), or (None, what differs)."""
+    """(`Proven`, None), or (None, what differs)."""
     own, ours = small_copy(model, probe.SEED), small_copy(model, probe.SEED)
+    if (reason := why_not_theirs(own)) is not None:
+        return None, reason
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
     real = torch.arange(_WIDTH) < torch.tensor(_LENGTHS)[:, None]
-    batches = {}
-    for side, kept in (("right", real), ("left", real.flip(1))):
-        # Predicted from real tokens; one may itself stand on padding.
-        after_real = kept.roll(1, 1) & (torch.arange(_WIDTH) > 0)
-        labels = ids.masked_fill(~after_real, -100)
-        batches[f"rows padded on the {side}"] = {"input_ids": ids, "attention_mask": kept.long(), "labels": labels}
-    wanted = {what: _run(own, batch) for what, batch in batches.items()}
-    within = batches["rows padded on the right"]["labels"].masked_fill(~real, -100)
+    right, left = (
+        # Predicted from real tokens; one may itself stand on padding. Nothing may predict the first column.
+        {"labels": ids.masked_fill(~(kept.roll(1, 1) | (torch.arange(_WIDTH) == 0)), -100)}
+        | {"input_ids": ids, "attention_mask": kept.long()}
+        for kept in (real, real.flip(1))
+    )
+    if more := set(own(**right, use_cache=False)) - _OUTPUTS:
+        return None, f"it returns {', '.join(sorted(more))} in addition to logits and loss"
+    within = right | {"labels": right["labels"].masked_fill(~real, -100)}
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
-    one_row["labels"] = within[real][None]
-    wanted_packed = _run(own, batches["rows padded on the right"] | {"labels": within})
-    mixes = _apart(_run(own, one_row), wanted_packed) is not None
-    forwards = frozenset(type(module).forward for module in padding.backbone_of(ours).modules())
-    for positions in (COLUMNS, FROM_MASK):
-        padding.install(padding.backbone_of(ours), positions)
-        reason = next(filter(None, (_differs(ours, batches[what], wanted[what], what) for what in batches)), None)
-        packs = _differs(ours, one_row, wanted_packed, "a packed row") is None
-        padding.remove(padding.backbone_of(ours))
-        if reason is None:
-            return _Proven(positions, packs, mixes, forwards), None
-    return None, reason
+    one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
+    mixes = _apart(_run(own, one_row), _run(own, within)) is not None
+    proven = padding.Proven(mixes, code_of(own.modules()), loss_of(own))
+    padding.install(padding.backbone_of(ours), proven)
+    for what, given, beside in (
+        ("rows padded on the right", right, right), ("rows padded on the left", left, left),
+        ("a packed row", one_row, within),
+    ):  # fmt: skip
+        if (reason := _differs(ours, given, _run(own, beside), what)) is not None:
+            return None, reason
+    return proven, None
 
 
 def _differs(ours, batch, wanted, what: str) -> str | None:
-    plan = plan_of(ours.config, batch | {"use_cache": False}, batch["labels"])
+    plan = plan_of(ours.config, batch | {"use_cache": False})
     with padding.running(plan):
         got = _run(ours, batch)
     if plan is None or not plan.used:

@@ -27,7 +27,7 @@ from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, cho
 from liger_trainer.trainers.logged_loss import filtering_losses
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.report_callback import ReportCallback
-from liger_trainer.varlen.counted import counting
+from liger_trainer.varlen.host_copies import remembering
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
     from transformers import Trainer as StockTrainer
@@ -135,15 +135,15 @@ class LigerTrainerMixin(StockTrainer):
         return super().create_optimizer(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
-        return self._counting(super().get_train_dataloader())
+        return self._remembering(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        return self._counting(super().get_eval_dataloader(*args, **kwargs))
+        return self._remembering(super().get_eval_dataloader(*args, **kwargs))
 
-    def _counting(self, loader: DataLoader) -> DataLoader:
-        """`loader`, whose batches have their rows counted before they are copied to the device."""
+    def _remembering(self, loader: DataLoader) -> DataLoader:
+        """`loader`, of whose batches the host keeps what it needs to find their rows."""
         if isinstance(loader, DataLoaderShard) and self._wants("varlen_attention"):
-            loader.base_dataloader.collate_fn = counting(loader.base_dataloader.collate_fn)
+            loader.base_dataloader.collate_fn = remembering(loader.base_dataloader.collate_fn)
         return loader
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,31 +1,27 @@
 """Causal attention over rows of uneven length that lie one after the other, in PyTorch alone.
 
-transformers' models ask a registry for their attention function and another for the mask that goes with it. While a
-model whose padding is left out lives, `varlen_attention` stands in the first one under the name `sdpa`, so that configs
-keep that name. While the rows of a call are known (`padding.py`), the mask is a `RowMask`, which says where each row
-ends (`row_mask`, asked by `head/masks.py`), and attention is the kernel under `torch.nn.attention.varlen`, which reads
-the ends. On CPUs, and for dropout, dtypes and head sizes that the kernel does not know, the rows are one call of
-PyTorch's SDPA, padded on the right, which a causal mask hides, or one call for each row where that would be mostly
-padding. Every other call is transformers' own.
+transformers' models ask one registry for their attention function and another for its mask. `head/masks.py` registers
+`varlen_attention` and `row_mask` there under the name `sdpa`, which configs keep. While the rows of a call are known
+(`rows_known`), the mask is a `RowMask`, which says where each row ends. Attention is then the kernel under
+`torch.nn.attention.varlen`. On CPUs, and for dropout, dtypes and head sizes that the kernel does not know, it is one
+call of PyTorch's SDPA with the rows padded on the right, or one call for each row where that would be mostly padding.
+Every other call is transformers' own.
 """
 
 import contextlib
 import contextvars
 import functools
-import weakref
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import causal_mask_function
+
+from liger_trainer.varlen.host_copies import sent
 
 _MOST_HEAD_DIM = 256  # of the kernel
 _MOST_ROOM = 4  # places for each token, up to which rows are padded to attend in one call
-_NOT_KNOWN = ("position_bias", "softcap", "s_aux", "cache")  # what attention may be asked for beside, and cannot do
-STANDS_BEFORE = "_liger_stands_before"  # on our function for masks: the function that it asks for all others
-_models: weakref.WeakSet = weakref.WeakSet()  # those that have asked for our attention
+_NOT_KNOWN = ("position_bias", "softcap", "s_aux", "cache")  # arguments that it cannot answer
 
 
 class NotForRows(Exception):
@@ -36,31 +32,29 @@ class Rows:
     """Rows that lie one after the other in one row of tokens.
 
     Args:
+        lengths (`list[int]`): Tokens of each row.
+        device (`torch.device`): Where their tokens are.
+
+    Attributes:
         offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins, and the end.
         tokens (`int`): Of all rows together.
         longest (`int`): Tokens of the longest row.
     """
 
-    def __init__(self, offsets: torch.Tensor, tokens: int, longest: int):
-        self.offsets, self.tokens, self.longest = offsets, tokens, longest
+    def __init__(self, lengths: list[int], device: torch.device):
+        self.lengths, self.tokens, self.longest = lengths, sum(lengths), max(lengths)
+        self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
     @property
     def room(self) -> int:
         """Places of all rows, each padded to the longest."""
-        return (self.offsets.shape[0] - 1) * self.longest
+        return len(self.lengths) * self.longest
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """int64 (T,): where each token is among these places."""
-        starts = self.offsets[:-1].long()
-        shift = torch.arange(len(starts), device=starts.device) * self.longest - starts
-        tokens = torch.arange(self.tokens, device=starts.device)
-        return tokens + shift.repeat_interleave(self.offsets.diff().long(), output_size=self.tokens)
-
-    @functools.cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each row, on the host, which waits for the device; the kernel does not ask for it."""
-        return self.offsets.diff().tolist()
+        """int64 (T,), on the device: where each token is among these places."""
+        places = [torch.arange(n, device="cpu") + row * self.longest for row, n in enumerate(self.lengths)]
+        return sent(torch.cat(places), self.offsets.device)
 
 
 class RowMask:
@@ -142,10 +136,12 @@ def varlen_attention(
         `tuple`: (1, T, Hq, Dv), and None for the weights of attention.
 
     Raises:
-        NotForRows: The mask is neither causal nor a sliding window, or the scores are changed (a bias of positions, a
-            cap, sinks).
+        NotForRows: The rows of the call are known, and the mask is neither causal nor a sliding window over them, or
+            the scores are changed (a bias of positions, a cap, sinks).
     """
     if not isinstance(attention_mask, RowMask):
+        if not torch.compiler.is_compiling() and _rows.get() is not None:
+            raise NotForRows("a layer attends with a mask of its own")
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )  # fmt: skip
@@ -236,43 +232,12 @@ def _all_rows(query, key, value, mask: RowMask, dropout, scaling):
 def _row_by_row(query, key, value, mask: RowMask, dropout, scaling):
     grouped = query.shape[1] != key.shape[1]
     done, start = [], 0
-    for length in mask.rows.lengths:
+    for length in filter(None, mask.rows.lengths):
         q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
         start += length
-        if length == 0:
-            continue
         near = _near(length, mask.window, query.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=near, dropout_p=dropout, is_causal=near is None, scale=scaling, enable_gqa=grouped
         )
         done.append(out.transpose(1, 2))
     return torch.cat(done, dim=1)
-
-
-def is_registered_for(model) -> bool:
-    """Whether models that ask transformers for `sdpa` get `varlen_attention`, which stays there while `model` lives.
-
-    Not where somebody has put a function of their own there, or one for masks, which are then used as they are.
-    """
-    if getattr(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], STANDS_BEFORE, None) is not sdpa_mask:
-        return False
-    current = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if current is sdpa_attention_forward:
-        AttentionInterface.register("sdpa", varlen_attention)
-    elif current is not varlen_attention:
-        return False
-    if model not in _models:
-        weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set has let go of the model
-        _models.add(model)
-    return True
-
-
-def not_needed_by(model) -> None:
-    """Undo `is_registered_for`: after the last model, transformers' registry is as before."""
-    _models.discard(model)
-    _restore_after_last()
-
-
-def _restore_after_last() -> None:
-    if not _models and ALL_ATTENTION_FUNCTIONS["sdpa"] is varlen_attention:
-        AttentionInterface.register("sdpa", sdpa_attention_forward)

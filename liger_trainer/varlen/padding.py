@@ -4,13 +4,7 @@ A padded batch (B, S) becomes one row of its N real tokens when it enters the ba
 tokens would have had, and what leaves the backbone is put back where it was, with zeros for padding. Loss, gradients
 and hidden states of real tokens are those of the padded batch, and nothing between the embeddings and the last norm is
 computed for padding. A batch that is packed already (`position_ids` that start anew, without an `attention_mask`) takes
-the same attention.
-
-What a call needs is found once, before the model's own forward, by `plan_of_call`: there the labels are known too. A
-label that is predicted from a padding position (that of the first token of a row that is padded on the left) needs what
-the model computes for padding, so such a batch runs as it is. So does a call that returns logits or hidden states,
-since somebody may use those of padding (`head/calls.py`), and a model in which somebody has put a hook, or a module
-whose code the proof of `patching/varlen.py` has not run.
+the same attention. Which calls go this way is found once, before the model's own forward (`decide.py`).
 """
 
 import contextlib
@@ -18,94 +12,133 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
+from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
 from liger_trainer.instance.binding import Binding, bind, call_previous, unbind
 from liger_trainer.instance.report import Place
-from liger_trainer.varlen.attention import NotForRows, is_registered_for, not_needed_by, rows_known
-from liger_trainer.varlen.inside import why_whole
-from liger_trainer.varlen.plan import Plan, plan_of
+from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 
-_STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
+_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
+_KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *_PER_TOKEN)
 
-_plan: contextvars.ContextVar = contextvars.ContextVar("plan of the running call", default=None)
+
+class Proven(NamedTuple):
+    """What has been shown of a model.
+
+    Attributes:
+        mixes (`bool`): Whether the rows of a packed row see each other with the model's own attention.
+        forwards (`dict`): The classes of its modules, with their forwards.
+        loss (`Callable`): The function that its forward calls for the loss.
+    """
+
+    mixes: bool
+    forwards: dict[type, Callable]
+    loss: Callable
 
 
 class BackboneBinding(Binding):
-    """What we remember about the forward that is bound to a backbone; see `install` for what the fields mean."""
+    """What we remember about the forward that is bound to a backbone."""
 
     key = "_liger_varlen"
 
-    def __init__(
-        self,
-        function: Callable,
-        positions: str,
-        packs: bool,
-        mixes: bool,
-        by_length: bool,
-        forwards: frozenset | None,
-        place: Place | None,
-    ):
+    def __init__(self, function: Callable, proven: Proven, place: Place | None):
         super().__init__(function, place=place)
-        self.positions, self.packs, self.mixes, self.forwards = positions, packs, mixes, forwards
-        self.by_length = by_length  # whether the longest position of a call decides how positions are rotated
-        self.known: dict[type, Callable] = {}  # classes of modules that may be inside, with their forwards
+        self.proven = proven
+        self.known = dict(proven.forwards)  # and those of other modules that have been found harmless
 
 
-def leaves_padding_out(model) -> bool:
-    """Whether calls of `model` may go through its backbone on real tokens; not while they are traced."""
-    backbone = backbone_of(model)
-    return backbone is not None and BackboneBinding.of(backbone) is not None and not torch.compiler.is_compiling()
-
-
-def plan_of_call(model, args: tuple, call: dict[str, Any], shows_padding: bool) -> Plan | None:
-    """How a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is.
+class Plan:
+    """How one call goes through the backbone.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): One for which `leaves_padding_out`.
-        args (`tuple`): Its arguments by position.
-        call (`dict`): Its arguments by name.
-        shows_padding (`bool`): Whether the answer has something of every position. A packed row has no padding.
+        given (`dict`): The arguments of the call that it was made from.
+        rows (`Rows`): The rows of real tokens.
+        index (`torch.Tensor`, *optional*): int64 (N,): where in the flattened batch each real token is; None where
+            the batch is one packed row.
+        reaches_end (`bool`, *optional*, defaults to `True`): Whether there is a real token in the last column.
 
-    Raises:
-        ValueError: The rows of a packed row would see each other in the model's own code, and something of the user's
-            inside the backbone needs that code.
+    Attributes:
+        used (`bool`): Whether a backbone has run by it.
     """
-    backbone = backbone_of(model)
-    bound = BackboneBinding.of(backbone)
-    if bound is None or bound.aside or args or (shows_padding and call.get("attention_mask") is not None):
-        return None
-    plan = plan_of(model.config, call, call.get("labels"), call.get("shift_labels"))
-    if plan is None or not (plan.leaves_out or bound.packs):
-        return None
-    if plan.leaves_out and bound.by_length and not (plan.reaches_end and call.get("position_ids") is None):
-        return None
-    if not is_registered_for(backbone):
-        why: str | None = "somebody has registered a function of their own for the attention 'sdpa' or for its mask"
-    else:
-        why = why_whole(backbone, bound, bound.forwards, bound.known)
-    if why is None:
-        return plan
-    if bound.mixes and not plan.leaves_out:
-        raise ValueError(
-            f"Packed rows would see each other in {type(backbone).__name__}, whose own attention has to run: {why}. "
-            "Take that away, or switch packing off."
-        )
-    computes_padding(model, why)
-    return None
+
+    def __init__(self, given: dict[str, Any], rows: Rows, index: torch.Tensor | None = None, reaches_end: bool = True):
+        self.given, self.rows, self.index, self.reaches_end, self.used = given, rows, index, reaches_end, False
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there is padding, for which nothing will be computed."""
+        return self.index is not None
+
+    def fits(self, call: dict[str, Any]) -> bool:
+        """Whether the backbone is called with what the plan was made from."""
+        same = all(call.get(name) is self.given.get(name) for name in ("attention_mask", "position_ids"))
+        others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
+        same = same and tokens_of(call).shape[:2] == tokens_of(self.given).shape[:2]
+        return same and not any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in others)  # a count is of no token
+
+    def packed(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the backbone with one row of real tokens for the batch.
+
+        Their positions are the columns where the call has none, as in every model that a proof accepts.
+        """
+        tokens = tokens_of(call)
+        # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
+        mask = torch.ones((1, self.rows.tokens), dtype=torch.long, device=tokens.device)
+        if self.index is None:
+            return call | {"attention_mask": mask}
+        batch, length = tokens.shape[:2]
+        packed = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
+        if "position_ids" in packed:
+            packed["position_ids"] = packed["position_ids"].expand(batch, length)
+        packed = {name: x.flatten(0, 1)[self.index].unsqueeze(0) for name, x in packed.items()}
+        if "position_ids" not in packed:
+            packed["position_ids"] = (self.index % length).unsqueeze(0)
+        return call | packed | {"attention_mask": mask}
+
+    def padded(self, outputs):
+        """What the backbone has returned, with every tensor of real tokens put back into the shape of the batch."""
+        if self.index is None:
+            return outputs
+        if isinstance(outputs, ModelOutput):
+            return type(outputs)(**{name: self.padded(x) for name, x in outputs.items()})
+        if isinstance(outputs, tuple):
+            return tuple(map(self.padded, outputs))
+        if not isinstance(outputs, torch.Tensor):
+            return outputs
+        batch, length = self.given["attention_mask"].shape
+        if outputs.shape[:2] == (1, self.rows.tokens):
+            return self._spread(outputs[0], batch * length).unflatten(0, (batch, length))
+        if outputs.ndim == 2 and outputs.shape[0] == self.rows.tokens:  # logits of a router
+            return self._spread(outputs, batch * length)
+        return outputs
+
+    def _spread(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        assert self.index is not None  # `padded` has looked
+        index = self.index.to(x.device)  # the last layer is on another GPU where accelerate has spread them
+        return x.new_zeros(size, *x.shape[1:]).index_copy(0, index, x)
+
+
+_plan: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("plan of the running call", default=None)
 
 
 @contextlib.contextmanager
-def running(plan: "Plan | None"):
+def running(plan: Plan | None):
     """Within it, a backbone that is bound runs by `plan`."""
     token = _plan.set(plan)
     try:
         yield
     finally:
         _plan.reset(token)
+
+
+def tokens_of(call: dict[str, Any]) -> Any:
+    """The ids (B, S) or embeddings (B, S, H) that a call brings, or None."""
+    return call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
 
 
 def backbone_of(model):
@@ -129,10 +162,10 @@ def _forward_of(backbone_class):
             return call_previous(self, BackboneBinding, args, kwargs)
         try:
             with running(None), rows_known(plan.rows):
-                outputs = call_previous(self, BackboneBinding, (), plan.packed(call, bound.positions))
+                outputs = call_previous(self, BackboneBinding, (), plan.packed(call))
         except NotForRows as error:
             bound.aside = True
-            _say(self, str(error))
+            computes_padding(self, str(error))
             return call_previous(self, BackboneBinding, args, kwargs)
         plan.used = True
         return plan.padded(outputs)
@@ -143,50 +176,25 @@ def _forward_of(backbone_class):
     return forward
 
 
-def _rotates_by_length(config) -> bool:
-    """Whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one for each kind of layer, or one for all
-    return any(x.get("rope_type", "default") not in _STATIC_ROPES for x in ropes)
-
-
-def install(
-    backbone,
-    positions: str,
-    packs: bool = True,
-    mixes: bool = False,
-    forwards: frozenset | None = None,
-    place: Place | None = None,
-) -> None:
-    """Have `backbone`, which has a `config`, leave out padding, and its layers attend to rows of uneven length.
+def install(backbone, proven: Proven, place: Place | None = None) -> None:
+    """Have `backbone` leave out padding, and its layers attend to rows of uneven length, in calls that have a plan.
 
     Args:
         backbone (`nn.Module`): What `backbone_of` has found.
-        positions (`str`): `COLUMNS` where the model numbers the columns of a batch when it is given no positions,
-            `FROM_MASK` where it numbers the real tokens of each row.
-        packs (`bool`, *optional*, defaults to `True`): Whether a packed row takes our attention too.
-        mixes (`bool`, *optional*, defaults to `False`): Whether its rows see each other in the model's own code.
-        forwards (`frozenset`, *optional*): The forwards of modules that are known to work without padding. Unset: of
-            any module.
+        proven (`Proven`): What has been shown of its model.
         place (`Place`, *optional*): Where a reason to keep the model's own code is written down.
     """
     forward = _forward_of(type(backbone))  # type: ignore[arg-type]
-    by_length = _rotates_by_length(backbone.config)
-    bind(backbone, BackboneBinding(forward, positions, packs, mixes, by_length, forwards, place))
+    bind(backbone, BackboneBinding(forward, proven, place))
 
 
 def remove(backbone) -> None:
     """Undo `install`."""
     unbind(backbone, BackboneBinding)
-    not_needed_by(backbone)
 
 
-def computes_padding(model, reason: str) -> None:
-    """Say in the log and in the report of `model` that a batch goes through as it is, and why."""
-    _say(backbone_of(model), reason)
-
-
-def _say(backbone, reason: str) -> None:
+def computes_padding(backbone, reason: str) -> None:
+    """Say in the log and in the report that a batch goes through `backbone` as it is, and why."""
     bound = BackboneBinding.of(backbone)
     if bound is not None and bound.place is not None:
         bound.place.keeps_its_code(reason)

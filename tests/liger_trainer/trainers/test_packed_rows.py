@@ -39,9 +39,9 @@ def rows_of_calls(monkeypatch):
     """The rows of every call that went through a backbone by their lengths."""
     seen, packed = [], padding.Plan.packed
 
-    def counted(self, call, positions):
+    def counted(self, call):
         seen.append(self.rows.lengths)
-        return packed(self, call, positions)
+        return packed(self, call)
 
     monkeypatch.setattr(padding.Plan, "packed", counted)
     return seen

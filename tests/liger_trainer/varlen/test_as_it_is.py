@@ -1,5 +1,6 @@
 """Calls and models that need what is computed for padding, or the rows where they are: they get what stock computes."""
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,10 +43,10 @@ def pooled(model, call):
 def test_logits_and_hidden_states_are_those_of_stock_for_padding_too(loss, side, tokens):
     model, call = model_of(), batch(side=side, prompt=0)
     want = backward(model, loss(model, call))
-    patched(model)
+    report = apply_liger(model, ON)["varlen_attention"]
     tokens.clear()
     assert_same_step(backward(model, loss(model, call)), want)
-    assert tokens == []
+    assert tokens == [] and report.skipped, "the report says why"
 
 
 @pytest.mark.parametrize("shift", [True, False])
@@ -158,11 +159,33 @@ def test_a_module_of_somebody_else_s(before, tokens):
     assert_same_step(got, step(model, call))
 
 
-def test_lora_runs_on_real_tokens(tokens):
-    model = get_peft_model(model_of(), LoraConfig(r=4, target_modules=["q_proj", "gate_proj"], use_dora=True))
-    call = batch()
+QKV = {"target_modules": ["q_proj", "v_proj"]}
+ADAPTERS = (
+    peft.LoraConfig(r=4, use_dora=True, **QKV), peft.AdaLoraConfig(total_step=9, init_r=4, **QKV),
+    peft.BOFTConfig(boft_block_size=4, **QKV), peft.FourierFTConfig(n_frequency=9, **QKV), peft.HRAConfig(r=4, **QKV),
+    peft.IA3Config(feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]),
+    peft.LNTuningConfig(target_modules=["input_layernorm"]), peft.LoHaConfig(r=4, **QKV), peft.LoKrConfig(r=4, **QKV),
+    peft.MissConfig(r=4, **QKV), peft.OFTConfig(oft_block_size=4, r=0, **QKV), peft.RandLoraConfig(r=4, **QKV),
+    peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]), peft.VeraConfig(r=4, **QKV),
+    peft.VBLoRAConfig(num_vectors=9, vector_length=8, topk=2, **QKV),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ADAPTERS, ids=lambda config: config.peft_type.value)
+def test_adapters_that_take_each_token_by_itself_run_on_real_tokens(config, tokens):
+    torch.manual_seed(0)
+    model, call = get_peft_model(model_of(), config), batch()
     want = step(model, call)
     patched(model)
     tokens.clear()
     assert_same_step(step(model, call), want)
     assert tokens == [sum(LENGTHS)]
+
+
+def test_an_adapter_that_is_not_known_computes_padding(tokens):
+    model, call = get_peft_model(model_of(), peft.C3AConfig(block_size=8, **QKV)), batch()
+    want = step(model, call)
+    assert "C3ALinear" in apply_liger(model, ON)["varlen_attention"].unsuited["model"]
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == []

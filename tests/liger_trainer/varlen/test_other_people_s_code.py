@@ -1,16 +1,24 @@
 """Code of the user's around and inside the backbone, and what a model says at padding: it trains as in stock."""
 
+import copy
+import functools
 import types
 
 import pytest
 import torch
 from architectures import build
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+from tiny_models import VOCAB
 from torch import nn
-from transformers import DataCollatorWithFlattening
-from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers import BertConfig, BertLMHeadModel, DataCollatorWithFlattening, LlamaForCausalLM, LlamaModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
 
-from liger_trainer import apply_liger
+from liger_trainer import apply_liger, remove_liger
 
 
 def mixes_the_row(outputs):
@@ -49,6 +57,36 @@ def a_hook_on_the_head(model):
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] + args[0].mean(1, keepdim=True),))
 
 
+def with_the_mean(module, args, outputs):
+    if isinstance(outputs, tuple):
+        return outputs[0] + outputs[0].mean(1, keepdim=True), *outputs[1:]
+    return outputs + outputs.mean(1, keepdim=True)
+
+
+def a_hook_on_the_embedding(model):
+    model.model.embed_tokens.register_forward_hook(with_the_mean)
+
+
+def a_hook_on_the_last_norm(model):
+    model.model.norm.register_forward_hook(with_the_mean)
+
+
+def a_hook_on_an_attention(model):
+    model.model.layers[1].self_attn.register_forward_hook(with_the_mean)
+
+
+def a_compiled_backbone(model):
+    model.model.compile(backend="eager")
+
+
+def a_loss_that_is_wrapped(model):
+    @functools.wraps(ForCausalLMLoss)  # which copies `__module__`
+    def loss(logits, *args, **kwargs):
+        return ForCausalLMLoss(logits, *args, **kwargs) + 0.01 * logits.logsumexp(-1).square().mean()
+
+    model.loss_function = loss
+
+
 def a_linear_layer_of_their_class(model):
     model.model.layers[0].self_attn.q_proj.__class__ = MixingLinear
 
@@ -59,6 +97,8 @@ def a_linear_layer_of_their_class(model):
         (a_forward_on_the_backbone, True), (a_forward_on_the_backbone, False), (a_forward_on_the_model, True),
         (a_hook_on_the_backbone, False), (a_hook_on_the_head, True), (a_hook_on_the_head, False),
         (a_linear_layer_of_their_class, True), (a_linear_layer_of_their_class, False),
+        (a_hook_on_the_embedding, False), (a_hook_on_the_last_norm, False), (a_hook_on_an_attention, False),
+        (a_compiled_backbone, False), (a_loss_that_is_wrapped, True), (a_loss_that_is_wrapped, False),
     ],
 )  # fmt: skip
 def test_code_of_theirs_sees_what_stock_computes_for_padding(theirs, before, tokens):
@@ -67,12 +107,73 @@ def test_code_of_theirs_sees_what_stock_computes_for_padding(theirs, before, tok
     want = step(stock, call)
     if before:
         theirs(model)
-        apply_liger(model, ON)
-    else:
-        patched(model)
+    report = apply_liger(model, ON)["varlen_attention"]
+    if not before:
         theirs(model)
     tokens.clear()
     assert_same_step(step(model, call), want)
+    assert tokens == [] and (report.skipped or report.unsuited), "the report says why"
+    torch._dynamo.reset()
+
+
+def wrapped(own, change):
+    return functools.wraps(own)(lambda *args, **kwargs: change(own, *args, **kwargs))
+
+
+def states_too(own, self, input_ids, attention_mask, labels, **_):
+    states = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    logits = self.lm_head(states)
+    loss = self.loss_function(logits, labels, self.config.vocab_size)
+    return CausalLMOutputWithPast(loss=loss + states.mean(1).square().sum(), logits=logits)
+
+
+def the_first_three_see_each_other(own, *, inputs_embeds, attention_mask, **_):
+    seen = torch.ones(inputs_embeds.shape[1], inputs_embeds.shape[1]).tril().bool()
+    seen[:3, :3] = True
+    return seen & attention_mask[:, None, None, :].bool()
+
+
+@pytest.mark.parametrize(
+    "owner, name, change",
+    [
+        (LlamaForCausalLM, "forward", states_too),
+        (LlamaModel, "forward", lambda own, *args, **kwargs: mixes_the_row(own(*args, **kwargs))),
+        (LlamaDecoderLayer, "forward", lambda own, self, x, **kwargs: own(self, x, **kwargs) + x.mean(1, True)),
+        (LoraLinear, "forward", lambda own, self, x: own(self, x + x.mean(1, True))),
+        (modeling_llama, "create_causal_mask", the_first_three_see_each_other),
+    ],
+)  # fmt: skip
+def test_what_is_replaced_in_transformers_or_peft_after_patching(owner, name, change, tokens, monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(model_of(), config)
+
+    model, stock, call = made(), made(), batch()
+    report = apply_liger(model, ON | {"lora": False})["varlen_attention"]
+    monkeypatch.setattr(owner, name, wrapped(getattr(owner, name), change))
+    want = step(stock, call)
+    assert_same_step(step(model, call), want)
+    assert report.skipped, "the report says why"
+    tokens.clear()
+    assert_same_step(step(model, call), want)
+    assert tokens == []
+
+
+def test_a_hook_between_the_backbone_and_the_head(tokens):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=VOCAB, is_decoder=True, attn_implementation="sdpa", **sizes, **dropout)
+    model, call = BertLMHeadModel(config).train(), batch()
+    patched(model)
+    step(model, call)
+    assert tokens[-1] == sum(LENGTHS)
+    stock = copy.deepcopy(model)
+    remove_liger(stock)
+    for each in (model, stock):
+        each.cls.predictions.transform.register_forward_hook(with_the_mean)
+    tokens.clear()
+    assert_same_step(step(model, call), step(stock, call))
     assert tokens == []
 
 

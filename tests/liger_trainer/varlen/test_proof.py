@@ -9,13 +9,18 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
+    GPT2Config,
+    GPT2DoubleHeadsModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput
 from varlen_batches import ON, assert_same_step, batch, patched, rows_of, step
 
 from liger_trainer import apply_liger
+from liger_trainer.patching import varlen as patching
 
 
 class WithConvolution(LlamaModel):
@@ -84,6 +89,43 @@ class WithoutShift(LlamaForCausalLM):
         return outputs
 
 
+class WithAFlattenedShift(LlamaForCausalLM):
+    """Predicts the first token of each row from the last column of the row before."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        outputs = super().forward(input_ids=input_ids, **kwargs)
+        if labels is not None:
+            outputs.loss = F.cross_entropy(outputs.logits.flatten(0, 1)[:-1], labels.flatten()[1:])
+        return outputs
+
+
+class WithFeatures(LlamaForCausalLM):
+    """Returns the mean of each row, and adds a term of it to the loss where an attribute or an argument says so."""
+
+    switched = False
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, weight=0.0, **kwargs):
+        states = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        logits, features = self.lm_head(states), states.mean(1)
+        loss = self.loss_function(logits, labels, self.config.vocab_size)
+        loss = loss + (weight + float(self.switched)) * features.square().sum()
+        return ModelOutput(loss=loss, logits=logits, features=features)
+
+
+class WithoutFeatures(WithFeatures):
+    def forward(self, **kwargs):
+        outputs = super().forward(**kwargs)
+        return ModelOutput(loss=outputs.loss, logits=outputs.logits)
+
+
+class WithALossOfItsOwn(LlamaForCausalLM):
+    switched = False
+
+    def loss_function(self, logits, labels, vocab_size, **kwargs):
+        loss = ForCausalLMLoss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        return loss + 0.01 * logits.logsumexp(-1).square().mean() if self.switched else loss
+
+
 def made(model_class, device="cpu", **options):
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -95,26 +137,56 @@ def made(model_class, device="cpu", **options):
 
 
 @pytest.mark.parametrize(
-    "model_class, reason",
+    "model_class, proof, given",
     [
-        (lm(WithConvolution), "differs"),
-        (lm(WithMean), "differs"),
-        (lm(WithItsOwnPositions), "differs"),
-        (WithALossOfPadding, "differs"),
-        (WithoutShift, "differs"),
-        (lm(WithASizeOfItsOwn), "parameters; its config has sizes that are not known"),
+        (lm(WithConvolution), "differs", {}),
+        (lm(WithMean), "differs", {}),
+        (lm(WithItsOwnPositions), "differs", {}),
+        (WithALossOfPadding, "differs", {}),
+        (WithoutShift, "differs", {}),
+        (WithAFlattenedShift, "differs", {}),
+        (WithFeatures, "it returns features", {}),
+        (WithoutFeatures, None, {}),
+        (WithoutFeatures, None, {"weight": 1.0}),
+        (WithALossOfItsOwn, None, {}),
+        (lm(WithASizeOfItsOwn), "parameters; its config has sizes that are not known", {}),
     ],
-    ids=["convolution", "mean", "own positions", "loss of padding", "loss without shift", "own size"],
+    ids=lambda x: x.__name__ if isinstance(x, type) else None,
 )
-def test_a_model_of_somebody_else_s_code_is_refused(model_class, reason, tokens):
-    model, call = made(model_class, width_of_its_own=200_000), batch()
+def test_a_model_of_the_user_s_code_computes_padding(model_class, proof, given, tokens, monkeypatch):
+    """What the proof would say is shown too: it is what stands between us and such code of transformers' own."""
+    model, call = made(model_class, width_of_its_own=200_000), batch(prompt=0) | given
     call["labels"][0, call["attention_mask"][0].sum()] = 5  # predicted from the last real token, or on padding
-    want = step(model, call)
     report = apply_liger(model, ON)["varlen_attention"]
-    assert not report.swapped and reason in report.unsuited["model"]
+    model.switched, stock = True, made(model_class, width_of_its_own=200_000)
+    stock.switched = True
+    want = step(stock, call)
     tokens.clear()
     assert_same_step(step(model, call), want)
-    assert tokens == []
+    assert tokens == [] and not report.swapped
+    assert "not a class of transformers" in report.unsuited["model"] or proof in report.unsuited["model"]
+    monkeypatch.setattr(patching, "why_not_theirs", lambda model: None)
+    reason = apply_liger(model, ON)["varlen_attention"].unsuited.get("model")
+    assert reason is None if proof is None else proof in reason
+
+
+def test_a_model_of_transformers_that_reads_hidden_states_elsewhere(tokens):
+    """Its second head reads the last column."""
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.0)
+    model = GPT2DoubleHeadsModel(GPT2Config(**sizes, **dropout, attn_implementation="sdpa")).train()
+    call = batch() | {"mc_labels": torch.zeros(1, dtype=torch.long)}
+
+    def both(model):
+        outputs = model(**call, use_cache=False)
+        grads = torch.autograd.grad(outputs.loss + outputs.mc_loss, list(model.parameters()))
+        return outputs.loss.detach(), dict(enumerate(grads))
+
+    want = both(model)
+    report = apply_liger(model, ON)["varlen_attention"]
+    tokens.clear()
+    assert_same_step(both(model), want)
+    assert tokens == [] and "mc_logits" in report.unsuited["transformer"]
 
 
 def test_packed_rows_stay_apart_where_stock_lets_them_see_each_other():

@@ -39,12 +39,22 @@ def test_models_that_share_a_config(tokens):
     assert tokens == [sum(LENGTHS)]
 
 
-def test_a_copy_outlives_the_model(tokens):
+@pytest.mark.parametrize("how", ["removed", "deleted"])
+def test_a_copy_outlives_the_model(how, tokens):
+    gc.collect()
     model, call = patched(model_of()), batch()
     want, twin = step(model, call), copy.deepcopy(model)
-    remove_liger(model)
+    if how == "removed":
+        remove_liger(model)
+    del model
+    gc.collect()
     tokens.clear()
     assert_same_step(step(twin, call), want)
+    assert tokens == [sum(LENGTHS)]
+    del twin
+    gc.collect()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -63,7 +73,7 @@ def test_a_function_of_the_user_s_is_used(before, tokens, monkeypatch):
     tokens.clear()
     assert_same_step(step(model, call), want)
     assert tokens == [] and len(called) >= 2
-    assert report is None or "of their own" in report.unsuited["model"]
+    assert report is None or "of your own" in report.unsuited["model"]
 
 
 def test_a_mask_of_the_user_s_is_used(tokens, monkeypatch):

@@ -13,8 +13,7 @@ TOKENS = sum(LENGTHS)
 
 
 def rows():
-    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
-    return Rows(offsets, TOKENS, max(LENGTHS))
+    return Rows(list(LENGTHS), torch.device("cpu"))
 
 
 def seen(window=None):

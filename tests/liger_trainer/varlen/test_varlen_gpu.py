@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention, padding
 from liger_trainer.varlen.attention import RowMask, Rows, varlen_attention
+from liger_trainer.varlen.decide import plan_of
+from liger_trainer.varlen.host_copies import HostBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (130, 1, 517, 0, 64, 300)
@@ -20,8 +22,7 @@ TOKENS = sum(LENGTHS)
 
 
 def rows():
-    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int().cuda()
-    return Rows(offsets, TOKENS, max(LENGTHS))
+    return Rows(list(LENGTHS), torch.device("cuda"))
 
 
 def exact(query, key, value, window, scale, upstream):
@@ -78,8 +79,8 @@ def waits_are_errors():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_backbone_waits_for_nothing():
-    """A plan is made with one wait; the layers wait for none."""
+def test_a_call_waits_for_nothing():
+    """Neither the plan nor the backbone, where the batch comes from the host. Else the plan is made with one wait."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
@@ -87,19 +88,22 @@ def test_the_backbone_waits_for_nothing():
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).bfloat16()
     apply_liger(model, {"varlen_attention": True})
-    ids, mask = torch.randint(3, 500, (4, 64), device="cuda"), torch.ones(4, 64, device="cuda", dtype=torch.long)
+    ids, mask = torch.randint(3, 500, (4, 64)), torch.ones(4, 64, dtype=torch.long)
     mask[1, 40:] = 0
-    call = {"input_ids": ids, "attention_mask": mask}
-    plan = padding.plan_of(model.config, call)
-    flat = {"input_ids": ids[:1], "position_ids": torch.arange(64, device="cuda")[None] % 32}
-    packed_plan = padding.plan_of(model.config, flat)
+    padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    packed = {"input_ids": ids[:1], "position_ids": torch.arange(64)[None] % 32}
     for _ in range(2):  # the first call compiles
-        with waits_are_errors() if _ else contextlib.nullcontext():
-            with padding.running(plan):
-                model.model(**call)
-            with padding.running(packed_plan):
-                model.model(**flat)
-    assert plan.used and packed_plan.used
+        for batch in (padded, packed):
+            pinned = HostBatch({name: x.pin_memory() for name, x in batch.items()})
+            with waits_are_errors() if _ else contextlib.nullcontext():
+                call = pinned.to("cuda")
+                plan = plan_of(model.config, call)
+                with padding.running(plan):
+                    model.model(**{name: x for name, x in call.items() if name != "labels"})
+            assert plan.used
+            again = plan_of(model.config, {name: x.clone() for name, x in call.items()})
+            assert again.rows.lengths == plan.rows.lengths
+            assert plan.index is None or torch.equal(again.index, plan.index)
 
 
 def test_padded_rows_in_bf16_are_as_near_to_fp32_as_stock_s():

@@ -1,0 +1,252 @@
+"""Which calls may leave padding out, and which rows of real tokens a call has.
+
+Padding is left out where all code that reads hidden states is known, and reads those of real tokens: the forwards of
+transformers that a proof has run (`patching/varlen.py`), layers of PyTorch and of adapters through which each token
+goes by itself, and the loss function of the proof. Anything else that may see the rows or the padding makes the batch
+go through as it is, and the report says what that was: a class or a function of the user's, a hook, an output of every
+position.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from liger_trainer.instance.binding import Binding, own_class
+from liger_trainer.instance.hooks import has_hooks, hook_on
+from liger_trainer.varlen.attention import Rows
+from liger_trainer.varlen.host_copies import sent, values_of
+from liger_trainer.varlen.padding import BackboneBinding, Plan, backbone_of, computes_padding, tokens_of
+
+# Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
+_HARMLESS_HOOKS = (
+    "transformers.modeling_utils", "transformers.utils.", "peft.utils.", "peft.peft_model", "peft.helpers",
+)  # fmt: skip
+_TORCH = ("torch.nn.", "torch.utils._contextlib")  # the last has `no_grad`
+_THEIRS = ("transformers.", *_TORCH)  # what a proof may run
+# Modules that the proof need not have run: each token goes through them by itself, or they only hold others.
+_KINDS = (
+    nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ModuleList, nn.ModuleDict,
+    nn.ParameterList, nn.ParameterDict,
+)  # fmt: skip
+_PER_TOKEN = {kind: kind.forward for kind in _KINDS}
+_TUNERS = (
+    "_buffer_dict", "adalora", "boft", "fourierft", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "lycoris_utils",
+    "miss", "oft", "randlora", "trainable_tokens", "tuners_utils", "vblora", "vera",
+)  # fmt: skip
+_PER_TOKEN_ROOMS = (
+    *(f"peft.tuners.{name}" for name in _TUNERS), "peft.utils.", "bitsandbytes.", "transformers.integrations.",
+    "liger_trainer.",
+)  # fmt: skip
+_STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
+
+
+def leaves_padding_out(model) -> bool:
+    """Whether calls of `model` may go through its backbone on real tokens; not while they are traced."""
+    backbone = backbone_of(model)
+    return backbone is not None and BackboneBinding.of(backbone) is not None and not torch.compiler.is_compiling()
+
+
+def plan_of_call(
+    model, args: tuple, call: dict[str, Any], shown: str | None, unfit: Callable[[Plan], str | None]
+) -> Plan | None:
+    """How a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): One for which `leaves_padding_out`.
+        args (`tuple`): Its arguments by position.
+        call (`dict`): Its arguments by name.
+        shown (`str`, *optional*): What the answer has of every position. A packed row has no padding.
+        unfit (`Callable`): Says what in the model keeps a plan from being used, or None.
+
+    Raises:
+        ValueError: The rows of a packed row would see each other in the model's own code, which has to run.
+    """
+    backbone = backbone_of(model)
+    bound = BackboneBinding.of(backbone)
+    if bound is None or bound.aside or args:
+        return None
+    if shown is not None and call.get("attention_mask") is not None:
+        if model.training and torch.is_grad_enabled():  # evaluation and generation want logits, which is no news
+            computes_padding(backbone, shown)
+        return None
+    plan = plan_of(model.config, call)
+    if plan is None:
+        return None
+    reaches_end = plan.reaches_end and call.get("position_ids") is None
+    if plan.leaves_out and not reaches_end and _rotates_by_length(model.config):
+        return None
+    why = unfit(plan) or _why_whole(model, backbone, bound)
+    if why is None:
+        return plan
+    if bound.proven.mixes and not plan.leaves_out:
+        raise ValueError(
+            f"Packed rows would see each other in {type(backbone).__name__}, whose own attention has to run: {why}. "
+            "Take that away, or switch packing off."
+        )
+    computes_padding(backbone, why)
+    return None
+
+
+# Who reads what a model computes
+
+
+def states_shown(model, call: dict[str, Any]) -> str | None:
+    """What the model's own forward returns of every position, or hands to a loss function of the user's, or None."""
+    if call.get("labels") is None and call.get("shift_labels") is None:
+        return "a call without labels returns logits"
+    config = model.config
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits", *call):
+        asked = getattr(config, name, None) if call.get(name) is None else call[name]
+        if name.startswith("output_") and asked is not None and asked is not False:
+            return f"{name} asks for what it computes for padding"
+    if call.get("return_dict") is False:
+        return "with return_dict=False, it returns logits"
+    loss, bound = loss_of(model), BackboneBinding.of(backbone_of(model))
+    if bound is not None and loss is not bound.proven.loss:
+        return f"the loss function {getattr(loss, '__qualname__', loss)} may read logits of padding"
+    return None
+
+
+def loss_of(model) -> Callable:
+    """The function that transformers' models call for their loss."""
+    own = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
+    return model.__dict__.get("_loss_function", own)
+
+
+def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
+    """The classes of modules, with their forwards."""
+    kinds: Iterable[Any] = map(own_class, modules)
+    return {kind: kind.forward for kind in kinds}
+
+
+def why_not_theirs(model) -> str | None:
+    """A class or a function that would take part in a proof and is not transformers' own, or None."""
+    for kind, forward in code_of(model.modules()).items():
+        if not _is_of(kind, forward, _THEIRS):
+            return f"{kind.__name__} is not a class of transformers with its own forward"
+    loss = loss_of(model)
+    return None if _comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
+
+
+def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
+    """A forward in `model` that may not take each token by itself, or None. `forwards` are those that are proven."""
+    for kind, forward in code_of(_inside(model)).items():
+        proven = forward in (forwards.get(kind), _PER_TOKEN.get(kind))
+        if not (proven or _is_of(kind, forward, _PER_TOKEN_ROOMS)):
+            return f"the forward of {kind.__name__} is not proven to work without padding"
+    return None
+
+
+def _is_of(kind: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
+    return kind.__module__.startswith(rooms) and _comes_from(forward, (*rooms, *_TORCH))
+
+
+def _comes_from(function: Any, rooms: str | tuple[str, ...]) -> bool:
+    """Whether a function and all that it wraps are defined in `rooms`. `functools.wraps` copies its `__module__`."""
+    while function is not None:
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith(rooms):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
+    """What has been put into the model that has to see a batch as it is: a hook, or code that is not proven.
+
+    Every call asks this, and a model with adapters has thousands of modules, so that the walk looks no closer than it
+    must.
+    """
+    known = bound.known
+    for module in _inside(model):
+        attributes, kind = module.__dict__, type(module)
+        if known.get(kind) is not kind.forward:
+            if (why := unknown_forward(model, bound.proven.forwards)) is not None:
+                return why
+            known[kind] = kind.forward
+        if module is not model and (has_hooks(module) or "forward" in attributes):
+            ours = bound if module is backbone else Binding.of(module)
+            if (why := hook_on(module, ours, _HARMLESS_HOOKS)) is not None:
+                return f"{why} on a {kind.__name__} would see rows without padding"
+        if attributes.get("_compiled_call_impl") is not None:
+            return f"a {kind.__name__} is compiled by itself, which each new length would do anew"
+    return None
+
+
+def _inside(model) -> list[nn.Module]:
+    """`model` and the modules inside it but for its LM head, those that it has in two places twice.
+
+    `modules()` takes five times as long. What is on the head is asked where it is fused.
+    """
+    head, found = model.get_output_embeddings(), [model]
+    for module in found:
+        if module._modules:
+            found += [child for child in module._modules.values() if child is not None and child is not head]
+    return found
+
+
+# The rows of a call
+
+
+def plan_of(config, call: dict[str, Any]) -> Plan | None:
+    """How a call goes through the backbone on real tokens, or None where it stays as it is.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]): Of the model.
+        call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), and `attention_mask` (B, S), or `position_ids`
+            (1, S) of a packed row. With `labels` (B, S), each predicted from the position before it, or `shift_labels`
+            (B, S), each predicted from its own, no label may be predicted from padding.
+    """
+    tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
+    keeps = getattr(config, "use_cache", None) if call.get("use_cache") is None else call["use_cache"]
+    if keeps or call.get("past_key_values") is not None or config._attn_implementation != "sdpa":
+        return None
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+        return None
+    if positions is not None and (positions.ndim != 2 or positions.shape[0] not in (1, tokens.shape[0])):
+        return None
+    if mask is None:
+        return _packed_plan(call, tokens)
+    if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
+        return None
+    return _padded_plan(call, tokens, mask)
+
+
+def _packed_plan(call, tokens) -> Plan | None:
+    """Of a batch of one row in which several lie one after the other.
+
+    Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
+    """
+    positions = call.get("position_ids")
+    if positions is None or tokens.shape[0] != 1 or positions.shape[1] != tokens.shape[1]:
+        return None
+    values = values_of(positions)[0].cpu()[0]  # waits for the device, where the values are not known on the host
+    starts = [0, *((values.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(values)]
+    lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    return Plan(call, Rows(lengths, tokens.device)) if len(lengths) > 1 else None
+
+
+def _padded_plan(call, tokens, mask) -> Plan | None:
+    shifted = call.get("shift_labels") is not None
+    labels = call["shift_labels"] if shifted else call.get("labels")
+    if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
+        return None
+    mask, *labels = values_of(mask, *(() if labels is None else (labels,)))
+    real, *labelled = torch.stack((mask != 0, *(x != -100 for x in labels))).cpu()  # waits as above
+    predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
+    lengths = real.sum(1).tolist()
+    runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
+    if (runs > 1).any() or any((x & ~real).any() for x in predicting) or sum(lengths) in (0, real.numel()):
+        return None
+    index = sent(real.flatten().nonzero()[:, 0], tokens.device)
+    return Plan(call, Rows(lengths, tokens.device), index, bool(real[:, -1].any()))
+
+
+def _rotates_by_length(config) -> bool:
+    """Whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one for each kind of layer, or one for all
+    return any(x.get("rope_type", "default") not in _STATIC_ROPES for x in ropes)

@@ -1,0 +1,86 @@
+"""The values of a batch on the host, from before it was copied to the device.
+
+Finding the rows of a batch on the device would wait until the device has done all that was launched before, such as the
+optimizer's step, and the device would then wait for the host. So the collate function of our trainers' dataloaders
+returns a `HostBatch` in place of a plain `dict` (`remembering`). accelerate calls its `to`, which gives a plain `dict`
+whose tensors remember their values on the host. `values_of` finds them, or else waits for the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+
+_ATTRIBUTE = "_liger_host_copy"
+_REMEMBERED = ("attention_mask", "position_ids", "labels", "shift_labels")
+
+
+class _HostCopy:
+    """The values of a tensor of the device while it has this version. A pickle or a copy of the tensor has none."""
+
+    def __init__(self, values: torch.Tensor, version: int):
+        self.values, self.version = values, version
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def values_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The values of `tensors` on the host if those of all are known there, else `tensors` as they are."""
+    known = [_known(x) for x in tensors]
+    return tensors if any(x is None for x in known) else tuple(known)
+
+
+def _known(x: torch.Tensor) -> torch.Tensor | None:
+    copy = getattr(x, _ATTRIBUTE, None)
+    return None if copy is None or copy.version != x._version else copy.values
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`, without a wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class HostBatch(dict):
+    """A batch on the host. Moved to a device, it is a plain `dict`, of which `values_of` knows the values."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> dict[str, Any]:
+        # accelerate forgets `non_blocking` when it skips batches, and whatever follows waits for a copy anyway.
+        pinned = any(isinstance(x, torch.Tensor) and x.is_pinned() for x in self.values())
+        moved = send_to_device(dict(self), device, non_blocking=non_blocking or pinned)
+        for name in _REMEMBERED:
+            x = self.get(name)
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and moved[name] is not x:
+                # A collate function may write the next batch into the same memory.
+                setattr(moved[name], _ATTRIBUTE, _HostCopy(x.clone(), moved[name]._version))
+        return moved
+
+
+class _Remembering:
+    """A user's collate function whose plain `dict` is a `HostBatch`. Its class and attributes are the function's."""
+
+    def __init__(self, collate: Callable[[Any], Any]):
+        object.__setattr__(self, "_liger_collate", collate)
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self._liger_collate(rows)
+        return HostBatch(batch) if type(batch) is dict else batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_liger_collate"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._liger_collate, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._liger_collate)
+
+    def __reduce__(self) -> tuple[Callable, tuple[Any]]:
+        return _Remembering, (self._liger_collate,)
+
+
+def remembering(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function for a dataloader in place of `collate`, whose batches remember their values on the host."""
+    return collate if isinstance(collate, _Remembering) else _Remembering(collate)
