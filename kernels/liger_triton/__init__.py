@@ -1,25 +1,22 @@
 """Triton kernels for training language models, each with a plain PyTorch twin in `liger_triton.reference`.
 
-They need torch, and Triton if the tensors are on a GPU. Each operation is a file with a function of the same name.
-`modules.py` has `torch.nn` modules over them.
+They need torch, and Triton if the tensors are on a GPU. A file holds one operation or a family of them, and
+`modules.py` `torch.nn` modules over them.
 """
 
-from .add_rms_norm import add_rms_norm
 from .cross_entropy import cross_entropy
 from .float8_cast import Float8, float8_cast
-from .float8_linear import Float8Form, Float8Input, float8_linear
-from .float8_rowwise_linear import Float8RowwiseForm
-from .frozen_float8 import Float8Weight, dequantized, quantized
-from .frozen_float8_linear import frozen_float8_linear
+from .float8_linear import Float8Form, Float8RowwiseForm, float8_linear
+from .frozen_float8 import Float8Weight, frozen_float8_linear
 from .gated_rms_norm import gated_rms_norm
-from .geglu import geglu
+from .gates import geglu, swiglu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_divergence import linear_divergence
 from .linear_heads_cross_entropy import linear_heads_cross_entropy
 from .linear_heads_kl import linear_heads_kl
 from .linear_logprobs import linear_logprobs
-from .lora_linear import LoRAGroup, lora_linear, lora_linears
+from .lora_linear import lora_linear, lora_linears
 from .lora_mlp import lora_mlp
 from .modules import (
     LigerCrossEntropyLoss,
@@ -30,20 +27,17 @@ from .modules import (
     LigerSwiGLUMLP,
 )
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
-from .rms_norm import rms_norm
+from .rms_norm import add_rms_norm, rms_norm
 from .rope import rope
-from .swiglu import swiglu
 from .token_ranks import linear_token_ranks, token_ranks
 
 __all__ = [
     "Divergence",
     "Float8",
     "Float8Form",
-    "Float8Input",
     "Float8RowwiseForm",
     "Float8Weight",
     "HeadsLoss",
-    "LoRAGroup",
     "LigerCrossEntropyLoss",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
@@ -54,7 +48,6 @@ __all__ = [
     "TokenRanks",
     "add_rms_norm",
     "cross_entropy",
-    "dequantized",
     "float8_cast",
     "float8_linear",
     "frozen_float8_linear",
@@ -70,7 +63,6 @@ __all__ = [
     "lora_linear",
     "lora_linears",
     "lora_mlp",
-    "quantized",
     "rms_norm",
     "rope",
     "swiglu",

@@ -1,12 +1,8 @@
-"""What the walks over chunks of logits have in common: the size of a chunk, the memory that its logits take, and the
-gradients that are collected from chunk to chunk.
+"""The size of a chunk of logits, the memory for them, and the gradients that are collected from chunk to chunk.
 
-Three operations walk: `_linear_head.py` for losses with targets, `linear_divergence.py` and `linear_heads_kl.py`. Each
-says in its own loop how the logits of a chunk are made and what is done with them. The loops stay three, because the
-first projects one head into a buffer that a backward pass may keep, the second needs fp32 logits of two heads beside
-each other, and the third cuts windows in which all heads share the rows of a teacher.
-
-Chunking: Liger report, arXiv:2410.10989.
+Three loops use this: `_linear_head.py` projects one head into a buffer that a backward pass may keep,
+`linear_divergence.py` needs fp32 logits of two heads at once, and `linear_heads_kl.py` cuts windows in which all heads
+share the rows of a teacher. Chunking: Liger report, arXiv:2410.10989.
 """
 
 from collections.abc import Iterator

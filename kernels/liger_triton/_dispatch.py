@@ -1,7 +1,7 @@
-"""Where a call runs, and how a kernel becomes an op that `torch.compile(fullgraph=True)` traces.
+"""Decides where a call runs, and makes a kernel an op that `torch.compile(fullgraph=True)` traces.
 
 Import `triton` and `tl` from here: without Triton installed they are stand-ins that let the kernel files be imported,
-and `use_triton` sends every call to the plain PyTorch twin. A call in float64 always goes there (`takes_twin`).
+and `use_triton` sends every call to the plain PyTorch twin.
 """
 
 import contextlib
@@ -34,11 +34,24 @@ else:
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_float64(*tensors: torch.Tensor | None) -> bool:
+    """True if one of them is float64, in which the kernels, whose arithmetic is in fp32, do not compute."""
+    return any(t is not None and t.dtype == torch.float64 for t in tensors)
+
+
+def is_wrapped(t: torch.Tensor | None) -> bool:
+    """True for a subclass, in which a kernel may find no memory: a fake tensor, a DTensor or another wrapper."""
+    if t is None or type(t) in _PLAIN:
+        return False
+    return not (computes_nothing() or torch.compiler.is_compiling())
 
 
 def takes_twin(*tensors: torch.Tensor | None) -> bool:
-    """True if one of them is float64. The kernels compute in fp32, so that the PyTorch twin runs, on any device."""
-    return any(t is not None and t.dtype == torch.float64 for t in tensors)
+    """True if plain PyTorch computes a call with these tensors, on any device."""
+    return is_float64(*tensors) or any(t is not None and (t.is_meta or is_wrapped(t)) for t in tensors)
 
 
 def on_cuda(x: torch.Tensor) -> bool:
@@ -46,63 +59,38 @@ def on_cuda(x: torch.Tensor) -> bool:
     return x.is_cuda or computes_nothing()
 
 
-def launcher(kernel, grid: tuple[int, ...]):
-    """`kernel[grid]`, to be called with the arguments of the kernel."""
-    return _nothing if computes_nothing() else kernel[grid]
-
-
-def _nothing(*args, **constants) -> None:
-    pass
-
-
 def use_triton(x: torch.Tensor) -> bool:
     """True if the Triton kernel runs for `x`: on a GPU, or on a CPU under `TRITON_INTERPRET=1`, and not in float64."""
-    if takes_twin(x):
+    if x.dtype == torch.float64:
         return False
     if computes_nothing():
         return True
-    if triton is None:
+    if triton is None or is_wrapped(x):
         return False
     return x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu")
 
 
-def graph_is_kept() -> bool:
-    """Whether the backward pass that is running may be repeated (`retain_graph=True`), so that it may give away nothing
-    that a second one would need."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+def runs_triton(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """True if the kernel takes these tensors. The PyTorch twin takes empty ones, other dtypes and wrappers."""
+    if x.dtype not in KERNEL_DTYPES or not use_triton(x) or x.numel() == 0:
+        return False
+    for t in others:
+        if t is not None and (t.dtype not in KERNEL_DTYPES or is_wrapped(t)):
+            return False
+    return True
 
 
-def once_differentiable(backward):
-    """Marks the `backward` of an `autograd.Function` whose gradients have no derivative that PyTorch knows.
-
-    It raises under `create_graph=True`. PyTorch's own decorator waits until a second backward pass comes to the
-    gradients, which `torch.autograd.grad` never does, and it does nothing where the upstream gradient is the 1 of a
-    loss: the gradients would count as constants, and a gradient penalty would be wrong in silence.
-    """
-
-    @functools.wraps(backward)
-    def once(ctx, *upstream):
-        if not torch.is_grad_enabled():  # as in every backward pass that does not build a graph of its own
-            return backward(ctx, *upstream)
-        if torch.compiler.is_compiling():
-            with torch.no_grad():
-                return backward(ctx, *upstream)
-        raise RuntimeError(
-            "A second derivative was asked for (create_graph=True) through a fused kernel of liger_triton, which "
-            "has none. Use the plain PyTorch operation there; in a patched model, switch it off in liger_config."
-        )
-
-    return once
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype to which autocast rounds the factors of a product with `x`. None outside of it, and for float64."""
+    device = x.device.type
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
-def _is_elsewhere(x: torch.Tensor) -> bool:
-    """Whether `x` is on a GPU that is not the current one, on which Triton launches. With `device_map` it may be."""
-    return x.is_cuda and x.get_device() != torch.cuda.current_device()
-
-
-def _device_guard(x: torch.Tensor):
-    """A context in which the device of `x` is the current one."""
-    return torch.cuda.device(x.device) if _is_elsewhere(x) else contextlib.nullcontext()
+def result_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a linear layer computes: that of autocast, else that of `x`."""
+    return autocast_dtype(x) or x.dtype
 
 
 class _WithoutAutocast:
@@ -120,7 +108,9 @@ class _WithoutAutocast:
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     """A context without autocast: the products choose their dtypes themselves."""
-    return _WithoutAutocast(device_type) if torch.is_autocast_enabled(device_type) else contextlib.nullcontext()
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()
+    return _WithoutAutocast(device_type)
 
 
 _op = threading.local()
@@ -135,8 +125,7 @@ def kernel_op(name: str, mutates_args=()):
     """Register the decorated function as `torch.ops.liger_triton.<name>`; its first argument is a tensor.
 
     Traced by `torch.compile`, a call is that one opaque op (give its output shapes with `@fn.register_fake`). Eager
-    calls skip the dispatcher, which costs about as much as the launch itself, and run on the device of the first
-    argument.
+    calls skip the dispatcher, which costs about as much as the launch itself.
     """
 
     def decorate(fn):
@@ -144,7 +133,8 @@ def kernel_op(name: str, mutates_args=()):
         def as_op(*args):
             _op.running = True
             try:
-                return fn(*args)
+                with no_autocast(args[0].device.type):
+                    return fn(*args)
             finally:
                 _op.running = False
 
@@ -152,12 +142,7 @@ def kernel_op(name: str, mutates_args=()):
 
         @functools.wraps(fn)
         def call(*args):
-            if torch.compiler.is_compiling():
-                return op(*args)
-            if _is_elsewhere(args[0]):
-                with torch.cuda.device(args[0].device):
-                    return fn(*args)
-            return fn(*args)
+            return op(*args) if torch.compiler.is_compiling() else fn(*args)
 
         call.register_fake = op.register_fake
         return call

@@ -1,4 +1,5 @@
-"""The product of two matrices in eight bits with a scale for each row of both: y_mn = (sum_k a_mk b_nk) * s_m * s_n.
+"""The product of two matrices in eight bits, with one scale for each or one for each row of both:
+y_mn = (sum_k a_mk b_nk) * s_m * s_n.
 
 Shapes  a (M, K), b (N, K), y (M, N), with K and N multiples of 16.
 Bytes   beside those of the product, none where it multiplies by the scales itself; otherwise 2b per element of y.
@@ -8,7 +9,8 @@ import functools
 
 import torch
 
-from ._dispatch import _device_guard, jit, on_cuda, tl, use_triton
+from . import reference
+from ._dispatch import jit, on_cuda, tl, use_triton
 from ._launch import cdiv, launch
 from .sizes import computes_nothing
 
@@ -16,9 +18,7 @@ TILE_ROWS, TILE_COLUMNS = 32, 256
 
 
 @jit
-def _scale_kernel(
-    Y, A, B, m, n, tiles_per_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def _scale_kernel(Y, A, B, m, n, tiles_per_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of y, multiplied by a for each row and by b for each column, in its place."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -35,13 +35,12 @@ def scale_(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """y (M, N), contiguous, multiplied in its place by a (M,) for each row and by b (N,) for each column."""
     if not use_triton(y):
         return y.copy_(y.to(torch.float32) * a.view(-1, 1) * b.view(1, -1))
-    m, n = y.shape
+    a, b, (m, n) = a.contiguous(), b.contiguous(), y.shape
     tiles_per_row = cdiv(n, TILE_COLUMNS)
-    with _device_guard(y):
-        launch(
-            _scale_kernel, (cdiv(m, TILE_ROWS) * tiles_per_row,), y, a, b, m, n, tiles_per_row,
-            BLOCK_M=TILE_ROWS, BLOCK_N=TILE_COLUMNS, num_warps=8,
-        )  # fmt: skip
+    launch(
+        _scale_kernel, (cdiv(m, TILE_ROWS) * tiles_per_row,), y, a, b, m, n, tiles_per_row,
+        BLOCK_M=TILE_ROWS, BLOCK_N=TILE_COLUMNS, num_warps=8,
+    )  # fmt: skip
     return y
 
 
@@ -75,11 +74,18 @@ def row_product(
     if dtype == torch.bfloat16 and (fast_sums or computes_nothing() or _has_exact_sums(a.device)):
         return torch._scaled_mm(
             a, b.t(), scale_a=a_inverse, scale_b=b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast_sums
-        )  # fmt: skip
+        )
     one = torch.ones((), dtype=torch.float32, device=a.device)
     wide = dtype if dtype == torch.bfloat16 else torch.float32
-    y = scale_(
-        torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_sums),
-        a_inverse, b_inverse,
-    )  # fmt: skip
+    y = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_sums)
+    y = scale_(y, a_inverse, b_inverse)
     return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+def tensor_product(a, a_inverse, b, b_inverse, dtype: torch.dtype, *, fast_sums: bool) -> torch.Tensor:
+    """a b^T as in `row_product`, times a_inverse () and b_inverse ()."""
+    if on_cuda(a):
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast_sums
+        )
+    return reference.float8_product(a, a_inverse, b.t(), b_inverse, dtype)

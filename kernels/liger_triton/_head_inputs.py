@@ -1,11 +1,135 @@
-"""The tensors of an LM head as the operations on it take them: checked, and flattened to rows."""
+"""The arguments of the vocabulary losses: checked, and flattened to rows. Errors name field, value and mend.
 
+Losses of several heads take `hidden` as one tensor (K, T, H) or K tensors (T, H). `weight` is one tensor (V, H) for all
+heads, which are then tied, or K tensors (V, H) for untied heads.
+"""
+
+import math
 from typing import NamedTuple
 
 import torch
 
-from ._dispatch import takes_twin
-from ._head_checks import FLOAT_DTYPES, check_chunking, check_device, check_target, compute_dtype
+from ._dispatch import KERNEL_DTYPES, autocast_dtype, is_float64, is_wrapped, jit, tl, use_triton
+from ._launch import cdiv, launch
+from .sizes import computes_nothing
+
+FLOAT_DTYPES = (*KERNEL_DTYPES, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_options(name, x, target, reduction, label_smoothing, softcap, logit_scale, z_loss) -> None:
+    """ValueError unless dtypes and devices of x (called `name`) and target fit and the options are in range."""
+    check_float(name, x)
+    check_target(name, x, target)
+    check_numbers(reduction, label_smoothing, softcap, logit_scale, z_loss)
+
+
+def check_numbers(reduction, label_smoothing, softcap, logit_scale, z_loss) -> None:
+    """ValueError unless the options of a loss, which need no tensors, are in range."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f'reduction is {reduction!r}; expected "mean", "sum" or "none".')
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
+    if softcap is not None and not (softcap > 0.0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap is {softcap}; expected a positive number, or None for no softcap.")
+    for option, value in (("logit_scale", logit_scale), ("z_loss", z_loss)):
+        if not math.isfinite(value):
+            raise ValueError(f"{option} is {value}; expected a finite number.")
+
+
+def check_float(name, x) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{name} is {x.dtype}; expected bfloat16, float16, float32 or float64. Convert it: {name}.float()."
+        )
+
+
+def compute_dtype(hidden, *others) -> torch.dtype:
+    """The dtype of logits and products: inside autocast the one of autocast, which leaves float64 alone, otherwise the
+    one of `hidden`. `others` are pairs of a name and a tensor or None; ValueError unless these tensors fit `hidden` and
+    are on its device."""
+    to = autocast_dtype(hidden)
+    for name, t in (("hidden", hidden), *others):
+        if t is None:
+            continue
+        check_float(name, t)
+        if t.dtype != hidden.dtype and (to is None or is_float64(t)):
+            inside = f", or call under torch.autocast({hidden.device.type!r})"
+            mend = "" if is_float64(t, hidden) else inside
+            raise ValueError(f"hidden is {hidden.dtype}, {name} {t.dtype}; expected one dtype. Convert one{mend}.")
+        check_device(name, t, "hidden", hidden)
+    return hidden.dtype if to is None else to
+
+
+def weight_dtypes(x) -> tuple[torch.dtype, ...]:
+    """The dtypes that factors of the rows of x may have: fp32, and for x in float64 also float64."""
+    return (torch.float32, torch.float64) if is_float64(x) else (torch.float32,)
+
+
+def check_chunking(accumulate: str, chunk_rows: int | None) -> None:
+    """ValueError unless the options of the sum over chunks and of their size are in range."""
+    if accumulate not in ("fp32", "lean"):
+        raise ValueError(f'accumulate is {accumulate!r}; expected "fp32", or "lean" (the dtype of the weight).')
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more, or None to choose it by the vocabulary.")
+
+
+def check_target(name, x, target) -> None:
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"target is {target.dtype}; expected class ids, int64 or int32. Convert it: target.long().")
+    check_device("target", target, name, x)
+
+
+def check_target_of_twin(target: torch.Tensor, ignore_index: int, vocab: int, x: torch.Tensor) -> None:
+    """IndexError as in `check_target_range`, except where the host cannot read the target: in a trace or a capture, and
+    without values."""
+    if torch.compiler.is_compiling():  # this comes first, because dynamo cannot trace the questions below
+        return
+    if target.is_meta or is_wrapped(target) or is_wrapped(x):
+        return
+    if not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        check_target_range(target, ignore_index, vocab)
+
+
+def check_device(name, tensor, other_name, other) -> None:
+    if tensor.device != other.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, {other_name} on {other.device}; move one: {name}.to({str(other.device)!r})."
+        )
+
+
+@jit
+def _count_kernel(TARGET, OUT, n, vocab, ignore_index, BLOCK: tl.constexpr):
+    """Adds two counts to OUT (2,): of the n targets that are not `ignore_index`, and of those among them that are
+    outside [0, vocab)."""
+    off = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(TARGET + off, mask=off < n, other=ignore_index)
+    kept = y != ignore_index
+    tl.atomic_add(OUT, tl.sum(kept.to(tl.int32)))
+    tl.atomic_add(OUT + 1, tl.sum((kept & ((y < 0) | (y >= vocab))).to(tl.int32)))
+
+
+def check_target_range(target: torch.Tensor, ignore_index: int, vocab: int) -> int:
+    """The number of targets that are not ignored. IndexError if one of these is outside [0, vocab). The host waits for
+    the device once."""
+    if computes_nothing():
+        return target.numel()
+    if use_triton(target) and target.is_contiguous() and 0 < target.numel() < 2**31:
+        counts = torch.zeros(2, dtype=torch.int32, device=target.device)
+        grid = (cdiv(target.numel(), 1024),)
+        launch(_count_kernel, grid, target, counts, target.numel(), vocab, ignore_index, BLOCK=1024)
+    else:
+        kept = target != ignore_index
+        counts = torch.stack((kept.sum(), (kept & ((target < 0) | (target >= vocab))).sum()))
+    n_kept, n_bad = counts.tolist()
+    if n_bad:
+        bad = (target != ignore_index) & ((target < 0) | (target >= vocab))
+        row = int(bad.flatten().nonzero()[0])
+        raise IndexError(
+            f"target[{row}] is {int(target.flatten()[row])} (counted in the flattened target; {n_bad} such); expected "
+            f"0 to {vocab - 1}, or {ignore_index} to ignore the row. Check that labels and model share one vocabulary."
+        )
+    return n_kept
 
 
 class Head(NamedTuple):
@@ -40,7 +164,7 @@ def prepare(hidden, weight, target, bias, lora, lora_input, accumulate, chunk_ro
     check_target("hidden", hidden, target)
     check_chunking(accumulate, chunk_rows)
     u, lora_b = _lora_branch(hidden, weight, lora, lora_input)
-    flat = [t if t is None else t.reshape(-1, t.shape[-1]) for t in (hidden, u)]
+    flat = [t if t is None else t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0) for t in (hidden, u)]
     x, u = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in flat)
     return Head(x, weight, bias, u, lora_b), target.reshape(-1).long().contiguous(), dtype
 
@@ -64,8 +188,72 @@ def _lora_branch(hidden, weight, lora, lora_input):
     if source.shape != hidden.shape:
         raise ValueError(f"lora_input is {tuple(source.shape)}, hidden {tuple(hidden.shape)}; expected the same shape.")
     for name, t in (("lora A", lora_a), ("lora B", lora_b), ("lora_input", source)):
-        if t.dtype not in FLOAT_DTYPES or (takes_twin(t) and not takes_twin(hidden)):
-            also = " or float64" if takes_twin(hidden) else ""
+        if t.dtype not in FLOAT_DTYPES or (is_float64(t) and not is_float64(hidden)):
+            also = " or float64" if is_float64(hidden) else ""
             raise ValueError(f"{name} is {t.dtype}, hidden {hidden.dtype}; expected bfloat16, float16, float32{also}.")
         check_device(name, t, "hidden", hidden)
     return torch.nn.functional.linear(source.to(lora_a.dtype), lora_a) * scaling, lora_b
+
+
+def check_heads(hidden, weight) -> tuple[int, int, bool]:
+    """(K, T, tied). ValueError unless the shapes fit each other and all heads have one dtype and device."""
+    listed = isinstance(hidden, list | tuple)
+    if listed:
+        if not hidden:
+            raise ValueError("hidden is an empty list; expected the output (T, H) of each head, one or more.")
+        first = hidden[0]
+        for k, t in enumerate(hidden):
+            if (t.shape, t.dtype, t.device) != (first.shape, first.dtype, first.device):
+                raise ValueError(
+                    f"hidden[{k}] is {tuple(t.shape)} {t.dtype} on {t.device}, hidden[0] {tuple(first.shape)} "
+                    f"{first.dtype} on {first.device}; expected one shape, dtype and device for all heads."
+                )
+    else:
+        first = hidden[0] if hidden.ndim == 3 and hidden.shape[0] else hidden.new_empty(0)
+    if first.ndim != 2:
+        shape = tuple(first.shape) if listed else tuple(hidden.shape)
+        raise ValueError(
+            f"hidden{'[0]' if listed else ''} is {shape}; expected hidden (K, T, H), or a list of K tensors (T, H). "
+            "Flatten batch and sequence: x.flatten(-3, -2)."
+        )
+    heads, (rows, width) = len(hidden), first.shape
+    tied = not isinstance(weight, list | tuple)
+    if not tied and len(weight) != heads:
+        raise ValueError(
+            f"weight has {len(weight)} tensors, hidden {heads} heads; expected one weight for each head, or one tensor "
+            "(V, H) for all."
+        )
+    for k, w in enumerate([weight] if tied else weight):
+        name = "weight" if tied else f"weight[{k}]"
+        if w.ndim != 2 or w.shape[1] != width:
+            raise ValueError(f"{name} is {tuple(w.shape)}, a head's rows {tuple(first.shape)}; expected (V, {width}).")
+        if not tied and w.shape != weight[0].shape:
+            raise ValueError(
+                f"{name} is {tuple(w.shape)}, weight[0] {tuple(weight[0].shape)}; the heads share one vocabulary."
+            )
+    return heads, rows, tied
+
+
+def check_per_row(name, t, heads, rows, first) -> None:
+    """ValueError unless t is (K, T) on the device of the heads."""
+    if t.shape != (heads, rows):
+        raise ValueError(f"{name} is {tuple(t.shape)}; expected ({heads}, {rows}): a row for each head.")
+    check_device(name, t, "hidden", first)
+
+
+def spread(row_weight, counted, first):
+    """`row_weight`, (K,) or (K, T), as contiguous (K, T), with zeros for the rows that do not count. None stays None.
+    `first` are the hidden states of one head."""
+    if row_weight is None:
+        return None
+    heads, rows = counted.shape
+    if row_weight.shape not in ((heads,), (heads, rows)) or row_weight.dtype not in weight_dtypes(first):
+        raise ValueError(
+            f"row_weight is {tuple(row_weight.shape)} {row_weight.dtype}; expected torch.float32, ({heads},) or "
+            f"({heads}, {rows})."
+        )
+    if row_weight.requires_grad:
+        raise ValueError("row_weight requires a gradient, and gets none here; pass row_weight.detach().")
+    check_device("row_weight", row_weight, "hidden", counted)
+    # Contiguous: `torch.where` keeps the layout of its arguments, and the kernels read rows by number.
+    return torch.where(counted, row_weight if row_weight.ndim == 2 else row_weight.unsqueeze(1), 0.0).contiguous()

@@ -25,9 +25,9 @@ Bytes   b per element. The statistics of the teacher read mVb, once. The pass ov
 
 import torch
 
-from ._dispatch import jit, launcher, tl, use_triton
-from ._launch import next_power_of_2
-from ._row_pass import _transform
+from ._dispatch import jit, tl, use_triton
+from ._launch import launch, next_power_of_2
+from ._row_pass import LOWEST, transform
 
 MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thread with 16 warps
 
@@ -35,14 +35,15 @@ MAX_BLOCK = 4096  # three vectors of a block live in registers: 8 elements a thr
 @jit
 def _largest_and_rest(X, V, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
     """(m, rest, a) of a row. Every lane keeps numbers of its own until the end. The lane that holds a is then the one
-    whose largest logit is left out of rest."""
+    whose largest logit is left out of rest. m_v begins finite, so that no difference is inf - inf, with a logit that is
+    not in the row: the -1 in rest_v takes it out, unless the row has this number after all, in its first column."""
     lane = tl.arange(0, BLOCK)
-    m_v = tl.full((BLOCK,), -1e30, tl.float32)  # finite, so that no difference below is inf - inf
-    rest_v = tl.zeros((BLOCK,), tl.float32)
-    at_v = tl.zeros((BLOCK,), tl.int32)
+    m_v = tl.full((BLOCK,), LOWEST, tl.float32)
+    rest_v = tl.full((BLOCK,), -1.0, tl.float32)
+    at_v = lane
     for start in range(0, V, BLOCK):
         off = start + lane
-        z, _ = _transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+        z, _ = transform(tl.load(X + off, mask=off < V, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
         z = tl.where(off < V, z, float("-inf"))
         d = z - m_v
         grows = z > m_v  # not d > 0, since the compiler may have left out the rounding of z in d
@@ -99,8 +100,8 @@ def _kl_kernel(
     for back in range(0, V, BLOCK):  # backwards, because what was read last is still in a cache
         off = last - back + lane
         inside = off < V
-        z, slope = _transform(tl.load(X + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
-        z_q, _ = _transform(tl.load(Q + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+        z, slope = transform(tl.load(X + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+        z_q, _ = transform(tl.load(Q + off, mask=inside, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
         z = tl.where(z == m, 0.0, z - m)  # the compiler may leave out the rounding of z before the difference
         z_q = tl.where(z_q == m_q, 0.0, z_q - m_q)
         p = tl.exp(z) * inv
@@ -117,7 +118,7 @@ def _kl_kernel(
     tl.store(LOSS + row, tl.sum(kl_v, axis=0))
 
 
-def _launch(vocab):
+def _block(vocab):
     """(BLOCK, num_warps)."""
     block = min(MAX_BLOCK, next_power_of_2(vocab))
     return {"BLOCK": block, "num_warps": max(4, block // 256)}
@@ -146,9 +147,9 @@ def teacher_pass(teacher, scale: float, softcap: float):
         return torch.stack((m, rest), 1), at
     stats = torch.empty((n, 2), dtype=torch.float32, device=teacher.device)
     top = torch.empty(n, dtype=torch.int32, device=teacher.device)
-    launcher(_teacher_kernel, (n,))(
-        teacher, stats, top, teacher.stride(0), vocab, scale, softcap,
-        SOFTCAP=softcap != 0.0, **_launch(vocab),
+    launch(
+        _teacher_kernel, (n,), teacher, stats, top, teacher.stride(0), vocab, scale, softcap,
+        SOFTCAP=softcap != 0.0, **_block(vocab),
     )  # fmt: skip
     return stats, top
 
@@ -163,11 +164,10 @@ def kl_pass(student, teacher, stats, teacher_row, row_weight, scale: float, soft
         return _torch_kl_pass(student, teacher, stats, teacher_row, row_weight, scale, softcap, want_grad)
     loss = torch.empty(n, dtype=torch.float32, device=student.device)
     top = torch.empty(n, dtype=torch.int32, device=student.device)
-    launcher(_kl_kernel, (n,))(
-        student, teacher, stats, teacher_row, loss if row_weight is None else row_weight, loss, top, student.stride(0),
-        teacher.stride(0), vocab, scale, softcap,
-        DO_GRAD=want_grad, HAS_WEIGHT=row_weight is not None, SOFTCAP=softcap != 0.0,
-        **_launch(vocab),
+    launch(
+        _kl_kernel, (n,), student, teacher, stats, teacher_row, loss if row_weight is None else row_weight, loss, top,
+        student.stride(0), teacher.stride(0), vocab, scale, softcap,
+        DO_GRAD=want_grad, HAS_WEIGHT=row_weight is not None, SOFTCAP=softcap != 0.0, **_block(vocab),
     )  # fmt: skip
     return loss, top
 

@@ -1,33 +1,28 @@
-"""What computes `linear_cross_entropy` and `linear_logprobs`: logits of a few rows at a time, never all of them.
+"""Computes `linear_cross_entropy` and `linear_logprobs`: logits of a few rows at a time, never all of them.
 
     l = x W^T + bias + u B^T      x (T, H), W (V, H), bias (V,), u (T, r) = scaling * x' A^T and B (V, r) of a LoRA
     dx = dl W,  dW = dl^T x,  dbias = sum over rows of dl,  du = dl B,  dB = dl^T u
 
-Rows with an ignored target are dropped first. The others are walked in chunks of C rows. The logits of a chunk are one
-matrix product; `_row_pass.row_pass` turns them into statistics and, in place, into dl; further products give the
-gradients. The formulas of loss, entropy and dl are in `_row_pass.py`, and what all such walks share is in `_chunks.py`.
-
-When the gradient is computed. The mode is chosen by what is known of the upstream gradient of the losses:
+Rows with an ignored target are dropped first. The others are walked in chunks of C rows (`_chunks.py`). The logits of a
+chunk are one matrix product; `_row_pass.row_pass`, which has the formulas, turns them into statistics and, in place,
+into dl; further products give the gradients. The mode says what is known of the upstream gradient of the losses:
 
     "uniform"    It is one number for all rows, as for a sum or a mean. (Row weights are factors of dl.) The forward
-                 pass computes the gradients, which makes three products in all, and the backward pass multiplies them
-                 by the number. If it turns out not to be one number, the gradients become NaN. That is compared on the
-                 device, and the host does not wait for it.
-    "rows"       Nothing is known of it, but W, bias and B are frozen. The forward pass computes dx and du, and the
-                 backward pass multiplies each of their rows by a number of its own. Two products.
-    "recompute"  Nothing is known of it, and there may be one of the entropy too. The backward pass computes the logits
-                 again, except those of the last chunk, which are kept. Four products, or three if there is one chunk.
+                 pass computes the gradients, three products in all, and the backward pass multiplies them by the
+                 number. If it is not one number, which is compared on the device, the gradients become NaN.
+    "rows"       Nothing is known, but W, bias and B are frozen. The forward pass computes dx and du, and the backward
+                 pass multiplies each of their rows by a number of its own. Two products.
+    "recompute"  Nothing is known, and there may be one of the entropy too. The backward pass computes the logits again,
+                 except those of the last chunk, which are kept. Four products, or three if there is one chunk.
 
-One chunk. If the logits of all rows fit into one chunk, they are kept in the mode "uniform" too, and the backward pass
-computes the gradients. That also takes three products, and there is nothing to accumulate. They fit if they take no
-more memory than the fp32 sum of dW, which is then not needed: up to 2 H rows of 16 bits.
+One chunk. If all logits take no more memory than the fp32 sum of dW (up to 2 H rows of 16 bits), they are kept in the
+mode "uniform" too, and the backward pass computes the gradients: three products, and no sum.
 
-Rounding. dW, dbias and dB are accumulated over the chunks in fp32 and rounded once, after the multiplication by the
-upstream gradient. With `accumulate="lean"`, dW and dB are accumulated in their own dtype, which saves the fp32 buffers.
-dx and du are rounded after their product, and in the mode "uniform" a second time if the upstream gradient is not a
-power of two. In the mode "recompute", and if there is one chunk, the upstream gradient is a factor of dl and is rounded
-with it, as in PyTorch's own backward pass of the logits. In the mode "uniform" with fp16 it never is such a factor,
-because p_v / T would be lost to underflow.
+Rounding. dW, dbias and dB are summed over the chunks in fp32 and rounded once, after the multiplication by the upstream
+gradient; with `accumulate="lean"`, dW and dB are summed in their own dtype. dx and du are rounded after their product,
+and in the mode "uniform" a second time if the upstream gradient is not a power of two. In the mode "recompute", and
+with one chunk, the upstream gradient is a factor of dl and is rounded with it, as in PyTorch's backward pass of the
+logits. In the mode "uniform" with fp16 it never is, because p_v / T would underflow.
 
 Memory beyond inputs and gradients: C * V elements of the compute dtype (plain PyTorch takes 4 * C * V of fp32), the
 fp32 sum of dW until the backward pass rounds it, and the converted weight under autocast.
@@ -37,13 +32,13 @@ from typing import NamedTuple
 
 import torch
 
+from ._autograd import graph_is_kept, once_differentiable
 from ._chunks import Chunks, HeadGradients, logits_buffer, sum_dtype
-from ._dispatch import _device_guard, graph_is_kept, kernel_op, once_differentiable
-from ._head_checks import check_target_range
-from ._head_inputs import DB, DBIAS, DU, DW, DX, Head
+from ._dispatch import kernel_op, no_autocast
+from ._head_inputs import DB, DBIAS, DW, Head, check_target_range
 from ._products import project
 from ._row_pass import ENTROPY, LOSS, N_STATS, RowSpec, row_pass
-from ._scale import one_number, scaled, scaled_in_turn
+from .known_gradients import folded, give_away, hold, one_number
 
 
 class HeadSpec(NamedTuple):
@@ -122,69 +117,39 @@ def _walk(head: Head, target, chunks: Chunks, needs, lean, spec: HeadSpec, g_los
     return stats, gradients.all(), buffer
 
 
-def _unflat(flat):
-    return HeadSpec(RowSpec(*flat[:6]), *flat[6:])
-
-
-def _filled(x, grads):
-    """An op can return nothing but tensors, so that an empty one stands for None."""
-    return tuple(x.new_empty(0) if g is None else g for g in grads)
-
-
-@kernel_op("linear_head_forward")
-def _forward_op(
+@kernel_op("linear_head")
+def _op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, u: torch.Tensor | None,
-    lora_b: torch.Tensor | None, target: torch.Tensor, row_weight: torch.Tensor | None, ignore_index: int, scale: float,
-    softcap: float, smoothing: float, z_loss: float, extras: int, needs: int, lean: bool, chunk_rows: int,
-    compute_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec = _unflat((ignore_index, scale, softcap, smoothing, z_loss, extras, needs, lean, chunk_rows, compute_dtype))
-    head = Head(x, weight, bias, u, lora_b)
-    with torch.autocast(x.device.type, enabled=False):
-        chunks = _chunks_of(head, target, spec, all_rows=False)
-        stats, grads, _ = _walk(head, target, chunks, needs, lean, spec, row_weight, None)
-    return stats, *_filled(x, grads)
-
-
-@kernel_op("linear_head_backward")
-def _backward_op(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, u: torch.Tensor | None,
-    lora_b: torch.Tensor | None, target: torch.Tensor, stats: torch.Tensor, g_loss: torch.Tensor,
+    lora_b: torch.Tensor | None, target: torch.Tensor, stats: torch.Tensor | None, g_loss: torch.Tensor | None,
     g_entropy: torch.Tensor | None, ignore_index: int, scale: float, softcap: float, smoothing: float, z_loss: float,
     extras: int, needs: int, lean: bool, chunk_rows: int, compute_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec = _unflat((ignore_index, scale, softcap, smoothing, z_loss, extras, needs, lean, chunk_rows, compute_dtype))
-    head = Head(x, weight, bias, u, lora_b)
-    with torch.autocast(x.device.type, enabled=False):
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Statistics, unless they are given, and gradients. An op returns nothing but tensors: an empty one stands for
+    None."""
+    rows = RowSpec(ignore_index, scale, softcap, smoothing, z_loss, extras)
+    spec, head = HeadSpec(rows, needs, lean, chunk_rows, compute_dtype), Head(x, weight, bias, u, lora_b)
+    with no_autocast(x.device.type):
         chunks = _chunks_of(head, target, spec, all_rows=False)
-        _, grads, _ = _walk(head, target, chunks, needs, lean, spec, g_loss, g_entropy, stats)
-    return _filled(x, grads)
+        made, grads, _ = _walk(head, target, chunks, needs, lean, spec, g_loss, g_entropy, stats)
+    return tuple([x.new_empty(0) if t is None else t for t in (made if stats is None else None, *grads)])
 
 
-def _fake_grads(x, weight, u, lora_b, needs, lean):
-    def sum_like(t):
-        return t.new_empty(t.shape, dtype=sum_dtype(t, lean))
-
-    return (
-        x.new_empty(x.shape if needs & DX else 0),
-        sum_like(weight) if needs & DW else x.new_empty(0),
-        x.new_empty(weight.shape[0], dtype=torch.float32) if needs & DBIAS else x.new_empty(0),
-        u.new_empty(u.shape) if needs & DU else x.new_empty(0),
-        sum_like(lora_b) if needs & DB else x.new_empty(0),
-    )
-
-
-@_forward_op.register_fake
-def _(x, weight, bias, u, lora_b, target, row_weight, *flat):
-    spec = _unflat(flat)
-    stats = x.new_empty((N_STATS, x.shape[0]), dtype=torch.float32)
-    return stats, *_fake_grads(x, weight, u, lora_b, spec.needs, spec.lean)
-
-
-@_backward_op.register_fake
+@_op.register_fake
 def _(x, weight, bias, u, lora_b, target, stats, g_loss, g_entropy, *flat):
-    spec = _unflat(flat)
-    return _fake_grads(x, weight, u, lora_b, spec.needs, spec.lean)
+    needs, lean = flat[6:8]
+    shapes = (x.shape, weight.shape, weight.shape[:1], *((None, None) if u is None else (u.shape, lora_b.shape)))
+    of_lora = (None, None) if u is None else (u.dtype, sum_dtype(lora_b, lean))
+    sums = (x.dtype, sum_dtype(weight, lean), torch.float32, *of_lora)
+    found = [
+        x.new_empty(shape if needs >> k & 1 else 0, dtype=dtype if needs >> k & 1 else x.dtype)
+        for k, (shape, dtype) in enumerate(zip(shapes, sums, strict=True))
+    ]
+    rows = x.new_empty((N_STATS, x.shape[0]), dtype=torch.float32) if stats is None else x.new_empty(0)
+    return rows, *found
+
+
+def _where_wanted(grads, needs):
+    return [g if needs >> k & 1 else None for k, g in enumerate(grads)]
 
 
 class _KeptLogits(NamedTuple):
@@ -197,7 +162,7 @@ class _KeptLogits(NamedTuple):
 
 def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, may_keep_logits):
     """(statistics, gradients or None, `_KeptLogits` or None)."""
-    with _device_guard(head.x), torch.autocast(head.x.device.type, enabled=False):
+    with no_autocast(head.x.device.type):
         # In one chunk, the memory of the kept logits is paid for by the sum that is not needed, unless several calls
         # keep theirs at the same time.
         summed = spec.needs & DW and spec.compute_dtype != torch.float16
@@ -212,7 +177,7 @@ def _statistics(head: Head, target, row_weight, mode, spec: HeadSpec, may_keep_l
 
 def _gradients(head: Head, target, kept_logits: _KeptLogits | None, stats, g_loss, g_entropy, spec: HeadSpec):
     """The gradients in `spec.needs`, from `kept_logits` and from the logits of the other chunks, computed again."""
-    with _device_guard(head.x), torch.autocast(head.x.device.type, enabled=False):
+    with no_autocast(head.x.device.type):
         chunks, buffer = kept_logits or (_chunks_of(head, target, spec, True), None)
         lean = spec.lean or chunks.number <= 1  # one chunk has nothing to sum up, and dl includes the upstream gradient
         return _walk(head, target, chunks, spec.needs, lean, spec, g_loss, g_entropy, stats, buffer)[1]
@@ -224,25 +189,25 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, target, row_weight, mode, spec, may_keep_logits):
         ctx.set_materialize_grads(False)
-        head = Head(x, weight, bias, u, lora_b)
-        ctx.mode, ctx.spec, ctx.dtypes = mode, spec, [None if t is None else t.dtype for t in head]
-        ctx.grads = ctx.kept_logits = None
-        if torch.compiler.is_compiling():
-            ctx.early = mode != "recompute"
-            now = spec if ctx.early else spec._replace(needs=0)
-            stats, *grads = _forward_op(x, weight, bias, u, lora_b, target, row_weight, *now.flat())
+        head, traced = Head(x, weight, bias, u, lora_b), torch.compiler.is_compiling()
+        ctx.mode, ctx.spec, ctx.kept_logits = mode, spec, None
+        dtypes, factor, later = [None if t is None else t.dtype for t in head], row_weight, None
+        if mode != "recompute":
+            factor, later = folded(row_weight, spec.rows.scale, spec.compute_dtype, target)
+        if traced:
+            now = spec._replace(needs=0) if mode == "recompute" else spec
+            stats, *grads = _op(*head, target, None, factor, None, *now.flat())
+            grads = None if mode == "recompute" else _where_wanted(grads, spec.needs)
         else:
-            stats, grads, ctx.kept_logits = _statistics(head, target, row_weight, mode, spec, may_keep_logits)
-            ctx.early = grads is not None
-        if not ctx.early:
+            stats, grads, ctx.kept_logits = _statistics(head, target, factor, mode, spec, may_keep_logits)
+        ctx.early = grads is not None
+        if ctx.early:
+            hold(ctx, grads, dtypes, target, later)
+        else:
             ctx.save_for_backward(*head, target, row_weight, stats)
-        elif torch.compiler.is_compiling():
-            ctx.save_for_backward(target, *grads)
-        else:  # `grads` and `kept_logits` are not saved, since the last backward gives them away or writes over them
-            ctx.save_for_backward(target)
-            ctx.grads = grads
+            ctx.dtypes = dtypes
         loss = stats[LOSS].clone() if row_weight is None else stats[LOSS] * row_weight
-        asked = spec.rows.extras >> ENTROPY & 1 or torch.compiler.is_compiling()
+        asked = spec.rows.extras >> ENTROPY & 1 or traced
         entropy = stats[ENTROPY].clone() if asked else None
         ctx.mark_non_differentiable(stats)
         return loss, entropy, stats
@@ -251,9 +216,8 @@ class _LinearHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_loss, g_entropy, _):
         spec, traced = ctx.spec, torch.compiler.is_compiling()
-        wanted = [spec.needs >> k & 1 for k in range(5)]
         if not spec.rows.extras >> ENTROPY & 1:
-            g_entropy = None  # nobody asked for the entropy, but while a call is traced it gets a gradient of zeros
+            g_entropy = None  # it was not asked for, but while a call is traced it gets a gradient of zeros
         if ctx.mode != "recompute":
             if g_entropy is not None and not traced:
                 raise RuntimeError(
@@ -263,39 +227,31 @@ class _LinearHead(torch.autograd.Function):
             if g_loss is None:
                 return (None,) * 10
         saved = ctx.saved_tensors  # PyTorch raises if an earlier backward did not keep the graph
-        keep = not traced and graph_is_kept()
-        if not ctx.early:
-            *tensors, target, row_weight, stats = saved
-            head, kept_logits = Head(*tensors), ctx.kept_logits
-            if keep and kept_logits is not None:
-                kept_logits = kept_logits._replace(buffer=None)  # only the last backward pass may write over the logits
-            else:
-                ctx.kept_logits = None
-            g = torch.zeros_like(stats[LOSS]) if g_loss is None else g_loss.float()
-            if ctx.mode == "uniform" and g.stride(0) != 0:  # with stride 0, it is one number expanded
-                g = one_number(g, target != spec.rows.ignore_index).expand(g.shape)
-            g = (g if row_weight is None else g * row_weight).contiguous()
-            g_entropy = None if g_entropy is None else g_entropy.float().contiguous()
-            if traced:
-                grads = _backward_op(*head, target, stats, g, g_entropy, *spec.flat())
-            else:
-                grads = _gradients(head, target, kept_logits, stats, g, g_entropy, spec)
-            del kept_logits  # frees the logits before an fp32 sum is rounded
-            out = [g.to(d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
-            return *out, *(None,) * 5
-        target, *grads = saved
-        if not traced:
-            grads = list(ctx.grads)
-            if not keep:
-                ctx.grads = None
-        g, counted = g_loss.float(), target != spec.rows.ignore_index
-        factor = one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
-        if g_entropy is not None:  # it is traced: a value other than 0 gives NaN, as any broken promise does
-            factor = torch.where((g_entropy == 0).all(), factor, torch.nan)
+        if ctx.early:
+            target, later = saved[:2]
+            g, counted = g_loss.float(), target != spec.rows.ignore_index
+            factor = one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
+            if g_entropy is not None:  # it is traced: a value other than 0 gives NaN, as any broken promise does
+                factor = torch.where((g_entropy == 0).all(), factor, torch.nan)
+            return *give_away(ctx, saved, factor if later is None else factor * later), *(None,) * 5
+        *tensors, target, row_weight, stats = saved
+        head, kept_logits = Head(*tensors), ctx.kept_logits
+        if kept_logits is not None and graph_is_kept():
+            kept_logits = kept_logits._replace(buffer=None)  # only the last backward pass may write over the logits
+        else:
+            ctx.kept_logits = None
+        g = torch.zeros_like(stats[LOSS]) if g_loss is None else g_loss.float()
+        if ctx.mode == "uniform" and g.stride(0) != 0:  # with stride 0, it is one number expanded
+            g = one_number(g, target != spec.rows.ignore_index).expand(g.shape)
+        g = (g if row_weight is None else g * row_weight).contiguous()
+        g_entropy = None if g_entropy is None else g_entropy.float().contiguous()
         if traced:
-            out = [scaled(g, factor, d) if want else None for g, d, want in zip(grads, ctx.dtypes, wanted, strict=True)]
-            return *out, *(None,) * 5
-        return *scaled_in_turn(grads, factor, ctx.dtypes, keep), *(None,) * 5
+            _, *grads = _op(*head, target, stats, g, g_entropy, *spec.flat())
+        else:
+            grads = _gradients(head, target, kept_logits, stats, g, g_entropy, spec)
+        del kept_logits  # frees the logits before an fp32 sum is rounded
+        grads = _where_wanted(grads, spec.needs)
+        return *[None if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)], *(None,) * 5
 
 
 def run_head(
@@ -309,8 +265,10 @@ def run_head(
     """
     needs = head.needs()
     spec = HeadSpec(rows, needs, accumulate == "lean", chunk_rows or 0, dtype)
+    if row_weight is not None:
+        row_weight = row_weight.contiguous()  # the kernel reads rows by number
     if not needs:
-        stats = _forward_op(*head, target, None, *spec.flat())[0]
+        stats = _op(*head, target, None, None, None, *spec.flat())[0]
         return stats[LOSS] if row_weight is None else stats[LOSS] * row_weight, stats[ENTROPY], stats
     if known_upstream:
         mode = "uniform"

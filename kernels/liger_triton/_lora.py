@@ -1,17 +1,16 @@
-"""Linear layers of one input, some of which have a LoRA, as one step of autograd: what is kept, and what is computed.
+"""Linear layers of one input, some of which have a LoRA, as one step of autograd.
 
-What the backward pass needs is kept by a first function, which makes the r-wide product, and y is made by a second one,
-which keeps nothing. In between there is a tensor of the shape of y without memory, which carries the gradient from one
-to the other. A checkpoint that recomputes a layer stops at the last tensor that is kept, so that it does not repeat
-the large product that a layer ends with.
+`_Kept` keeps what the backward pass needs and makes the r-wide product; the stubs that it returns carry the gradient
+from each output, which is computed when it is asked for (`_autograd.py`).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from ._dispatch import no_autocast, once_differentiable
+from ._autograd import computed, in_shape, once_differentiable, records_graph, without_memory
+from ._dispatch import no_autocast
+from ._launch import as_matrix
 from ._low_rank import added, factors_of, low_rank_gradients, parts_of, scaled_b, sum_of_parts
 from ._products import wide_product
 from .frozen_float8 import Float8Weight, SharedRows, input_gradient
@@ -70,12 +69,6 @@ def flattened(layers: list[Layer]) -> list[torch.Tensor | None]:
     return tensors
 
 
-def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (..., K) as (T, K) of `dtype`, with unit stride in rows. A view where that is possible."""
-    rows = x.reshape(-1, x.shape[-1]).to(dtype)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 class Rounded(NamedTuple):
     """The adapters of a group in the dtype of its products. Made once for both passes.
 
@@ -117,7 +110,7 @@ def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[t
     found, start, total = [], 0, h.shape[1] // form.parts
     for layer in layers:
         rank = 0 if layer.adapter is None else layer.adapter.a.shape[0]
-        firsts = [start + part * total for part in range(form.parts)] if rank else []
+        firsts = [start + part * total for part in range(form.parts)] if layer.adapter is not None else []
         found.append(tuple([h[:, first : first + rank] for first in firsts]))
         start += rank
     return found
@@ -170,7 +163,7 @@ def gradients(
     dh, large, start, total = torch.empty_like(h), [], 0, h.shape[1] // form.parts
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
         stop = start if layer.adapter is None else start + layer.adapter.a.shape[0]
-        own = dh[:, start:stop] if form.parts == 1 else dh.view(-1, 2, total)[..., start:stop]
+        own = dh[:, start:stop] if form.parts == 1 else dh.view(dh.shape[0], 2, total)[..., start:stop]
         start = stop
         if dy is None:
             own.zero_()
@@ -267,35 +260,6 @@ class _Kept(torch.autograd.Function):
             return None, None, None, dx, dsource, *rounded_like(found.tensors, tensors)
 
 
-class _Computed(torch.autograd.Function):
-    """The outputs that `compute` makes, in place of the tensors without memory, whose gradients are theirs."""
-
-    @staticmethod
-    def forward(ctx, compute, *stubs):
-        ctx.set_materialize_grads(False)
-        return compute()
-
-    @staticmethod
-    def backward(ctx, *dys):
-        return None, *dys
-
-
-def without_memory(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape and one element of memory, whose values nobody reads."""
-    return torch.empty((), dtype=dtype, device=like.device).expand(shape)  # zeros would be a launch
-
-
-def in_shape(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """y, which nobody else has, in another shape. A view is not what a function may return: its values could not be
-    changed in place."""
-    return torch.ops.aten._unsafe_view.default(y, shape)
-
-
-def computed(stubs: tuple[torch.Tensor, ...], compute: Callable[[], tuple[torch.Tensor, ...]]):
-    """What `compute` returns, with the gradients led to what made the `stubs`."""
-    return _Computed.apply(compute, *stubs)
-
-
 class Outputs:
     """The outputs y (..., N) of layers with one input, each of which is computed when it is asked for, once.
 
@@ -310,7 +274,7 @@ class Outputs:
         made: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = []
         self.stubs: tuple[torch.Tensor, ...] | None = None
         with no_autocast(x.device.type):
-            if torch.is_grad_enabled():
+            if records_graph():
                 self.stubs = _Kept.apply(form, made, self.spent, x, source, *flattened(layers))
             with torch.no_grad():
                 self.rows = as_matrix(x, form.dtype)
@@ -329,6 +293,6 @@ class Outputs:
 
         with no_autocast(self.rows.device.type):
             if self.stubs is not None:
-                return computed((self.stubs[k],), compute)
+                return computed(self.stubs[k], compute)
             with torch.no_grad():
                 return compute()

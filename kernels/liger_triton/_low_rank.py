@@ -5,17 +5,16 @@ For T rows, a layer (K -> N) and an adapter of rank r, whose h (T, r) is x A^T, 
     y  = h (s B)^T, then y += x W^T in the same memory
     dx = dh A, then dx += dy W in the same memory
     dh = s dy B and dB = s dy^T h from one read of dy, and a second kernel for the sums over its programs
-         (`low_rank_gradients`)
     dA = dh^T x
 
-Passes  over T x N: y is written once more than by the product alone and read by it; dy is read once more. Over T x K: x
-        is read for h and for dA; dx is written once more, and read. The large product comes second, because it can read
-        what it adds to while it computes, where a small one that came second would wait for both a read and a write.
+The large product comes second, because it reads what it adds to while it computes. A small one that came last would
+wait for both a read and a write.
+
 Parts   Where adapters are fp32 and the layer has 16 bits, r-wide factors are two 16-bit numbers for each of fp32, the
-        rounded one and what is left of it. They are put side by side, [hi | lo], which doubles r and costs nothing as
-        long as memory is what the products wait for. So h, dh and the gradients of A and B are those of fp32. Under
-        autocast, PEFT's layer rounds all of them to 16 bits, and one part is enough. Two numbers of fp16 are no fp32
-        where they are small, as gradients are, so that the PyTorch twin runs there.
+        rounded one and the rest, side by side: [hi | lo]. That doubles r, and costs nothing as long as the products
+        wait for memory. So h, dh and the gradients of A and B are those of fp32. Under autocast, PEFT's layer rounds
+        all of them to 16 bits, and one part is enough. Two numbers of fp16 are no fp32 where they are small, as
+        gradients are: there the PyTorch twin runs.
 """
 
 import math
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import INTERPRET, _device_guard, jit, tl, use_triton
+from ._dispatch import INTERPRET, jit, tl, use_triton
 from ._launch import _multiprocessors, _shared_memory, cdiv, launch, next_power_of_2
 from ._products import wide_product
 
@@ -148,18 +147,17 @@ def low_rank_gradients(
     all_db = torch.empty((row_programs, columns, width), dtype=torch.float32, device=dy.device)
     db = torch.empty((columns, rank), dtype=torch.float32, device=dy.device)
     dh_tiles = cdiv(rows * rank, SUMS)
-    with _device_guard(dy):
-        launch(
-            _low_rank_gradients_kernel, (row_programs, column_programs),
-            dy, h, sb, dh, all_db, rows, columns, width, per_program, dy.stride(0), h.stride(0), sb.stride(0),
-            BLOCK_T=block_t, BLOCK_N=BLOCK_N, BLOCK_R=block_r, WIDEN=INTERPRET, num_warps=8, num_stages=stages,
-        )  # fmt: skip
-        launch(
-            _sums_kernel, (dh_tiles + cdiv(columns * rank, SUMS),),
-            dh, all_db, out, db, rows, columns, rank, column_programs, row_programs, out.stride(0),
-            out.stride(1) if parts == 2 else 0, float(of_h), float(scaling), dh_tiles, PARTS=parts, BLOCK=SUMS,
-            num_warps=4,
-        )  # fmt: skip
+    launch(
+        _low_rank_gradients_kernel, (row_programs, column_programs),
+        dy, h, sb, dh, all_db, rows, columns, width, per_program, dy.stride(0), h.stride(0), sb.stride(0),
+        BLOCK_T=block_t, BLOCK_N=BLOCK_N, BLOCK_R=block_r, WIDEN=INTERPRET, num_warps=8, num_stages=stages,
+    )  # fmt: skip
+    launch(
+        _sums_kernel, (dh_tiles + cdiv(columns * rank, SUMS),),
+        dh, all_db, out, db, rows, columns, rank, column_programs, row_programs, out.stride(0),
+        out.stride(1) if parts == 2 else 0, float(of_h), float(scaling), dh_tiles, PARTS=parts, BLOCK=SUMS,
+        num_warps=4,
+    )  # fmt: skip
     return db
 
 

@@ -16,8 +16,7 @@ p_y - 1 of the target is computed as -rest / s. Since rest leaves out the target
 a gradient, where 1 - p_y would cancel. A NaN in the row, or a target outside [0, V), makes its loss and gradient NaN.
 
 Shapes  logits and grad (n, V), with rows of any stride; grad may be logits itself; target (n,) int64; stats (7, n)
-        fp32, one row for each constant below. A row whose target is `ignore_index` gets loss, statistics and gradient
-        0.
+        fp32, one row for each constant below. All are 0 for a row whose target is `ignore_index`.
 Bytes   b per element. The statistics read nVb. The gradient reads another nVb (from L2, if a row fits) and writes nVb.
 """
 
@@ -26,12 +25,13 @@ from typing import NamedTuple
 import torch
 
 from . import _dispatch
-from ._dispatch import jit, launcher, tl
-from ._launch import MAX_WARPS, next_power_of_2
+from ._dispatch import jit, tl
+from ._launch import MAX_WARPS, launch, next_power_of_2
 
 LOSS, MAX, REST, ENTROPY, LOG_SUM_SQ, MEAN_LOGITS, IS_TOP1 = range(7)  # rows of `stats`
 N_STATS = 7
 MAX_BLOCK = 8192  # elements of a row that one program takes at a time
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least number of fp32: a row of logits may have no larger one
 
 
 def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int, int]:
@@ -45,8 +45,7 @@ def _tile(vocab: int, itemsize: int, do_stats: bool, do_grad: bool) -> tuple[int
 
 
 class RowSpec(NamedTuple):
-    """What is computed for each row. With `softcap` 0.0 there is none. `extras` has the bit 1 << k for each further
-    statistic k."""
+    """What is computed for each row. A `softcap` of 0.0 is none. `extras` has the bits 1 << k of more statistics k."""
 
     ignore_index: int = -100
     scale: float = 1.0
@@ -57,7 +56,7 @@ class RowSpec(NamedTuple):
 
 
 @jit
-def _transform(v, scale, softcap, SOFTCAP: tl.constexpr):
+def transform(v, scale, softcap, SOFTCAP: tl.constexpr):
     """z and dz/dl of logits v. A `scale` of None is 1. tanh is computed from exp(-2|x|), which keeps 1 - tanh**2 exact
     where tanh saturates."""
     if scale is None:
@@ -77,8 +76,7 @@ def _transform(v, scale, softcap, SOFTCAP: tl.constexpr):
 
 @jit
 def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
-    """The mask of a load. All elements of a vector have one condition, because otherwise they would be loaded one by
-    one."""
+    """The mask of a load: one condition for a vector, whose elements would be loaded one by one otherwise."""
     if LEAD:
         return tl.broadcast_to(start + vector < end, lane.shape)
     return start + lane < W
@@ -141,11 +139,11 @@ def _row_kernel(
 
     y_ok = (y >= 0) & (y < V)
     y = y.to(tl.int32) + lead  # from here on it counts from the start of the first block, like `off`
-    zy, slope_y = _transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
+    zy, slope_y = transform(tl.load(X + y, mask=y_ok, other=float("nan")).to(tl.float32), scale, softcap, SOFTCAP)
 
     if DO_STATS:
         # Every thread keeps its own maximum and sums, so that nothing is exchanged between threads inside the loop.
-        m_v = tl.full((BLOCK // VEC,), -1e30, tl.float32)  # finite, so that no difference below is inf - inf
+        m_v = tl.full((BLOCK // VEC,), LOWEST, tl.float32)  # finite, so that no difference below is inf - inf
         rest_v = tl.zeros((BLOCK // VEC,), tl.float32)
         dot_v = tl.zeros((BLOCK // VEC,), tl.float32)
         sq_v = tl.zeros((BLOCK // VEC,), tl.float32)
@@ -153,7 +151,7 @@ def _row_kernel(
         for start in range(0, end, BLOCK):
             off = start + lane
             x = tl.load(X + off, mask=_loaded(start, vector, lane, end, W, LEAD), other=0.0).to(tl.float32)
-            z, _ = _transform(x, scale, softcap, SOFTCAP)
+            z, _ = transform(x, scale, softcap, SOFTCAP)
             z_other = z
             if (start < lead) | (start + BLOCK > end) | ((y >= start) & (y < start + BLOCK)):
                 other = (off >= lead) & (off < end) & (off != y)
@@ -167,7 +165,8 @@ def _row_kernel(
             d = z_other - grown[:, None]
             e = tl.exp(d)
             if ENTROPY_:  # the sum of exp(z - m) * (z - m), which changes by m - grown for each unit of rest_v
-                dot_v = corr * (dot_v + rest_v * (m_v - grown)) + tl.sum(tl.where(e > 0, e * d, 0.0), axis=1)
+                grew = tl.maximum(m_v - grown, -1e4)  # where it is cut off, corr is 0, and 0 * inf would be NaN
+                dot_v = corr * (dot_v + rest_v * grew) + tl.sum(tl.where(e > 0, e * d, 0.0), axis=1)
             if SUMSQ:
                 sq_v = sq_v * corr * corr + tl.sum(e * e, axis=1)
             rest_v = rest_v * corr + tl.sum(e, axis=1)
@@ -176,7 +175,7 @@ def _row_kernel(
         m = tl.maximum(m_other, zy)
         corr_v = tl.exp(m_v - m)
         if ENTROPY_:
-            dot_v = corr_v * (dot_v + rest_v * (m_v - m))
+            dot_v = corr_v * (dot_v + rest_v * tl.maximum(m_v - m, -1e4))
         if SUMSQ:
             sq_v *= corr_v * corr_v
         rest = tl.sum(rest_v * corr_v, axis=0)
@@ -215,7 +214,7 @@ def _row_kernel(
                 for start in range(0, y, BLOCK):
                     off = start + lane
                     before = (off >= lead) & (off < y)
-                    z, _ = _transform(tl.load(X + off, mask=before, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
+                    z, _ = transform(tl.load(X + off, mask=before, other=0.0).to(tl.float32), scale, softcap, SOFTCAP)
                     first = first & (tl.max(tl.where(before, z, float("-inf"))) < zy)
             tl.store(STATS + 6 * stats_stride, first.to(tl.float32))
     elif HAS_GENT:
@@ -242,7 +241,7 @@ def _row_kernel(
             off = start + lane
             mask = _loaded(start, vector, lane, end, W, LEAD)
             x = tl.load(X + off, mask=mask, other=0.0, eviction_policy=CACHE).to(tl.float32)
-            z, slope = _transform(x, scale, softcap, SOFTCAP)
+            z, slope = transform(x, scale, softcap, SOFTCAP)
             e = tl.exp(z - m)
             if HAS_GENT:
                 p = e * inv_s
@@ -265,7 +264,8 @@ def _triton_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats,
     lead = lead and (logits.stride(0) - out.stride(0)) % vec == 0
     lead = lead and logits.data_ptr() % 16 == out.data_ptr() % 16 == 0
     scale = None if spec.scale == 1.0 and not spec.softcap else spec.scale
-    launcher(_row_kernel, (n,))(
+    launch(
+        _row_kernel, (n,),
         logits, out, target, stats, stats if g_loss is None else g_loss, stats if g_entropy is None else g_entropy,
         logits.stride(0), out.stride(0), stats.stride(0), vocab, width or vocab,
         spec.ignore_index, scale, spec.softcap, spec.smoothing, spec.z_loss,
@@ -306,7 +306,7 @@ def _torch_pass(logits, grad, target, stats, g_loss, g_entropy, spec, do_stats, 
             mean_diff = (z - zy.unsqueeze(1)).mean(1)
             stats[MEAN_LOGITS] = zy + mean_diff
             loss -= spec.smoothing * mean_diff
-        stats[LOSS] = loss + spec.z_loss * lse.square()
+        stats[LOSS] = loss + spec.z_loss * lse * lse
         stats[MAX] = m
         stats[REST] = rest
         if spec.extras >> ENTROPY & 1:

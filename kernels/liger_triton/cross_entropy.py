@@ -12,10 +12,11 @@ Bytes   b per element. Forward reads TVb. Backward reads TVb and writes the grad
 import torch
 
 from . import reference
-from ._dispatch import kernel_op, once_differentiable, takes_twin, use_triton
-from ._head_checks import check_options, check_target_of_twin, check_target_range
+from ._autograd import is_of_leaf, once_differentiable, records_graph
+from ._dispatch import kernel_op, takes_twin, use_triton
+from ._head_inputs import check_options, check_target_of_twin
 from ._row_pass import LOSS, N_STATS, RowSpec, row_pass
-from ._scale import scaled
+from .known_gradients import folded, scaled
 
 _TORCH_ELEMENTS = 1 << 24  # logits that the plain PyTorch pass takes at a time: 64 MiB for each of its fp32 copies
 
@@ -98,8 +99,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.spent = False
         stats = _zeros_for_statistics(logits)
-        with torch.cuda.device_of(logits):
-            _pass_over(logits, logits, target, stats, fold.expand(target.shape).contiguous(), spec)
+        _pass_over(logits, logits, target, stats, fold.expand(target.shape).contiguous(), spec)
         loss = stats[LOSS] * (fold * later)
         # An operation that saved the logits for its own backward now gets PyTorch's error "modified by an inplace
         # operation". Where the logits are an output, a later differentiable use of them is noticed too, and the
@@ -161,12 +161,12 @@ def cross_entropy(
         logit_scale (`float`, *optional*, defaults to 1.0): Multiplies the logits.
         z_loss (`float`, *optional*, defaults to 0.0): Adds z_loss * logsumexp(z)**2 to each row.
         inplace (`bool`, *optional*, defaults to `False`): Write the gradient over the logits, in the forward pass.
-            That saves T * V elements of memory, and a third of what is read and written. It is meant for logits that
-            nobody reads any more; read what you need of them (argmax, say) before the call. A RuntimeError is raised
-            instead of computing with the overwritten values: for an earlier operation that saved the logits, a second
-            backward pass, a change of the logits since the call and a later differentiable use (which is not noticed if
-            `logits` is a view, such as `x.view(-1, V)`). Leaf tensors, rows without unit stride, float64, and logits
-            under `torch.no_grad()` or `torch.compile` stay as they are all the same.
+            That saves T * V elements of memory, and a third of what is read and written. Read what you need of the
+            logits (argmax, say) before the call. A RuntimeError is raised instead of computing with the overwritten
+            values: for an earlier operation that saved the logits, a second backward pass, a change of the logits since
+            the call and a later differentiable use (which is not noticed if `logits` is a view). Leaf tensors and views
+            of them, rows without unit stride, float64, and logits under `torch.no_grad()` or `torch.compile` stay as
+            they are all the same.
 
     Returns:
         `torch.Tensor`, fp32 (float64 for float64): () or, for `"none"`, (T,). All rows ignored: 0
@@ -183,10 +183,10 @@ def cross_entropy(
             "Flatten both: logits.flatten(0, -2), target.flatten()."
         )
     check_options("logits", logits, target, reduction, label_smoothing, softcap, logit_scale, z_loss)
-    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_target_range(target, ignore_index, logits.shape[1])
-    if takes_twin(logits):
-        check_target_of_twin(target, ignore_index, logits.shape[1])
+    twin = takes_twin(logits, target)
+    if twin or logits.device.type == "cpu":
+        check_target_of_twin(target, ignore_index, logits.shape[1], logits)
+    if twin:
         return reference.cross_entropy(
             logits, target.long(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
@@ -197,16 +197,18 @@ def cross_entropy(
     share = torch.ones((), device=logits.device)  # what one row contributes to the result
     if reduction == "mean":
         share = kept.sum().clamp(min=1).reciprocal()
-    if not (torch.is_grad_enabled() and logits.requires_grad):
+    if not records_graph(logits):
         rows = _statistics(logits, target, *spec[:5])[LOSS]
         return rows.clone() if reduction == "none" else rows.sum() * share
-    can = not torch.compiler.is_compiling() and not logits.is_leaf
-    if not (inplace and can and logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]):
+    can = inplace and not torch.compiler.is_compiling() and not is_of_leaf(logits)
+    if not (can and logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]):
         rows = _CrossEntropy.apply(logits, target, spec)
         return rows if reduction == "none" else rows.sum() * share
     # fp16 has no room for p / T. There the share waits for the backward pass, whose upstream gradient carries a loss
     # scale. In other dtypes it is folded in now, so that an upstream gradient of 1 leaves nothing to do.
-    one = torch.ones_like(share)
-    fold, later = (one, share) if logits.dtype == torch.float16 else (share, one)
+    fold, later = share, torch.ones_like(share)
+    if logits.dtype == torch.float16:
+        fold, later = folded(torch.ones_like(share), logit_scale, torch.float16, share)
+        later = share * later
     rows, _ = _CrossEntropyInPlace.apply(logits, target, fold, later, spec)
     return rows if reduction == "none" else rows.sum()

@@ -1,14 +1,20 @@
-"""A matrix in eight bits with one scale for all of it: q = round(x * s) with s = max(q) / max|x|, and x ~ q / s.
-Micikevicius et al. 2022, arXiv:2209.05433, section 3; the scale is "dynamic, tensorwise" in torchao's words.
+"""Matrices in eight bits, q = round(x * s) with s = max(q) / max|x|, so that x ~ q / s. Micikevicius et al. 2022,
+arXiv:2209.05433, section 3; the scales are "dynamic" in torchao's words.
 
-Shapes  x (T, K) -> rows (T, K), and columns (K, T'), its transpose with zeros up to the next multiple of 16, since the
-        matrix units multiply along contiguous rows and want 16 bytes at a time. x is the factor of two products: of one
-        along K, and of one along T.
-Dtypes  x bf16, fp16, fp32; results e4m3 (448 is its largest number, three bits behind the leading one) or e5m2 (57344,
-        two bits). The arithmetic is in fp32, with one rounding to the nearest.
-Bytes   b per element of x. One pass reads x for its maximum: b. One pass reads it again and writes one of the two
-        results or both: b + 1 or b + 2. Where the maxima are given, the first pass is left out. In PyTorch: |x| b + b,
-        its maximum b, x * s b + 4, the clamp 8, the rounding 5, and the transpose 2.
+    float8_cast      one scale for all of x ("tensorwise"): its rows, its transpose, or both
+    float8_rows      a scale for each row of x ("rowwise"): the factor of products that sum along rows
+    float8_columns   the transpose, with a scale for each of its rows: the factor of products that sum over rows of x
+    row_cast         up to three matrices side by side, with one scale for each row of all
+    transposed       the transpose of what has eight bits already: bits are moved, and none is changed
+
+Shapes  x (T, K) -> rows (T, K), and columns (K, T'), its transpose with zeros up to the next multiple of 16: matrix
+        units multiply along contiguous rows and want 16 bytes at a time.
+Dtypes  x bf16, fp16, fp32; results e4m3 (largest number 448) or e5m2 (57344). Arithmetic in fp32, rounded once.
+Bytes   b per element of x. One scale: a pass reads x for its maximum, b, unless the maxima are given; another reads it
+        and writes one result or both: b + 1 or b + 2. A scale for each row: b + 1 for the rows, which also finds the
+        maxima of the columns, and b + 1 for the columns. Moving bits: 2.
+
+A GPU without matrix units for eight bits (`fault_of_device`) cannot run these kernels either, and takes the twins.
 """
 
 import functools
@@ -17,19 +23,26 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._dispatch import INTERPRET, _device_guard, jit, tl
-from ._launch import cdiv, launch, next_power_of_2, runs_triton
+from ._dispatch import INTERPRET, is_wrapped, jit, on_cuda, runs_triton, tl
+from ._launch import MAX_COLUMNS, backward_tile, cdiv, launch, next_power_of_2, persistent_grid
 from .sizes import computes_nothing
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = 448.0  # of e4m3
+LEAST = 1e-12  # what max|x| counts as if it is smaller, as in torchao
+LEAST_OF_ROWS = 1e-30  # the same of `row_cast`: gradients of a mean over many tokens may well be below 1e-12
 MULTIPLE = 16  # of both dimensions of what is multiplied in eight bits
 PROGRAMS = 512  # at most, of the pass that reads the maxima; each leaves one
+ROW_PROGRAMS = 2  # on each multiprocessor, of `float8_rows`; one where it has more than 8 warps and their registers
+MOST_PARTS = 3  # of `row_cast` and `transposed`: the gradients of q, k and v
+LARGEST_ROW = 2**16  # numbers that a program of `row_cast` keeps in its registers
 BLOCK = 8192
 TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 128, 128, 4
+TURNED_TILE = 32  # of `transposed`: words of four numbers in both directions
 
 
 class Float8(NamedTuple):
-    """A matrix in eight bits.
+    """A matrix in eight bits, with one scale.
 
     Attributes:
         rows: (T, K), or None if it was not asked for.
@@ -42,6 +55,39 @@ class Float8(NamedTuple):
     columns: torch.Tensor | None
     inverse: torch.Tensor
     maxima: torch.Tensor
+
+
+class Float8Rows(NamedTuple):
+    """A matrix in e4m3, with a scale for each row.
+
+    Attributes:
+        rows: (T, K).
+        inverse: (T,), fp32: what each row has to be multiplied by.
+        maxima: (K,), int32: the bits of max|x| of each column of x, or None if they were not asked for.
+    """
+
+    rows: torch.Tensor
+    inverse: torch.Tensor
+    maxima: torch.Tensor | None
+
+
+Turned = tuple[
+    torch.Tensor, torch.Tensor
+]  # a transpose (K, T') in eight bits, and what it, or each row, is multiplied by
+
+
+@functools.cache
+def fault_of_device(device: torch.device) -> str | None:
+    """Why products in eight bits cannot be computed on `device`; None where they can. A CPU computes them in fp32."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.hip:
+        return f"{device} is no NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        return f"{name} (compute capability {major}.{minor}) has no matrix units for fp8, which begin with 8.9"
+    return None
 
 
 @jit
@@ -58,23 +104,23 @@ def _maxima_kernel(X, MAXIMA, numel, rounds, programs, BLOCK: tl.constexpr):
 
 
 @jit
-def _scale_of(MAXIMA, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, COUNT: tl.constexpr):
-    """The scale of all numbers."""
-    return _scale_for(tl.max(tl.load(MAXIMA + tl.arange(0, COUNT)), 0), LARGEST, POWER_OF_2)
-
-
-@jit
-def _scale_for(bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
+def _scale_for(bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr):
     """The scales of numbers whose maxima have these bits. No maximum or minimum of floating-point numbers is taken in
     these kernels: a NaN has to pass, and the instructions for that made Triton write a transposed tile of single bytes
     wrongly (triton-lang/triton#11111)."""
     most = bits.to(tl.float32, bitcast=True)
-    most = tl.where(most < 1e-12, 1e-12, most)
+    most = tl.where(most < LEAST, LEAST, most)
     scale = tl.div_rn(tl.full([], LARGEST, tl.float32), most)
     if POWER_OF_2:
         power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale == scale, power, scale)
     return scale
+
+
+@jit
+def _scale_of(MAXIMA, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr):
+    """The scale of all numbers."""
+    return _scale_for(tl.max(tl.load(MAXIMA + tl.arange(0, COUNT)), 0), LARGEST, POWER_OF_2, LEAST)
 
 
 @jit
@@ -86,12 +132,12 @@ def _scaled(x, scale, LARGEST: tl.constexpr):
 @jit
 def _rows_kernel(
     X, MAXIMA, ROWS, INVERSE, numel,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     off = pid * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + off, mask=off < numel, other=0.0)
-    scale = _scale_of(MAXIMA, LARGEST, POWER_OF_2, COUNT)
+    scale = _scale_of(MAXIMA, LARGEST, POWER_OF_2, LEAST, COUNT)
     tl.store(ROWS + off, _scaled(x, scale, LARGEST).to(ROWS.dtype.element_ty), mask=off < numel)
     if pid == 0:
         tl.store(INVERSE, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
@@ -111,10 +157,11 @@ def _quarter(X, ROWS, row, col, t, k, scale, LARGEST: tl.constexpr, KEEP_ROWS: t
 @jit
 def _columns_kernel(
     X, MAXIMA, ROWS, COLUMNS, INVERSE, t, k, quarters, tiles_per_row,
-    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, COUNT: tl.constexpr,
+    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr,
     KEEP_ROWS: tl.constexpr, PACK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x, written as its transpose and, with KEEP_ROWS, as it is.
+    """A tile of x, written as its transpose and, with KEEP_ROWS, as it is. There is one scale from the COUNT numbers in
+    MAXIMA, or with a COUNT of 0 one for each column.
 
     COLUMNS is int32: four numbers of one column in each, which change threads together. Where single bytes change
     threads, or are put together by shifts, the compiler leaves registers undefined, and on an H200 the result had wrong
@@ -123,7 +170,12 @@ def _columns_kernel(
     pid = tl.program_id(0)
     quarter = (pid // tiles_per_row).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)
     col = (pid % tiles_per_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    scale = _scale_of(MAXIMA, LARGEST, POWER_OF_2, COUNT)
+    if COUNT > 0:
+        all_scales = _scale_of(MAXIMA, LARGEST, POWER_OF_2, LEAST, COUNT)
+        scale = all_scales
+    else:
+        all_scales = _scale_for(tl.load(MAXIMA + col, mask=col < k, other=0), LARGEST, POWER_OF_2, LEAST)
+        scale = all_scales[None, :]
     a = _quarter(X, ROWS, quarter * 4, col, t, k, scale, LARGEST, KEEP_ROWS)
     b = _quarter(X, ROWS, quarter * 4 + 1, col, t, k, scale, LARGEST, KEEP_ROWS)
     c = _quarter(X, ROWS, quarter * 4 + 2, col, t, k, scale, LARGEST, KEEP_ROWS)
@@ -131,8 +183,13 @@ def _columns_kernel(
     four = _four(a, b, c, d, ROWS, PACK)
     places = COLUMNS + col[:, None] * quarters + quarter[None, :]
     tl.store(places, tl.trans(four), mask=(quarter[None, :] < quarters) & (col[:, None] < k))
-    if pid == 0:
-        tl.store(INVERSE, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), all_scales)
+    if COUNT > 0:
+        if pid == 0:
+            tl.store(INVERSE, inverse)
+    else:
+        if pid < tiles_per_row:
+            tl.store(INVERSE + col, inverse, mask=col < k)
 
 
 @jit
@@ -161,9 +218,134 @@ def _ptx(name: str) -> str:
     return f"{{ .reg .b16 low, high; {convert} low, $2, $1; {convert} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
 
 
+@jit
+def _each_row_kernel(
+    X, ROWS, INVERSE, MAXIMA, stride, t, k, tiles,
+    LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, KEEP_MAXIMA: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Whole rows, each with a scale of its own, and the maxima of the columns of those that this program reads. They
+    are those of the bits, as in `_maxima_kernel`."""
+    pid = tl.program_id(0)
+    col = tl.arange(0, BLOCK_K)
+    most = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    for tile in tl.range(pid, tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+        inside = (row < t)[:, None] & (col < k)[None, :]
+        x = tl.load(X + row[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if KEEP_MAXIMA:
+            most = tl.maximum(most, bits)
+        scale = _scale_for(tl.max(bits, 1), LARGEST, POWER_OF_2, LEAST)
+        tl.store(INVERSE + row, tl.div_rn(tl.full([], 1.0, tl.float32), scale), mask=row < t)
+        y = _scaled(x, scale[:, None], LARGEST).to(ROWS.dtype.element_ty)
+        tl.store(ROWS + row[:, None] * k + col[None, :], y, mask=inside)
+    if KEEP_MAXIMA:
+        tl.store(MAXIMA + pid.to(tl.int64) * k + col, tl.max(most, 0), mask=col < k)
+
+
+@jit
+def _part_of_row(X, FACTOR, row, n, stride, BLOCK: tl.constexpr, HAS_FACTOR: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    x = tl.load(X + row * stride + column, mask=column < n, other=0.0).to(tl.float32)
+    if HAS_FACTOR:
+        x *= tl.load(FACTOR + column, mask=column < n, other=0.0)
+    return x
+
+
+@jit
+def _most_of(x):
+    """The bits of max|x|, which as integers are in the order of the numbers, NaN above all of them."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+
+
+@jit
+def _store_part(x, OUT, scale, n, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    tl.store(OUT + column, _scaled(x, scale, LARGEST).to(OUT.dtype.element_ty), mask=column < n)
+
+
+@jit
+def _row_cast_kernel(
+    A, B, C, FA, FB, FC, OUT, INVERSE, na, nb, nc, stride_a, stride_b, stride_c,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One row of up to three matrices, side by side, with one scale for all of it. A block of 0: there is no such
+    matrix."""
+    row = tl.program_id(0).to(tl.int64)
+    a = _part_of_row(A, FA, row, na, stride_a, BLOCK_A, HAS_FACTOR)
+    bits = _most_of(a)
+    if BLOCK_B > 0:
+        b = _part_of_row(B, FB, row, nb, stride_b, BLOCK_B, HAS_FACTOR)
+        bits = tl.maximum(bits, _most_of(b))
+    if BLOCK_C > 0:
+        c = _part_of_row(C, FC, row, nc, stride_c, BLOCK_C, HAS_FACTOR)
+        bits = tl.maximum(bits, _most_of(c))
+    scale = _scale_for(bits, LARGEST, False, LEAST)
+    tl.store(INVERSE + row, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
+    OUT += row * (na + nb + nc)
+    _store_part(a, OUT, scale, na, LARGEST, BLOCK_A)
+    if BLOCK_B > 0:
+        _store_part(b, OUT + na, scale, nb, LARGEST, BLOCK_B)
+    if BLOCK_C > 0:
+        _store_part(c, OUT + na + nb, scale, nc, LARGEST, BLOCK_C)
+
+
+@jit
+def _transposed_kernel(
+    A, B, C, COLUMNS, quarters_a, quarters_b, quarters_c, words, stride, tiles_per_row, tiles_a, tiles_b,
+    TURN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of one of up to three matrices (N_i, K) in eight bits, written as its transpose, side by side.
+
+    They, (N_i, K / 4), and COLUMNS (K, stride) are int32. Four rows of one word are sixteen numbers, and `TURN` turns
+    them into four columns of one word, since single bytes must not change threads (see `_columns_kernel`).
+    """
+    pid = tl.program_id(0)
+    tile = pid // tiles_per_row
+    in_b, in_c = tile >= tiles_a, tile >= tiles_a + tiles_b
+    W = tl.where(in_c, C, tl.where(in_b, B, A))
+    quarters = tl.where(in_c, quarters_c, tl.where(in_b, quarters_b, quarters_a))
+    first = tl.where(in_c, quarters_a + quarters_b, tl.where(in_b, quarters_a, 0))
+    tile -= tl.where(in_c, tiles_a + tiles_b, tl.where(in_b, tiles_a, 0))
+    quarter = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    word = (pid % tiles_per_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (quarter[:, None] < quarters) & (word[None, :] < words)
+    places = W + quarter[:, None] * 4 * words + word[None, :]
+    a = tl.load(places, mask=inside, other=0)
+    b = tl.load(places + words, mask=inside, other=0)
+    c = tl.load(places + 2 * words, mask=inside, other=0)
+    d = tl.load(places + 3 * words, mask=inside, other=0)
+    a, b, c, d = tl.inline_asm_elementwise(
+        TURN, "=r,=r,=r,=r,r,r,r,r", [a, b, c, d], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+    )
+    turned = COLUMNS + word[:, None] * 4 * stride + first + quarter[None, :]
+    mask = (quarter[None, :] < quarters) & (word[:, None] < words)
+    tl.store(turned, tl.trans(a), mask=mask)
+    tl.store(turned + stride, tl.trans(b), mask=mask)
+    tl.store(turned + 2 * stride, tl.trans(c), mask=mask)
+    tl.store(turned + 3 * stride, tl.trans(d), mask=mask)
+
+
+# PTX that turns a square of 4 x 4 bytes: first the halves of two rows each, then their halves.
+_TURN = """{
+    .reg .b32 ab, cd, ef, gh;
+    prmt.b32 ab, $4, $5, 0x5140; prmt.b32 cd, $6, $7, 0x5140;
+    prmt.b32 ef, $4, $5, 0x7362; prmt.b32 gh, $6, $7, 0x7362;
+    prmt.b32 $0, ab, cd, 0x5410; prmt.b32 $1, ab, cd, 0x7632;
+    prmt.b32 $2, ef, gh, 0x5410; prmt.b32 $3, ef, gh, 0x7632;
+}"""
+
+
 def padded(rows: int) -> int:
     """The next multiple of 16."""
     return cdiv(rows, MULTIPLE) * MULTIPLE
+
+
+def _casts(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels round these tensors to eight bits."""
+    return runs_triton(*tensors) and fault_of_device(tensors[0].device) is None
 
 
 def maxima_of(x: torch.Tensor) -> torch.Tensor:
@@ -172,11 +354,8 @@ def maxima_of(x: torch.Tensor) -> torch.Tensor:
         return reference.float8_maxima(x)
     programs = min(PROGRAMS, next_power_of_2(cdiv(x.numel(), BLOCK)))
     maxima = torch.empty(programs, dtype=torch.int32, device=x.device)
-    with _device_guard(x):
-        launch(
-            _maxima_kernel, (programs,), x, maxima, x.numel(), cdiv(x.numel(), BLOCK * programs), programs,
-            BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+    rounds = cdiv(x.numel(), BLOCK * programs)
+    launch(_maxima_kernel, (programs,), x, maxima, x.numel(), rounds, programs, BLOCK=BLOCK, num_warps=8)
     return maxima
 
 
@@ -213,40 +392,136 @@ def float8_cast(
         raise ValueError(f"dtype is {dtype}; expected torch.float8_e4m3fn or torch.float8_e5m2.")
     if not (rows or columns):
         raise ValueError("rows and columns are both False; ask for one of them, or for both.")
-    # With one row, the transpose alone of an fp32 matrix still had wrong bytes on an H200 with Triton 3.6.
-    if not runs_triton(x) or (columns and x.shape[0] < MULTIPLE and not computes_nothing()):
+    if maxima is not None and (maxima.dtype != torch.int32 or not maxima.is_contiguous() or maxima.device != x.device):
+        raise ValueError(f"maxima is {maxima.dtype} on {maxima.device}; expected those of an earlier cast of x.")
+    if not _casts(x) or (columns and _is_short(x)):
         return Float8(*reference.float8_cast(x, dtype, rows, columns, power_of_2, maxima))
     if maxima is None:
         maxima = maxima_of(x)
-    t, k = x.shape
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
     as_rows = torch.empty_like(x, dtype=dtype) if rows else None
-    scale = {"LARGEST": torch.finfo(dtype).max, "POWER_OF_2": power_of_2, "COUNT": maxima.shape[0]}
-    with _device_guard(x):
-        if not columns:
-            grid = (cdiv(x.numel(), BLOCK),)
-            launch(_rows_kernel, grid, x, maxima, as_rows, inverse, x.numel(), **scale, BLOCK=BLOCK, num_warps=8)
-            return Float8(as_rows, None, inverse, maxima)
-        as_columns = torch.empty((k, padded(t)), dtype=dtype, device=x.device)
-        tiles_per_row = cdiv(k, TILE_COLUMNS)
-        launch(
-            _columns_kernel, (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
-            x, maxima, as_columns if as_rows is None else as_rows, as_columns.view(torch.int32), inverse,
-            t, k, padded(t) // 4, tiles_per_row, **scale, KEEP_ROWS=rows, PACK=_packing(dtype),
-            BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS, num_warps=TILE_WARPS,
-        )  # fmt: skip
-    return Float8(as_rows, as_columns, inverse, maxima)
+    if columns:
+        as_columns = _columns_of(x, maxima, as_rows, inverse, dtype, power_of_2, maxima.shape[0])
+        return Float8(as_rows, as_columns, inverse, maxima)
+    launch(
+        _rows_kernel, (cdiv(x.numel(), BLOCK),), x, maxima, as_rows, inverse, x.numel(),
+        LARGEST=torch.finfo(dtype).max, POWER_OF_2=power_of_2, LEAST=LEAST, COUNT=maxima.shape[0], BLOCK=BLOCK,
+        num_warps=8,
+    )  # fmt: skip
+    return Float8(as_rows, None, inverse, maxima)
 
 
-@functools.cache
-def fault_of_device(device: torch.device) -> str | None:
-    """Why products in eight bits cannot be computed on `device`; None where they can. A CPU computes them in fp32."""
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda" or torch.version.hip:
-        return f"{device} is no NVIDIA GPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        return f"{name} (compute capability {major}.{minor}) has no matrix units for fp8, which begin with 8.9"
-    return None
+def _is_short(x: torch.Tensor) -> bool:
+    """With one row, the transpose alone of an fp32 matrix still had wrong bytes on an H200 with Triton 3.6."""
+    return x.shape[0] < MULTIPLE and not computes_nothing()
+
+
+def _columns_of(
+    x: torch.Tensor, maxima: torch.Tensor, as_rows: torch.Tensor | None, inverse: torch.Tensor, dtype: torch.dtype,
+    power_of_2: bool, count: int,
+) -> torch.Tensor:  # fmt: skip
+    """The transpose of x. The kernel fills `inverse` too and, if it is given, `as_rows`."""
+    t, k = x.shape
+    as_columns = torch.empty((k, padded(t)), dtype=dtype, device=x.device)
+    tiles_per_row = cdiv(k, TILE_COLUMNS)
+    launch(
+        _columns_kernel, (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
+        x, maxima, as_columns if as_rows is None else as_rows, as_columns.view(torch.int32), inverse,
+        t, k, padded(t) // 4, tiles_per_row, LARGEST=torch.finfo(dtype).max, POWER_OF_2=power_of_2, LEAST=LEAST,
+        COUNT=count, KEEP_ROWS=as_rows is not None, PACK=_packing(dtype), BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS,
+        num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return as_columns
+
+
+def float8_rows(x: torch.Tensor, power_of_2: bool = True, maxima: bool = False) -> Float8Rows:
+    """x in eight bits, with a scale for each row. No gradient.
+
+    Args:
+        x (`torch.Tensor`): (T, K), with unit stride in rows; bf16, fp16 or fp32.
+        power_of_2 (`bool`, *optional*, defaults to `True`): Round the scales down to powers of two.
+        maxima (`bool`, *optional*, defaults to `False`): Find those of the columns too.
+
+    Returns:
+        `Float8Rows`. A row with a NaN or an infinity has neither rows nor an inverse that are finite.
+    """
+    t, k = x.shape
+    if not _casts(x) or k > MAX_COLUMNS:
+        return Float8Rows(*reference.float8_rows(x, power_of_2, maxima))
+    block_t, block_k, num_warps, stages = backward_tile(k, x.device, x)
+    tiles, each = cdiv(t, block_t), ROW_PROGRAMS if num_warps <= 8 else 1
+    programs = each * persistent_grid(cdiv(tiles, each), x.device)
+    rows = torch.empty((t, k), dtype=E4M3, device=x.device)
+    inverse = torch.empty(t, dtype=torch.float32, device=x.device)
+    most = torch.empty((programs, k), dtype=torch.int32, device=x.device) if maxima else None
+    launch(
+        _each_row_kernel, (programs,), x, rows, inverse, inverse if most is None else most, x.stride(0), t, k, tiles,
+        LARGEST=LARGEST, POWER_OF_2=power_of_2, LEAST=LEAST, KEEP_MAXIMA=maxima, BLOCK_T=block_t, BLOCK_K=block_k,
+        STAGES=stages, num_warps=num_warps,
+    )  # fmt: skip
+    return Float8Rows(rows, inverse, None if most is None else most.amax(0))
+
+
+def float8_columns(x: torch.Tensor, maxima: torch.Tensor, power_of_2: bool = True) -> Turned:
+    """The transpose of x in eight bits, (K, T'), and what each of its rows has to be multiplied by, (K,). No gradient.
+
+    Args:
+        x (`torch.Tensor`): (T, K), contiguous; bf16, fp16 or fp32.
+        maxima (`torch.Tensor`): (K,), int32, of `float8_rows` of this x.
+        power_of_2 (`bool`, *optional*, defaults to `True`): Round the scales down to powers of two.
+    """
+    if not _casts(x) or _is_short(x):
+        return reference.float8_columns(x, maxima, power_of_2)
+    inverse = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+    return _columns_of(x, maxima, None, inverse, E4M3, power_of_2, 0), inverse
+
+
+def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices side by side in e4m3, with one scale for each row.
+
+    Args:
+        parts (`list`): At most three of (T, N_i), with unit stride in rows; bf16, fp16 or fp32.
+        factors (`list`, *optional*): (N_i,), fp32, by which the columns are multiplied before.
+
+    Returns:
+        (T, N) in e4m3, and (T, 1) in fp32: what its rows have to be multiplied by. A row with a NaN or an infinity is
+        NaN.
+    """
+    rows, total = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    blocks = [next_power_of_2(part.shape[1]) for part in parts] + [0] * (MOST_PARTS - len(parts))
+    if not (on_cuda(parts[0]) and _casts(*parts)) or sum(blocks) > LARGEST_ROW:
+        return reference.float8_row_cast(parts, factors)
+    out = torch.empty((rows, total), dtype=E4M3, device=parts[0].device)
+    inverse = torch.empty((rows, 1), dtype=torch.float32, device=parts[0].device)
+    missing = MOST_PARTS - len(parts)
+    given = [*parts, *parts[:1] * missing]
+    widths = [part.shape[1] for part in parts] + [0] * missing
+    of_columns = (
+        [inverse] * MOST_PARTS if factors is None else [f.contiguous() for f in (*factors, *factors[:1] * missing)]
+    )
+    block = sum(blocks)
+    launch(
+        _row_cast_kernel, (rows,), *given, *of_columns, out, inverse, *widths,
+        *[part.stride(0) for part in given], LARGEST=LARGEST, LEAST=LEAST_OF_ROWS, HAS_FACTOR=factors is not None,
+        BLOCK_A=blocks[0], BLOCK_B=blocks[1], BLOCK_C=blocks[2],
+        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16 if block <= 2**15 else 32,
+    )  # fmt: skip
+    return out, inverse
+
+
+def transposed(all_bits: list[torch.Tensor]) -> torch.Tensor:
+    """The transposes of at most three (N_i, K) in eight bits side by side: (K, N)."""
+    if not on_cuda(all_bits[0]) or fault_of_device(all_bits[0].device) or any(map(is_wrapped, all_bits)):
+        return torch.cat([bits.view(torch.uint8).t() for bits in all_bits], 1).contiguous().view(E4M3)
+    k, total = all_bits[0].shape[1], sum(bits.shape[0] for bits in all_bits)
+    columns = torch.empty((k, total), dtype=E4M3, device=all_bits[0].device)
+    missing = MOST_PARTS - len(all_bits)
+    quarters = [bits.shape[0] // 4 for bits in all_bits] + [0] * missing
+    tiles_per_row, tiles = cdiv(k // 4, TURNED_TILE), [cdiv(q, TURNED_TILE) for q in quarters]
+    words = [bits.contiguous().view(torch.int32) for bits in all_bits]
+    launch(
+        _transposed_kernel, (sum(tiles) * tiles_per_row,),
+        *words, *words[:1] * missing, columns.view(torch.int32), *quarters, k // 4, total // 4, tiles_per_row,
+        tiles[0], tiles[1], TURN=_TURN, BLOCK_N=TURNED_TILE, BLOCK_K=TURNED_TILE, num_warps=4,
+    )  # fmt: skip
+    return columns

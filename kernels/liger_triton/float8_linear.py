@@ -1,20 +1,25 @@
 """A linear layer whose three products are computed in eight bits: y = x W^T, dx = dy W, dW = dy^T x.
 
-Each factor is rounded to e4m3, the gradients to e5m2 unless told otherwise, with one scale for a whole tensor
-(`float8_cast.py`). The sums are in fp32, and a result is rounded to its own dtype once. Layers with scales by row, in
-`float8_rowwise_linear.py`, are called by the same function.
+There are two forms, which are recipes of torchao. Sums are in fp32, and a result is rounded once:
+
+    Float8Form          "tensorwise": one scale for each tensor; e4m3, and e5m2 for gradients unless told otherwise
+    Float8RowwiseForm   "rowwise": a scale for each row and column of the result, that is along the sum; all in e4m3
+                        y  = x8 w8^T     x with a scale for each token, W for each output feature
+                        dx = d8 w8'      dy with a scale for each token, W for each input feature
+                        dW = d8'^T x8'   dy with a scale for each output feature, x for each input feature
+                        Each tensor is rounded twice, and the two differ by more than their layout.
+    ... with `gw_hp`    "rowwise_with_gw_hp": dW is computed in the dtype of the results, and in dx W has one scale
 
 Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. The number of rows of x is free: where they are
         summed over, zeros are added.
-Dtypes  x and W bf16, fp16, fp32. y and dx have the dtype of x, under autocast that of autocast; dW has that of W.
-Bytes   b per element, beside the products, which read and write half of what those in 16 bits do: x and W are read
-        twice and written once in the forward pass; dy is read twice and written twice, and W is read and written once
-        more, in the backward pass. Layers of one x share its cast.
-        Kept for backward: the transpose of x, one byte an element, or x itself where that costs nothing; and W itself.
-        W is cast in every call. Its eight bits would be the same in all micro-batches of a step, but optimizers and
-        others write to weights behind the back of PyTorch's version counter, and the cast of a weight costs as much as
-        one more row of x for each row of W.
-        A W that arrives in eight bits is not cast: it is read and written in one byte for dx, and that is all.
+Dtypes  x and W bf16, fp16, fp32. y and dx have the dtype of x, under autocast that of autocast. dW has that of W; by
+        row it is rounded to the dtype of y first, as a linear layer does it.
+Bytes   b per element, beside the products, which move half of what those in 16 bits do: x and W are read twice and
+        written once in the forward pass; dy is read twice and written twice, and W read and written once more, in the
+        backward pass. By row x is written twice. Layers of one x share its cast. A W in eight bits is not cast.
+        Kept for backward: the transpose of x, one byte an element, or x itself where that costs nothing, or with
+        `gw_hp`; and W. W is cast in every call, although its bits stay the same in all micro-batches of a step, because
+        optimizers write to weights without PyTorch's version counter.
 """
 
 import functools
@@ -26,16 +31,38 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import reference
-from ._dispatch import KERNEL_DTYPES, no_autocast, on_cuda, once_differentiable
-from ._lora import as_matrix, computed, in_shape, without_memory
-from .float8_cast import E4M3, E5M2, MULTIPLE, Float8, fault_of_device, float8_cast, maxima_of
-from .float8_transpose import transposed
-from .lora_linear import result_dtype
+from ._autograd import computed, in_shape, once_differentiable, records_graph, without_memory
+from ._dispatch import KERNEL_DTYPES, no_autocast, result_dtype
+from ._float8_product import row_product, tensor_product
+from ._launch import as_matrix
+from .float8_cast import (
+    E4M3,
+    E5M2,
+    MULTIPLE,
+    Float8Rows,
+    Turned,
+    fault_of_device,
+    float8_cast,
+    float8_columns,
+    float8_rows,
+    maxima_of,
+    transposed,
+)
+
+
+class _Cast(NamedTuple):
+    """What layers that share their input use of it: its rows and, if they were asked for, what leads to its transpose,
+    the transpose, and the input in the dtype of the product where only that is kept."""
+
+    rows: torch.Tensor | None
+    inverse: torch.Tensor | None
+    maxima: torch.Tensor | None
+    turned: Turned | None = None
+    narrow: torch.Tensor | None = None
 
 
 class Float8Form(NamedTuple):
-    """How a layer is computed in eight bits.
+    """How a layer is computed in eight bits, with one scale for each tensor.
 
     Attributes:
         grad_dtype: What the gradient of the output is rounded to, e5m2 or e4m3.
@@ -48,38 +75,111 @@ class Float8Form(NamedTuple):
     power_of_2: bool = False
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
 
-    def input_of(self, x: torch.Tensor, keeps_input: bool = False) -> "Float8Input":
-        """x in this form. Another form, as that of `float8_rowwise_linear.py`, has an input of another class."""
-        return Float8Input(x, self, keeps_input)
+    @property
+    def gw_hp(self) -> bool:
+        return False
 
-    def columns_of(self, rows: torch.Tensor, maxima: torch.Tensor) -> Float8:
-        """The transpose of an input."""
-        return float8_cast(rows, rows=False, columns=True, power_of_2=self.power_of_2, maxima=maxima)
+    @staticmethod
+    def product(*factors, fast_sums: bool) -> torch.Tensor:
+        return tensor_product(*factors, fast_sums=fast_sums)
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype, turn: bool, keeps_input: bool, known: _Cast | None) -> _Cast:
+        """x in `dtype`, in eight bits. `turn`: what the gradient of a weight needs of it is there too."""
+        turn = turn and not keeps_input
+        if known is not None and (known.turned is not None or not turn):
+            return known
+        maxima = None if known is None else known.maxima
+        x8 = float8_cast(as_matrix(x, dtype).contiguous(), columns=turn, power_of_2=self.power_of_2, maxima=maxima)
+        return _Cast(x8.rows, x8.inverse, x8.maxima, None if x8.columns is None else (x8.columns, x8.inverse))
+
+    def turned(self, matrix: torch.Tensor, maxima: torch.Tensor) -> Turned:
+        """The transpose of an input or a weight, as a factor of a product."""
+        x8 = float8_cast(matrix, rows=False, columns=True, power_of_2=self.power_of_2, maxima=maxima)
+        return x8.columns, x8.inverse
+
+    def turned_weight(self, weight: torch.Tensor, maxima: torch.Tensor) -> Turned:
+        return self.turned(weight, maxima)
+
+    def cast_gradient(self, dy: torch.Tensor, rows: bool, turn: bool) -> tuple[Turned, Turned]:
+        """dy by rows and its transpose, as far as they are wanted."""
+        d8 = float8_cast(dy, self.grad_dtype, rows=rows, columns=turn, power_of_2=self.power_of_2)
+        return (d8.rows, d8.inverse), (d8.columns, d8.inverse)
+
+    def prepared(self, weight: torch.Tensor, turns: bool) -> _Cast:
+        """What `upright` and `turned_weight` both need of a weight."""
+        return _Cast(None, None, maxima_of(weight))
+
+    def upright(self, weight: torch.Tensor, prepared: _Cast | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """W (N, K) in eight bits, and what it has to be multiplied by."""
+        maxima = None if prepared is None else prepared.maxima
+        w8 = float8_cast(weight.contiguous(), power_of_2=self.power_of_2, maxima=maxima)
+        return w8.rows, w8.inverse
 
 
+class Float8RowwiseForm(NamedTuple):
+    """How a layer is computed in eight bits, with scales by row.
+
+    Attributes:
+        power_of_2 (`bool`): Whether scales are rounded down to powers of two.
+        gw_hp (`bool`): Whether the gradient of the weight is computed in the dtype of the results, and the weight has
+            one scale for all of it where the gradient of the input is.
+        fast_accum (`tuple`): As in `Float8Form`.
+    """
+
+    power_of_2: bool = True
+    gw_hp: bool = False
+    fast_accum: tuple[bool, bool, bool] = (True, False, False)
+
+    @staticmethod
+    def product(*factors, fast_sums: bool) -> torch.Tensor:
+        return row_product(*factors, fast_sums=fast_sums)
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype, turn: bool, keeps_input: bool, known: _Cast | None) -> _Cast:
+        turn = turn and not self.gw_hp
+        if known is not None and (known.maxima is not None or not turn):
+            return known
+        matrix = as_matrix(x, dtype).contiguous()
+        x8 = float8_rows(matrix, self.power_of_2, maxima=turn)
+        turned = self.turned(matrix, x8.maxima) if turn and not keeps_input else None
+        return _Cast(*x8, turned, matrix if self.gw_hp and not keeps_input and x.dtype != dtype else None)
+
+    def turned(self, matrix: torch.Tensor, maxima: torch.Tensor) -> Turned:
+        return float8_columns(matrix, maxima, self.power_of_2)
+
+    def turned_weight(self, weight: torch.Tensor, maxima: torch.Tensor) -> Turned:
+        if not self.gw_hp:
+            return self.turned(weight, maxima)
+        most = maxima.amax(0, keepdim=True)
+        w8 = float8_cast(weight, rows=False, columns=True, power_of_2=self.power_of_2, maxima=most)
+        return w8.columns, w8.inverse.repeat(weight.shape[1])
+
+    def cast_gradient(self, dy: torch.Tensor, rows: bool, turn: bool) -> tuple[Turned, Turned]:
+        d8 = float8_rows(dy, self.power_of_2, maxima=turn) if rows or turn else Float8Rows(None, None, None)
+        return d8[:2], self.turned(dy, d8.maxima) if turn else (None, None)
+
+    def prepared(self, weight: torch.Tensor, turns: bool) -> _Cast:
+        return _Cast(*float8_rows(weight, self.power_of_2, maxima=turns))
+
+    def upright(self, weight: torch.Tensor, prepared: _Cast | None) -> tuple[torch.Tensor, torch.Tensor]:
+        w8 = prepared or self.prepared(weight.contiguous(), False)
+        return w8.rows, w8.inverse
+
+
+Form = Float8Form | Float8RowwiseForm
 BitsOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Gives the eight bits of a weight, (N, K) in e4m3, and what they have to be multiplied by, () in fp32."""
 
 
-def _product(a, a_inverse, b, b_inverse, dtype, fast_accum) -> torch.Tensor:
-    """a b, with a in rows and b in columns."""
-    if on_cuda(a):
-        return torch._scaled_mm(
-            a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast_accum
-        )  # fmt: skip
-    return reference.float8_product(a, a_inverse, b, b_inverse, dtype)
-
-
 class _Columns:
-    """The transpose of an input in eight bits in the backward passes of the layers that have got it. It is made for the
-    first of them and dropped after the last."""
+    """The transpose of an input in the backward passes of the layers that share it. It is made for the first of them
+    and dropped after the last."""
 
     def __init__(self) -> None:
         self.layers = self.asked = 0
-        self.made: Any = None
+        self.made: Turned | None = None
 
-    def get(self, rows: torch.Tensor, maxima: torch.Tensor, form: Any) -> Any:
-        made = form.columns_of(rows, maxima) if self.made is None else self.made
+    def get(self, matrix: torch.Tensor, maxima: torch.Tensor, form: Form) -> Turned:
+        made = form.turned(matrix, maxima) if self.made is None else self.made
         self.asked += 1
         self.made = made
         if self.asked >= self.layers:
@@ -92,19 +192,19 @@ class Float8Input:
 
     Args:
         x (`torch.Tensor`): (..., K), the input. It is not kept alive.
-        form (`Float8Form`): Of all these layers.
+        form (`Float8Form` or `Float8RowwiseForm`): Of all these layers.
         keeps_input (`bool`): For the backward pass keep `x` itself, and not its transpose in eight bits. That is less
-            where somebody keeps it anyway, or keeps what it can be computed from again.
+            where it is kept anyway, or where what it can be computed from again is kept.
     """
 
-    def __init__(self, x: torch.Tensor, form: Any, keeps_input: bool = False):
+    def __init__(self, x: torch.Tensor, form: Form, keeps_input: bool = False):
         self.x = weakref.ref(x, functools.partial(_forget, weakref.ref(self)))
         self.version = _version(x)
         self.dtype, self.form, self.keeps_input = result_dtype(x), form, keeps_input
         self.columns = _Columns()
-        self.cast: Any = None  # of a `Float8Form`, a `Float8`
+        self.cast: _Cast | None = None
 
-    def fits(self, x: torch.Tensor, form: Any, keeps_input: bool) -> bool:
+    def fits(self, x: torch.Tensor, form: Form, keeps_input: bool) -> bool:
         """Whether this is of `x` as it is now."""
         return (
             self.x() is x
@@ -112,19 +212,10 @@ class Float8Input:
             and (self.dtype, self.form, self.keeps_input) == (result_dtype(x), form, keeps_input)
         )
 
-    def in_eight_bits(self, x: torch.Tensor, columns: bool) -> Any:
-        """x, with its transpose if `columns` asks for it."""
-        known = self.cast
-        if known is None or (columns and known.columns is None):
-            rows, maxima = as_matrix(x, self.dtype).contiguous(), None if known is None else known.maxima
-            self.cast = known = float8_cast(
-                rows, columns=columns, power_of_2=self.form.power_of_2, maxima=maxima
-            )  # fmt: skip
-        return known
-
-    def times(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x W^T, differentiable in both."""
-        return _without_bias(x, weight, self, None)
+    def in_eight_bits(self, x: torch.Tensor, turn: bool) -> _Cast:
+        """x, with what the gradient of a weight needs if `turn` asks for it."""
+        self.cast = self.form.cast(x, self.dtype, turn, self.keeps_input, self.cast)
+        return self.cast
 
 
 def _version(x: torch.Tensor) -> int:
@@ -133,28 +224,33 @@ def _version(x: torch.Tensor) -> int:
 
 
 def _forget(given: "weakref.ref[Float8Input]", x: weakref.ref) -> None:
-    """Called when x is gone, which nobody will give to a layer any more."""
+    """Drops the cast when x is gone: no layer will get x any more."""
     if (found := given()) is not None:
         found.cast = None
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps what the backward pass of a layer needs, and returns a tensor without memory in place of its output."""
+    """Keeps what the backward pass of a layer needs, and returns a stub in place of its output."""
 
     @staticmethod
     def forward(ctx, given, made, bits_of, x, weight):
         form = given.form
         needs_x, needs_weight = ctx.needs_input_grad[3:]
-        cast = given.in_eight_bits(x, columns=needs_weight and not given.keeps_input)
-        maxima = maxima_of(weight.contiguous()) if bits_of is None else None
-        made += (cast, maxima)
-        kept = None
-        if needs_weight:
-            kept = x if given.keeps_input else cast.columns
-            given.columns.layers += given.keeps_input
-        ctx.save_for_backward(kept, cast.inverse, cast.maxima, weight if needs_x else None, maxima)
+        cast = given.in_eight_bits(x, turn=needs_weight)
+        prepared = form.prepared(weight.contiguous(), needs_x) if bits_of is None else None
+        made += (cast, prepared)
+        kept = inverse = None
+        if needs_weight and cast.turned is not None:
+            kept, inverse = cast.turned
+        elif needs_weight:
+            kept = x if cast.narrow is None else cast.narrow
+            given.columns.layers += not form.gw_hp
+        ctx.save_for_backward(
+            kept, inverse, cast.maxima if needs_weight else None, weight if needs_x else None,
+            None if prepared is None else prepared.maxima,
+        )  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.keeps_input, ctx.columns, ctx.bits_of = form, given.keeps_input, given.columns, bits_of
+        ctx.form, ctx.columns, ctx.bits_of = form, given.columns, bits_of
         ctx.dtype, ctx.weight_dtype, ctx.x_dtype, ctx.shape = given.dtype, weight.dtype, x.dtype, x.shape
         return without_memory((*x.shape[:-1], weight.shape[0]), given.dtype, x)
 
@@ -163,43 +259,31 @@ class _Kept(torch.autograd.Function):
     def backward(ctx, dy):
         if dy is None:
             return (None,) * 5
-        kept, inverse, x_maxima, weight, maxima = ctx.saved_tensors
-        form = ctx.form
+        kept, inverse, maxima, weight, w_maxima = ctx.saved_tensors
+        form, bits_of = ctx.form, ctx.bits_of
         needs_x, needs_weight = ctx.needs_input_grad[3:]
         dx = dw = None
         with no_autocast(dy.device.type):
-            dy8 = float8_cast(
-                as_matrix(dy, ctx.dtype).contiguous(), form.grad_dtype, rows=needs_x, columns=needs_weight,
-                power_of_2=form.power_of_2,
-            )  # fmt: skip
-            if needs_weight:
-                x8 = kept
-                if ctx.keeps_input:
-                    x8 = ctx.columns.get(as_matrix(kept, ctx.dtype).contiguous(), x_maxima, form).columns
-                dw = _product(dy8.columns, dy8.inverse, x8.t(), inverse, ctx.weight_dtype, form.fast_accum[2])
+            rows = as_matrix(dy, ctx.dtype).contiguous()
+            d8, d8_turned = form.cast_gradient(rows, needs_x, needs_weight and not form.gw_hp)
+            if needs_weight and form.gw_hp:
+                dw = (rows.t() @ as_matrix(kept, ctx.dtype)).to(ctx.weight_dtype)
+            elif needs_weight:
+                x8 = (kept, inverse)
+                if inverse is None:
+                    x8 = ctx.columns.get(as_matrix(kept, ctx.dtype).contiguous(), maxima, form)
+                dtype = ctx.weight_dtype if isinstance(form, Float8Form) else ctx.dtype
+                dw = form.product(*d8_turned, *x8, dtype, fast_sums=form.fast_accum[2]).to(ctx.weight_dtype)
                 del x8
+            del d8_turned
             if needs_x:
-                columns, w_inverse = _turned(weight, maxima, form, ctx.bits_of)
-                dx = _product(dy8.rows, dy8.inverse, columns.t(), w_inverse, ctx.dtype, form.fast_accum[1])
-                dx = dx.view(ctx.shape).to(ctx.x_dtype)
+                if bits_of is None:
+                    w8 = form.turned_weight(weight.contiguous(), w_maxima)
+                else:
+                    bits, w_inverse = _asked(bits_of, weight)
+                    w8 = transposed([bits]), w_inverse
+                dx = form.product(*d8, *w8, ctx.dtype, fast_sums=form.fast_accum[1]).view(ctx.shape).to(ctx.x_dtype)
         return None, None, None, dx, dw
-
-
-def _upright(weight, maxima, form, bits_of) -> tuple[torch.Tensor, torch.Tensor]:
-    """W (N, K) in eight bits, and what it has to be multiplied by."""
-    if bits_of is not None:
-        return _asked(bits_of, weight)
-    w8 = float8_cast(weight.contiguous(), power_of_2=form.power_of_2, maxima=maxima)
-    return w8.rows, w8.inverse
-
-
-def _turned(weight, maxima, form, bits_of) -> tuple[torch.Tensor, torch.Tensor]:
-    """The transpose of W (K, N) in eight bits, and what it has to be multiplied by."""
-    if bits_of is not None:
-        bits, inverse = _asked(bits_of, weight)
-        return transposed([bits]), inverse
-    w8 = float8_cast(weight.contiguous(), rows=False, columns=True, power_of_2=form.power_of_2, maxima=maxima)
-    return w8.columns, w8.inverse
 
 
 def _asked(bits_of: BitsOf, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,15 +312,14 @@ class _Numbers(torch.autograd.Function):
 _latest = threading.local()
 
 
-def shared_input(x: torch.Tensor, form: Any, keeps_input: bool = False, alone: bool = False) -> Float8Input:
+def shared_input(x: torch.Tensor, form: Form, keeps_input: bool = False, alone: bool = False) -> Float8Input:
     """`Float8Input` of x: that of the call before in this thread, if it was for this very x and nothing has changed.
 
-    With `alone`, it is a new one, and no later call gets it or an earlier one: for where somebody may write over x
-    behind its version counter.
+    With `alone`, it is a new one that no other call gets: for an x that is written over without its version counter.
     """
     known: Float8Input | None = getattr(_latest, "input", None)
     if known is None or alone or x.is_inference() or not known.fits(x, form, keeps_input):
-        known = form.input_of(x, keeps_input)
+        known = Float8Input(x, form, keeps_input)
         _latest.input = None if alone else known
     return known
 
@@ -246,7 +329,7 @@ def float8_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    form: Any = None,
+    form: Form | None = None,
     given: Float8Input | None = None,
     bits_of: BitsOf | None = None,
 ) -> torch.Tensor:
@@ -275,12 +358,12 @@ def float8_linear(
         raise RuntimeError("float8_linear is for eager code; under torch.compile, use torchao's Float8Linear.")
     _check(x, weight, bias)
     if given is None:
-        given = (form or Float8Form()).input_of(x)
+        given = Float8Input(x, form or Float8Form())
     elif not given.fits(x, given.form, given.keeps_input) or form not in (None, given.form):
         raise ValueError("given is of another x, of another form, or of x before it was changed; make a new one.")
     if bits_of is not None and not isinstance(given.form, Float8Form):
         raise ValueError(f"form is {given.form}; a weight that is in eight bits already has one scale: Float8Form.")
-    y = given.times(x, weight) if bits_of is None else _without_bias(x, weight, given, bits_of)
+    y = _without_bias(x, weight, given, bits_of)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -288,19 +371,19 @@ def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input, bit
     if x.numel() == 0 or weight.numel() == 0:
         numbers = weight.to(given.dtype) if bits_of is None else _Numbers.apply(weight, bits_of, given.dtype)
         return F.linear(x.to(given.dtype), numbers)
-    made: list = []
+    made: list[Any] = []
 
     def compute() -> torch.Tensor:
-        cast, maxima = made or (given.in_eight_bits(x, columns=False), None)
-        w8, w_inverse = _upright(weight, maxima, given.form, bits_of)
-        y = _product(cast.rows, cast.inverse, w8.t(), w_inverse, given.dtype, given.form.fast_accum[0])
+        form, (cast, prepared) = given.form, made or (given.in_eight_bits(x, turn=False), None)
+        w8 = form.upright(weight, prepared) if bits_of is None else _asked(bits_of, weight)
+        y = form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
         return in_shape(y, (*x.shape[:-1], y.shape[1]))
 
     with no_autocast(x.device.type):
-        if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
-            with torch.no_grad():
-                return compute()
-        return computed((_Kept.apply(given, made, bits_of, x, weight),), compute)
+        if records_graph(x, weight):
+            return computed(_Kept.apply(given, made, bits_of, x, weight), compute)
+        with torch.no_grad():
+            return compute()
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -4,8 +4,7 @@
     y  = (x8 w8^T) * s_t * s_n          x8 is x rounded to e4m3 with a scale s_t for each token
     dx = (d8 w8) * s_t                  d8 is dy * s_n, rounded to e4m3 with a scale for each token
 
-The sum of dx runs over the features n, so that their scales cannot be taken out of it. They are put into dy before it
-is rounded. Scales by row are those of torchao's recipe "rowwise", for which dy is scaled in the same direction.
+The sum of dx runs over n, so that the scales s_n cannot be taken out of it and are put into dy before it is rounded.
 
 Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. The number of tokens is free.
 Dtypes  x bf16, fp16, fp32. y and dx have the dtype of x, under autocast that of autocast; sums are in fp32.
@@ -20,17 +19,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import reference
-from ._dispatch import KERNEL_DTYPES, _device_guard, jit, on_cuda, tl
+from ._autograd import in_shape, once_differentiable, records_graph
+from ._dispatch import KERNEL_DTYPES, is_wrapped, no_autocast, result_dtype
 from ._float8_product import row_product
-from ._launch import launch, next_power_of_2, runs_triton
-from .float8_cast import E4M3, MULTIPLE, _scaled
-from .float8_transpose import MOST_PARTS, transposed
+from ._launch import as_matrix
+from .float8_cast import MOST_PARTS, MULTIPLE, fault_of_device, row_cast, transposed
 from .sizes import computes_nothing
 
-LARGEST = 448.0  # of e4m3
-LEAST = 1e-30  # what a row of zeros counts as. Gradients of a mean over many tokens may well be below 1e-12
-LARGEST_ROW = 2**16  # numbers that a program keeps in its registers
 # Whether the matrix units may keep sums in registers of fewer bits than fp32. On an H200 sums of 14336 products are off
 # by 3.3e-3 then, and by 1.7e-3 otherwise, from rounding the result to bf16. Rounding the factors makes 3.7e-2 of both.
 FAST_SUMS = True
@@ -62,90 +57,6 @@ class Float8Weight(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.bits.device
-
-
-@jit
-def _part_of_row(X, FACTOR, row, n, stride, BLOCK: tl.constexpr, HAS_FACTOR: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    x = tl.load(X + row * stride + column, mask=column < n, other=0.0).to(tl.float32)
-    if HAS_FACTOR:
-        x *= tl.load(FACTOR + column, mask=column < n, other=0.0)
-    return x
-
-
-@jit
-def _most_of(x):
-    """The bits of max|x|, which as integers are in the order of the numbers, NaN above all of them."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-
-
-@jit
-def _store_part(x, OUT, scale, n, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    tl.store(OUT + column, _scaled(x, scale, LARGEST).to(OUT.dtype.element_ty), mask=column < n)
-
-
-@jit
-def _row_cast_kernel(
-    A, B, C, FA, FB, FC, OUT, INVERSE, na, nb, nc, stride_a, stride_b, stride_c,
-    LARGEST: tl.constexpr, LEAST: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """One row of up to three matrices, side by side, with one scale for all of it. A block of 0: there is no such
-    matrix."""
-    row = tl.program_id(0).to(tl.int64)
-    a = _part_of_row(A, FA, row, na, stride_a, BLOCK_A, HAS_FACTOR)
-    bits = _most_of(a)
-    if BLOCK_B > 0:
-        b = _part_of_row(B, FB, row, nb, stride_b, BLOCK_B, HAS_FACTOR)
-        bits = tl.maximum(bits, _most_of(b))
-    if BLOCK_C > 0:
-        c = _part_of_row(C, FC, row, nc, stride_c, BLOCK_C, HAS_FACTOR)
-        bits = tl.maximum(bits, _most_of(c))
-    most = bits.to(tl.float32, bitcast=True)
-    most = tl.where(most < LEAST, LEAST, most)
-    scale = tl.div_rn(tl.full([], LARGEST, tl.float32), most)
-    tl.store(INVERSE + row, tl.div_rn(tl.full([], 1.0, tl.float32), scale))
-    OUT += row * (na + nb + nc)
-    _store_part(a, OUT, scale, na, LARGEST, BLOCK_A)
-    if BLOCK_B > 0:
-        _store_part(b, OUT + na, scale, nb, LARGEST, BLOCK_B)
-    if BLOCK_C > 0:
-        _store_part(c, OUT + na + nb, scale, nc, LARGEST, BLOCK_C)
-
-
-def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrices side by side in e4m3, with one scale for each row.
-
-    Args:
-        parts (`list`): At most three of (T, N_i), with unit stride in rows; bf16, fp16 or fp32.
-        factors (`list`, *optional*): (N_i,), fp32, by which the columns are multiplied before.
-
-    Returns:
-        (T, N) in e4m3, and (T, 1) in fp32: what its rows have to be multiplied by. A row with a NaN or an infinity is
-        NaN.
-    """
-    rows, total = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    blocks = [next_power_of_2(part.shape[1]) for part in parts] + [0] * (MOST_PARTS - len(parts))
-    if not (on_cuda(parts[0]) and runs_triton(*parts)) or sum(blocks) > LARGEST_ROW:
-        return reference.float8_row_cast(parts, factors)
-    out = torch.empty((rows, total), dtype=E4M3, device=parts[0].device)
-    inverse = torch.empty((rows, 1), dtype=torch.float32, device=parts[0].device)
-    missing = MOST_PARTS - len(parts)
-    given = [*parts, *parts[:1] * missing]
-    widths = [part.shape[1] for part in parts] + [0] * missing
-    of_columns = [inverse] * MOST_PARTS if factors is None else [*factors, *factors[:1] * missing]
-    with _device_guard(out):
-        launch(
-            _row_cast_kernel, (rows,), *given, *of_columns, out, inverse, *widths,
-            *[part.stride(0) for part in given], LARGEST=LARGEST, LEAST=LEAST, HAS_FACTOR=factors is not None,
-            BLOCK_A=blocks[0], BLOCK_B=blocks[1], BLOCK_C=blocks[2], num_warps=_warps(sum(blocks)),
-        )  # fmt: skip
-    return out, inverse
-
-
-def _warps(block: int) -> int:
-    return 4 if block <= 2048 else 8 if block <= 8192 else 16 if block <= 2**15 else 32
 
 
 def quantized(weight: torch.Tensor) -> Float8Weight:
@@ -216,3 +127,64 @@ def _ones(k: int, like: torch.Tensor) -> torch.Tensor:
     if (k, like.device) not in _known_ones:
         _known_ones[k, like.device] = torch.ones((1, k), dtype=torch.float32, device=like.device)
     return _known_ones[k, like.device]
+
+
+class _Frozen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype):
+        ctx.set_materialize_grads(False)
+        ctx.weight, ctx.dtype, ctx.x_dtype, ctx.shape = weight, dtype, x.dtype, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _forward(x, weight, bias, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return None, None, None, None
+        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        with no_autocast(dy.device.type):
+            dy = as_matrix(dy, ctx.dtype)
+            dx = input_gradient([(dy, ctx.weight)]).view(ctx.shape).to(ctx.x_dtype) if needs_x else None
+            db = dy.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        return dx, None, db, None
+
+
+def _forward(x, weight, bias, dtype) -> torch.Tensor:
+    y = SharedRows(as_matrix(x, dtype)).times(weight, None if bias is None else bias.to(dtype))
+    return in_shape(y, (*x.shape[:-1], y.shape[1]))
+
+
+def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b, differentiable in x and b. These are not the numbers of a linear layer in 16 bits.
+
+    Args:
+        x (`torch.Tensor`): (..., K); bf16, fp16 or fp32.
+        weight (`Float8Weight`): (N, K), of `quantized`.
+        bias (`torch.Tensor`, *optional*): (N,).
+
+    Returns:
+        `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. On a CPU the numbers in eight
+        bits are multiplied in fp32; traced by `torch.compile`, x is not rounded to eight bits.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit, or the GPU has no matrix units for eight bits.
+    """
+    if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64) or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x is {tuple(x.shape)} {x.dtype}; expected (..., {weight.shape[1]}) in bfloat16, float16 or float32."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {tuple(bias.shape)}; expected ({weight.shape[0]},) or None.")
+    for name, device in (("weight", weight.device), ("bias", x.device if bias is None else bias.device)):
+        if device != x.device:
+            raise ValueError(f"{name} is on {device}, x on {x.device}; move {name} to {x.device}.")
+    dtype = result_dtype(x)
+    if torch.compiler.is_compiling() or dtype == torch.float64 or any(map(is_wrapped, (x, *weight, bias))):
+        return F.linear(x.to(dtype), dequantized(weight, dtype), None if bias is None else bias.to(dtype))
+    if (fault := fault_of_device(x.device)) is not None:
+        raise ValueError(f"{fault}. Use torch.nn.functional.linear.")
+    with no_autocast(x.device.type):
+        if not records_graph():
+            return _forward(x, weight, bias, dtype)
+        return _Frozen.apply(x, weight, bias, dtype)

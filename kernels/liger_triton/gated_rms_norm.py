@@ -24,12 +24,14 @@ Bytes   b per element, n = M * N. Forward reads x and z, and writes y: 3nb (eage
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, launcher, once_differentiable, tl
-from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, persistent_grid, row_tile, runs_triton
+from ._autograd import once_differentiable, records_graph
+from ._dispatch import jit, kernel_op, runs_triton, tl
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, launch, persistent_grid, row_tile
 from .rms_norm import norm_dtype
 
 ACTIVATIONS = ("silu", "sigmoid")
 CASTS = ("llama", "gemma")
+MAX_GROUPS = 65535  # the most programs that the second dimension of a grid may have
 
 
 @jit
@@ -132,7 +134,8 @@ def _forward(
     y = torch.empty(x.shape, dtype=_result_dtype(x, gate, weight, gate_first, cast), device=x.device)
     rstd = torch.empty((width // group, m), dtype=torch.float32, device=x.device)
     block_m, block_n, num_warps = row_tile(group)
-    launcher(_gated_rms_norm_fwd_kernel, (cdiv(m, block_m), width // group))(
+    launch(
+        _gated_rms_norm_fwd_kernel, (cdiv(m, block_m), width // group),
         rows, gates, weight.contiguous(), y, rstd, rows.stride(0), gates.stride(0), width, m, group, eps, offset,
         HAS_GATE=gate is not None, SILU=activation == "silu", GATE_FIRST=gate_first, CAST=cast,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
@@ -156,13 +159,15 @@ def _backward(
     gates = rows if gate is None else as_rows(gate)
     m, width = rows.shape
     groups = width // group
-    block_m, block_n, num_warps, stages = backward_tile(group, x.element_size(), 3, x.device)
+    loaded = (rows, dy_rows) if gate is None else (rows, dy_rows, gates)
+    block_m, block_n, num_warps, stages = backward_tile(group, x.device, *loaded)
     tiles = cdiv(m, block_m)
     programs = max(1, persistent_grid(tiles * groups, x.device) // groups)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dgate = rstd.new_empty(0) if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
     dw = torch.empty((programs, width) if need_dw else (0,), dtype=torch.float32, device=x.device)
-    launcher(_gated_rms_norm_bwd_kernel, (programs, groups))(
+    launch(
+        _gated_rms_norm_bwd_kernel, (programs, groups),
         dy_rows, rows, gates, weight.contiguous(), rstd, dx, dgate, dw, dy_rows.stride(0), rows.stride(0),
         gates.stride(0), width, m, group, offset, tiles, HAS_GATE=gate is not None, SILU=activation == "silu",
         GATE_FIRST=gate_first, NEED_DW=need_dw, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
@@ -214,8 +219,8 @@ def gated_rms_norm(
     rounding at the end, as in `KimiLinearRMSNormGated`.
 
     Args:
-        x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and groups of
-            more than 65536.
+        x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64, groups of more
+            than 65536 and more than 65535 groups.
         gate (`torch.Tensor` or `None`): The shape and device of `x`, of any floating dtype. `None`: no gate.
         weight (`torch.Tensor`): (N,), on the device of `x`, of any floating dtype.
         eps (`float`): Added to the mean of the squares.
@@ -245,12 +250,12 @@ def gated_rms_norm(
     group = width if group_size is None else group_size
     if group < 1 or width % group:
         raise ValueError(f"group_size is {group_size}, x {tuple(x.shape)}; expected a divisor of {width}, or None.")
-    if group > MAX_COLUMNS or not runs_triton(x, weight, gate):
+    if group > MAX_COLUMNS or width // group > MAX_GROUPS or not runs_triton(x, weight, gate):
         return reference.gated_rms_norm(
             x, gate, weight, eps, activation=activation, gate_first=gate_first, group_size=group, offset=offset,
             cast=cast,
         )  # fmt: skip
     options = (float(eps), activation, bool(gate_first), int(group), float(offset), cast)
-    if not torch.is_grad_enabled():
+    if not records_graph():
         return _forward(x, gate, weight, *options)[0]
     return _GatedRMSNorm.apply(x, gate, weight, *options)

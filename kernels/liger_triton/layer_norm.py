@@ -14,22 +14,13 @@ Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward re
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import (
-    MAX_COLUMNS,
-    as_rows,
-    backward_tile,
-    cdiv,
-    check_norm,
-    launch,
-    persistent_grid,
-    row_tile,
-    runs_triton,
-)
+from ._autograd import once_differentiable, records_graph
+from ._dispatch import jit, kernel_op, runs_triton, tl
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, launch, persistent_grid, row_tile
 
 
 @jit
-def shifted(w, offset, W):
+def _shifted(w, offset, W):
     """w + offset in fp32, rounded to the dtype of w in between, as PyTorch rounds such a sum. W is a pointer."""
     return (w.to(tl.float32) + offset).to(W.dtype.element_ty).to(tl.float32)
 
@@ -48,7 +39,7 @@ def _layer_norm_fwd_kernel(
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n + eps)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
-        y *= shifted(tl.load(W + col, mask=col < n, other=0.0), offset, W)[None, :]
+        y *= _shifted(tl.load(W + col, mask=col < n, other=0.0), offset, W)[None, :]
     if HAS_BIAS:
         y += tl.load(B + col, mask=col < n, other=0.0)[None, :].to(tl.float32)
     tl.store(Y + row[:, None] * n + col[None, :], y, mask=mask)
@@ -65,7 +56,7 @@ def _layer_norm_bwd_kernel(
     pid = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     if HAS_WEIGHT:
-        w = shifted(tl.load(W + col, mask=col < n, other=0.0), offset, W)[None, :]
+        w = _shifted(tl.load(W + col, mask=col < n, other=0.0), offset, W)[None, :]
     dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for tile in tl.range(pid, tiles, tl.num_programs(0), num_stages=STAGES):
@@ -124,7 +115,7 @@ def _backward(
     """(dx, dw, db), the last two in fp32, and empty unless needed."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     m, n = rows.shape
-    block_m, block_n, num_warps, stages = backward_tile(n, x.element_size(), 2, x.device)
+    block_m, block_n, num_warps, stages = backward_tile(n, x.device, rows, dy_rows)
     tiles = cdiv(m, block_m)
     programs = persistent_grid(tiles, x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -195,6 +186,6 @@ def layer_norm(
         raise ValueError(f"offset is {offset}, but weight is None: there is nothing to add it to. Leave offset at 0.")
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, weight, bias):
         return reference.layer_norm(x, weight, bias, eps, offset=offset)
-    if not torch.is_grad_enabled():
+    if not records_graph():
         return _forward(x, weight, bias, float(eps), float(offset))[0]
     return _LayerNorm.apply(x, weight, bias, float(eps), float(offset))

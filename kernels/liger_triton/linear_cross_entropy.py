@@ -7,8 +7,7 @@ import torch
 
 from . import reference
 from ._dispatch import takes_twin
-from ._head_checks import check_device, check_options, check_target_of_twin, weight_dtypes
-from ._head_inputs import prepare
+from ._head_inputs import check_device, check_options, check_target_of_twin, prepare, weight_dtypes
 from ._linear_head import run_head
 from ._row_pass import RowSpec
 
@@ -84,8 +83,8 @@ def linear_cross_entropy(
                 "Convert them (.float(), .detach()); to differentiate in them, multiply the rows of reduction='none'."
             )
         check_device("token_weights", token_weights, "hidden", hidden)
-    if takes_twin(hidden):
-        check_target_of_twin(y, ignore_index, weight.shape[0])
+    if takes_twin(*head, target, token_weights):
+        check_target_of_twin(y, ignore_index, weight.shape[0], hidden)
         return reference.linear_cross_entropy(
             hidden, weight, target.long(), bias, ignore_index=ignore_index, reduction=reduction,
             label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,

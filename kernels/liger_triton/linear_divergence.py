@@ -10,12 +10,10 @@
 Here z is that of the student, which alone gets gradients. This is generalised knowledge distillation, arXiv:2306.13649,
 with the ends beta = 0 and 1 as TRL defines them, where the formula of the middle would be 0.
 
-Rows that do not count are dropped first. The others are walked in chunks of C rows; what all such walks share is in
-`_chunks.py`. Logits are fp32 whatever the inputs are, because a divergence is a small difference of large numbers, and
-computed from 16-bit logits it is noise. dl is rounded to the compute dtype before the products with it. As in
-`_linear_head.py`, the gradients are computed with the values if the upstream gradient is known to be one number or the
-head is frozen, which takes four products a chunk, one of them the teacher's. Otherwise a second walk computes them, and
-there are six. Memory beyond inputs and gradients: about six tensors of C * V in fp32.
+Rows that do not count are dropped first. Logits are fp32 whatever the inputs are, because a divergence is a small
+difference of large numbers; dl is rounded to the compute dtype before the products with it. The modes are those of
+`_linear_head.py`: four products a chunk where the gradients are computed with the values, one of them the teacher's,
+and six with a second walk. Memory beyond inputs and gradients: about six tensors of C * V in fp32.
 """
 
 import math
@@ -25,10 +23,11 @@ import torch
 import torch.nn.functional as F
 
 from . import reference
+from ._autograd import once_differentiable
 from ._chunks import Chunks, HeadGradients
-from ._dispatch import graph_is_kept, on_cuda, once_differentiable, takes_twin
+from ._dispatch import on_cuda, takes_twin
 from ._head_inputs import DB, DBIAS, DU, DW, DX, Head, prepare
-from ._scale import one_number, scaled_in_turn
+from .known_gradients import folded, give_away, hold, one_number
 from .results import Divergence
 
 
@@ -150,17 +149,18 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, teacher, kept, mode, spec):
         ctx.set_materialize_grads(False)
-        ctx.mode, ctx.spec, ctx.held = mode, spec, None
+        ctx.mode, ctx.spec = mode, spec
         student = Head(x, weight, bias, u, lora_b)
-        ctx.dtypes = [None if t is None else t.dtype for t in student]
-        needs = 0 if mode == "recompute" else spec.needs
+        dtypes = [None if t is None else t.dtype for t in student]
         with torch.autocast(x.device.type, enabled=False):
-            divergence, entropy, grads = _walk(student, teacher, kept, spec, needs)
-        if mode == "recompute":
-            ctx.save_for_backward(kept, *student, *teacher)
-        else:  # not saved, because the last backward gives them away, which only their sole owner can do
-            ctx.save_for_backward(kept)
-            ctx.held = grads
+            if mode == "recompute":
+                divergence, entropy, _ = _walk(student, teacher, kept, spec, 0)
+                ctx.save_for_backward(kept, *student, *teacher)
+                ctx.dtypes = dtypes
+            else:
+                factor, later = folded(None, spec.student.scale, spec.student.dtype, x[:, 0])
+                divergence, entropy, grads = _walk(student, teacher, kept, spec, spec.needs, factor)
+                hold(ctx, grads, dtypes, kept, later)
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
 
@@ -170,20 +170,18 @@ class _LinearDivergence(torch.autograd.Function):
         if g is None:
             return (None,) * 9
         spec, g = ctx.spec, g.float()
-        kept, *tensors = ctx.saved_tensors  # PyTorch raises if an earlier backward did not keep the graph
+        kept, *tensors = saved = ctx.saved_tensors  # PyTorch raises if an earlier backward did not keep the graph
         if ctx.mode == "recompute":
             with torch.autocast(g.device.type, enabled=False):
                 _, _, grads = _walk(Head(*tensors[:5]), Head(*tensors[5:]), kept, spec, spec.needs, g)
             out = [None if t is None else t.to(d) for t, d in zip(grads, ctx.dtypes, strict=True)]
             return *out, None, None, None, None
-        grads, keep = list(ctx.held), graph_is_kept()
-        if not keep:
-            ctx.held = None
         counted = torch.ones_like(g, dtype=torch.bool)
         if kept is not None:
             counted = torch.zeros_like(counted).index_fill_(0, kept, True)
         factor = one_number(g, counted) if ctx.mode == "uniform" else torch.where(counted, g, 0.0)
-        return *scaled_in_turn(grads, factor, ctx.dtypes, keep), None, None, None, None
+        later = tensors[0]
+        return *give_away(ctx, saved, factor if later is None else factor * later), None, None, None, None
 
 
 def linear_divergence(
@@ -266,7 +264,7 @@ def linear_divergence(
             )
     except ValueError as error:
         raise ValueError(f"Of the teacher's head: {error}") from None
-    if takes_twin(hidden, teacher_hidden):
+    if takes_twin(*student, *teacher, mask):
         return reference.linear_divergence(
             hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias, beta=float(beta),
             temperature=temperature, softcap=softcap, logit_scale=logit_scale, lora=lora, lora_input=lora_input,
@@ -279,13 +277,14 @@ def linear_divergence(
         float(beta),
         _Transform(logit_scale / temperature, None if softcap is None else softcap / temperature, dtype),
         _Transform(
-            teacher_logit_scale / temperature, None if teacher_softcap is None else teacher_softcap / temperature,
+            teacher_logit_scale / temperature,
+            None if teacher_softcap is None else teacher_softcap / temperature,
             teacher_dtype,
         ),
         needs,
         accumulate == "lean",
         chunk_rows,
-    )  # fmt: skip
+    )
     kept = None if mask is None else mask.reshape(-1).to(hidden.device).nonzero().squeeze(1)
     if uniform_grad:
         mode = "uniform"

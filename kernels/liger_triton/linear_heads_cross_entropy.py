@@ -9,9 +9,15 @@ import torch
 
 from . import reference
 from ._dispatch import takes_twin
-from ._head_checks import check_options, check_target_of_twin, compute_dtype
-from ._head_inputs import prepare
-from ._heads import check_heads, check_per_row, spread
+from ._head_inputs import (
+    check_heads,
+    check_options,
+    check_per_row,
+    check_target_of_twin,
+    compute_dtype,
+    prepare,
+    spread,
+)
 from ._linear_head import run_head
 from ._row_pass import IS_TOP1, LOSS, N_STATS, RowSpec
 from .known_gradients import with_gradients
@@ -92,9 +98,9 @@ def linear_heads_cross_entropy(
     counted = target != ignore_index
     share = spread(row_weight, counted, hidden[0])
     weights = [weight] if tied else weight
-    if takes_twin(hidden[0]):
+    if takes_twin(*hidden, *weights, target, share):
         compute_dtype(hidden[0], *(("weight", w) for w in weights))
-        check_target_of_twin(target, ignore_index, weights[0].shape[0])
+        check_target_of_twin(target, ignore_index, weights[0].shape[0], hidden[0])
         return reference.linear_heads_cross_entropy(
             hidden, weight, target.long(), row_weight=share, ignore_index=ignore_index, softcap=softcap,
             logit_scale=logit_scale,

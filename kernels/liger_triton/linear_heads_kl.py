@@ -4,16 +4,14 @@ heads), without the logits of all rows of any of them. The formulas are in `_kl_
     teacher of head k at row t (k = 1 ... K):  q = softmax(z(teacher_hidden[t + k] @ teacher_weight.T))
     student:                                   p = softmax(z(hidden[k - 1, t] @ weight[k - 1].T))
 
-Walk. The rows t are cut into windows of consecutive rows. In each window, the rows of the teacher that some head needs
-are projected once and reduced to their statistics. Then the rows of the heads that count are projected, in one product
-if the heads are tied, turned into KL and gradient in place, and multiplied by the weight and by the hidden states. So a
-token costs one projection of the teacher and one of each head, instead of two of each head. Windows overlap by K - 1
-rows of the teacher. Rows that do not count take part in no product. What all such walks share is in `_chunks.py`.
+The rows t are cut into windows of consecutive rows, which overlap by K - 1 rows of the teacher. In each window, the
+rows of the teacher that some head needs are projected once. Then the rows of the heads that count are projected, in one
+product if the heads are tied, turned into KL and gradient in place, and multiplied by the weight and by the hidden
+states. So a token costs one projection of the teacher and one of each head, instead of two of each head.
 
-Memory beyond inputs and gradients: the logits of a window in the compute dtype, V elements for each row of the teacher
-and of the student, which are 640 MiB in all on a GPU whatever K (64 MiB of fp32 on a CPU; plain PyTorch takes about
-eight times its rows of the student); the fp32 sums of the gradients of trained weights, until the backward pass rounds
-them; and converted weights under autocast.
+Memory beyond inputs and gradients: the logits of a window in the compute dtype, 640 MiB in all on a GPU whatever K (64
+MiB of fp32 on a CPU; plain PyTorch takes about eight times its rows of the student); the fp32 sums of the gradients of
+trained weights, until the backward pass rounds them; and converted weights under autocast.
 """
 
 from collections.abc import Sequence
@@ -23,11 +21,10 @@ import torch
 from . import reference
 from ._chunks import Accumulator, chunk_size, logits_buffer, sum_dtype
 from ._dispatch import kernel_op, takes_twin
-from ._head_checks import check_chunking, check_options, check_target, compute_dtype
-from ._heads import check_heads, check_per_row, spread
+from ._head_inputs import check_chunking, check_heads, check_options, check_per_row, check_target, compute_dtype, spread
 from ._kl_pass import kl_pass, teacher_pass
 from ._products import back, project
-from .known_gradients import with_gradients
+from .known_gradients import folded, with_gradients
 from .results import HeadsLoss
 
 
@@ -58,31 +55,20 @@ def _windows(valid, size):
 def _kl_op(
     teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor, hidden: list[torch.Tensor],
     weights: list[torch.Tensor], valid: torch.Tensor, row_weight: torch.Tensor | None, target: torch.Tensor | None,
-    scale: float, softcap: float, want_dx: bool, want_dw: list[bool], lean: bool, chunk_rows: int,
-    compute_dtype: torch.dtype,
+    scale: float, softcap: float, want_dx: bool, want_dw: list[bool], lean: bool, chunk_rows: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """KL (K, T), whether the argmax of the student is that of the teacher or the target (K, T), dx (K, T, H), and dW of
     each weight for which it is wanted. `weights` is one for all heads, or one for each."""
-    with torch.autocast(valid.device.type, enabled=False):
-        return _walk(
-            teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx,
-            want_dw, lean, chunk_rows, compute_dtype,
-        )  # fmt: skip
-
-
-def _walk(
-    teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx, want_dw, lean,
-    chunk_rows, dtype,
-):  # fmt: skip
     heads, (rows, width), vocab, device = len(hidden), hidden[0].shape, teacher_weight.shape[0], valid.device
     on_cpu = valid.cpu()  # the one place where the host waits for the device
     tied = len(weights) == 1
     groups = [range(heads)] if tied else [range(k, k + 1) for k in range(heads)]
     most = max(len(group) for group in groups)  # how many rows of the student a row of the teacher may have
     rounded = [
-        w.numel() * w.element_size() for w, want in zip(weights, want_dw, strict=True)
+        w.numel() * w.element_size()
+        for w, want in zip(weights, want_dw, strict=True)
         if want and sum_dtype(w, lean) != w.dtype
-    ]  # fmt: skip
+    ]
     size = chunk_rows or chunk_size(rows, (1 + most) * vocab, dtype, device.type, max(rounded, default=0))
     size = max(min(size, rows), heads)
 
@@ -128,7 +114,7 @@ def _walk(
 @_kl_op.register_fake
 def _(
     teacher_hidden, teacher_weight, hidden, weights, valid, row_weight, target, scale, softcap, want_dx, want_dw, lean,
-    chunk_rows, compute_dtype,
+    chunk_rows, dtype,
 ):  # fmt: skip
     kl, agree = (valid.new_empty(valid.shape, dtype=torch.float32) for _ in range(2))
     dx = hidden[0].new_empty((*valid.shape, hidden[0].shape[1]) if want_dx else 0)
@@ -198,7 +184,7 @@ def linear_heads_kl(
     ahead = torch.arange(rows, device=valid.device) + torch.arange(1, heads + 1, device=valid.device).unsqueeze(1)
     valid = valid & (ahead < rows)
     share = spread(row_weight, valid, first)
-    if takes_twin(first):
+    if takes_twin(*hidden, *weights, teacher_hidden, teacher_weight, valid, share):
         return reference.linear_heads_kl(
             hidden, weight, teacher_hidden, teacher_weight, valid, row_weight=share, target=target, softcap=softcap,
             logit_scale=logit_scale,
@@ -207,9 +193,10 @@ def linear_heads_kl(
     grads_on = torch.is_grad_enabled()
     want_dx = grads_on and any(t.requires_grad for t in inputs)
     want_dw = [grads_on and w.requires_grad for w in weights]
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+        factor, later = folded(share, logit_scale, dtype, valid)
         kl, agree, dx, dws = _kl_op(
-            teacher_hidden, teacher_weight, list(hidden), weights, valid, share, target, float(logit_scale),
+            teacher_hidden, teacher_weight, list(hidden), weights, valid, factor, target, float(logit_scale),
             float(softcap or 0.0), want_dx, want_dw, accumulate == "lean", chunk_rows or 0, dtype,
         )  # fmt: skip
         loss = (kl if share is None else kl * share).sum()
@@ -219,7 +206,7 @@ def linear_heads_kl(
     if not want_dx:
         inputs = []
     inputs += [w for w, want in zip(weights, want_dw, strict=True) if want]
-    loss = with_gradients(loss, inputs, [*grads, *dws])
+    loss = with_gradients(loss, inputs, [*grads, *dws], later)
     return HeadsLoss(loss, kl.sum(1), agree.sum(1).long(), valid.sum(1))
 
 

@@ -7,8 +7,7 @@ import torch
 
 from . import reference
 from ._dispatch import takes_twin
-from ._head_checks import check_options, check_target_of_twin
-from ._head_inputs import prepare
+from ._head_inputs import check_options, check_target_of_twin, prepare
 from ._linear_head import run_head
 from ._row_pass import ENTROPY, IS_TOP1, LOG_SUM_SQ, MEAN_LOGITS, RowSpec
 from .results import LogProbs
@@ -72,8 +71,8 @@ def linear_logprobs(
     unknown = [name for name in outputs if name not in LogProbs._fields]
     if unknown:
         raise ValueError(f"outputs has {unknown[0]!r}; expected names out of {', '.join(LogProbs._fields)}.")
-    if takes_twin(hidden):
-        check_target_of_twin(y, ignore_index, weight.shape[0])
+    if takes_twin(*head, target):
+        check_target_of_twin(y, ignore_index, weight.shape[0], hidden)
         return reference.linear_logprobs(
             hidden, weight, target.long(), bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
             label_smoothing=label_smoothing, ignore_index=ignore_index, lora=lora, lora_input=lora_input,

@@ -4,17 +4,14 @@
     dh = s dy B         dB = s dy^T h
     dx = dy W + dh A    dA = dh^T x    dW and db only where W and b are trained
 
-Shapes  x (..., K), y (..., N). In `lora_linears`, layers of one x share it: one product for the h of all, one dA, one
-        dx.
+Shapes  x (..., K), y (..., N). In `lora_linears`, layers of one x share it: one product for all h, one dA, one dx.
 Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 beside a W of 16 bits. The products
         run in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
-        keep what fp32 has beyond 16 bits (`_low_rank.py`). The gradients of A and B are not rounded to 16 bits on
-        their way. fp32 A and B beside fp16 without autocast: the PyTorch twin, since fp16 has no small numbers.
+        keep what fp32 has beyond 16 bits (`_low_rank.py`); fp32 A and B beside fp16: the PyTorch twin, since fp16 has
+        no small numbers.
 Bytes   b per element, beside the product x W^T itself: forward reads x, and writes and reads y once more; backward
-        reads dy and x, and writes and reads dx once more. PEFT's layer under autocast reads x, writes and reads it as
-        fp32, writes and reads it in 16 bits; writes (x A^T) B^T, reads and writes it for the scaling, reads it and y,
-        and writes y. Kept for backward: x itself, h, and A and s B in the dtype of the products, where PEFT's layer
-        keeps a 16-bit copy of x for each adapter.
+        reads dy and x, and writes and reads dx once more. Kept for backward: x itself, h, and A and s B in the dtype of
+        the products, where PEFT's layer keeps a 16-bit copy of x for each adapter.
 """
 
 from typing import TypeAlias
@@ -22,8 +19,8 @@ from typing import TypeAlias
 import torch
 
 from . import reference
-from ._dispatch import KERNEL_DTYPES, takes_twin
-from ._lora import Adapter, Form, Layer, Outputs
+from ._dispatch import KERNEL_DTYPES, autocast_dtype, is_wrapped, result_dtype
+from ._lora import Adapter, Form, Layer, Outputs, flattened
 from .float8_cast import MULTIPLE, fault_of_device
 from .frozen_float8 import Float8Weight, dequantized
 
@@ -78,18 +75,10 @@ def lora_linears(
     return _outputs(x, layers, None)
 
 
-def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which a linear layer computes: that of autocast, else that of `x`. Autocast leaves float64 alone."""
-    device = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
 def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
     """How a group of layers is computed, see `Form`."""
     dtype = result_dtype(x)
-    split = _has_fp32(layers) and dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type)
+    split = _has_fp32(layers) and dtype.itemsize == 2 and autocast_dtype(x) is None
     scalings = tuple([None if layer.adapter is None else layer.adapter.scaling for layer in layers])
     frozen = tuple([layer.weight if isinstance(layer.weight, Float8Weight) else None for layer in layers])
     return Form(scalings, dtype, 1 + split, frozen)
@@ -110,9 +99,9 @@ def _has_fp32(layers: list[Layer]) -> bool:
 def runs_as_twin(x: torch.Tensor, layers: list[Layer]) -> bool:
     """Whether plain PyTorch computes these layers: in float64, while a compiler traces, which puts the passes together
     by itself, and for fp32 adapters beside fp16 without autocast, which two numbers of fp16 could not stand for."""
-    if takes_twin(x) or torch.compiler.is_compiling():
+    if x.dtype == torch.float64 or torch.compiler.is_compiling() or any(map(is_wrapped, (x, *flattened(layers)))):
         return True
-    return x.dtype == torch.float16 and _has_fp32(layers) and not torch.is_autocast_enabled(x.device.type)
+    return x.dtype == torch.float16 and _has_fp32(layers) and autocast_dtype(x) is None
 
 
 def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | None, Lora | None]]) -> list[Layer]:
@@ -120,7 +109,7 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
     if x.ndim == 0 or x.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; expected (..., K) in bfloat16, float16, float32, float64.")
     width, device, found = x.shape[-1], x.device, []
-    casts = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    casts = autocast_dtype(x) is not None
     for weight, bias, lora in layers:
         if weight.ndim != 2 or weight.shape[1] != width:
             raise ValueError(f"weight is {tuple(weight.shape)}, x {tuple(x.shape)}; expected weight (N, {width}).")

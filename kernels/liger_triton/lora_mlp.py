@@ -4,70 +4,26 @@
 
 Shapes  x (..., K), gate and up (I, K), down (N, I); a LoRA on one of them or more, of any ranks.
 Dtypes  As in `lora_linears` and `swiglu`.
-Bytes   b per element of the width I, beside the large products: forward reads g and u and writes a, and reads a for
-        the adapter of down. Backward reads da, g and u, and writes dg, du and a in their place; and reads each of these
-        three once. The adapters of gate and up, and that of the gradient of a, are added in these passes
-        (`lora_gate.py`), but for ranks above 64 and fp32: there each is a pass that writes and reads once more. Kept
-        for backward: x, g, u, and what is r wide. a is not kept: it comes with dg and du from one pass. No other tensor
-        of the width I is alive in the backward pass than these three.
+Bytes   b per element of the width I, beside the large products: forward reads g, u and a, and writes a. Backward reads
+        da, g and u, writes dg, du and a in their place, and reads each of these once. The adapters are added in these
+        passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from . import reference
-from ._dispatch import no_autocast, once_differentiable
-from ._lora import (
-    Form,
-    Layer,
-    Rounded,
-    adapter_of_output,
-    adapters_part,
-    add_gradients_of_factors,
-    as_matrix,
-    columns_of,
-    computed,
-    flattened,
-    gradient_of_input,
-    gradients,
-    in_shape,
-    low_rank,
-    output,
-    rounded,
-    rounded_like,
-    without_memory,
-)
+from . import _lora, reference
+from ._autograd import computed, in_shape, once_differentiable, records_graph, without_memory
+from ._dispatch import no_autocast
+from ._launch import as_matrix
+from ._lora import Form, Layer, Rounded
 from .frozen_float8 import SharedRows
-from .geglu import geglu
-from .geglu import gradients_and_product as geglu_gradients
-from .lora_gate import Product, gate_of_sums, gradients_of_sums, takes
+from .gates import TWINS, Product, gate_of_sums, gradients_of_sums, takes
 from .lora_linear import Lora, Weight, as_tensors, checked_layers, form_of, runs_as_twin
-from .swiglu import gradients_and_product as swiglu_gradients
-from .swiglu import swiglu
 
 Sums = tuple[Product | None, Product | None]
 Projection = tuple[Weight, torch.Tensor | None, Lora | None]
-
-
-class Gate(NamedTuple):
-    """act(gate) * up: (g, u) -> a, and (da, g, u) -> (dg, du, a), which may be written over da, g and u."""
-
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    gradients: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-ACTIVATIONS = {
-    "silu": Gate(swiglu, functools.partial(swiglu_gradients, reuse=True)),
-    "gelu_tanh": Gate(
-        functools.partial(geglu, approximate="tanh"), functools.partial(geglu_gradients, tanh=True, reuse=True)
-    ),
-    "gelu": Gate(
-        functools.partial(geglu, approximate="none"), functools.partial(geglu_gradients, tanh=False, reuse=True)
-    ),
-}
 
 
 class Plan(NamedTuple):
@@ -75,7 +31,7 @@ class Plan(NamedTuple):
 
     Attributes:
         forms (`tuple`): Of the group of gate and up, and of down.
-        activation (`str`): A key of `ACTIVATIONS`.
+        activation (`str`): A key of `TWINS`.
         adds_in_gate (`bool`): Whether the adapters of gate and up are added in the gate. The g and u that are kept are
             without them then.
     """
@@ -88,23 +44,9 @@ class Plan(NamedTuple):
         """What the gate adds to g and to u."""
         if not self.adds_in_gate:
             return None, None
-        form, columns = self.forms[0], columns_of(h, layers, self.forms[0])
-        to_g, to_u = (adapter_of_output(*of_one, form) for of_one in zip(layers, columns, all_b, strict=True))
+        form, columns = self.forms[0], _lora.columns_of(h, layers, self.forms[0])
+        to_g, to_u = (_lora.adapter_of_output(*of_one, form) for of_one in zip(layers, columns, all_b, strict=True))
         return to_g, to_u
-
-    def product(self, g: torch.Tensor, u: torch.Tensor, sums: Sums) -> torch.Tensor:
-        """a of the g and u that are kept."""
-        if sums == (None, None):
-            return ACTIVATIONS[self.activation].product(g, u)
-        return gate_of_sums(g, u, *sums, self.activation)
-
-    def gradients(
-        self, da: torch.Tensor, g: torch.Tensor, u: torch.Tensor, to_da: Product | None, sums: Sums
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dg, du, a), where `to_da` is a product that is missing in `da`."""
-        if to_da is None and sums == (None, None):
-            return ACTIVATIONS[self.activation].gradients(da, g, u)
-        return gradients_of_sums(da, g, u, to_da, *sums, self.activation)
 
 
 class _Inner(NamedTuple):
@@ -122,13 +64,13 @@ class _Inner(NamedTuple):
 def _inner(x: torch.Tensor, layers: list[Layer], plan: Plan) -> _Inner:
     form, form_down = plan.forms
     rows, inner = as_matrix(x, form.dtype), layers[:2]
-    factors, factors_down = rounded(inner, form), rounded(layers[2:], form_down)
-    h, shared = low_rank(rows, factors.a, form), SharedRows(rows)
-    own = [(), ()] if plan.adds_in_gate else columns_of(h, inner, form)
+    factors, factors_down = _lora.rounded(inner, form), _lora.rounded(layers[2:], form_down)
+    h, shared = _lora.low_rank(rows, factors.a, form), SharedRows(rows)
+    own = [(), ()] if plan.adds_in_gate else _lora.columns_of(h, inner, form)
     all_b = [None, None] if plan.adds_in_gate else factors.b
-    g, u = (output(shared, *of_one, form) for of_one in zip(inner, own, all_b, strict=True))
-    a = plan.product(g, u, plan.sums(inner, h, factors.b))
-    return _Inner(g, u, a, h, low_rank(a, factors_down.a, form_down), factors, factors_down)
+    g, u = (_lora.output(shared, *of_one, form) for of_one in zip(inner, own, all_b, strict=True))
+    a = gate_of_sums(g, u, *plan.sums(inner, h, factors.b), plan.activation)
+    return _Inner(g, u, a, h, _lora.low_rank(a, factors_down.a, form_down), factors, factors_down)
 
 
 class _KeptMLP(torch.autograd.Function):
@@ -157,26 +99,26 @@ class _KeptMLP(torch.autograd.Function):
         inner, down = form.layers(tensors[:8]), form_down.layers(tensors[8:])
         with no_autocast(x.device.type):
             dy, b_inner = as_matrix(dy, form.dtype), [b_gate, b_up]
-            of_down = gradients([dy], h_down, down, [b_down], form_down, needs[8:])
+            of_down = _lora.gradients([dy], h_down, down, [b_down], form_down, needs[8:])
             sums = ctx.plan.sums(inner, h, b_inner)
             if not (needs_x or any(needs[:8])):
-                a = ctx.plan.product(g, u, sums)
-                add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
-                return (None,) * 11 + tuple(rounded_like(of_down.tensors, tensors[8:]))
-            to_da = adapters_part(of_down, a_down, form_down)
+                a = gate_of_sums(g, u, *sums, ctx.plan.activation)
+                _lora.add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
+                return (None,) * 11 + tuple(_lora.rounded_like(of_down.tensors, tensors[8:]))
+            to_da = _lora.adapters_part(of_down, a_down, form_down)
             adds_to_da = to_da is not None and g.numel() > 0 and takes(form.dtype, x, [to_da[0].shape[1]])
-            da = gradient_of_input(None if adds_to_da else to_da, of_down)
-            dg, du, a = ctx.plan.gradients(da, g, u, to_da if adds_to_da else None, sums)
+            da = _lora.gradient_of_input(None if adds_to_da else to_da, of_down)
+            dg, du, a = gradients_of_sums(da, g, u, to_da if adds_to_da else None, *sums, ctx.plan.activation)
             del g, u, da
-            add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
+            _lora.add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
             del a
-            found = gradients([dg, du], h, inner, b_inner, form, needs[:8])
+            found = _lora.gradients([dg, du], h, inner, b_inner, form, needs[:8])
             rows = as_matrix(x, form.dtype)
-            add_gradients_of_factors(found, [dg, du], rows, rows, inner, form, needs[:8])
+            _lora.add_gradients_of_factors(found, [dg, du], rows, rows, inner, form, needs[:8])
             dx = None
             if needs_x:
-                dx = gradient_of_input(adapters_part(found, a_inner, form), found).view(x.shape).to(x.dtype)
-            return None, None, dx, *rounded_like(found.tensors + of_down.tensors, tensors)
+                dx = _lora.gradient_of_input(_lora.adapters_part(found, a_inner, form), found).view(x.shape).to(x.dtype)
+            return None, None, dx, *_lora.rounded_like(found.tensors + of_down.tensors, tensors)
 
 
 def lora_mlp(
@@ -197,8 +139,8 @@ def lora_mlp(
     Raises:
         ValueError: A shape, dtype or device does not fit, `activation` is unknown, or no projection has a LoRA.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}.")
+    if activation not in TWINS:
+        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, TWINS))}.")
     projections = [gate, up, down]
     if not any(lora is not None for _, _, lora in projections):
         raise ValueError("no projection has a lora; use torch.nn.functional.linear and liger_triton.swiglu.")
@@ -216,12 +158,12 @@ def lora_mlp(
 
     def compute() -> torch.Tensor:
         known = made.pop() if made else _inner(x, [*inner, *outer], plan)
-        h = columns_of(known.h_down, outer, forms[1])[0]
-        y = output(SharedRows(known.a), outer[0], h, known.factors_down.b[0], forms[1])
+        h = _lora.columns_of(known.h_down, outer, forms[1])[0]
+        y = _lora.output(SharedRows(known.a), outer[0], h, known.factors_down.b[0], forms[1])
         return in_shape(y, (*x.shape[:-1], y.shape[1]))
 
     with no_autocast(x.device.type):
-        if not torch.is_grad_enabled():
+        if not records_graph():
             return compute()
-        stub = _KeptMLP.apply(plan, made, x, *flattened(inner), *flattened(outer))
-        return computed((stub,), compute)
+        stub = _KeptMLP.apply(plan, made, x, *_lora.flattened(inner), *_lora.flattened(outer))
+        return computed(stub, compute)

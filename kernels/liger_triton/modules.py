@@ -1,8 +1,8 @@
-"""`torch.nn` modules over single kernels, for people who compose a model of their own.
+"""`torch.nn` modules over single kernels, for composing a model.
 
-Names of classes, arguments, parameters and children are those of liger-kernel, in its order, so that a script which
-imports them from there changes its import line, and its checkpoints load. An argument of liger-kernel that has no
-counterpart here is an error that names it, unless it is left at its default.
+Classes, arguments, parameters and children have the names and order of liger-kernel: change the import line of a
+script, and its checkpoints load. An argument without a counterpart here is an error that names it, unless it has its
+default.
 """
 
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._head_checks import check_numbers
+from ._head_inputs import check_numbers
 from .cross_entropy import cross_entropy
-from .geglu import geglu
+from .gates import geglu, swiglu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import CASTS, rms_norm
-from .swiglu import swiglu
 
 _SILU = ("silu", "swish")
 _TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
@@ -192,31 +191,26 @@ class LigerGEGLUMLP(_GatedMLP):
 
 
 class _Loss(nn.Module):
-    """The options that both losses have."""
+    """The options that both losses have. `refused` are those of liger-kernel that neither has."""
 
     def __init__(
-        self, ignore_index: int, lse_square_scale: float, label_smoothing: float, reduction: str, softcap: float | None
+        self, class_weights, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, **refused: bool
     ):
         super().__init__()
         check_numbers(reduction, label_smoothing, softcap, 1.0, lse_square_scale)
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        _refuse(self, "For class weights use torch.nn.CrossEntropyLoss.", **class_weights)
+        _refuse(self, "Compute it from the logits under torch.no_grad(), and leave the argument out.", **refused)
 
     def options(self) -> dict[str, Any]:
         """The options as the functions of `liger_triton` name them."""
-        return {
-            "ignore_index": self.ignore_index,
-            "reduction": self.reduction,
-            "label_smoothing": self.label_smoothing,
-            "softcap": self.softcap,
-            "z_loss": self.lse_square_scale,
-        }
+        names = {"lse_square_scale": "z_loss"}
+        known = ("ignore_index", "reduction", "label_smoothing", "softcap", "lse_square_scale")
+        return {names.get(name, name): getattr(self, name) for name in known}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
-
-
-_ONLY_THE_LOSS = "Compute it from the logits under torch.no_grad(), and leave the argument out."
 
 
 class LigerCrossEntropyLoss(_Loss):
@@ -238,21 +232,13 @@ class LigerCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self,
-        weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ):
-        super().__init__(ignore_index, lse_square_scale, label_smoothing, reduction, softcap)
-        _refuse(self, "For class weights use torch.nn.CrossEntropyLoss.", weight=weight)
-        _refuse(
-            self, _ONLY_THE_LOSS, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        self, weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ):  # fmt: skip
+        super().__init__(
+            {"weight": weight}, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )  # fmt: skip
 
@@ -278,29 +264,18 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self,
-        ce_weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ):
-        super().__init__(ignore_index, lse_square_scale, label_smoothing, reduction, softcap)
-        _refuse(self, "For class weights use torch.nn.CrossEntropyLoss.", ce_weight=ce_weight)
-        _refuse(
-            self, "Pass liger_triton.linear_cross_entropy the token_weights that you want.",
-            use_token_scaling=use_token_scaling,
-        )  # fmt: skip
-        _refuse(
-            self, _ONLY_THE_LOSS, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        self, ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ):  # fmt: skip
+        super().__init__(
+            {"ce_weight": ce_weight}, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )  # fmt: skip
+        mend = "Pass liger_triton.linear_cross_entropy the token_weights that you want."
+        _refuse(self, mend, use_token_scaling=use_token_scaling)
         self.accum_dtype = accum_dtype
 
     def forward(
@@ -311,6 +286,5 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
                 f"accum_dtype is {self.accum_dtype}, lin_weight {lin_weight.dtype}; expected torch.float32, "
                 f"{lin_weight.dtype} or None."
             )
-        lean = self.accum_dtype == lin_weight.dtype != torch.float32
-        accumulate = "lean" if lean else "fp32"
+        accumulate = "lean" if self.accum_dtype == lin_weight.dtype != torch.float32 else "fp32"
         return linear_cross_entropy(_input, lin_weight, target, bias, accumulate=accumulate, **self.options())

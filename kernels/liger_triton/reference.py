@@ -44,7 +44,7 @@ def add_rms_norm(x, residual, weight, eps, *, offset=0.0, cast="llama"):
 
 def gated_rms_norm(
     x, gate, weight, eps, *, activation="silu", gate_first=False, group_size=None, offset=0.0, cast="llama"
-):  # fmt: skip
+):
     """See `liger_triton.gated_rms_norm`."""
     wide = _wide(*(t.dtype for t in (x, gate, weight) if t is not None))
     h, factor = x.to(wide), None
@@ -178,14 +178,14 @@ def _turned(q):
 
 
 def float8_rows(x, power_of_2=True, maxima=False):
-    """The three parts of `liger_triton.float8_rowwise.Float8Rows`."""
+    """The three parts of `liger_triton.float8_cast.Float8Rows`."""
     bits = x.abs().float().view(torch.int32)
     q, inverse = _eight_bits(x, bits.amax(1, keepdim=True), torch.float8_e4m3fn, power_of_2)
     return q, inverse.view(-1), bits.amax(0) if maxima else None
 
 
 def float8_columns(x, maxima, power_of_2=True):
-    """The two parts of `liger_triton.float8_rowwise.Float8Columns`."""
+    """See `liger_triton.float8_cast.float8_columns`."""
     q, inverse = _eight_bits(x, maxima, torch.float8_e4m3fn, power_of_2)
     return _turned(q), inverse
 

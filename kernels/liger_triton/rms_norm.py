@@ -1,64 +1,36 @@
 """RMSNorm: y = (w + offset) * xhat, with xhat = x * rstd and rstd = 1 / sqrt(mean(x^2) + eps). Zhang and Sennrich 2019,
-arXiv:1910.07467.
+arXiv:1910.07467. And a residual addition before it in the same pass: s = x + residual, y = rms_norm(s).
 
     dx = rstd * (g - xhat * mean(g * xhat)),  g = dy * (w + offset)
     dw = sum over rows of dy * xhat
+    with a residual: dx = dresidual = (gradient of s from its other uses) + (gradient through the norm)
 
-Shapes  x, y, dx (..., N), read as M rows of N; w, dw (N,); rstd (M,) in fp32.
-Dtypes  bf16, fp16, fp32; w may have a dtype of its own. Arithmetic in fp32, with the roundings that `cast` names.
+Shapes  x, residual, s, y, dx (..., N), read as M rows of N; w, dw (N,); rstd (M,) in fp32.
+Dtypes  bf16, fp16, fp32; w may have a dtype of its own. Arithmetic in fp32, with the roundings that `cast` names. s is
+        rounded to the common dtype of x and residual, and the norm reads the rounded s, as two separate steps would.
         Gradients are those of the formula without roundings, rounded once, to the dtype of x and of w.
 Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward reads dy and x, and writes dx: 3nb, and
         for each program an fp32 row of dw, which a second pass adds up. There are no atomics, so that equal inputs give
-        equal bits. Kept for backward: x, rstd.
+        equal bits. Kept for backward: x, rstd. With a residual 4nb each (two steps: 5nb and 6nb). Kept: s, rstd.
 """
 
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import (
-    MAX_COLUMNS,
-    as_rows,
-    backward_tile,
-    cdiv,
-    check_norm,
-    launch,
-    persistent_grid,
-    row_tile,
-    runs_triton,
-)
+from ._autograd import once_differentiable, records_graph
+from ._dispatch import jit, kernel_op, runs_triton, tl
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, launch, persistent_grid, row_tile
 
 CASTS = ("llama", "gemma", "none", "rstd")
 
 
 @jit
-def normed(x, rstd, X, CAST: tl.constexpr):
-    """x * rstd in fp32, with the rounding of rstd that `cast="rstd"` has before it. X is a pointer and gives the
-    dtype."""
-    if CAST == "rstd":
-        rstd = rstd.to(X.dtype.element_ty).to(tl.float32)
-    return x * rstd
-
-
-@jit
-def scale_row(xhat, w_row, offset, X, W, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr):
-    """y in fp32, which the store rounds, with the inner roundings of `cast="llama"`. X and W are pointers and give the
-    dtypes."""
-    if CAST == "llama" or CAST == "rstd":
-        xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
-    if HAS_WEIGHT:
-        w = w_row.to(tl.float32) + offset
-        if CAST == "llama" or CAST == "rstd":
-            w = w.to(W.dtype.element_ty).to(tl.float32)
-        xhat *= w
-    return xhat
-
-
-@jit
 def _rms_norm_fwd_kernel(
-    X, W, Y, RSTD, x_stride, m, n, eps, offset,
-    HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    X, RESIDUAL, W, S, Y, RSTD, x_stride, residual_stride, m, n, eps, offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Without a residual, S is X and gives the dtype of what is normed."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # int64: row * n passes 2**31
     col = tl.arange(0, BLOCK_N)
     mask = (row < m)[:, None] & (col < n)[None, :]
@@ -66,8 +38,23 @@ def _rms_norm_fwd_kernel(
     if HAS_WEIGHT:
         w = tl.load(W + col, mask=col < n, other=0.0)[None, :]
     x = tl.load(X + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        r = tl.load(RESIDUAL + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        rounded = (x + r).to(S.dtype.element_ty)
+        x = rounded.to(tl.float32)
+        tl.store(S + row[:, None] * n + col[None, :], rounded, mask=mask)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n + eps)
-    y = scale_row(normed(x, rstd[:, None], X, CAST), w, offset, X, W, HAS_WEIGHT, CAST)
+    if CAST == "rstd":
+        y = x * rstd[:, None].to(S.dtype.element_ty).to(tl.float32)
+    else:
+        y = x * rstd[:, None]
+    if CAST == "llama" or CAST == "rstd":
+        y = y.to(S.dtype.element_ty).to(tl.float32)
+    if HAS_WEIGHT:
+        w = w.to(tl.float32) + offset
+        if CAST == "llama" or CAST == "rstd":
+            w = w.to(W.dtype.element_ty).to(tl.float32)
+        y *= w
     tl.store(Y + row[:, None] * n + col[None, :], y, mask=mask)
     tl.store(RSTD + row, rstd, mask=row < m)
 
@@ -107,31 +94,63 @@ def norm_dtype(x: torch.Tensor, weight: torch.Tensor | None, cast: str) -> torch
     return x.dtype if weight is None or cast == "gemma" else torch.promote_types(x.dtype, weight.dtype)
 
 
+def _launch_forward(x, residual, weight, s, y, rstd, eps, offset, cast) -> None:
+    rows = as_rows(x)
+    others = rows if residual is None else as_rows(residual)
+    m, n = rows.shape
+    block_m, block_n, num_warps = row_tile(n)
+    launch(
+        _rms_norm_fwd_kernel, (cdiv(m, block_m),),
+        rows, others, rows if weight is None else weight.contiguous(), rows if s is None else s, y, rstd,
+        rows.stride(0), others.stride(0), m, n, eps, offset, HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None, CAST=cast, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _made_of_norm(x: torch.Tensor, weight: torch.Tensor | None, cast: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for y and rstd."""
+    y = torch.empty(x.shape, dtype=norm_dtype(x, weight, cast), device=x.device)
+    return y, torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+
+
+def _sum_of(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Memory for s."""
+    return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+
+
 @kernel_op("rms_norm_fwd")
 def _forward(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = as_rows(x)
-    m, n = rows.shape
-    y = torch.empty(x.shape, dtype=norm_dtype(x, weight, cast), device=x.device)
-    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
-    block_m, block_n, num_warps = row_tile(n)
-    launch(
-        _rms_norm_fwd_kernel, (cdiv(m, block_m),),
-        rows, rows if weight is None else weight.contiguous(), y, rstd, rows.stride(0), m, n, eps, offset,
-        HAS_WEIGHT=weight is not None, CAST=cast, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
-    )  # fmt: skip
+    y, rstd = _made_of_norm(x, weight, cast)
+    _launch_forward(x, None, weight, None, y, rstd, eps, offset, cast)
     return y, rstd
 
 
 @_forward.register_fake
 def _(x, weight, eps, offset, cast):
-    y = torch.empty(x.shape, dtype=norm_dtype(x, weight, cast), device=x.device)
-    return y, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    return _made_of_norm(x, weight, cast)
+
+
+@kernel_op("add_rms_norm_fwd")
+def _add_forward(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    s = _sum_of(x, residual)
+    y, rstd = _made_of_norm(s, weight, cast)
+    _launch_forward(x, residual, weight, s, y, rstd, eps, offset, cast)
+    return y, s, rstd
+
+
+@_add_forward.register_fake
+def _(x, residual, weight, eps, offset, cast):
+    s = _sum_of(x, residual)
+    y, rstd = _made_of_norm(s, weight, cast)
+    return y, s, rstd
 
 
 @kernel_op("rms_norm_bwd")
-def rms_norm_backward(
+def _backward(
     dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor,
     offset: float, need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -139,7 +158,8 @@ def rms_norm_backward(
     rows, dy_rows = as_rows(x), as_rows(dy)
     dsum_rows = dy_rows if dsum is None else as_rows(dsum)
     m, n = rows.shape
-    block_m, block_n, num_warps, stages = backward_tile(n, x.element_size(), 2 if dsum is None else 3, x.device)
+    loaded = (rows, dy_rows) if dsum is None else (rows, dy_rows, dsum_rows)
+    block_m, block_n, num_warps, stages = backward_tile(n, x.device, *loaded)
     tiles = cdiv(m, block_m)
     programs = persistent_grid(tiles, x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -154,7 +174,7 @@ def rms_norm_backward(
     return dx, dw.sum(0).to(weight.dtype) if need_dw else dw
 
 
-@rms_norm_backward.register_fake
+@_backward.register_fake
 def _(dy, dsum, x, weight, rstd, offset, need_dw):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return dx, torch.empty_like(weight, memory_format=torch.contiguous_format) if need_dw else rstd.new_empty(0)
@@ -172,11 +192,28 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        dx, dw = rms_norm_backward(dy, None, x, weight, rstd, ctx.offset, ctx.needs_input_grad[1])
+        dx, dw = _backward(dy, None, x, weight, rstd, ctx.offset, ctx.needs_input_grad[1])
         return dx, dw if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def check_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, offset: float, cast: str) -> None:
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset, cast):
+        y, s, rstd = _add_forward(x, residual, weight, eps, offset, cast)
+        ctx.save_for_backward(s, weight, rstd)
+        ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
+        return y, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, ds):
+        s, weight, rstd = ctx.saved_tensors
+        ds, dw = _backward(dy, ds, s, weight, rstd, ctx.offset, ctx.needs_input_grad[2])
+        dx, dresidual = (ds.to(dtype) for dtype in ctx.dtypes)
+        return dx, dresidual, dw if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor | None, offset: float, cast: str) -> None:
     """ValueError on what `rms_norm` does not take."""
     check_norm(x, weight=weight)
     if cast not in CASTS:
@@ -214,9 +251,38 @@ def rms_norm(
     Raises:
         ValueError: `weight` is not (N,) or on another device, `cast` is unknown, or `offset` is given without a weight.
     """
-    check_rms_norm(x, weight, offset, cast)
+    _check(x, weight, offset, cast)
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, weight):
         return reference.rms_norm(x, weight, eps, offset=offset, cast=cast)
-    if not torch.is_grad_enabled():  # autograd.Function would cost the host as much as all else
+    if not records_graph():
         return _forward(x, weight, float(eps), float(offset), cast)[0]
     return _RMSNorm.apply(x, weight, float(eps), float(offset), cast)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, *, offset: float = 0.0,
+    cast: str = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(rms_norm(x + residual, weight, eps), x + residual), both differentiable in x, residual and weight.
+
+    Args:
+        x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.
+        residual (`torch.Tensor`): Shape and device of `x`.
+        weight, eps, offset, cast: As in `rms_norm`, where "x.dtype" is now the dtype of the sum.
+
+    Returns:
+        `tuple` of two contiguous `torch.Tensor` of the shape of `x`: the norm, with the dtype that `rms_norm` gives it,
+        and the sum, in the common dtype of `x` and `residual`.
+
+    Raises:
+        ValueError: `residual` has another shape or device than `x` (nothing is broadcast), or as `rms_norm`.
+    """
+    _check(x, weight, offset, cast)
+    if residual.shape != x.shape or residual.device != x.device or not residual.is_floating_point():
+        raise ValueError(
+            f"residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}, x {tuple(x.shape)} {x.dtype} "
+            f"on {x.device}; expected floating-point tensors of one shape on one device."
+        )
+    if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, residual, weight):
+        return reference.add_rms_norm(x, residual, weight, eps, offset=offset, cast=cast)
+    return _AddRMSNorm.apply(x, residual, weight, float(eps), float(offset), cast)

@@ -19,8 +19,9 @@ import math
 import torch
 
 from . import reference
-from ._dispatch import jit, kernel_op, once_differentiable, tl
-from ._launch import TILE, cdiv, launch, next_power_of_2, runs_triton
+from ._autograd import once_differentiable
+from ._dispatch import jit, kernel_op, runs_triton, tl
+from ._launch import TILE, cdiv, launch, next_power_of_2
 
 CASTS = ("promote", "input")
 COS_LAYOUTS = ("half", "interleaved", "single")
@@ -201,68 +202,47 @@ class _Rope(torch.autograd.Function):
         return dq, dk if ctx.has_k else None, *(None,) * 9
 
 
-def _shapes(q, k, cos, sin) -> str:
-    k_shape = None if k is None else tuple(k.shape)
-    return f"q is {tuple(q.shape)}, k {k_shape}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
-
-
 def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
-    """What `rope` does not take of these tensors, as a key for `_message`. None if it takes them.
+    """What `rope` does not take of these tensors, in words. None if it takes them.
 
     Callers that have another way to compute the same use this too.
     """
-    ndim = q.ndim
+    ndim, given = q.ndim, {"q": q, "k": k, "cos": cos, "sin": sin}
+
+    def shapes() -> str:
+        return ", ".join(f"{name} is {None if t is None else tuple(t.shape)}" for name, t in given.items())
+
     if not 2 <= ndim <= 4 or (k is not None and (k.ndim != ndim or k.shape[-1] != q.shape[-1])):
-        return "dimensions"
+        return f"{shapes()}; expected q and k of 2 to 4 dimensions, as many in both, and of one head size."
     if cos.shape != sin.shape or cos.ndim == 0:
-        return "angles"
-    for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        return f"{shapes()}; expected cos and sin of one shape."
+    for name, t in given.items():
         if t is not None and (t.device != q.device or not t.is_floating_point()):
-            return name
+            return f"{name} is {t.dtype} on {t.device}, q on {q.device}; expected floats on one device."
     rot = cos.shape[-1] * (2 if cos_layout == "single" else 1)
     if rot % 2 or not 0 < rot <= q.shape[-1]:
-        return "width"
-    if not -cos.ndim - 1 <= unsqueeze_dim < cos.ndim or unsqueeze_dim == -1:
-        return "unsqueeze_dim"
-    if cos.ndim > ndim - 1:
-        return "lead of q"
-    lead = list(cos.shape[:-1])
-    lead.insert(unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + cos.ndim + 1, 1)
-    against = slice(ndim - 1 - len(lead), -1)
-    for name, t in (("q", q), ("k", k)):
-        if t is not None and any(c not in (1, n) for c, n in zip(lead, t.shape[against], strict=True)):
-            return "lead of " + name
-    return None
-
-
-def _message(what, q, k, cos, sin, cos_layout, unsqueeze_dim) -> str:
-    """What `misfit` found, in words."""
-    shapes = _shapes(q, k, cos, sin)
-    if what == "dimensions":
-        return f"{shapes}; expected q and k of 2 to 4 dimensions, as many in both, and of one head size."
-    if what == "angles":
-        return f"{shapes}; expected cos and sin of one shape."
-    if what == "width":
-        rot = cos.shape[-1] * (2 if cos_layout == "single" else 1)
         return (
-            f"{shapes}: with cos_layout={cos_layout!r}, {rot} numbers of a head are rotary; expected an even number "
+            f"{shapes()}: with cos_layout={cos_layout!r}, {rot} numbers of a head are rotary; expected an even number "
             f"from 2 to {q.shape[-1]}. cos of one angle per pair needs cos_layout='single'."
         )
-    if what == "unsqueeze_dim":
+    if not -cos.ndim - 1 <= unsqueeze_dim < cos.ndim or unsqueeze_dim == -1:
         return (
             f"unsqueeze_dim is {unsqueeze_dim}, cos {tuple(cos.shape)}; expected the place of the heads, in front of "
             f"the angles: 0 to {cos.ndim - 1}, or {-cos.ndim - 1} to -2."
         )
-    given = {"q": q, "k": k, "cos": cos, "sin": sin}
-    if what in given:
-        t = given[what]
-        return f"{what} is {t.dtype} on {t.device}, q on {q.device}; expected floats on one device."
-    lead, name = tuple(cos.unsqueeze(unsqueeze_dim).shape[:-1]), what[-1]
-    return (
-        f"{shapes}: cos.unsqueeze({unsqueeze_dim}) has leading dimensions {lead}, which do not broadcast to the "
-        f"{tuple(given[name].shape[:-1])} of {name}. unsqueeze_dim is where the heads are: 1 in (B, H, S, D), 2 in "
-        "(B, S, H, D)."
-    )
+    lead = list(cos.shape[:-1])
+    lead.insert(unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + cos.ndim + 1, 1)
+    for name, t in (("q", q), ("k", k)):
+        if t is not None and (
+            cos.ndim >= ndim
+            or any(c not in (1, n) for c, n in zip(lead, t.shape[ndim - 1 - len(lead) : -1], strict=True))
+        ):
+            return (
+                f"{shapes()}: cos.unsqueeze({unsqueeze_dim}) has leading dimensions {tuple(lead)}, which do not "
+                f"broadcast to the {tuple(t.shape[:-1])} of {name}. unsqueeze_dim is where the heads are: 1 in "
+                "(B, H, S, D), 2 in (B, S, H, D)."
+            )
+    return None
 
 
 def _check(q, k, cos, sin, cos_layout, cast, unsqueeze_dim):
@@ -271,9 +251,8 @@ def _check(q, k, cos, sin, cos_layout, cast, unsqueeze_dim):
         raise ValueError(f"cast is {cast!r}; expected one of {', '.join(map(repr, CASTS))}.")
     if cos_layout not in COS_LAYOUTS:
         raise ValueError(f"cos_layout is {cos_layout!r}; expected one of {', '.join(map(repr, COS_LAYOUTS))}.")
-    what = misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)
-    if what is not None:
-        raise ValueError(_message(what, q, k, cos, sin, cos_layout, unsqueeze_dim))
+    if (message := misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)) is not None:
+        raise ValueError(message)
 
 
 def rope(

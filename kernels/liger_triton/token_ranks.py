@@ -6,7 +6,7 @@ It is plain PyTorch in chunks of rows, for any device, because it runs where met
 import torch
 import torch.nn.functional as F
 
-from ._head_checks import check_options, compute_dtype
+from ._head_inputs import check_options, check_target, check_target_of_twin, compute_dtype
 from .reference import _wide
 from .results import TokenRanks
 
@@ -15,7 +15,12 @@ _CHUNK_BYTES = 256 * 2**20  # of fp32 logits
 
 @torch.no_grad()
 def token_ranks(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100) -> TokenRanks:
-    """`TokenRanks` of logits `(..., V)`, any float dtype, and targets `(...)`, integers in [0, V) or `ignore_index`."""
+    """`TokenRanks` of logits `(..., V)`, any float dtype, and targets `(...)`, integers in [0, V) or `ignore_index`.
+
+    IndexError if a target is neither.
+    """
+    check_target("logits", logits, target)
+    check_target_of_twin(target, ignore_index, logits.shape[-1], logits)
     kept = target != ignore_index
     return TokenRanks(*(_scattered(x, kept) for x in _of_rows(logits[kept].to(_wide(logits.dtype)), target[kept])))
 
@@ -48,11 +53,13 @@ def linear_token_ranks(
 
     Raises:
         ValueError: Dtypes or devices disagree, or an option is out of its range.
+        IndexError: A target is outside [0, V).
     """
     check_options("hidden", hidden, target, "none", 0.0, softcap, logit_scale, 0.0)
     compute_dtype(hidden, ("weight", weight), ("bias", bias))
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more, or None.")
+    check_target_of_twin(target, ignore_index, weight.shape[0], hidden)
     kept = target != ignore_index
     x, y = hidden[kept], target[kept]
     source = x if lora_input is None else lora_input[kept]

@@ -27,8 +27,7 @@ from liger_trainer.patching.float8_recipes import casts_of, fast_accum_of, rowwi
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
-from liger_triton.float8_linear import BitsOf, Float8Form, float8_linear, result_dtype, shared_input
-from liger_triton.float8_rowwise_linear import Float8RowwiseForm
+from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
 
 _CLASS = ("torchao.float8.float8_linear", "Float8Linear")
 OPERATION = "float8"

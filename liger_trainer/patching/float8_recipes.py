@@ -3,7 +3,7 @@
 from typing import Any
 
 from liger_triton.float8_cast import E4M3
-from liger_triton.float8_rowwise_linear import Float8RowwiseForm
+from liger_triton.float8_linear import Float8RowwiseForm
 
 CASTS = (
     "input", "input_for_grad_weight", "weight", "weight_for_grad_input", "grad_output", "grad_output_for_grad_weight",

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from liger_triton import Float8Weight, dequantized, frozen_float8_linear, quantized
+from liger_triton.frozen_float8 import Float8Weight, dequantized, frozen_float8_linear, quantized
 
 _CODES = torch.uint8  # what holds the bits: no conversion of a model to another dtype touches it, and NCCL sends it
 

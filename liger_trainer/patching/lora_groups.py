@@ -19,7 +19,7 @@ from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.hooks import has_hooks
 from liger_trainer.patching.lora import LoRABinding, tensors_now
 from liger_trainer.patching.lora_parts import Tensors
-from liger_triton import Float8Weight, LoRAGroup
+from liger_triton.lora_linear import Float8Weight, LoRAGroup
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 _PARAMETERS = (nn.Parameter, FakeTensor)  # a parameter without values has the second type

@@ -10,10 +10,9 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from liger_triton import _row_pass, float8_rowwise
-from liger_triton.float8_cast import _columns_kernel, _ptx, _rows_kernel
-from liger_triton.geglu import _geglu_bwd_kernel
-from liger_triton.swiglu import _swiglu_bwd_kernel
+from liger_triton import _row_pass
+from liger_triton.float8_cast import _columns_kernel, _each_row_kernel, _ptx, _rows_kernel
+from liger_triton.gates import _gate_bwd_kernel
 
 GATE = {"DY": "*bf16", "G": "*bf16", "U": "*bf16", "DG": "*bf16", "DU": "*bf16"}
 GATE_SIXTEEN = [*GATE, "dy_stride", "g_stride", "u_stride", "d_stride", "n"]
@@ -30,15 +29,16 @@ def row(block, aligned, **flags):
     return _row_pass._row_kernel, ROW, constants, sixteen + ["x_stride", "d_stride", "W"] * aligned, block // 256
 
 
-def swiglu(**flags):
+def gate(act, pairs=""):
     floats = dict.fromkeys(("limit", "alpha", "up_offset", "gate_scale"), "fp32")
-    return _swiglu_bwd_kernel, GATE | floats, {"PAIRS": "", "D_PAIRS": "", "BLOCK": 2048} | flags, GATE_SIXTEEN, 4
+    constants = {"ACT": act, "PAIRS": pairs, "D_PAIRS": pairs, "PRODUCT": False, "BLOCK": 2048}
+    return _gate_bwd_kernel, GATE | floats, constants, GATE_SIXTEEN, 4
 
 
 def float8(kernel, dtype, eight, **flags):
     """The casts to eight bits, e4m3 (8e4nv for Triton) or e5m2."""
     pointers = {"X": f"*{dtype}", "MAXIMA": "*i32", "ROWS": f"*fp{eight}", "COLUMNS": "*i32", "INVERSE": "*fp32"}
-    constants = {"LARGEST": 448.0, "POWER_OF_2": False, "COUNT": 512} | flags
+    constants = {"LARGEST": 448.0, "POWER_OF_2": False, "LEAST": 1e-12, "COUNT": 512} | flags
     sixteen = [name for name in (*pointers, "numel", "t", "k", "quarters") if name in kernel.arg_names]
     return kernel, pointers, constants, sixteen, flags.get("BLOCK", 4096) // 1024
 
@@ -51,27 +51,27 @@ def float8_columns(dtype, eight, rows):
 def float8_by_row(kernel, dtype, num_warps, **flags):
     """The casts with scales by row: whole rows in tiles of 8192 numbers, or the transpose."""
     pointers = {"X": f"*{dtype}", "ROWS": "*fp8e4nv", "INVERSE": "*fp32", "MAXIMA": "*i32", "COLUMNS": "*i32"}
-    constants = {"LARGEST": 448.0, "POWER_OF_2": True} | flags
+    constants = {"LARGEST": 448.0, "POWER_OF_2": True, "LEAST": 1e-12} | flags
     sixteen = [name for name in (*pointers, "stride", "t", "k", "quarters") if name in kernel.arg_names]
     return kernel, pointers, constants, sixteen, num_warps
 
 
 def rows_of(dtype, width, num_warps=8):
     flags = {"KEEP_MAXIMA": True, "BLOCK_T": max(1, 8192 // width), "BLOCK_K": width, "STAGES": 3}
-    return float8_by_row(float8_rowwise._rows_kernel, dtype, num_warps, **flags)
+    return float8_by_row(_each_row_kernel, dtype, num_warps, **flags)
 
 
 def columns_of(dtype):
-    flags = {"PACK": _ptx("e4m3"), "BLOCK_T": 128, "BLOCK_K": 128}
-    return float8_by_row(float8_rowwise._columns_kernel, dtype, 4, **flags)
+    flags = {"COUNT": 0, "KEEP_ROWS": False, "PACK": _ptx("e4m3"), "BLOCK_T": 128, "BLOCK_K": 128}
+    return float8_by_row(_columns_kernel, dtype, 4, **flags)
 
 
 # Kernel, types of the pointers and floats, constants, which arguments are multiples of 16, warps.
 CASES = {
-    "swiglu": swiglu(VARIANT=False),
-    "clamped swiglu": swiglu(VARIANT=True),
-    "swiglu of pairs": swiglu(VARIANT=True, PAIRS="gate", D_PAIRS="gate"),
-    "geglu": (_geglu_bwd_kernel, GATE, {"BLOCK": 2048, "TANH": True}, GATE_SIXTEEN, 4),
+    "swiglu": gate("silu"),
+    "clamped swiglu": gate("clamped"),
+    "swiglu of pairs": gate("clamped", "gate"),
+    "geglu": gate("gelu_tanh"),
     "rows": row(8192, True),
     "rows anywhere": row(4096, False),
     "statistics": row(4096, True, DO_GRAD=False, ENTROPY_=True),
@@ -108,6 +108,13 @@ def accesses(case, capability):
 
 
 if __name__ == "__main__":
-    calls = {f"{name} {sm}": (case, sm) for name, case in CASES.items() for sm in (80, 89, 90, 120)}
-    found = {name: accesses(*call) for name, call in calls.items() if "float8" not in name or call[1] > 80}
-    print(json.dumps(found))
+    eight_bits = {True: (90,), False: (89, 90, 120)}  # of fp32, and of bf16
+    print(
+        json.dumps(
+            {
+                f"{name} {sm}": accesses(case, sm)
+                for name, case in CASES.items()
+                for sm in (eight_bits["fp32" in name] if "float8" in name else (80, 90, 120))
+            }
+        )
+    )

@@ -6,6 +6,9 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 import liger_triton as lt
 from liger_triton import reference
@@ -175,12 +178,13 @@ def test_results_changed_in_place(name, device):
         close(*found)
 
 
+@pytest.mark.parametrize("view", [False, True], ids=["leaf", "view"])
 @pytest.mark.parametrize("name", OPS)
-def test_a_leaf_is_never_written_over(name, device):
-    """Whoever owns a parameter reads it again, even where the caller allowed its memory to be reused."""
+def test_a_leaf_is_never_written_over(name, view, device):
+    """The owner of a parameter reads it again, even where the caller allowed its memory to be reused."""
     leaves, _ = made(name, device)
     before = [t.detach().clone() for t in leaves]
-    out = outputs(name, lt, leaves)
+    out = outputs(name, lt, [t.view(-1).view(t.shape) for t in leaves] if view else leaves)
     got = torch.autograd.grad(out, leaves, upstream(name, out))
     for t, copy, version in zip(leaves, before, [t._version for t in leaves], strict=True):
         assert torch.equal(t, copy) and version == 0
@@ -246,3 +250,42 @@ def test_a_second_derivative_is_right_or_an_error(name, device):
         results.append([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(second, leaves, strict=True)])
     for got, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("name", OPS)
+def test_forward_mode_raises(name, grad, device, triton_only):
+    """As PyTorch does for a custom function without a `jvp`. A missing tangent would count as zero."""
+    leaves, tensors = made(name, device)
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in (tensors if grad else map(torch.detach, tensors))]
+        with pytest.raises(NotImplementedError, match="jvp|forward AD"):
+            outputs(name, lt, duals)
+
+
+@pytest.mark.parametrize("which", ["all", "first", "last"])
+@pytest.mark.parametrize("name", OPS)
+def test_wrappers_take_the_twin(name, which, device):
+    """A subclass that holds its values elsewhere, as DTensor does, has no memory that a kernel could read."""
+    _, tensors = made(name, device)
+    kept = [t.detach() for t in tensors]
+    at = {"all": range(len(kept)), "first": [0], "last": [len(kept) - 1]}[which]
+    given = [TwoTensor(t, t.clone()) if k in at else t for k, t in enumerate(kept)]
+    for got, want in zip(outputs(name, lt, given), outputs(name, reference, kept), strict=True):
+        got = got.a if isinstance(got, TwoTensor) else got
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_tensors_without_values(name, device):
+    """Shapes and dtypes of fake tensors and on `meta`, with gradients: nothing is launched."""
+    leaves, tensors = made(name, device)
+    want = [(t.shape, t.dtype) for t in outputs(name, reference, tensors)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(t.detach()).requires_grad_() for t in leaves]
+        out = outputs(name, lt, [t * 1.0 for t in fakes])
+        assert [(t.shape, t.dtype) for t in out] == want and all(isinstance(t, FakeTensor) for t in out)
+        grads = torch.autograd.grad(out, fakes, [torch.ones_like(t) for t in out])
+        assert [g.shape for g in grads] == [t.shape for t in leaves]
+    on_meta = [t.detach().to("meta") for t in leaves]
+    assert [(t.shape, t.dtype) for t in outputs(name, lt, on_meta)] == want

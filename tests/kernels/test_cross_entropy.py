@@ -1,9 +1,11 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from liger_triton import cross_entropy, reference
-from liger_triton._row_pass import N_STATS, RowSpec
+from liger_triton._row_pass import ENTROPY, N_STATS, RowSpec
 from liger_triton._row_pass import row_pass as run_row_pass
 
 T, V = 13, 307
@@ -335,3 +337,35 @@ def test_target_outside_the_vocabulary(device, row_pass):
         loss = cross_entropy(leaf * 1.0, y, reduction="none")
         loss.sum().backward()
         assert loss.isnan().nonzero().flatten().tolist() == [5] and leaf.grad.isnan().any(1).sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_at_the_least_number(dtype, device, row_pass):
+    """All logits at `finfo.min` make a uniform row; beside larger ones they have no probability."""
+    lowest = torch.finfo(dtype).min
+    logits = torch.full((4, V), lowest, dtype=dtype, device=device)
+    logits[1, 3], logits[2, 5], logits[3, 3] = lowest / 2, 1e30, -1e31
+    logits, y = logits.requires_grad_(), torch.tensor([3, 3, 5, 3], device=device)
+    got = cross_entropy(logits, y, reduction="none")
+    want = F.cross_entropy(logits.double(), y, reduction="none")
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    grads = [torch.autograd.grad(t.sum(), logits)[0].float() for t in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-5)
+
+
+def test_the_entropy_of_rows_with_large_and_least_numbers(device, row_pass):
+    logits = torch.full((2, V), torch.finfo(torch.float32).min, device=device)
+    logits[1, 4] = 3e38
+    stats, y = torch.zeros((N_STATS, 2), device=device), torch.tensor([0, 4], device=device)
+    run_row_pass(logits, None, y, stats, None, None, RowSpec(extras=1 << ENTROPY))
+    torch.testing.assert_close(stats[ENTROPY], torch.tensor([math.log(V), 0.0], device=device))
+
+
+def test_fp16_waits_with_the_scale_of_the_logits(device, row_pass):
+    leaf, y = inputs(device)
+    logits = leaf.detach().half().requires_grad_()
+    for inplace in (False, True):
+        loss = cross_entropy(logits * 1.0, y, logit_scale=1e-6, inplace=inplace)
+        (got,) = torch.autograd.grad(loss * 2.0**30, logits)
+        want = F.cross_entropy(logits.double() * 1e-6, y) * 2.0**30
+        assert (got.double() - torch.autograd.grad(want, logits)[0]).norm() <= 2e-3 * got.double().norm()

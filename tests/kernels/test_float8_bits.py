@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_triton import Float8Form, Float8Input, float8_linear
+from liger_triton import Float8Form, float8_linear
 from liger_triton.float8_cast import float8_cast
+from liger_triton.float8_linear import Float8Input
 
 E4M3 = torch.float8_e4m3fn
 FORMS = {"torchao's": Float8Form(), "e4m3, powers": Float8Form(E4M3, power_of_2=True)}

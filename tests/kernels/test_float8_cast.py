@@ -158,3 +158,25 @@ def test_offsets_past_int32():
     found, tail = float8_cast(x, columns=True), float8_cast(x[-16:].contiguous(), columns=True)
     assert torch.equal(found.rows[-16:].float(), tail.rows.float())
     assert torch.equal(found.columns[:, -16:].float(), tail.columns.float())
+
+
+def test_a_gpu_without_fp8_takes_the_twins(monkeypatch, device):
+    """The kernels do not compile there."""
+    x = torch.randn(32, 48, device=device)
+
+    def refuse(*args, **options):
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(module, "fault_of_device", lambda device: "NVIDIA A100 has no matrix units for fp8")
+    monkeypatch.setattr(module, "launch", refuse)
+    want = reference.float8_cast(x, torch.float8_e4m3fn, True, True, maxima=reference.float8_maxima(x))
+    got = float8_cast(x, columns=True, maxima=want[3])
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want, strict=True))
+    rows = module.float8_rows(x, maxima=True)
+    module.float8_columns(x, rows.maxima)
+    module.transposed([module.row_cast([x])[0]])
+
+
+def test_maxima_that_are_none(device):
+    with pytest.raises(ValueError, match="expected those of an earlier cast"):
+        float8_cast(torch.randn(16, 16, device=device), maxima=torch.ones(4, device=device))

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from liger_triton import Float8Form, Float8RowwiseForm, float8_linear, reference
+from liger_triton.float8_linear import Float8Input
 
 E4M3 = torch.float8_e4m3fn
-module = importlib.import_module("liger_triton.float8_rowwise_linear")
-tensorwise = importlib.import_module("liger_triton.float8_linear")
+module = importlib.import_module("liger_triton.float8_linear")
 # Against float64 products of the same numbers in eight bits. The matrix units of a GPU keep some 14 bits of a sum.
 BOUND = {torch.bfloat16: 5e-3, torch.float16: 2e-3, torch.float32: 1e-3 if torch.cuda.is_available() else 1e-5}
 FORMS = {
@@ -26,8 +26,7 @@ BOTH = [pytest.param(FORMS[name], id=name) for name in ("rowwise", "gw_hp")]
 @pytest.fixture(autouse=True)
 def twins_on_a_cpu(device, monkeypatch):
     if device == "cpu":
-        for name in ("float8_rowwise", "float8_cast"):
-            monkeypatch.setattr(importlib.import_module(f"liger_triton.{name}"), "runs_triton", lambda *tensors: False)
+        monkeypatch.setattr(importlib.import_module("liger_triton.float8_cast"), "runs_triton", lambda *tensors: False)
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def error(got, want):
 def test_products_match_float64(shape, form, dtype, keeps_input, device):
     """The three products are those of the numbers in eight bits, for any number of rows."""
     x, weight, dy = inputs(shape, device, dtype)
-    y = float8_linear(x, weight, given=form.input_of(x, keeps_input))
+    y = float8_linear(x, weight, given=Float8Input(x, form, keeps_input))
     grads = torch.autograd.grad(y, (x, weight), dy)
     for got, like, want in zip((y, *grads), (dy, x, weight), wanted(x, weight, dy, form), strict=True):
         assert (got.dtype, got.shape) == (dtype, like.shape)
@@ -143,7 +142,7 @@ def test_layers_that_share_their_input(form, keeps_input, device, casts):
     k, v = (torch.randn_like(q).requires_grad_() for _ in range(2))
     apart = [torch.autograd.grad(float8_linear(x, w, form=form), (x, w), dy) for w in (q, k, v)]
     casts.clear()
-    outputs = [float8_linear(x, w, given=tensorwise.shared_input(x, form, keeps_input)) for w in (q, k, v)]
+    outputs = [float8_linear(x, w, given=module.shared_input(x, form, keeps_input)) for w in (q, k, v)]
     assert casts.count(("rows", (21, 48))) == 1
     assert casts.count(("columns", (21, 48))) == (not keeps_input and not form.gw_hp)
     for _ in range(2):  # two backward passes
@@ -162,7 +161,7 @@ def test_a_first_layer_that_is_frozen(form, device):
     x, q, dy = inputs((3, 7), device)
     k = torch.randn_like(q).requires_grad_()
     want = torch.autograd.grad(float8_linear(x, k, form=form), k, dy)
-    given = form.input_of(x)
+    given = Float8Input(x, form)
     float8_linear(x, q.detach(), given=given)
     assert torch.equal(torch.autograd.grad(float8_linear(x, k, given=given), k, dy)[0], want[0])
 
@@ -170,7 +169,7 @@ def test_a_first_layer_that_is_frozen(form, device):
 def test_not_shared_with_another_form(device):
     x, _, _ = inputs((3, 7), device)
     kinds = (Float8Form(), Float8RowwiseForm(), Float8RowwiseForm(gw_hp=True))
-    given = [tensorwise.shared_input(x, form) for form in kinds]
+    given = [module.shared_input(x, form) for form in kinds]
     assert len({id(each) for each in given}) == 3 and [each.form for each in given] == list(kinds)
     with pytest.raises(ValueError, match="given is of another x, of another form"):
         float8_linear(x, torch.ones(80, 48, device=device), given=given[1], form=kinds[2])
@@ -179,9 +178,9 @@ def test_not_shared_with_another_form(device):
 def test_nothing_of_a_shared_input_outlives_it(device):
     x, weight, _ = inputs((3, 7), device)
     x = x * 1
-    given = tensorwise.shared_input(x, Float8RowwiseForm())
+    given = module.shared_input(x, Float8RowwiseForm())
     y = float8_linear(x, weight, given=given)
-    rows = weakref.ref(given.cast.rows.rows)
+    rows = weakref.ref(given.cast.rows)
     del x
     assert given.cast is None and rows() is None
     y.sum().backward()
@@ -203,7 +202,7 @@ def test_what_is_kept(form, autocast, keeps_input, device):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-            given = form.input_of(x, keeps_input)
+            given = Float8Input(x, form, keeps_input)
             float8_linear(x, weight, given=given)
             float8_linear(x, weight, given=given)
     whole = keeps_input or (form.gw_hp and not autocast)
@@ -219,11 +218,11 @@ def test_what_is_kept(form, autocast, keeps_input, device):
 def test_only_what_is_wanted(form, device, casts, monkeypatch):
     products = []
 
-    def counted(*args, own=module.row_product, **options):
+    def counted(*args, own=Float8RowwiseForm.product, **options):
         products.append(1)
         return own(*args, **options)
 
-    monkeypatch.setattr(module, "row_product", counted)
+    monkeypatch.setattr(Float8RowwiseForm, "product", staticmethod(counted))
     x, weight, dy = inputs((3, 7), device)
     both = torch.autograd.grad(float8_linear(x, weight, form=form), (x, weight), dy)
     products.clear()
@@ -256,7 +255,7 @@ def test_weights_are_read_in_every_call(device):
 def test_a_change_before_the_backward_pass_raises(changed, form, device):
     x, weight, _ = inputs((3, 7), device)
     x = x * 1
-    y = float8_linear(x, weight, given=form.input_of(x, keeps_input=True))
+    y = float8_linear(x, weight, given=Float8Input(x, form, keeps_input=True))
     with torch.no_grad():
         (weight if changed == "weight" else x).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_triton.float8_transpose import transposed
+from liger_triton.float8_cast import transposed
 
 E4M3 = torch.float8_e4m3fn
 

@@ -8,16 +8,15 @@ import torch.nn.functional as F
 
 from liger_triton import (
     Float8Weight,
-    LoRAGroup,
-    dequantized,
     frozen_float8_linear,
     lora_linear,
     lora_linears,
     lora_mlp,
-    quantized,
     reference,
 )
-from liger_triton.frozen_float8 import row_cast
+from liger_triton.float8_cast import row_cast
+from liger_triton.frozen_float8 import dequantized, quantized
+from liger_triton.lora_linear import LoRAGroup
 
 E4M3 = torch.float8_e4m3fn
 TOKENS = [(1,), (5,), (2, 17), (300,)]
@@ -274,7 +273,7 @@ def test_in_float64_the_numbers_of_the_weight_count(device):
 
 def test_a_gpu_without_fp8(device, monkeypatch):
     w8, x = quantized(layer_of(device)), torch.randn(3, 48, device=device)
-    for name in ("frozen_float8_linear", "lora_linear"):
+    for name in ("frozen_float8", "lora_linear"):
         module = importlib.import_module(f"liger_triton.{name}")
         monkeypatch.setattr(module, "fault_of_device", lambda device: "cuda:0 has no matrix units for fp8")
     with pytest.raises(ValueError, match="no matrix units for fp8. Use torch.nn.functional.linear"):

@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 
@@ -229,3 +231,22 @@ def test_offsets_past_int32(form):
     y.backward(dy)
     y_tail.backward(dy[-3:])
     assert torch.equal(x.grad[-3:], tails[0].grad)
+
+
+def test_more_groups_than_a_grid_has_programs(device):
+    """65,536 groups of one column: the PyTorch twin computes them."""
+    x = torch.randn(2, 65536, device=device)
+    got = gated_rms_norm(x, x, torch.ones(65536, device=device), 1e-6, group_size=1)
+    torch.testing.assert_close(
+        got, reference.gated_rms_norm(x, x, torch.ones(65536, device=device), 1e-6, group_size=1)
+    )
+
+
+def test_stages_are_counted_by_the_size_of_each_tensor(monkeypatch):
+    """Three tiles of 8192 numbers of dy in fp32, x and z in 16 bits are 192 KiB, which an A100 does not hold."""
+    module = importlib.import_module("liger_triton._launch")
+    monkeypatch.setattr(module, "_shared_memory", lambda device: 166912 - 2048)
+    x, dy = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
+    assert module.backward_tile(4096, x.device, x, x, x)[3] == 3
+    assert module.backward_tile(4096, x.device, x, dy, x)[3] == 2
+    assert module.backward_tile(4096, x.device, dy, dy, dy)[3] == 1

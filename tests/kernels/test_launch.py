@@ -41,6 +41,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(_launch, "INTERPRET", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(OnGPU, "get_device", lambda self: 0)
     return Kernel()
 
 
@@ -67,12 +68,12 @@ def test_a_second_call_of_a_kind_is_not_searched_for(kernel):
         {"x": lambda: tensor(offset=1)},
         {"n": 1},
         {"n": 47},
-        {"eps": 1e-5},
+        {"n": 2**31 + 16},
         {"BLOCK": 128},
         {"FLAG": False},
         {"num_warps": 4},
     ],
-    ids=("dtype", "alignment", "one", "number", "eps", "constant", "flag", "option"),
+    ids=("dtype", "alignment", "one", "number", "wide", "constant", "flag", "option"),
 )
 def test_another_kind_is_searched_for(kernel, other):
     call = {"x": tensor, "n": 48, "eps": 1e-6, "BLOCK": 64, "FLAG": True, "num_warps": 8}
@@ -83,17 +84,33 @@ def test_another_kind_is_searched_for(kernel, other):
 
 
 def test_another_device_is_another_kind(kernel, monkeypatch):
+    """And the kernel is launched there, whatever device is the current one."""
+    inside = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            inside.append(self.device)
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
+
+        def __exit__(self, *_):
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
     for device in (0, 1):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        monkeypatch.setattr(OnGPU, "get_device", lambda self, device=device: device)
         _launch.launch(kernel, (1,), tensor(), 48, 1e-6, BLOCK=64, FLAG=True)
-    assert len(kernel.searched) == 2
+    assert len(kernel.searched) == 2 and inside == [1] and torch.cuda.current_device() == 0
 
 
-def test_what_is_remembered_is_bounded(kernel, monkeypatch):
-    monkeypatch.setattr(_launch, "MOST_KINDS_OF_CALLS", 4)
-    for n in range(100, 120):
-        _launch.launch(kernel, (1,), tensor(), n, 1e-6, BLOCK=64, FLAG=True)
-    assert len(kernel._liger_compiled) <= 4
+def test_rows_of_every_length_are_of_few_kinds(kernel):
+    """Triton itself tells apart what is a multiple of 16 and what is not, and 1."""
+    for n in range(1, 2000):
+        _launch.launch(kernel, (1,), tensor(), n, 1e-6 * n, BLOCK=64, FLAG=True)
+    assert len(kernel.searched) == len(kernel._liger_compiled) == 3
+    assert {kind[2] for kind in kernel.searched} == {1, 2, 16} and len(kernel.launched) == 1996
 
 
 def test_the_interpreter_is_called_as_ever(kernel, monkeypatch):

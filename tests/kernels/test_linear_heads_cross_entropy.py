@@ -261,3 +261,35 @@ def test_errors():
     y[1, 4] = V
     with pytest.raises(IndexError, match=rf"target\[17\] is {V}"):
         linear_heads_cross_entropy(x, w, y)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_rows_of_any_layout(tied, device, row_pass):
+    """Column-major targets and weights of rows, as `labels.t()` gives them: kernels read rows by number."""
+    (x, *w), y = inputs(device, 3, tied)
+    share = torch.rand(3, T, device=device)
+    found = []
+    for turn in (torch.clone, lambda t: t.t().contiguous().t()):
+        loss = linear_heads_cross_entropy(
+            x, w[0] if tied else w, turn(y), row_weight=turn(share), chunk_rows=CHUNK
+        ).loss
+        found.append((loss, *torch.autograd.grad(loss, (x, *w))))
+    for got, want in zip(found[1], found[0], strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e5])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_fp16_takes_weights_of_any_size(tied, size, device, row_pass):
+    """With a loss scale, gradients are those of float64 up to the rounding of fp16."""
+    tensors, y = inputs(device, 3, tied, torch.float16)
+    share, scale = size * (0.5 + torch.rand(3, T, device=device)), 1.0 / (size * T)
+    (x, *w) = tensors
+    loss = linear_heads_cross_entropy(x, w[0] if tied else w, y, row_weight=share, chunk_rows=CHUNK).loss
+    got = torch.autograd.grad(loss * scale, tensors)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    want = torch.autograd.grad(
+        loss_of(reference.linear_heads_cross_entropy, y, tied, row_weight=share)(*wide) * scale, wide
+    )
+    for g, ref in zip(got, want, strict=True):
+        assert (g.double() - ref).norm() <= 2e-3 * ref.norm()

@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -384,3 +386,38 @@ def test_errors():
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             linear_heads_kl(**(good | changes))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_rows_of_any_layout(tied, device, row_pass):
+    """Column-major `valid` and weights of rows; weights of any size in fp16."""
+    for dtype, size in ((torch.float32, 1.0), (torch.float16, 1e-6), (torch.float16, 1e5)):
+        tensors, teacher, valid = inputs(device, 3, tied, dtype)
+        share, found = size * (0.5 + torch.rand(3, T, device=device)), []
+        ours, twin = (linear_heads_kl, column_major, dtype), (reference.linear_heads_kl, torch.clone, torch.float64)
+        for fn, turn, to in (ours, twin):
+            x, *w = (t.detach().to(to).requires_grad_() for t in tensors)
+            own = [t.to(to) for t in teacher]
+            loss = fn(x, w[0] if tied else w, *own, turn(valid), row_weight=turn(share)).loss
+            found.append(torch.autograd.grad(loss / (size * T), (x, *w)))
+        for got, want in zip(*found, strict=True):
+            assert (got.double() - want).norm() <= (2e-3 if dtype == torch.float16 else 1e-5) * want.norm()
+
+
+def column_major(t):
+    return t.t().contiguous().t()
+
+
+def test_rows_at_the_least_number(device, row_pass):
+    """All logits at `finfo.min` are a uniform row, in student and teacher. One more logit, and its token has all."""
+    lowest = torch.finfo(torch.float32).min
+    module = importlib.import_module("liger_triton._kl_pass")
+    student = torch.full((3, 300), lowest, device=device)
+    student[1, 200] = 0.0
+    student[2, 200] = lowest / 2
+    stats, top = module.teacher_pass(student, 1.0, 0.0)
+    assert top.tolist() == [0, 200, 200]
+    torch.testing.assert_close(stats[:, 1], torch.tensor([299.0, 0.0, 0.0], device=device))
+    rows = torch.tensor([0, 1, 2], device=device)
+    loss, top = module.kl_pass(student.clone(), student, stats, rows, None, 1.0, 0.0, True)
+    assert torch.equal(loss, torch.zeros(3, device=device)) and top.tolist() == [0, 200, 200]

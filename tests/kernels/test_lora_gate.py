@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_triton import lora_mlp
-from liger_triton.lora_gate import gate_of_sums, gradients_of_sums, takes
+from liger_triton.gates import gate_of_sums, gradients_of_sums, takes
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"), "gelu": F.gelu}
 

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from liger_triton import LoRAGroup, lora_linear, lora_linears, reference
+from liger_triton import linear_logprobs, lora_linear, lora_linears, reference
+from liger_triton.lora_linear import LoRAGroup
 
 low_rank_file = importlib.import_module("liger_triton._low_rank")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -333,3 +334,18 @@ def test_bad_input(change, message):
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         lora_linear(**(given | change))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rank_0(dtype, device):
+    """The layer itself. A and B get empty gradients."""
+    x, w = torch.randn(5, 24, device=device, dtype=dtype), torch.randn(16, 24, device=device, dtype=dtype)
+    a, b = (torch.zeros(s, device=device, requires_grad=True) for s in ((0, 24), (16, 0)))
+    x.requires_grad_()
+    y = lora_linear(x, w, lora=(a, b, 2.0))
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, w))
+    dx, da, db = torch.autograd.grad(y.sum(), (x, a, b))
+    torch.testing.assert_close(dx, w.sum(0).expand(5, -1), rtol=2e-2, atol=2e-2)
+    assert da.shape == (0, 24) and db.shape == (16, 0)
+    z = linear_logprobs(x, w, torch.zeros(5, dtype=torch.int64, device=device), lora=(a.to(dtype), b.to(dtype), 2.0))
+    torch.testing.assert_close(z.log_probs, y.float().log_softmax(-1)[:, 0], rtol=1e-2, atol=1e-2)

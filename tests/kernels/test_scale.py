@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_triton._dispatch import use_triton
-from liger_triton._scale import launch_scale, scaled
+from liger_triton.known_gradients import launch_scale, scaled
 
 
 @pytest.mark.parametrize(

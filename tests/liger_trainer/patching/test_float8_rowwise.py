@@ -17,7 +17,7 @@ pytest.importorskip("torchao", reason="torchao is not installed")
 from fp8_models import LAYERS, assert_same, config_of, fp8_model, patched, step  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 
-kernels = importlib.import_module("liger_triton.float8_rowwise_linear")
+kernels = importlib.import_module("liger_triton.float8_linear")
 RECIPES = ["rowwise", "rowwise_with_gw_hp"]
 VARIANTS = [
     pytest.param("rowwise", {}, "rowwise, scales in powers of 2", id="rowwise"),
@@ -28,7 +28,7 @@ VARIANTS = [
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
-    for name in ("float8_rowwise", "float8_cast"):
+    for name in ("float8_cast",):
         monkeypatch.setattr(importlib.import_module(f"liger_triton.{name}"), "runs_triton", lambda *tensors: False)
 
 

@@ -29,7 +29,7 @@ OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entrop
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch):
-    for name in ("float8_cast", "float8_rowwise"):
+    for name in ("float8_cast",):
         monkeypatch.setattr(importlib.import_module(f"liger_triton.{name}"), "runs_triton", lambda *tensors: False)
 
 
