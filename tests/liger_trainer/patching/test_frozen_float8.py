@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_trainer.patching.quantize_base import quantize_base
-from liger_triton import dequantized, quantized
+from liger_triton.frozen_float8 import dequantized, quantized
 
 HEAD = "it is the LM head, which is fused with the loss"
 
