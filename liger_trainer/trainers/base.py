@@ -22,7 +22,7 @@ from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.apply import swap_converted
-from liger_trainer.trainers import frozen_base, fsdp2, in_backward_checks, init_checks
+from liger_trainer.trainers import frozen_base, fsdp2, in_backward_checks, init_checks, optimizer_in_backward
 from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
 from liger_trainer.trainers.logged_loss import filtering_losses
 from liger_trainer.trainers.patched_models import PatchedModels
@@ -72,7 +72,7 @@ class LigerTrainerMixin(StockTrainer):
     checkpointing: Outcome | None = None
     device_memory: Memory | None = None
     _chooser: Chooser | None = None
-    _in_backward: in_backward_checks.InTraining | None = None  # while training with `optimizer_in_backward`
+    _in_backward: optimizer_in_backward.OptimizerInBackward | None = None  # while training with `optimizer_in_backward`
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
         """Loss of each label; the trainer sums it and divides by the number of labels that count.
@@ -157,7 +157,7 @@ class LigerTrainerMixin(StockTrainer):
             return self._chooser.run(self, step, args, kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        steps = None if self._in_backward is None else self._in_backward.steps
+        steps = self._in_backward
         return super()._get_grad_norm(model, grad_norm) if steps is None else steps.grad_norm()
 
     def _use_own_heads(self) -> None:
@@ -214,7 +214,7 @@ class LigerTrainerMixin(StockTrainer):
             self.checkpointing = chooser.outcome
         lightly = checkpointing_lightly(self) if chooser is None else nullcontext()
         try:
-            with lightly, filtering_losses(self), in_backward_checks.while_training(self) as self._in_backward:
+            with lightly, filtering_losses(self), optimizer_in_backward.while_training(self) as self._in_backward:
                 return super().train(*args, **kwargs)
         finally:
             self._chooser = self._in_backward = None

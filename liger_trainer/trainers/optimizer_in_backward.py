@@ -4,6 +4,9 @@ The optimizer is the one that the trainer has made. For the step of one weight, 
 weight alone. So its states, its groups and its learning rates are where they always are, and a checkpoint is the same.
 The step that the trainer calls after the backward pass finds no gradients and changes nothing. It has the optimizer's
 hooks called once a step.
+
+From its own step until that of the trainer, a weight has its new value and no gradient, where stock code would find its
+old value and its gradient. So using it is an error (`SteppedWeight`), whatever the code that does.
 """
 
 import functools
@@ -11,103 +14,152 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from liger_trainer.trainers import in_backward_checks
+
+if TYPE_CHECKING:
+    from liger_trainer.trainers.base import LigerTrainerMixin
 
 _NO_WEIGHT = types.SimpleNamespace(grad=None)  # what optimizers pass over
+# What may be asked of a weight that has been stepped: it depends neither on its value nor on its gradient
+_ABOUT_A_WEIGHT = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda")
+} | {
+    getattr(torch.Tensor, name)
+    for name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex")
+}  # fmt: skip
 
 
-class OptimizerInBackward:
-    """Steps an optimizer for one weight at a time, as the gradients of a training step arrive.
+class SteppedWeight(nn.Parameter):
+    """The class of a weight from its own step in the backward pass until the trainer's optimizer step."""
 
-    Weights have hooks from the beginning of a training step until its optimizer step, and none in between.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): One whose step of a weight depends on no other weight.
-            `in_backward_checks.py` refuses others.
-        model (`nn.Module`): The model whose gradients `grad_norm` counts, and whose names of weights stand in errors.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
-        self.optimizer, self.model = optimizer, model
-        self._norms: dict[nn.Parameter, torch.Tensor] = {}  # of the weights that have been stepped in this step
-        self._failed = False  # while some of them had been stepped, and others had not
-        self._lock = threading.Lock()  # autograd has a thread for each device
-        self._hooks: list[Any] = []
-        self._end_hook = optimizer.register_step_pre_hook(self._end)
-        self._by_place = _looks_weights_up_by_place(optimizer)
-        if self._by_place:
-            with _without_gradients(optimizer):
-                plain_step(optimizer)  # what it does first, it does for all weights
-
-    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `step(*args, **kwargs)`, the forward and backward pass of a training step."""
-        self._refuse_half_a_step()
-        if not self._hooks:
-            self._norms = {}
-            self._begin()
-        try:
-            return step(*args, **kwargs)
-        except BaseException:
-            self._failed = bool(self._norms)
-            raise
-
-    def close(self) -> None:
-        """Leave optimizer and weights without our hooks."""
-        self._end_hook.remove()
-        self._remove_hooks()
-
-    def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients of the step, as `torch.nn.utils.clip_grad_norm_` would have found it."""
-        norms = (self._norms.get(p, None if p.grad is None else _norm(p.grad)) for p in self.model.parameters())
-        return torch.nn.utils.get_total_norm([norm for norm in norms if norm is not None])
-
-    def _begin(self) -> None:
-        for group in self.optimizer.param_groups:
-            for place, weight in enumerate(group["params"]):
-                if weight.requires_grad:
-                    arrived = functools.partial(self._arrived, group, place if self._by_place else 0)
-                    self._hooks.append(weight.register_post_accumulate_grad_hook(arrived))
-
-    def _arrived(self, group: dict[str, Any], place: int, weight: nn.Parameter) -> None:
-        with self._lock:
-            if weight in self._norms:
-                raise RuntimeError(self._arrived_twice(weight))
-            self._norms[weight] = _norm(weight.grad)
-            step_alone(self.optimizer, group, weight, place)
-
-    def _end(self, *_: Any) -> None:
-        self._refuse_half_a_step()
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _refuse_half_a_step(self) -> None:
-        if self._failed:
-            raise RuntimeError(
-                "A training step has failed in its backward pass when some weights had taken their optimizer step and "
-                "others had not (optimizer_in_backward: true). Resume from the last checkpoint."
-            )
-
-    def _arrived_twice(self, weight: nn.Parameter) -> str:
-        name = next((name for name, p in self.model.named_parameters() if p is weight), "a weight")
-        return (
-            f"optimizer_in_backward is true, and {name} gets a second gradient in one step, when it has taken its "
-            "optimizer step with the first. Either there are two backward passes in the step, or reentrant "
-            "checkpointing runs a layer of its own for each use of the weight. Set optimizer_in_backward to false, or "
-            'activation_checkpointing_kwargs to {"use_reentrant": false}. Some weights have changed already: resume '
-            "from the last checkpoint."
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _ABOUT_A_WEIGHT:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        raise RuntimeError(
+            f"optimizer_in_backward is true, and a weight is used ({torch.overrides.resolve_name(func)}) after its "
+            "optimizer step in the backward pass and before the end of the training step. Its gradient is freed and "
+            "its value has changed. Causes: a second forward or backward pass in the step; checkpointing that "
+            "recomputes a layer which reads a weight of another one, or reentrant checkpointing of layers that share a "
+            "weight; code in training_step, a callback or a hook that looks at weights or gradients after the backward "
+            'pass. Set optimizer_in_backward to false, or activation_checkpointing_kwargs to {"use_reentrant": false} '
+            "for layers that share a weight. Change gradients with weight.register_hook."
         )
 
 
-def _norm(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None
-    return torch.nn.utils.get_total_norm([gradient])
+class OptimizerInBackward:
+    """Steps the optimizer of a trainer for one weight at a time, as the gradients of a training step arrive.
+
+    Weights have hooks from the beginning of a training step until its optimizer step, and none in between.
+    """
+
+    def __init__(self, trainer: "LigerTrainerMixin"):
+        self.trainer = trainer
+        self._stepped: dict[nn.Parameter, tuple[type, torch.Tensor]] = {}  # weight -> (its class, norm of its gradient)
+        self._options: list[dict[str, Any]] = []  # of the optimizer's groups, when weights were stepped
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self._hooks: list[RemovableHandle] = []  # of the weights
+        self._end_hook: RemovableHandle | None = None
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return `step(*args, **kwargs)`, the forward and backward pass of a training step."""
+        in_backward_checks.check_trainer(self.trainer)  # a callback may have changed arguments or optimizer
+        optimizer = in_backward_checks.plain(self.trainer.optimizer)
+        if not self._hooks:
+            self._begin(optimizer)
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._options = _options_of(optimizer)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients of the step, as `torch.nn.utils.clip_grad_norm_` would have found it."""
+        weights = list(self.trainer.model.parameters())
+        norms = [self._stepped[weight][1] if weight in self._stepped else weight.grad for weight in weights]
+        return torch.nn.utils.get_total_norm([norm for norm in norms if norm is not None])
+
+    def close(self) -> None:
+        """Leave optimizer and weights without our hooks."""
+        self._leave_weights()
+        if self._end_hook is not None:
+            self._end_hook.remove()
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self.close()
+        in_backward_checks.refuse_listeners(self.trainer, optimizer)
+        self._end_hook = optimizer.register_step_pre_hook(self._end)
+        of_bitsandbytes: Any = optimizer if type(optimizer).__module__.startswith("bitsandbytes.") else None
+        if of_bitsandbytes is not None and not of_bitsandbytes.initialized:
+            of_bitsandbytes.check_overrides()  # what its first step does, it does for all weights
+            of_bitsandbytes.to_gpu()
+            of_bitsandbytes.initialized = True
+        for group in optimizer.param_groups:
+            for place, weight in enumerate(group["params"]):
+                if weight.requires_grad:
+                    # bitsandbytes has options for single weights, by their place in the groups
+                    place = 0 if of_bitsandbytes is None else place
+                    arrived = functools.partial(self._arrived, optimizer, group, place)
+                    self._hooks.append(weight.register_post_accumulate_grad_hook(arrived))
+
+    def _arrived(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], place: int, weight: nn.Parameter
+    ) -> None:
+        with self._lock:
+            assert weight.grad is not None, "it has just arrived"
+            norm = torch.nn.utils.get_total_norm([weight.grad])
+            step_alone(optimizer, group, weight, place)
+            self._stepped[weight] = type(weight), norm
+            weight.__class__ = SteppedWeight
+
+    def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before the optimizer step of the trainer."""
+        in_backward_checks.refuse_listeners(self.trainer, optimizer, ours=self._end)
+        if self._stepped and _options_of(optimizer) != self._options:
+            raise RuntimeError(
+                "optimizer_in_backward is true, and options of the optimizer, such as its learning rate, have been "
+                "changed after the backward pass, in which the weights were stepped. Change them before training_step, "
+                "or set optimizer_in_backward to false."
+            )
+        self._leave_weights()
+
+    def _leave_weights(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for weight, (kind, _) in self._stepped.items():
+            weight.__class__ = kind
+        self._hooks, self._stepped = [], {}
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+@contextmanager
+def while_training(trainer: "LigerTrainerMixin") -> Iterator[OptimizerInBackward | None]:
+    """Around one training: what runs its training steps, or None without `optimizer_in_backward`."""
+    if not in_backward_checks.wants(trainer.args):
+        yield None
+        return
+    in_backward_checks.check_trainer(trainer)  # arguments may have been changed since it was built
+    steps = OptimizerInBackward(trainer)
+    try:
+        yield steps
+    except BaseException as error:
+        if steps._stepped:
+            error.add_note(
+                "The step has failed when some weights had taken their optimizer step (optimizer_in_backward: true). "
+                "Resume from the last checkpoint."
+            )
+        raise
+    finally:
+        steps.close()
 
 
 @torch.no_grad()
@@ -124,34 +176,12 @@ def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: 
     for each, _ in groups:
         each["params"] = []
     group["params"] = [_NO_WEIGHT] * place + [weight]
-    try:
-        plain_step(optimizer)
+    step = type(optimizer).step
+    try:  # without the hooks that PyTorch puts around `step`
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
     finally:
         for each, weights in groups:
             each["params"] = weights
     weight.grad = None
     # Fused optimizers do not tell autograd, which would have to refuse whatever needs the old values still
     torch.autograd.graph.increment_version(weight)
-
-
-def plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step `optimizer` without the hooks that PyTorch puts around its `step`."""
-    step = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
-
-
-def _looks_weights_up_by_place(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has options for single weights, by their place in its groups, as those of bitsandbytes have."""
-    return type(optimizer).__module__.startswith("bitsandbytes.")
-
-
-@contextmanager
-def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    kept = [(weight, weight.grad) for group in optimizer.param_groups for weight in group["params"]]
-    for weight, _ in kept:
-        weight.grad = None
-    try:
-        yield
-    finally:
-        for weight, gradient in kept:
-            weight.grad = gradient

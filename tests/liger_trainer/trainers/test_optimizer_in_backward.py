@@ -95,19 +95,12 @@ def test_weights_without_a_gradient_are_passed_over_and_frozen_ones_stay(tmp_pat
 
 
 def test_gradients_never_exist_together(tmp_path):
-    class Looking(LigerTrainer):
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            self.left = [p for p in self.model.parameters() if p.grad is not None]
-            return loss
-
     highest = {}
     for in_backward in (False, True):
         memory = CountedMemory()
-        trainer = make(tmp_path, in_backward, True, memory=memory, trainer_class=Looking, **SHORT)
+        trainer = make(tmp_path, in_backward, True, memory=memory, **SHORT)
         train(trainer)
         highest[in_backward] = memory.highest
-        assert bool(trainer.left) != in_backward
     of_all = sum(p.numel() * 4 for p in trainer.model.parameters())
     assert highest[False] - highest[True] > 0.4 * of_all
 
@@ -303,12 +296,23 @@ def test_gradients_of_before_and_steps_without_any_are_as_ever(trainer_class, tm
     assert same_bits(*found)
 
 
-@pytest.mark.parametrize("trainer_class", [BackwardAfter, BackwardInLoss])
+class ForwardsBefore(LigerTrainer):
+    """Two losses, whose backward passes come one after the other, with no forward pass in between."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss, other = (super(ForwardsBefore, self).compute_loss(model, inputs, *args, **kwargs) for _ in range(2))
+        self.accelerator.backward(other)
+        return loss
+
+
+@pytest.mark.parametrize("trainer_class", [BackwardAfter, BackwardInLoss, ForwardsBefore])
 def test_two_backward_passes_are_an_error(trainer_class, tmp_path):
     trainer = make(tmp_path, True, trainer_class=trainer_class, **SHORT)
-    with pytest.raises(RuntimeError, match=r"(weight|bias) gets a second gradient in one step"):
+    by_autograd = "needed for gradient computation has been modified by an inplace operation"
+    with pytest.raises(RuntimeError, match=f"a weight is used .* after its optimizer step|{by_autograd}") as error:
         train(trainer)
-    assert not has_our_hooks(trainer.model)
+    assert "Resume from the last checkpoint" in error.value.__notes__[0]
+    assert not has_our_hooks(trainer.model) and {type(p) for p in trainer.model.parameters()} == {torch.nn.Parameter}
 
 
 def test_a_weight_of_several_layers(tmp_path):
@@ -322,11 +326,36 @@ def test_a_weight_of_several_layers(tmp_path):
 
     same_training(tmp_path, model=model, checkpointing=True, **SHORT)
     options = {"activation_checkpointing_kwargs": {"use_reentrant": True}}
-    with pytest.raises(RuntimeError, match=r"up_proj.weight gets a second gradient.*use_reentrant"):
+    with pytest.raises(RuntimeError, match=r"a weight is used .* after its optimizer step.*use_reentrant"):
         train(make(tmp_path, True, True, model=model(), **options, **SHORT))
 
 
-def test_half_a_step_is_not_gone_on_with(tmp_path):
+@pytest.mark.parametrize("use_liger", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_reads_a_weight_of_others_when_it_runs_again(reentrant, use_liger, tmp_path):
+    """An early exit asks the head how sure it is. The head has been stepped when the layer runs again."""
+
+    def model():
+        model = tiny_model("llama", num_hidden_layers=3)
+        mlp, head = model.model.layers[1].mlp, model.lm_head
+        of_class = mlp.forward
+
+        def forward(x):
+            with torch.no_grad():
+                sure = head(x).softmax(-1).amax(-1, keepdim=True)
+            return of_class(x) * sure
+
+        mlp.forward = forward
+        return model
+
+    options = SHORT | {"use_liger": use_liger}
+    again = {"activation_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    with pytest.raises(RuntimeError, match=r"a weight is used .* after its optimizer step.*recomputes a layer"):
+        train(make(tmp_path, True, True, model=model(), **again, **options))
+    same_training(tmp_path, model=model, **options)
+
+
+def test_a_step_that_goes_on_after_an_error_is_as_ever(tmp_path):
     class Forgiving(LigerTrainer):
         def training_step(self, *args, **kwargs):
             handle = None
@@ -343,8 +372,96 @@ def test_half_a_step_is_not_gone_on_with(tmp_path):
     def fail(gradient):
         raise ArithmeticError
 
-    trainer = make(tmp_path, True, trainer_class=Forgiving, **SHORT)
-    with pytest.raises(RuntimeError, match="some weights had taken their optimizer step and others had not"):
+    same_training(tmp_path, trainer_class=Forgiving, **SHORT)
+
+
+# Changes between the backward pass and the optimizer step
+
+
+def of_gradients(trainer):
+    for p in trainer.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.1)
+
+
+def of_weights(trainer):
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(0.9)
+
+
+def of_the_learning_rate(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+
+
+def of_clipping(trainer):
+    trainer.args.max_grad_norm = 0.01
+
+
+def of_the_optimizer(trainer):
+    sgd = torch.optim.SGD(trainer.model.parameters(), lr=0.5, momentum=0.9)
+    trainer.optimizer = trainer.accelerator.prepare(sgd)
+
+
+def of_listeners(trainer):
+    trainer.optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [of_gradients, of_weights, of_the_learning_rate, of_clipping, of_the_optimizer,
+                                    of_listeners], ids=lambda change: change.__name__)  # fmt: skip
+def test_what_changes_after_the_backward_pass_is_no_silent_loss(change, tmp_path):
+    class Altering(LigerTrainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            if self.state.global_step == 1:
+                change(self)
+            return loss
+
+    says = {
+        of_the_learning_rate: "options of the optimizer, such as its learning rate",
+        of_listeners: "the optimizer has a step_pre_hook",
+    }
+    trainer = make(tmp_path, True, trainer_class=Altering, **SHORT)
+    with pytest.raises((RuntimeError, ValueError), match=says.get(change, "a weight is used")):
+        train(trainer)
+    assert trainer.state.global_step == 1
+
+
+class Changing(TrainerCallback):
+    """Calls `change` with the trainer before its second step."""
+
+    def __init__(self, change):
+        self.change, self.trainer = change, None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.change(self.trainer)
+
+
+def changing(tmp_path, on, change):
+    trainer = make(tmp_path, on, callbacks=[callback := Changing(change)], **SHORT)
+    callback.trainer = trainer
+    return trainer
+
+
+def test_an_optimizer_that_a_callback_puts_in_place_of_another(tmp_path):
+    found = []
+    for on in (False, True):
+        trainer = changing(tmp_path, on, of_the_optimizer)
+        found.append((*train(trainer), logs_of(trainer)))
+    assert same_bits(*found) and found[0][2] == found[1][2]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (of_clipping, "max_grad_norm is 0.01"),
+        (lambda trainer: trainer.add_callback(Between()), "callback Between has on_pre_optimizer_step"),
+    ],
+)
+def test_what_is_refused_is_refused_in_later_steps_too(change, says, tmp_path):
+    trainer = changing(tmp_path, True, change)
+    with pytest.raises(ValueError, match=says):
         train(trainer)
     assert trainer.state.global_step == 1
 
