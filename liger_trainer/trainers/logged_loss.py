@@ -1,11 +1,12 @@
 """Filters logged losses as `logging_nan_inf_filter` asks, without making the host wait for the GPU.
 
-`Trainer` asks every loss whether it is NaN or infinite, and leaves such losses out of what it logs. For the answer the
-host waits for the GPU once per micro-batch. Here `Trainer` gets a loss that always answers no. It filters itself on the
-device instead, when `Trainer` adds it to the sum of the losses before it, so that the logged numbers are the same.
+`Trainer` asks every loss whether it is NaN or infinite, and adds the mean of the losses before it in place of such a
+one. For the answer the host waits for the GPU once per micro-batch. Here the device chooses between the two, and the
+argument is off from the end of `training_step` to the call of `floating_point_ops`, which `Trainer` makes right after
+it has added the loss. So nothing but its own two statements finds it off.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,48 +16,40 @@ if TYPE_CHECKING:
     from liger_trainer.trainers.base import LigerTrainerMixin
 
 
-class FilteredLoss(torch.Tensor):
-    """A loss () for `Trainer` to log. If it is not finite, adding it to a sum of losses adds their mean instead.
-
-    Attributes:
-        steps (`int`): The number of steps by which `Trainer` divides the sum to get that mean.
-    """
-
-    steps: int
-
-    @classmethod
-    def of(cls, loss: torch.Tensor, steps: int) -> "FilteredLoss":
-        filtered = loss.as_subclass(cls)
-        filtered.steps = steps
-        return filtered
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in (torch.isnan, torch.isinf):
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in (torch.Tensor.add_, torch.Tensor.add) and not isinstance(args[0], cls):
-                total, loss = args
-                return func(total, torch.where(torch.isfinite(loss), loss, total / loss.steps))
-            return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def filtering_losses(trainer: "LigerTrainerMixin") -> Iterator[None]:
     """Within it, `logging_nan_inf_filter` works on the losses of `trainer` without waiting for the GPU."""
-    if not (trainer.uses_liger and trainer.args.logging_nan_inf_filter):
+    args, step, operations = trainer.args, trainer.training_step, trainer.floating_point_ops
+    if not (trainer.uses_liger and args.logging_nan_inf_filter):
         yield
         return
-    step = trainer.training_step  # a subclass that overrides it gets each loss as it is
-    before = {name: value for name, value in vars(trainer).items() if name == "training_step"}
 
-    def filtered_step(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return FilteredLoss.of(step(*args, **kwargs), 1 + trainer.state.global_step - trainer._globalstep_last_logged)
+    def filtered_step(*given: Any, **named: Any) -> torch.Tensor:
+        filter_on()  # a callback may have called it before
+        loss = step(*given, **named)  # a subclass that overrides it gets each loss as it is
+        in_place = all(trainer.__dict__.get(name) is method for name, method in ours.items())
+        if args.logging_nan_inf_filter and in_place:
+            steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+            loss = torch.where(torch.isfinite(loss), loss, trainer._tr_loss / steps)
+            args.logging_nan_inf_filter = None
+        return loss
 
-    trainer.__dict__["training_step"] = filtered_step
+    def counted(*given: Any, **named: Any) -> Any:
+        filter_on()
+        return operations(*given, **named)
+
+    def filter_on() -> None:
+        if args.logging_nan_inf_filter is None:
+            args.logging_nan_inf_filter = True
+
+    ours = {"training_step": filtered_step, "floating_point_ops": counted}
+    before = {name: trainer.__dict__[name] for name in ours if name in trainer.__dict__}
+    trainer.__dict__.update(ours)
     try:
         yield
     finally:
-        if vars(trainer).get("training_step") is filtered_step:  # otherwise somebody has wrapped or removed it
-            del trainer.__dict__["training_step"]
+        filter_on()
+        for name, method in ours.items():
+            if trainer.__dict__.get(name) is method:  # otherwise a callback has wrapped or removed it
+                del trainer.__dict__[name]
         trainer.__dict__.update(before)
