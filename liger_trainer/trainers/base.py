@@ -191,10 +191,12 @@ class LigerTrainerMixin(StockTrainer):
 
     @contextmanager
     def _explaining_missing_logits(self) -> Iterator[None]:
-        """Adds advice to the error of a loss of the user's that found no logits, or `None` for an output."""
+        """Adds advice to the error of a loss that found no logits, and to that of an input which was written to."""
         try:
             yield
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if self.liger_report is not None and init_checks.IN_PLACE in str(error):
+                error.add_note(init_checks.WHAT_FUSED_LAYERS_KEEP)
             of_none = "NoneType" in str(error) or error.args == ("logits",)
             unpacked = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
             if (of_none or unpacked) and self.head_is_ours and self._overrides_compute_loss:

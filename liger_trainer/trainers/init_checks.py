@@ -23,6 +23,13 @@ from liger_trainer.world import Surroundings, World, fault_of_world
 if TYPE_CHECKING:
     from liger_trainer.trainers.base import LigerTrainerMixin
 
+IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
+WHAT_FUSED_LAYERS_KEEP = (
+    "A fused layer keeps its input itself, where stock code may keep a copy in another dtype. If the model writes to "
+    "the input of a LoRA, a norm or a gate after the call, have it write to a copy, or switch the part off, for "
+    'example with liger_config={"lora": false}.'
+)
+
 
 def refuse_before_patching(trainer: "LigerTrainerMixin", model: nn.Module) -> None:
     """ValueError if `model` cannot be patched as the arguments say, or if the user's own loss would stay unused."""

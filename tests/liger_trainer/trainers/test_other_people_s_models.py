@@ -193,3 +193,25 @@ def test_two_trainers_on_one_model_in_turn(tmp_path):
         assert second.evaluate()["eval_loss"] == loss_alone
         assert numbers(first) == first_alone
         assert numbers(second) == second_alone
+
+
+def test_a_model_that_writes_to_the_input_of_a_lora_gets_an_error_that_says_what_to_do(tmp_path):
+    """PEFT keeps a copy in bf16 and trains. Ours keeps the input itself."""
+
+    def writing(module, args, output):
+        with torch.no_grad():
+            args[0].mul_(0.5)
+
+    found = []
+    for trainer_class, config in ((Trainer, None), (LigerTrainer, {"lora": False}), (LigerTrainer, None)):
+        torch.manual_seed(0)
+        model = get_peft_model(tiny_model("llama"), lora())
+        model.base_model.model.model.layers[0].self_attn.v_proj.register_forward_hook(writing)
+        options = {"bf16": True} if config is None else {"bf16": True, "liger_config": config}
+        if config is None and trainer_class is LigerTrainer:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+                run_hf(trainer_class, model, tmp_path, **options)
+            assert 'liger_config={"lora": false}' in error.value.__notes__[-1]
+        else:
+            found.append(run_hf(trainer_class, model, tmp_path, **options)[0])
+    assert_same(found[1], found[0], rtol=2e-2)
