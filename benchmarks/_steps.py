@@ -279,7 +279,8 @@ def flop_per_token(model, run, length):
     """
     from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 
-    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | FrozenFloat8Linear)]
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | FrozenFloat8Linear)]
+    linear = [m.bits if isinstance(m, FrozenFloat8Linear) else m.weight for m in layers]
     weights = sum((6 if w.requires_grad else 4) * w.numel() for w in linear)
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

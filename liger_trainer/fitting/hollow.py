@@ -61,8 +61,9 @@ def freed_by_fp8(model: nn.Module) -> int:
     """How many bytes fewer the layers in eight bits take than they took before."""
     layers = [module for module in model.modules() if type(module) is FrozenFloat8Linear]
     return sum(
-        layer.weight.numel() * layer.compute_dtype.itemsize - layer.weight.nbytes - layer.scale.nbytes
+        bits.numel() * layer.compute_dtype.itemsize - bits.nbytes - scale.nbytes
         for layer in layers
+        for bits, scale in (layer.float8,)
     )
 
 

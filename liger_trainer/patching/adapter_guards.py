@@ -1,12 +1,11 @@
-"""What PEFT must not do to a base in eight bits, since it would compute with the bits as if they were numbers.
+"""What PEFT must not do to a base in eight bits: what it writes to the weights would be lost.
 
-PEFT's LoRA reads the weight of its base layer
+PEFT's LoRA uses the weight of its base layer
 
-- to merge adapters into it, with `safe_merge` without an error: refused here;
-- to begin an adapter from it (PiSSA, OLoRA, CorDA, MiCA, LoftQ, orthogonal, LoRA-GA) or to change it (KaSA): refused
-  here for adapters that are added later. What a model had before its base was quantised stands;
-- for DoRA, by `dequantize_module_weight`, which asks `FrozenFloat8Linear.dequantize`: works;
-- for its device and dtype, when an adapter is added or loaded, where `compute_dtype` answers: works.
+- to merge adapters into it: refused here;
+- to begin an adapter from it (PiSSA, OLoRA, CorDA, MiCA, LoftQ, orthogonal, LoRA-GA) or to change it (KaSA), which also
+  writes it: refused here for adapters that are added later. What a model had before its base was quantised stands;
+- to read it, for DoRA, or for its device and dtype when an adapter is added or loaded: works.
 
 All that is put on a model here is found by its name in a pickle, and is copied with the model.
 """
@@ -26,7 +25,7 @@ _MERGES = ("merge_and_unload", "merge_adapter")
 
 
 def guard(model: nn.Module) -> None:
-    """Have `model` refuse what would read or write the bits of its base as numbers."""
+    """Have `model` refuse what would write to the weights of its base."""
     base = base_model_of(model)
     for layer in model.modules():
         if type(layer._modules.get("base_layer")) is FrozenFloat8Linear:

@@ -14,9 +14,8 @@ _CODES = torch.uint8  # what holds the bits: no conversion of a model to another
 class FrozenFloat8Linear(nn.Module):
     """x W^T + b with a frozen W of eight bits, W ~ bits * scale[:, None].
 
-    `weight` has bits and not numbers: what reads it to compute with it is wrong, and `dequantize()` is meant instead.
-    PEFT asks for the numbers in this way where a module has a `W_q`, for DoRA for example. It gives new adapters the
-    dtype `compute_dtype`.
+    Code that reads the `weight` of a layer, to compute with it or for its dtype, gets the numbers that the bits stand
+    for. A state dict has the bits under that name, as it has the weight of any linear layer.
 
     Args:
         weight (`Float8Weight`): (N, K).
@@ -24,7 +23,7 @@ class FrozenFloat8Linear(nn.Module):
         compute_dtype (`torch.dtype`): That of the weight before it was quantised.
 
     Attributes:
-        weight (`nn.Parameter`): (N, K), uint8, without a gradient.
+        bits (`nn.Parameter`): (N, K), uint8, without a gradient.
         scale (`nn.Parameter`): (N,), fp32, without a gradient. It stays in fp32 whatever the model is converted to. It
             is no buffer, because DDP sends the buffers of a model in every forward pass.
     """
@@ -33,7 +32,7 @@ class FrozenFloat8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.compute_dtype = compute_dtype
-        self.weight = nn.Parameter(weight.bits.view(_CODES), requires_grad=False)
+        self.bits = nn.Parameter(weight.bits.view(_CODES), requires_grad=False)
         self.scale = nn.Parameter(weight.scale, requires_grad=False)
         self.register_parameter("bias", bias)
 
@@ -51,22 +50,19 @@ class FrozenFloat8Linear(nn.Module):
     @property
     def float8(self) -> Float8Weight:
         """The weight, for the functions of `liger_triton`."""
-        weight, scale = self._parameters["weight"], self._parameters["scale"]
-        assert weight is not None and scale is not None, "neither is ever taken away"
-        if weight.dtype != _CODES or scale.dtype != torch.float32:
+        bits, scale = self._parameters["bits"], self._parameters["scale"]
+        assert bits is not None and scale is not None, "neither is ever taken away"
+        if bits.dtype != _CODES or scale.dtype != torch.float32:
             raise RuntimeError(
-                f"A frozen layer in eight bits has a weight of {weight.dtype} and a scale of {scale.dtype}; expected "
+                f"A frozen layer in eight bits has bits of {bits.dtype} and a scale of {scale.dtype}; expected "
                 f"{_CODES} and torch.float32. Something has converted them by `.data` or `.type()`; build the trainer "
                 "on a model that is loaded anew."
             )
-        return Float8Weight(weight.view(torch.float8_e4m3fn), scale)
+        return Float8Weight(bits.view(torch.float8_e4m3fn), scale)
 
     @property
-    def W_q(self) -> nn.Parameter:  # noqa: N802 - the name by which PEFT knows that there is a `dequantize`
-        return self.weight
-
-    def dequantize(self) -> torch.Tensor:
-        """(N, K): the numbers that the bits stand for, in `compute_dtype`. They have no gradient."""
+    def weight(self) -> torch.Tensor:
+        """(N, K) in `compute_dtype`, made anew each time that it is read. What is written to it is lost."""
         return dequantized(self.float8, self.compute_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +80,7 @@ class FrozenFloat8Linear(nn.Module):
         """As in any module, but with a weight (1, N, K): no other layer takes that for its own, not even with
         `strict=False`, where `copy_` would make a number of each byte. It is a view, and takes no memory."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = destination[prefix + "weight"][None]
+        destination[prefix + "weight"] = destination.pop(prefix + "bits")[None]
 
     def _load_from_state_dict(
         self,
@@ -102,7 +98,8 @@ class FrozenFloat8Linear(nn.Module):
         if weight is None and scale is None:
             pass  # such as the state of an adapter
         elif weight is not None and _is_ours(weight, scale):
-            state_dict = {**state_dict, prefix + "weight": weight[0]}
+            state_dict = {**state_dict, prefix + "bits": weight[0]}
+            del state_dict[prefix + "weight"]
         else:
             found = " and ".join(
                 f"{name} is {'missing' if t is None else f'{tuple(t.shape)} {t.dtype}'}"

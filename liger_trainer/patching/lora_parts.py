@@ -104,10 +104,10 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
     """
     if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
         return False
-    weight, device, dtype = base._parameters["weight"], x.device, x.dtype
+    float8 = type(base) is FrozenFloat8Linear  # its weight has no dtype that x has to have
+    weight, device, dtype = base._parameters["bits" if float8 else "weight"], x.device, x.dtype
     if (x.shape[-1] if width is None else width) != weight.shape[1]:
         return False
-    float8 = type(base) is FrozenFloat8Linear  # its weight has no dtype that x has to have
     tensors = [] if float8 else [weight]
     for part in parts:
         tensors += (part.a._parameters["weight"], part.b._parameters["weight"])

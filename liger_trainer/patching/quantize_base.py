@@ -1,13 +1,9 @@
 """The frozen linear layers of a model with adapters, put into eight bits, one after the other.
 
 Each becomes a `FrozenFloat8Linear` in its place, so that half of its memory is free before the next one is looked at.
-What is trained, shared, or read by code other than a call of the layer stays as it is.
+What is trained or shared stays as it is.
 """
 
-import dis
-import functools
-import inspect
-import types
 from collections import Counter
 from typing import Any
 
@@ -33,7 +29,7 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 _LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _WRAPPER = ("peft.utils.other", "AuxiliaryTrainingWrapper")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ONCE = ("__init__", "_init_weights", "init_weights", "reset_parameters")  # methods that run when a model is made
+_READ_BY_MIXERS = ("x_proj", "dt_proj", "out_proj")  # of state-space models such as Mamba, by kernels for the GPU
 _ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, and parts of the names of their owners
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -91,11 +87,6 @@ def quantized_before(model: nn.Module) -> OperationReport:
     return report
 
 
-def is_quantized(model: nn.Module) -> bool:
-    """Whether layers of `model` have been put into eight bits."""
-    return any(type(module) is FrozenFloat8Linear for module in model.modules())
-
-
 def _is(module: nn.Module, names: tuple[str, str]) -> bool:
     return any((cls.__module__, cls.__qualname__) == names for cls in type(module).__mro__)
 
@@ -143,43 +134,13 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
         return f"{'.'.join(_names(own_class(around[0])))} of PEFT has code of its own for it"
     if around and (variant := adapter_guards.unknown_variant(parent)) is not None:
         return f"its adapter is a LoRA variant ({variant}), which may read its weight"
-    called = name.split(".")[-2 if around else -1]
-    owner = own_class(chain[-2] if around else parent).__name__
-    if called in _ROUTERS[0] or any(word in owner for word in _ROUTERS[1]):
+    called, caller = name.split(".")[-2 if around else -1], chain[-2] if around else parent
+    if called in _ROUTERS[0] or any(word in own_class(caller).__name__ for word in _ROUTERS[1]):
         return "it chooses experts, and a rounding may change which"
-    for module in reversed(chain):
-        if called in _weights_read_by(type(module)):  # type: ignore[arg-type]  # mypy thinks a class has no hash
-            return f"the code of {type(module).__name__} reads its weight"
+    if called in _READ_BY_MIXERS and hasattr(caller, "ssm_state_size"):
+        return "a state-space mixer hands its weight to a kernel, which would take numbers in 16 bits"
     return None
 
 
 def _names(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
-
-
-@functools.cache
-def _weights_read_by(cls: type) -> frozenset[str]:
-    """The names `x` of all `self.x.weight` in the code of a class of a model, such as `out_proj` in Mamba's."""
-    found: set[str] = set()
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("torch", "peft", "builtins"):
-            continue
-        for name, value in vars(base).items():
-            if name in _ONCE:
-                continue
-            function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", None) or value)
-            if isinstance(function, types.FunctionType):
-                found |= _weights_read_in(function.__code__)
-    return frozenset(found)
-
-
-def _weights_read_in(code: types.CodeType) -> set[str]:
-    found, before = set(), None
-    for instruction in dis.get_instructions(code):
-        if before is not None and instruction.argval == "weight" and instruction.opname == "LOAD_ATTR":
-            found.add(before)
-        before = instruction.argval if instruction.opname == "LOAD_ATTR" else None
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _weights_read_in(constant)
-    return found

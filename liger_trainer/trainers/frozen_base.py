@@ -12,7 +12,7 @@ from torch import nn
 
 from liger_trainer.head.find import base_model_of
 from liger_trainer.instance.report import OperationReport
-from liger_trainer.patching.quantize_base import OPERATION, is_quantized, quantize_base, quantized_before
+from liger_trainer.patching.quantize_base import OPERATION, quantize_base, quantized_before
 from liger_trainer.trainers import fp8_fields
 
 if TYPE_CHECKING:
@@ -66,9 +66,8 @@ def quantize(trainer: "LigerTrainerMixin", model: nn.Module) -> dict[str, Operat
         ValueError: The GPU, the model or how it is to be shared out does not go with it, or no layer can be converted.
     """
     if not trainer.freezes_in_eight_bits:
-        if has_adapters(model) and is_quantized(model):  # by an earlier trainer
-            return {OPERATION: quantized_before(model)}
-        return {}
+        before = quantized_before(model)  # by an earlier trainer
+        return {OPERATION: before} if has_adapters(model) and before.swapped else {}
     _refuse_elsewhere(trainer, model)
     report = quantize_base(model)
     if not report.swapped:

@@ -30,7 +30,7 @@ def main(folder, world):
     )  # fmt: skip
     trainer.train()
     layers = [module for module in trainer.model.modules() if type(module) is FrozenFloat8Linear]
-    bits = torch.cat([layer.weight.flatten() for layer in layers])
+    bits = torch.cat([layer.bits.flatten() for layer in layers])
     found = {
         "wrapped": type(trainer.model_wrapped).__name__,
         "layers": len(layers),

@@ -9,7 +9,6 @@ import torch
 from frozen_bases import adapted, distance, frozen, step
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny_model
-from torch import nn
 
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_trainer.patching.quantize_base import quantize_base
@@ -21,7 +20,7 @@ def q_proj(model):
 
 @pytest.mark.parametrize("kind", ["itself", "a copy", "a pickle"])
 def test_nothing_is_merged_into_bits(kind, tmp_path):
-    """In no way, and nothing has changed afterwards. PEFT's own `merge` with `safe_merge` adds to bits in silence."""
+    """In no way, and nothing has changed afterwards. What PEFT's own `merge` adds would be lost."""
     model = frozen()
     model = {"itself": lambda m: m, "a copy": copy.deepcopy, "a pickle": lambda m: pickle.loads(pickle.dumps(m))}[kind](
         model
@@ -51,15 +50,6 @@ def test_a_merge_is_refused_before_it_has_begun():
         with pytest.raises(RuntimeError, match="eight bits"):
             merge()
         assert model.get_base_model().model.embed_tokens is embeddings and not embeddings.merged
-
-
-def test_without_the_guard_bits_would_be_changed():
-    """What the guards are for."""
-    layer = q_proj(frozen())
-    nn.init.constant_(layer.lora_B["default"].weight, 10.0)
-    weight = layer.base_layer.weight.clone()
-    type(layer).merge(layer, safe_merge=True)
-    assert not torch.equal(layer.base_layer.weight, weight)
 
 
 def frozen_inside():
@@ -123,8 +113,7 @@ def test_a_plain_adapter_that_is_added_later(dtype):
         known = as_it_is.keys() & inspect.signature(each.add_adapter).parameters.keys()
         each.add_adapter("more", LoraConfig(r=4, target_modules=["q_proj"]), **(as_it_is if known else {}))
         each.set_adapter("more")
-    found, expected = (q_proj(each).lora_A["more"].weight.dtype for each in (model, other))
-    assert expected == dtype and found == (dtype if known else torch.float32)  # PEFT 0.18 knows no `compute_dtype`
+    assert [q_proj(each).lora_A["more"].weight.dtype for each in (model, other)] == [dtype, dtype]
     assert distance(step(model), step(other))[0] < 0.01
 
 

@@ -58,7 +58,7 @@ def test_losses_are_near_those_of_bf16(asked, any_device, tmp_path, monkeypatch)
     assert len(trained) == 2 * LAYERS and all("lora_" in name for name in trained)
     assert all(p.dtype == torch.float32 and not torch.equal(p, model.get_parameter(n)) for n, p in trained.items())
     again = FrozenFloat8Linear.of(model.get_base_model().model.layers[0].mlp.up_proj.base_layer)
-    assert torch.equal(layers_of(trainer.model)[5].weight, again.weight)
+    assert torch.equal(layers_of(trainer.model)[5].bits, again.bits)
 
 
 @pytest.mark.parametrize("bf16", [None, True, False])
@@ -86,11 +86,11 @@ def test_a_later_trainer_of_the_model(any_device, tmp_path):
     """It need not ask for fp8, which cannot be taken back, and says what the base is."""
     _, trainer = run(LigerTrainer, adapted(), tmp_path, fp8=True)
     model = trainer.model
-    before = [layer.weight for layer in layers_of(model)]
+    before = [layer.bits for layer in layers_of(model)]
     for options in ({"fp8": True}, {"bf16": True}):
         _, trainer = run(LigerTrainer, model, tmp_path, **options)
         assert len(trainer.liger_report["frozen_float8"].swapped) == LAYERS
-    assert all(torch.equal(a.weight, b) for a, b in zip(layers_of(trainer.model), before, strict=True))
+    assert all(torch.equal(a.bits, b) for a, b in zip(layers_of(trainer.model), before, strict=True))
     fresh_state()
     _, trainer = run(LigerTrainer, adapted(), tmp_path)
     assert "frozen_float8" not in trainer.liger_report.operations
