@@ -23,10 +23,10 @@ from torch._subclasses import FakeTensor
 from liger_trainer.instance.binding import Binding, is_aside, own_class
 from liger_trainer.instance.hooks import LeftOut, has_hooks, step_aside
 from liger_trainer.patching import probe
-from liger_trainer.patching.float8_recipes import casts_of, fast_accum_of, rowwise_form_of
+from liger_trainer.patching.float8_recipes import form_of
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
-from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
+from liger_triton.float8_cast import E4M3, MULTIPLE
 from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
 
 _CLASS = ("torchao.float8.float8_linear", "Float8Linear")
@@ -74,28 +74,11 @@ def configs_of(model: nn.Module) -> list[Any]:
     return [module.config for module in model.modules() if nominated(module)]
 
 
-def _form_of(config: Any) -> tuple[Float8Form | Float8RowwiseForm | None, str | None]:
-    """(the form that `config` of torchao stands for, None), or (None, why we have no code for it)."""
-    if (rowwise := rowwise_form_of(config)) is not None:
-        return rowwise, None
-    casts = casts_of(config)
-    for name, cast in casts.items():
-        if cast.scaling_type.value != "dynamic":
-            return None, f"its recipe does not cast {name} to fp8"
-        if cast.scaling_granularity.value != "tensorwise":
-            return None, f"its recipe is not torchao's, and scales {name} by row ({cast.scaling_granularity.value})"
-        expected = (E4M3, E5M2) if name.startswith("grad_output") else (E4M3,)
-        if cast.target_dtype not in expected:
-            return None, f"its recipe casts {name} to {cast.target_dtype}"
-    power_of_2 = bool(config.round_scales_to_power_of_2)
-    return Float8Form(casts["grad_output"].target_dtype, power_of_2, fast_accum_of(config)), None
-
-
 def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
     """(what this layer computes, None), or (None, why it is none of ours)."""
-    form, reason = _form_of(module.config)
+    form = form_of(module.config)
     if form is None:
-        return None, reason
+        return None, "its recipe is none of torchao's: tensorwise, rowwise, rowwise_with_gw_hp"
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return None, f"its widths {module.in_features} and {module.out_features} are no multiples of {MULTIPLE}"
     for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):

@@ -189,7 +189,7 @@ def test_a_copy_with_another_recipe_runs_torchao_s_code(theirs):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_formula_that_changes_is_not_swapped(recipe, monkeypatch):
     """As if a release of torchao scaled the weight otherwise in the backward pass."""
-    own = float8.rowwise_form_of
-    monkeypatch.setattr(float8, "rowwise_form_of", lambda config: own(config)._replace(gw_hp=recipe == "rowwise"))
+    own = float8.form_of
+    monkeypatch.setattr(float8, "form_of", lambda config: own(config)._replace(gw_hp=recipe == "rowwise"))
     report = patched(fp8_model(config=config_of(recipe)))
     assert not report.swapped and all("with the scales of its recipe" in why for why in report.skipped.values())
