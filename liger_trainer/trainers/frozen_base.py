@@ -81,31 +81,25 @@ def quantize(trainer: "LigerTrainerMixin", model: nn.Module) -> dict[str, Operat
 
 def _refuse_elsewhere(trainer: "LigerTrainerMixin", model: nn.Module) -> None:
     args, base = trainer.args, base_model_of(model)
-    if (fault := fp8_fields.fault_of_device(args.device)) is not None:
-        raise ValueError(
-            f"fp8 is asked for, but {fault}. Use bf16, or take a GPU of compute capability 8.9 or later: Ada, Hopper, "
-            "Blackwell."
-        )
-    sharding = {
-        "fsdp": ("FSDP", getattr(trainer, "is_fsdp_enabled", False)),
-        "deepspeed": ("DeepSpeed", getattr(trainer, "is_deepspeed_enabled", False)),
-    }
-    for field, (name, on) in sharding.items():
-        if on:
-            raise ValueError(
-                f"fp8 is asked for, the model has adapters, and {name} ({field}) is to shard the weights, which have "
-                "eight bits then. Train on one GPU or with DDP, or leave out fp8."
-            )
-    if getattr(base, "is_quantized", False) or any(
-        getattr(base, name, False) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit")
-    ):
-        method = getattr(getattr(base, "quantization_method", None), "value", "a method of its own")
-        raise ValueError(
-            f"fp8 is asked for, but the base is quantised already ({method}). Load it in 16 bits (without "
-            "load_in_4bit, load_in_8bit and quantization_config), or leave out fp8."
-        )
-    if getattr(args, "use_vllm", False):
-        raise ValueError(
-            "fp8 is asked for, the model has adapters, and use_vllm is True, for which TRL merges them into the base "
-            "in every step, but the base has eight bits then. Set use_vllm to False, or leave out fp8."
-        )
+    fault = fp8_fields.fault_of_device(args.device)
+    quantised = any(getattr(base, name, False) for name in ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit"))
+    method = getattr(getattr(base, "quantization_method", None), "value", "a method of its own")
+    shards, one = "is to shard the weights of a model with adapters", "Train on one GPU or with DDP"
+    refused = (
+        (fault, fault, "Use bf16, or take a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell)"),
+        (getattr(trainer, "is_fsdp_enabled", False), f"FSDP (fsdp) {shards}", one),
+        (getattr(trainer, "is_deepspeed_enabled", False), f"DeepSpeed (deepspeed) {shards}", one),
+        (
+            quantised,
+            f"the base is quantised already ({method})",
+            "Load it in 16 bits (without load_in_4bit, load_in_8bit and quantization_config)",
+        ),
+        (
+            getattr(args, "use_vllm", False),
+            "use_vllm is True, for which TRL merges the adapters into the base in every step",
+            "Set use_vllm to False",
+        ),
+    )
+    for is_refused, what, mend in refused:
+        if is_refused:
+            raise ValueError(f"fp8 is asked for, but {what}. {mend}, or leave out fp8.")
