@@ -12,7 +12,7 @@ or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own c
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,18 +24,21 @@ from liger_trainer.patching import probe
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.lora_parts import (
+    Part,
     Tensors,
     active_parts,
-    adapter_of,
     called_by,
     computes,
     is_base,
     is_plain,
-    weight_of,
+    tensors_of,
     without_dropped,
 )
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton import lora_linear
+
+if TYPE_CHECKING:
+    from liger_trainer.patching.lora_groups import InputGroup
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
 _BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
@@ -70,16 +73,11 @@ def nominated(module: nn.Module) -> bool:
     convolutions and parameters, which stand in the same file as the former, are none of this kind.
     """
     cls = own_class(module)
-    return _is_peft_s(cls) or (cls.__module__ != _CLASS[0] and any(_names(c) == _BASE_CLASS for c in cls.__mro__))
+    return _names(cls) == _CLASS or (cls.__module__ != _CLASS[0] and any(_names(c) == _BASE_CLASS for c in cls.__mro__))
 
 
 def _names(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
-
-
-def _is_peft_s(cls: type) -> bool:
-    """Whether this is the class whose formula is known."""
-    return _names(cls) == _CLASS
 
 
 def _attached(modules: list[nn.Module]) -> str | None:
@@ -115,7 +113,7 @@ def why_not(layer: nn.Module) -> str | None:
 def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
     """(what this layer computes, None), or (None, why it is none of ours)."""
     cls = own_class(layer)
-    if not _is_peft_s(cls):
+    if _names(cls) != _CLASS:
         base = type(layer._modules.get("base_layer")).__name__
         return None, f"its base is a {base}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
     if (reason := why_not(layer)) is not None:
@@ -185,29 +183,34 @@ def _pays(x: torch.Tensor) -> bool:
     return x.ndim > 0 and (torch.is_autocast_enabled(x.device.type) or x.numel() * x.shape[-1] >= LEAST_WORK)
 
 
+def _parts_now(layer: nn.Module, x: torch.Tensor, width: int | None = None) -> tuple[list[Part] | None, str | None]:
+    """(the adapters of `layer` in a call with `x`, None) where it is plain then; else (None, why it is for good)."""
+    parts = active_parts(layer)
+    if parts is None or not is_plain(layer, parts):
+        return None, None
+    if (reason := _attached(called_by(layer, parts))) is not None:
+        return None, reason
+    return (parts if computes(x, layer._modules["base_layer"], parts, width) else None), None
+
+
 def fused(self, x: torch.Tensor) -> torch.Tensor:
     """The layer, with the adapter added to the product in place where the layer is plain now."""
-    own = type(self).forward
-    parts = active_parts(self)
-    if parts is None or not is_plain(self, parts):
-        return own(self, x)
-    if (reason := _attached(called_by(self, parts))) is not None:
+    (parts, reason), dropped = _parts_now(self, x), None
+    if reason is not None:
         step_aside(self, reason)
-        return own(self, x)
-    base = self._modules["base_layer"]
-    if not computes(x, base, parts):
-        return own(self, x)
-    dropped = None
-    if any([part.drops() for part in parts]):
-        if len(parts) > 1 or parts[0].dropout.p == 1:  # each adapter has a mask of its own; 1 / (1 - p) is infinite
-            return own(self, x)
-        dropped, parts = without_dropped(x, parts[0])
-    weight, bias, adapter = weight_of(base), base._parameters["bias"], adapter_of(parts)
-    binding = Binding.of(self)
+    if parts is not None and any([part.drops() for part in parts]):
+        # Each adapter has a mask of its own; 1 / (1 - p) may be infinite
+        alone = len(parts) == 1 and parts[0].dropout.p != 1
+        dropped, parts = without_dropped(x, parts[0]) if alone else (None, None)
+    if parts is None:
+        return type(self).forward(self, x)
+    tensors, binding = tensors_of(self._modules["base_layer"], parts), Binding.of(self)
     if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:
-        y = binding.group.output(self, x, (weight, bias, adapter))
+        y = binding.group.output(self, x, tensors)
         if y is not None:
             return y
+    weight, bias, adapter = tensors
+    assert adapter is not None, "there are parts"
     return lora_linear(x, weight, bias, lora=adapter, lora_input=dropped)
 
 
@@ -221,33 +224,24 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
         return None
     if type(module) in (nn.Linear, FrozenFloat8Linear):
         plain = "forward" not in module.__dict__ and is_base(module) and computes(x, module, [], width)
-        return (weight_of(module), module._parameters["bias"], None) if plain else None
+        return tensors_of(module, []) if plain else None
     binding = Binding.of(module)
     if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
         return None
-    parts = active_parts(module)
-    if parts is None or not is_plain(module, parts) or any([part.drops() for part in parts]):
+    parts, _ = _parts_now(module, x, width)
+    if parts is None or any([part.drops() for part in parts]):
         return None
-    base = module._modules["base_layer"]
-    if _attached(called_by(module, parts)) is not None or not computes(x, base, parts, width):
-        return None
-    return weight_of(base), base._parameters["bias"], adapter_of(parts)
+    return tensors_of(module._modules["base_layer"], parts)
 
 
 class LoRABinding(Binding):
     """What is bound to a LoRA layer.
 
     Attributes:
-        group (`Group` or `None`): The layers beside it that nearly always get the same input, such as q, k and v.
+        group (`InputGroup` or `None`): The layers that nearly always get the same input, such as q, k and v.
     """
 
-    group: "Group | None" = None
-
-
-class Group(Protocol):
-    """What computes a layer together with others, see `lora_groups.py`."""
-
-    def output(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> torch.Tensor | None: ...
+    group: "InputGroup | None" = None
 
 
 KIND = Kind(nominated, prove, build, lambda module: "lora", why_not=why_not, binding=LoRABinding)

@@ -76,15 +76,6 @@ def is_base(module: nn.Module) -> bool:
     return type(module) is FrozenFloat8Linear or is_linear(module)
 
 
-def weight_of(base: nn.Module) -> Weight:
-    """The weight of a base, as our functions take it."""
-    if type(base) is FrozenFloat8Linear:
-        return base.float8
-    weight = base._parameters["weight"]
-    assert weight is not None, "a linear layer has one"
-    return weight
-
-
 def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
     """Whether base and adapters are linear layers with plain tensors, adapters without a bias."""
     if not is_base(layer._modules["base_layer"]):
@@ -135,9 +126,14 @@ def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Par
     return torch.where(kept, x, 0), [part._replace(scaling=part.scaling / (1 - part.dropout.p))]
 
 
-def adapter_of(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """(A, B, scaling) of one adapter, or of several at once: their A over one another, their scaled B side by side."""
+def tensors_of(base: nn.Module, parts: list[Part]) -> Tensors:
+    """What our functions take in place of `base` and its adapters. Those of several adapters become one: their A over
+    one another, their scaled B side by side."""
+    weight = base.float8 if type(base) is FrozenFloat8Linear else base._parameters["weight"]
+    adapter = None
     if len(parts) == 1:
-        return parts[0].a._parameters["weight"], parts[0].b._parameters["weight"], parts[0].scaling
-    a = torch.cat([part.a.weight for part in parts])
-    return a, torch.cat([part.scaling * part.b.weight for part in parts], 1), 1.0
+        adapter = parts[0].a._parameters["weight"], parts[0].b._parameters["weight"], parts[0].scaling
+    elif parts:
+        a = torch.cat([part.a.weight for part in parts])
+        adapter = a, torch.cat([part.scaling * part.b.weight for part in parts], 1), 1.0
+    return weight, base._parameters["bias"], adapter  # type: ignore[return-value]  # none of them is None

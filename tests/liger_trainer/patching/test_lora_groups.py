@@ -206,6 +206,15 @@ def test_a_mode_that_changes_between_the_calls(mode):
     assert_same(step(attention(), run), step(attention(False), run), rtol=3e-2, atol=3e-3)
 
 
+def test_layers_that_share_an_adapter(groups):
+    def run(module, x):
+        module.k_proj.lora_A["default"] = module.q_proj.lora_A["default"]
+        return module(x)
+
+    assert_same(step(attention(), run), step(attention(False), run))
+    assert groups == [3]
+
+
 def test_an_input_that_begins_to_train_between_the_calls():
     def run(module, x):
         x = x.detach()
