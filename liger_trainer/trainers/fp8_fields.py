@@ -90,27 +90,19 @@ def layers_to_convert(accelerator: Any, model: nn.Module) -> dict[str, nn.Module
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and chooses(m, name)}
 
 
-def use_recipe(args: Any, accelerator: Any) -> None:
-    """Have accelerate convert with the recipe that `args` name. What else it has set stays as far as that allows."""
-    handler, name = handler_of(accelerator), getattr(args, "fp8_recipe", None)
-    if handler is None or name is None:
-        return
-    before = handler.config
-    config = importlib.import_module("torchao.float8").Float8LinearConfig.from_recipe_name(name)
-    by_tensor = config.cast_config_weight.scaling_granularity.value == "tensorwise"
-    handler.config = replace(  # weights with scales by row cannot be gathered in eight bits
-        config,
-        pad_inner_dim=before.pad_inner_dim,
-        enable_fsdp_float8_all_gather=before.enable_fsdp_float8_all_gather and by_tensor,
-    )
+def prepare(args: Any, accelerator: Any) -> None:
+    """Have accelerate convert with the recipe that `args` name, and gather weights in fp8 only where some are gathered.
 
-
-def without_needless_wrappers(accelerator: Any) -> None:
-    """Have weights gathered in fp8 only where weights are gathered.
-
-    accelerate's default wraps each weight for that, sharded or not. Without FSDP2 the wrapper is a new parameter, which
-    the optimizer does not know: with accelerate 1.15, no layer in fp8 would be trained, without a sign.
+    What else its config says stays as far as the recipe allows. accelerate's default wraps each weight for gathering,
+    sharded or not. Without FSDP2 the wrapper is a new parameter, which the optimizer does not know: with accelerate
+    1.15, no layer in fp8 would be trained, without a sign.
     """
-    handler = handler_of(accelerator)
-    if handler is not None and handler.config.enable_fsdp_float8_all_gather and not accelerator.is_fsdp2:
-        handler.config = replace(handler.config, enable_fsdp_float8_all_gather=False)
+    handler, name = handler_of(accelerator), getattr(args, "fp8_recipe", None)
+    if handler is None:
+        return
+    config = before = handler.config
+    if name is not None:
+        config = importlib.import_module("torchao.float8").Float8LinearConfig.from_recipe_name(name)
+    by_tensor = config.cast_config_weight.scaling_granularity.value == "tensorwise"  # others cannot be gathered in fp8
+    gathers = before.enable_fsdp_float8_all_gather and by_tensor and accelerator.is_fsdp2
+    handler.config = replace(config, pad_inner_dim=before.pad_inner_dim, enable_fsdp_float8_all_gather=gathers)

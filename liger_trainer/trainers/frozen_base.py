@@ -38,8 +38,7 @@ def settled(trainer: "LigerTrainerMixin") -> Iterator[None]:
         fp8_fields.refuse_without_torchao(args)
         yield
         if trainer.uses_liger:
-            fp8_fields.use_recipe(args, trainer.accelerator)
-            fp8_fields.without_needless_wrappers(trainer.accelerator)
+            fp8_fields.prepare(args, trainer.accelerator)
         return
     if (recipe := getattr(args, "fp8_recipe", None)) is not None:
         raise ValueError(

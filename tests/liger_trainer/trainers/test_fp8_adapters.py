@@ -167,7 +167,7 @@ def test_layers_of_gpt2_are_none_of_torch_s(any_device, tmp_path):
 def test_a_model_init_with_adapters_is_refused(any_device, tmp_path, monkeypatch):
     """accelerate has been told to convert before the model is there."""
     monkeypatch.setattr(fp8_fields, "refuse_without_torchao", lambda args: None)
-    monkeypatch.setattr(fp8_fields, "without_needless_wrappers", lambda accelerator: None)
+    monkeypatch.setattr(fp8_fields, "prepare", lambda args, accelerator: None)
     config = type("Config", (), {"emulate": True})
     handler = type("Handler", (), {"module_filter_func": None, "config": config})
     monkeypatch.setattr(fp8_fields, "handler_of", lambda accelerator: handler)
