@@ -24,7 +24,7 @@ from liger_trainer.instance.binding import Binding, is_aside, own_class
 from liger_trainer.instance.hooks import LeftOut, has_hooks, step_aside
 from liger_trainer.patching import probe
 from liger_trainer.patching.float8_recipes import form_of
-from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.kind import Kind, names_of
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton.float8_cast import E4M3, MULTIPLE
 from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
@@ -61,12 +61,8 @@ class Float8:
         return f"{recipe}{scale}{', with bias' if self.bias else ''}"
 
 
-def _names(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
-
-
 def nominated(module: nn.Module) -> bool:
-    return _names(own_class(module)) == _CLASS
+    return names_of(own_class(module)) == _CLASS
 
 
 def configs_of(model: nn.Module) -> list[Any]:
@@ -167,9 +163,9 @@ def _weight_of(module: nn.Module) -> tuple[torch.Tensor | None, BitsOf | None]:
     weight = module.weight
     if type(weight) in _PLAIN_TENSORS:
         return weight, None
-    if _names(type(weight)) == _WRAPPER:
+    if names_of(type(weight)) == _WRAPPER:
         return weight.t().t(), None  # as torchao's own code turns it, which leaves the wrapper behind
-    if _names(type(weight)) == _GATHERED:
+    if names_of(type(weight)) == _GATHERED:
         return weight, bits_of_gathered
     if isinstance(weight, torch.Tensor) and Binding.of(module) is not None:
         step_aside(module, f"its weight is a {type(weight).__name__}, and was not gathered for the call")

@@ -48,3 +48,8 @@ class Kind(NamedTuple):
     method: str | None = None
     why_not: Callable[[nn.Module], str | None] = _nothing
     binding: type[Binding] = Binding
+
+
+def names_of(cls: type) -> tuple[str, str]:
+    """By which a class of a library is known that need not be installed."""
+    return cls.__module__, cls.__qualname__

@@ -22,7 +22,7 @@ from liger_trainer.instance.binding import Binding, is_aside, is_bound, own_clas
 from liger_trainer.instance.hooks import LeftOut, has_hooks, hook_on, step_aside
 from liger_trainer.patching import probe
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
-from liger_trainer.patching.kind import Kind
+from liger_trainer.patching.kind import Kind, names_of
 from liger_trainer.patching.lora_parts import (
     Part,
     Tensors,
@@ -73,11 +73,9 @@ def nominated(module: nn.Module) -> bool:
     convolutions and parameters, which stand in the same file as the former, are none of this kind.
     """
     cls = own_class(module)
-    return _names(cls) == _CLASS or (cls.__module__ != _CLASS[0] and any(_names(c) == _BASE_CLASS for c in cls.__mro__))
-
-
-def _names(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
+    return names_of(cls) == _CLASS or (
+        cls.__module__ != _CLASS[0] and any(names_of(c) == _BASE_CLASS for c in cls.__mro__)
+    )
 
 
 def _attached(modules: list[nn.Module]) -> str | None:
@@ -113,7 +111,7 @@ def why_not(layer: nn.Module) -> str | None:
 def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
     """(what this layer computes, None), or (None, why it is none of ours)."""
     cls = own_class(layer)
-    if _names(cls) != _CLASS:
+    if names_of(cls) != _CLASS:
         base = type(layer._modules.get("base_layer")).__name__
         return None, f"its base is a {base}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
     if (reason := why_not(layer)) is not None:

@@ -17,6 +17,7 @@ from liger_trainer.instance.binding import own_class
 from liger_trainer.instance.report import OperationReport
 from liger_trainer.patching import adapter_guards
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
+from liger_trainer.patching.kind import names_of
 from liger_trainer.patching.probe import slot_of
 from liger_triton.float8_cast import MULTIPLE
 
@@ -88,7 +89,7 @@ def quantized_before(model: nn.Module) -> OperationReport:
 
 
 def _is(module: nn.Module, names: tuple[str, str]) -> bool:
-    return any((cls.__module__, cls.__qualname__) == names for cls in type(module).__mro__)
+    return any(names_of(cls) == names for cls in type(module).__mro__)
 
 
 def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
@@ -130,8 +131,8 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
     if (replaced := slot_of(linear)[1]) is not None:
         return replaced
     around = [module for module in chain if _is(module, _LAYER)]
-    if around and (around != [parent] or _names(own_class(parent)) != _LORA):
-        return f"{'.'.join(_names(own_class(around[0])))} of PEFT has code of its own for it"
+    if around and (around != [parent] or names_of(own_class(parent)) != _LORA):
+        return f"{'.'.join(names_of(own_class(around[0])))} of PEFT has code of its own for it"
     if around and (variant := adapter_guards.unknown_variant(parent)) is not None:
         return f"its adapter is a LoRA variant ({variant}), which may read its weight"
     called, caller = name.split(".")[-2 if around else -1], chain[-2] if around else parent
@@ -140,7 +141,3 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
     if called in _READ_BY_MIXERS and hasattr(caller, "ssm_state_size"):
         return "a state-space mixer hands its weight to a kernel, which would take numbers in 16 bits"
     return None
-
-
-def _names(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
