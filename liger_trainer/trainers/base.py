@@ -26,6 +26,7 @@ from liger_trainer.trainers import frozen_base, fsdp2, in_backward_checks, init_
 from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
 from liger_trainer.trainers.logged_loss import filtering_losses
 from liger_trainer.trainers.patched_models import PatchedModels
+from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.trainers.report_callback import ReportCallback
 from liger_trainer.varlen.host_copies import remembering
 
@@ -35,7 +36,7 @@ else:
     StockTrainer = object
 
 
-class LigerTrainerMixin(StockTrainer):
+class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss.
 
     A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over

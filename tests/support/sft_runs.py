@@ -15,14 +15,15 @@ METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, train=True, trainer_options=None, **options):
     """Train two steps of 8 rows; returns the metrics of every step, and the trainer."""
     args_class = LigerSFTConfig if issubclass(trainer_class, LigerSFTTrainer) else SFTConfig
-    defaults = {"gradient_checkpointing": False, "max_length": 64, "learning_rate": 1e-2, "bf16": False}
+    defaults = {
+        "gradient_checkpointing": False, "max_length": 64, "learning_rate": 1e-2, "bf16": False, "save_strategy": "no",
+    }  # fmt: skip
     args = args_class(
         output_dir=str(tmp_path / trainer_class.__name__),
         per_device_train_batch_size=split[0],
         gradient_accumulation_steps=split[1],
         num_train_epochs=1,
         logging_steps=1,
-        save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,

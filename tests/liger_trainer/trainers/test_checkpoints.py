@@ -86,3 +86,27 @@ def test_a_killed_run_resumes_to_the_same_losses_and_weights(tmp_path):
     assert got == want
     for p, ref in zip(resumed.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, ref)
+
+
+def test_experts_that_are_saved_one_by_one_are_loaded_again(tmp_path):
+    """Checkpoints have each expert of `qwen3_moe` by itself. The stock trainer warns of missing weights and goes on."""
+    steps = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    want, whole = run_sft(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **steps)
+    checkpoint = tmp_path / "LigerSFTTrainer" / "checkpoint-2"
+    _, trainer = run_sft(tiny_sft(), tiny_model("qwen3_moe", seed=3), tmp_path, train=False, **steps)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert [log["loss"] for log in trainer.state.log_history if "loss" in log] == want[:, 0].tolist()
+    for (name, p), ref in zip(trainer.model.named_parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, ref), name
+
+
+def test_the_best_model_has_its_own_experts(tmp_path):
+    best = {
+        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+    }  # fmt: skip
+    _, trainer = run_sft(tiny_sft(), tiny_model("qwen3_moe"), tmp_path, **best)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    want = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    for (name, p), ref in zip(trainer.model.named_parameters(), want.parameters(), strict=True):
+        assert torch.equal(p, ref), name

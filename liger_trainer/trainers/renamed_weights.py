@@ -1,0 +1,58 @@
+"""Checkpoints whose weights have other names than those of the model.
+
+transformers saves some models in the form of their files on the Hub: the experts of a mixture one by one, where the
+model has them in one tensor, or the head of GPT-NeoX as `embed_out`. `from_pretrained` reads both forms. `Trainer`
+loads a checkpoint by name, and what it does not find keeps its value, with a warning. A run that goes on would have the
+experts that it began with, and `load_best_model_at_end` would put those of the last step into the best model.
+"""
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from liger_trainer.instance.binding import own_class
+
+if TYPE_CHECKING:
+    from transformers import Trainer as StockTrainer
+else:
+    StockTrainer = object
+
+
+class LoadsRenamedWeights(StockTrainer):
+    """Loads a checkpoint by `from_pretrained` where its weights have other names than the model's."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_renamed(resume_from_checkpoint, self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_renamed(str(self.state.best_model_checkpoint), self.model):
+            super()._load_best_model()
+
+    def _load_renamed(self, checkpoint: str, model: nn.Module) -> bool:
+        """Load `checkpoint` into `model` if that takes more than its names. Returns whether it has been loaded."""
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(model, PreTrainedModel):
+            return False
+        if _names_in(checkpoint) <= model.state_dict().keys():
+            return False
+        model_class: Any = own_class(model)
+        saved = model_class.from_pretrained(checkpoint, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())
+        return True
+
+
+def _names_in(checkpoint: str) -> set[str]:
+    """The names of the weights in a checkpoint of safetensors, in one file or several."""
+    index, file = (os.path.join(checkpoint, name) for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME))
+    if os.path.isfile(index):
+        with open(index, encoding="utf-8") as text:
+            return set(json.load(text)["weight_map"])
+    if not os.path.isfile(file):
+        return set()
+    with safe_open(file, "pt") as tensors:
+        return set(tensors.keys())
