@@ -1,4 +1,4 @@
-"""The command `liger-trainer`: train recipes, say what fits, merge adapters, prepare Medusa heads."""
+"""The command `liger-trainer`: train recipes, say what fits, verify them, merge adapters, prepare Medusa heads."""
 
 import argparse
 import os
@@ -14,6 +14,7 @@ from liger_trainer.command.quiet_exit import QuietExit
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.command.recipe_parser import TRAIN_USAGE
 from liger_trainer.command.shipped_files import add_shipped_commands
+from liger_trainer.command.verify import add_verify_command
 from liger_trainer.errors import RecipeError, RunError
 
 
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_shipped_commands(commands)
     add_fit_command(commands)
+    add_verify_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not be")
     doctor.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; only its config is read")

@@ -18,7 +18,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("losses", "auto"),
     ("trainers",),
     ("medusa",),
-    ("fitting",),
+    ("fitting", "verify"),
     ("command",),
     ("integrations",),
 )

@@ -1,0 +1,152 @@
+"""`liger-trainer verify RECIPE` compares a recipe with the stock trainer, on a small copy of its model.
+
+Nothing that takes long to import is imported before the command runs.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from liger_trainer.command.accelerate_file import own_environment
+from liger_trainer.command.model_source import find_model
+from liger_trainer.command.recipe import Recipe, find_recipe, parse_recipe
+from liger_trainer.command.recipe_values import load_yaml
+from liger_trainer.command.rows import load_rows
+from liger_trainer.errors import RecipeError
+
+_USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
+_ROWS, _READ = 24, 96  # rows that are used, and those from which they are taken
+_NEED_A_PACKAGE = ("load_in_4bit", "load_in_8bit", "use_vllm", "fp8")  # or a GPU: switched off before they are checked
+_NOT_VERIFIED = (
+    "bf16", "fp16", *_NEED_A_PACKAGE, "optimizer_in_backward", "torch_compile", "accelerate_config", "fsdp",
+    "deepspeed", "lora_dropout", "reward_funcs", "mask_truncated_completions", "chat_template_path",
+    "medusa_init_heads_from",
+)  # fmt: skip
+_OF_LOADING = (
+    "gguf_file",
+    "revision",
+    "dtype",
+    "device_map",
+    "quantization_config",
+    "use_kernels",
+    "trust_remote_code",
+)
+
+
+def add_verify_command(commands: Any) -> None:
+    """Add `verify` to the subparsers of `liger-trainer`."""
+    parser = commands.add_parser(
+        "verify",
+        help="show that a recipe trains as the stock trainer does, on a small copy of its model; needs no GPU",
+        usage=_USAGE,
+        description="Train a small copy of a recipe's model for a few steps, with its trainer, adapter, options and "
+        "rows, and with the stock trainer beside it, and compare: losses, gradients, what trains, packing, padding, "
+        "accumulation, reference, merging, resuming. Only the config of the model is read, so a folder with a "
+        "config.json is enough. With --json, print JSON. The exit code is 1 if a check has failed. Any key of a recipe "
+        "can be given as an option, which beats the file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
+    options = parser.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
+    )
+    options.required = False
+    parser.set_defaults(run=_verify)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `liger-trainer train` does, before torch loads
+    words = [word for word in args.options if word != "--json"]
+    as_json, start = len(words) < len(args.options), time.perf_counter()
+    filed = load_yaml(find_recipe(args.recipe))
+    print("building small copies of the model: the first line takes some seconds", file=sys.stderr, flush=True)
+    for key in _NEED_A_PACKAGE:
+        if filed.get(key) and f"--{key}" not in words:
+            words += [f"--{key}", "false"]
+
+    import torch
+
+    if not torch.cuda.is_available():  # transformers would refuse bf16
+        words += ["--use_cpu", "true"]
+    with own_environment():
+        recipe = parse_recipe(args.recipe, words, _USAGE)
+    left_out = [key for key in _NOT_VERIFIED if filed.get(key) or recipe.chosen.get(key)]
+    from liger_trainer.verify import HEADER, quiet, verify
+
+    with quiet():
+        setup = setup_of(recipe)
+    if not as_json:
+        print(HEADER)
+    report = verify(setup, (lambda check: None) if as_json else (lambda check: print(check.line, flush=True)))
+    seconds = time.perf_counter() - start
+    if as_json:
+        print(json.dumps({"recipe": str(recipe.path), "seconds": seconds, "left_out": left_out} | report.to_dict()))
+    else:
+        print(f"\n{recipe.entry.trainer}, compared with {report.compared_with}\n{report.swapped}")
+        if left_out:
+            print(f"left out, because everything here is small, fp32 and one process: {', '.join(left_out)}")
+        print(f"{len(report.failed)} of {len(report.checks)} checks failed, {seconds:.0f} s")
+    return 1 if report.failed else 0
+
+
+def setup_of(recipe: Recipe) -> Any:
+    """The training of `recipe` as `liger_trainer.verify` takes it.
+
+    Raises:
+        RecipeError: The config of the model or the rows cannot be read, or there is no small copy of the model.
+    """
+    import trl
+
+    import liger_trainer
+    from liger_trainer.verify import Setup
+    from liger_trainer.verify.small import both_kinds
+
+    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
+    config = _config(recipe.model.model_name_or_path, "model_name_or_path", init, recipe.model.model_revision)
+    init = {key: value for key, value in init.items() if key not in _OF_LOADING}
+    if "flash" not in str(attention := init.pop("attn_implementation", recipe.model.attn_implementation)):
+        init |= {} if attention is None else {"attn_implementation": attention}
+    adapter = trl.get_peft_config(recipe.model)
+    if adapter is not None:
+        adapter.lora_dropout = 0.0  # its masks are drawn for the batch that there is, which is another without padding
+    teacher = getattr(training, "teacher_model_name_or_path", None)
+    own = dict(getattr(training, "teacher_model_init_kwargs", None) or {})
+    rows = _rows(recipe)
+    return Setup(
+        trainer=getattr(liger_trainer, recipe.entry.trainer),
+        arguments=type(training),
+        config=config,
+        rows=list(both_kinds(rows))[:_ROWS],
+        options={key: value for key, value in recipe.chosen.items() if hasattr(training, key)},
+        peft_config=adapter,
+        model_init=init,
+        teacher=None if teacher is None else _config(teacher, "teacher_model_name_or_path", own),
+        rewards=len(recipe.args.reward_funcs or ()),
+    )
+
+
+def _config(name: str | None, key: str, init: dict[str, Any], revision: str = "main") -> Any:
+    from transformers import AutoConfig
+
+    options = {"revision": init.get("revision", revision), "trust_remote_code": init.get("trust_remote_code", False)}
+    try:
+        return find_model(name, init.get("gguf_file"), **options).load(AutoConfig)
+    except RecipeError as error:
+        raise RecipeError(f"{error} A folder with its config.json is enough here: pass --{key} FOLDER.") from error
+
+
+def _rows(recipe: Recipe) -> list[dict[str, Any]]:
+    """Rows of the recipe, with the columns that its trainer reads."""
+    text = getattr(recipe.training, "dataset_text_field", "text")
+    needed = tuple(tuple(text if name == "text" else name for name in names) for names in recipe.entry.columns)
+    recipe.args.max_rows = min(recipe.args.max_rows or _READ, _READ)
+    recipe.args.eval_fraction = recipe.args.eval_dataset_name = recipe.args.dataset_eval_split = None
+    try:
+        rows, _ = load_rows(recipe.args, recipe.path.parent, needed, recipe.training.seed)
+    except RecipeError as error:
+        raise RecipeError(f"{error} A few rows of the same form are enough here: pass --dataset_name FILE.") from error
+    kept = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
+    return rows.select_columns([name for name in rows.column_names if name in kept]).to_list()

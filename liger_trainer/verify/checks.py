@@ -1,0 +1,288 @@
+"""What is checked."""
+
+import copy
+import math
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from liger_trainer.errors import RecipeError
+from liger_trainer.patching import remove_liger
+from liger_trainer.verify.figures import EPS, FAILED, LEFT_OUT, OK, RTOL, Check, Found, errors, logged, steps_of, worst
+from liger_trainer.verify.runs import Bench, OtherOrder, Run
+
+OTHERWISE_ROUNDED = 1e-2  # of the elements of a norm in 16 bits; a cast in another place changes a quarter of them
+UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by that for another policy
+
+
+class Checks:
+    """The checks of one setup. `each` makes them, in the order of the table.
+
+    Attributes:
+        compared_with (`str`): The trainer that ours is compared with.
+        swapped (`str`): What of the model was swapped, in a line.
+    """
+
+    ours: Run
+    other: Run
+    noise: dict[str, float]
+    swapped = "nothing"
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.setup = bench, bench.setup
+        self.kind, self.compared_with = "stock", self.setup.stock.__name__
+        if self.setup.is_medusa:
+            self.kind, self.compared_with = "plain", "a loss of Medusa heads that is written down from full logits"
+
+    def each(self) -> Iterator[Check]:
+        """Make each check. A method below returns what it has found, or why it does not apply.
+
+        Raises:
+            RecipeError: Our trainer refuses the setup.
+        """
+        try:
+            self.bench.build("ours")
+        except (ValueError, ImportError) as error:
+            raise RecipeError(f"{self.setup.trainer.__name__} refuses the recipe: {error}") from error
+        for name, check in (
+            ("losses and gradient norm", self._losses),
+            ("gradients", self._gradients),
+            ("updates of weights", self._updates),
+            ("what trains", self._what_trains),
+            ("norms in 16 bits", self._norms),
+            ("packed rows = separate rows", self._packed),
+            ("padded rows = unpadded rows", self._padded),
+            ("accumulation 1 x 4 = 4 x 1", self._accumulation),
+            ("reference model", self._reference),
+            ("adapter merged = applied", self._merged),
+            ("saved and resumed = uninterrupted", self._resumed),
+        ):
+            start = time.perf_counter()
+            try:
+                found = check()
+            except Exception as error:  # whatever is raised in a training has gone wrong there
+                found = Found(math.inf, 0, f"{type(error).__name__}: {error}")
+            took = time.perf_counter() - start
+            if isinstance(found, str):
+                yield Check(name, LEFT_OUT, found, seconds=took)
+            else:
+                yield Check(name, OK if found.within else FAILED, found.detail, found.figure, found.tolerance, took)
+            if not hasattr(self, "noise"):
+                return  # there is nothing to compare the rest with
+
+    # The same two steps, with the stock trainer and with ours
+
+    def _losses(self) -> Found:
+        self.ours = self.bench.run("ours")
+        if (report := self.ours.trainer.liger_report) is not None:
+            self.swapped = report.one_line()
+        try:
+            self.stock = self.bench.run(self.kind)
+        except Exception as error:  # the stock trainer cannot do everything
+            if self.kind == "plain":
+                raise
+            why = f"{self.compared_with}'s {type(error).__name__}: {error}"
+            self.kind, self.compared_with = "plain", f"itself from full logits with nothing swapped, because of {why}"
+            self.stock = self.bench.run(self.kind)
+        with OtherOrder():
+            self.other = self.bench.run(self.kind)
+        self.noise = {}
+        for one, same in zip(steps_of(self.other), steps_of(self.stock), strict=True):
+            for name, size in errors(one, same).items():
+                self.noise[name] = max(size, self.noise.get(name, 0.0))
+        found = worst(logged(self.ours), logged(self.stock), self.noise)
+        found.detail = ", then ".join(f"{log['loss']:.4f}" for log in self.ours.logs)
+        if not found.within:
+            found.detail += ", and not " + ", then ".join(f"{log['loss']:.4f}" for log in self.stock.logs)
+        return found
+
+    def _gradients(self) -> Found:
+        found = worst(self.ours.gradients, self.stock.gradients, self.noise)
+        if not found.within and self.kind == "stock":
+            plain = worst(self.bench.run("plain").gradients, self.stock.gradients, self.noise)
+            found.detail += f"; with nothing swapped it is {plain.figure:.1e}"
+        return found
+
+    def _updates(self) -> Found:
+        updates, noise = self.stock.updates, errors(self.other.updates, self.stock.updates)
+        for name, value in updates.items():  # that of a weight near 1 has lost as much when it is added
+            lost = EPS * float(self.stock.after[name].norm()) / max(float(value.norm()), 1e-30)
+            noise[name] = max(noise[name], lost)
+        return worst([self.ours.updates], [updates], noise)
+
+    # Who trains
+
+    def _what_trains(self) -> Found:
+        should, learns = self._what_should_train()
+        model = dict(self.ours.trainer.model.named_parameters())
+        moved = {name for name, value in self.ours.before.items() if not torch.equal(value, self.ours.after[name])}
+        norms = {
+            name: max(float(step[name].norm()) for step in self.ours.gradients if name in step)
+            for name in set().union(*self.ours.gradients)
+        }
+        if self.setup.is_medusa:
+            heads = {name for name in model if "medusa_head." in name}
+            joint = self.ours.trainer.args.medusa_stage == 2
+            should, learns = (should | heads, learns | heads) if joint else (heads, heads)
+        least = 1e-5 * max(norms.values(), default=0.0)
+        problems = {
+            "frozen, and should train": {name for name in should if name not in model or not model[name].requires_grad},
+            "trained, and should be frozen": {
+                name for name, p in model.items() if name not in should and (p.requires_grad or name in moved)
+            },
+            "without a gradient": {name for name in learns if not norms.get(name)},
+            "with a gradient, and never moved": {n for n in learns if norms.get(n, 0.0) > least and n not in moved},
+        }
+        told = [f"{len(names)} {what}, such as {min(names)}" for what, names in problems.items() if names]
+        if told:
+            return Found(len(set().union(*problems.values())), 0, "; ".join(told))
+        idle = f"; {len(should - learns)} of no effect on the model's own loss" if should - learns else ""
+        return Found(0, 0, f"{len(should)} of {len(model)} tensors have a gradient and move{idle}")
+
+    def _what_should_train(self) -> tuple[set[str], set[str]]:
+        """The parameters that train, and those that need a gradient: all of adapters, and those of the rest for which
+        transformers' own loss has one."""
+        model = self.bench.model()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_" in name:
+                    p.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+        ids = self._ids(8, 64)
+        model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        should = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return set(should), {n for n, p in should.items() if "lora_" in n or (p.grad is not None and p.grad.any())}
+
+    def _ids(self, rows: int, length: int) -> torch.Tensor:
+        tokenizer = self.bench.tokenizer
+        return torch.randint(
+            len(tokenizer.all_special_ids), len(tokenizer), (rows, length), generator=torch.Generator().manual_seed(0)
+        )
+
+    def _norms(self) -> Found | str:
+        trainer, found = self.ours.trainer, {}
+        report = trainer.liger_report
+        swapped = {} if report is None else report["rms_norm"].swapped | report["layer_norm"].swapped
+        for name in swapped:
+            ours = copy.deepcopy(trainer.model.get_submodule(name)).bfloat16()
+            if getattr(ours, "weight", None) is None:
+                continue
+            x = torch.randn(256, ours.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+            x = x.to(ours.weight.device, torch.bfloat16)
+            with torch.no_grad():
+                try:
+                    got = ours(x)
+                except TypeError:  # one with a gate
+                    continue
+                remove_liger(ours)
+                found[name] = float((got != ours(x)).float().mean())
+        if not found:
+            return "none was swapped"
+        where = max(found, key=lambda name: found[name])
+        return Found(found[where], OTHERWISE_ROUNDED, f"share of elements that round otherwise, most in {where}")
+
+    # The same rows in other batches
+
+    def _packed(self) -> Found | str:
+        if not self.setup.packs:
+            return "the recipe packs no rows"
+        size = len(self.bench.rows)
+        once: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": 1}
+        packed = self.bench.run("ours", **once)
+        apart = self.bench.run(self.kind, **once, packing=False, padding_free=False)
+        return worst(steps_of(packed), steps_of(apart), self.noise)
+
+    def _padded(self) -> Found | str:
+        if self.setup.writes:
+            return "the trainer pads what it writes itself"
+        if self.setup.packs:
+            return "packed rows have no padding"
+        pad = self.bench.tokenizer.pad_token_id
+        padded = self.bench.run("ours", collate=lambda collator: lambda rows: _more_padding(collator(rows), pad))
+        return worst(steps_of(padded), steps_of(self.ours), self.noise)
+
+    def _accumulation(self) -> Found | str:
+        if self.setup.writes:
+            return "each micro-batch writes completions of its own"
+        if self.setup.stock.__name__ == "KTOTrainer":
+            return "the KL term is that of a micro-batch"
+        found = self._split("ours")
+        trainer: Any = self.ours.trainer
+        balanced = getattr(trainer, "aux_loss_enabled", trainer.model.config.to_dict().get("output_router_logits"))
+        if found.within or (self.setup.stock.__name__ in ("SFTTrainer", "Trainer") and not balanced):
+            return found  # the mean over all tokens, whatever the batches
+        stock = self._split(self.kind).figure
+        return f"the stock loss depends on it too, by {stock:.1e}" if found.figure <= 2 * stock else found
+
+    def _split(self, kind: str) -> Found:
+        one, four = (
+            self.bench.run(kind, per_device_train_batch_size=rows, gradient_accumulation_steps=4 // rows)
+            for rows in (1, 4)
+        )
+        return worst(steps_of(one), steps_of(four), self.noise)
+
+    # What else a training stands on
+
+    def _reference(self) -> Found | str:
+        if self.setup.stock.__name__ not in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
+            return "the loss has none"
+        if self.setup.writes and not self.ours.trainer.args.beta:
+            return "beta is 0"
+        apart, same = (_distance(run) for run in (self.ours, self.bench.run("ours", disturbed=False, max_steps=1)))
+        words = f"rewards or KL are {apart:.1e} for a policy apart from it, and {same:.1e} for the same weights"
+        return Found(same / apart if apart else math.inf, UNMOVED, words)
+
+    def _merged(self) -> Found | str:
+        if self.setup.peft_config is None:
+            return "there is no adapter"
+        from peft import PeftModel
+
+        folder, ids, trainer = os.path.join(self.bench.folder, "adapter"), self._ids(2, 48), self.ours.trainer
+        trainer.save_model(folder)
+        base = self.bench.model(adapter=False).eval()
+        with torch.no_grad():
+            applied = trainer.model.eval()(input_ids=ids.to(trainer.args.device), use_cache=False).logits.cpu()
+            without = base(input_ids=ids, use_cache=False).logits
+            merged = PeftModel.from_pretrained(base, folder).merge_and_unload(safe_merge=True).eval()
+            logits = merged(input_ids=ids, use_cache=False).logits
+        effect = float((without - applied).norm() / applied.norm())
+        if effect < 100 * RTOL:
+            return Found(math.inf, RTOL, f"the adapter changes the logits by {effect:.1e} only")
+        found = worst([{"logits": logits}], [{"logits": applied}], {})
+        found.detail = f"the adapter changes the logits by {effect:.1e}"
+        return found
+
+    def _resumed(self) -> Found:
+        options: dict[str, Any] = {
+            key: value for key, value in self.setup.options.items() if key.startswith("lr_scheduler_")
+        }
+        options |= {"optim": "adamw_torch", "gradient_accumulation_steps": 1, "learning_rate": 1e-2, "max_steps": 4}
+        folder = os.path.join(self.bench.folder, "saved")
+        whole = self.bench.run("ours", **options, save_strategy="steps", save_steps=2, output_dir=folder)
+        resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **options)
+        logs = [[(log["loss"], log.get("learning_rate")) for log in run.logs[-2:]] for run in (whole, resumed)]
+        other = [name for name, value in whole.after.items() if not torch.equal(value, resumed.after[name])]
+        if not other and logs[0] == logs[1]:
+            return Found(0, 0, f"{len(whole.after)} tensors, losses and learning rates, bit for bit")
+        tensors = f"{len(other)} of {len(whole.after)} tensors differ"
+        return Found(len(other) or 1, 0, f"{tensors}; losses and learning rates are {logs[1]}, and not {logs[0]}")
+
+
+def _distance(run: Run) -> float:
+    """How far the policy is from its reference at the first step, as the trainer has logged it."""
+    values = [run.logs[0].get(name, math.nan) for name in ("rewards/chosen", "rewards/rejected", "kl")]
+    return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+
+
+def _more_padding(batch: dict[str, Any], pad: int) -> dict[str, Any]:
+    """`batch` with seven more columns, none of which counts."""
+    found = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 2:
+            fill = -100 if name.endswith("labels") else pad if name.endswith("input_ids") else 0
+            value = F.pad(value, (0, 7), value=fill)
+        found[name] = value
+    return found

@@ -1,0 +1,281 @@
+"""A few training steps of a small model, with the stock trainer or with ours, and all that came of them."""
+
+import copy
+import dataclasses
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, set_seed
+
+from liger_trainer.head.find import output_head
+from liger_trainer.instance.report import OPERATIONS
+from liger_trainer.medusa.trainer import LigerMedusaTrainer
+from liger_trainer.patching import lora
+from liger_trainer.verify.medusa import PlainMedusaTrainer
+from liger_trainer.verify.small import chance, small_rows, small_tokenizer, write_model
+
+HEAD = "fused_linear_cross_entropy"
+MAX_LENGTH = 256  # tokens, which are bytes here
+Tensors = dict[str, torch.Tensor]
+
+# Options that have a value of their own in every run, whatever the recipe says.
+_OWN = {
+    "max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.05,
+    # Plain SGD hands an error in a gradient on as it is. Adam's first steps take the sign of it, even of rounding.
+    "optim": "sgd", "lr_scheduler_type": "constant", "warmup_steps": 0, "logging_steps": 1, "save_strategy": "no",
+    "eval_strategy": "no", "report_to": "none", "bf16": False, "fp16": False, "disable_tqdm": True,
+    "dataloader_pin_memory": False, "max_length": MAX_LENGTH, "max_completion_length": 8, "num_generations": 2,
+    "mask_truncated_completions": False, "logging_nan_inf_filter": False,
+}  # fmt: skip
+# Keys of a recipe, by their beginnings, that decide nothing of what a step computes, or that need another machine.
+_LEFT_OUT = (
+    "accelerator_config", "auto_find", "chat_template_path", "dataloader_", "dataset_num_proc", "ddp_", "deepspeed",
+    "eval_", "fp8", "fsdp", "generation_batch", "greater_is_better", "host_memory", "hub_", "include_", "jit_",
+    "load_best", "log_completions", "logging_", "lr_scheduler", "medusa_eval", "medusa_init", "memory_budget",
+    "metric_for", "model_init_kwargs", "num_train_epochs", "optim", "output_dir", "parallelism", "push_", "resume_",
+    "reward_weights", "run_name", "save_", "steps_per_generation", "teacher_model", "tf32", "torch_compile",
+    "use_cpu", "use_vllm", "vllm_", "warmup",
+)  # fmt: skip
+
+
+@dataclass
+class Setup:
+    """What is verified.
+
+    Attributes:
+        trainer (`type`), arguments (`type`): A trainer of `liger_trainer`, and its config.
+        config (`PretrainedConfig`): That of the model, whose weights are not read.
+        rows (`list[dict]`): A few rows, in the form that the trainer takes.
+        options (`dict`): Fields of the trainer's config that are not at their defaults.
+        peft_config (`PeftConfig`, *optional*): An adapter.
+        model_init (`dict`): Keywords of `from_pretrained` that change the model, such as `attn_implementation`.
+        teacher (`PretrainedConfig`, *optional*): The config of the teacher.
+        rewards (`int`): How many reward functions there are.
+        given (`dict`): Further arguments of the trainer, such as a `data_collator`.
+        seed (`int`): Of all weights.
+    """
+
+    trainer: type
+    arguments: type
+    config: Any
+    rows: list[dict[str, Any]]
+    options: dict[str, Any] = field(default_factory=dict)
+    peft_config: Any = None
+    model_init: dict[str, Any] = field(default_factory=dict)
+    teacher: Any = None
+    rewards: int = 0
+    given: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def stock(self) -> type:
+        """The class of TRL or transformers that the trainer extends."""
+        return _of_another_package(self.trainer)
+
+    @property
+    def is_medusa(self) -> bool:
+        return issubclass(self.trainer, LigerMedusaTrainer)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the trainer writes completions itself, and trains on those."""
+        return self.stock.__name__ in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+
+    @property
+    def packs(self) -> bool:
+        return bool(self.options.get("packing") or self.options.get("padding_free"))
+
+
+@dataclass
+class Run:
+    """What came of a training: its log, the gradients of every step, and the parameters before and after it."""
+
+    trainer: Any
+    logs: list[dict[str, float]]
+    gradients: list[Tensors]
+    before: Tensors
+    after: Tensors
+
+    @property
+    def updates(self) -> Tensors:
+        return {name: self.after[name] - value for name, value in self.before.items()}
+
+
+class Bench:
+    """Small models of a setup in a folder, and runs of trainers on them.
+
+    Args:
+        setup (`Setup`): What is verified.
+        folder (`str`): An empty one.
+    """
+
+    def __init__(self, setup: Setup, folder: str) -> None:
+        self.setup, self.folder = setup, folder
+        self.tokenizer = small_tokenizer(*(setup.options.get(key) for key in ("eos_token", "pad_token")))
+        first = len(self.tokenizer.all_special_ids)
+        self.rows = datasets.Dataset.from_list(small_rows(setup.rows, range(first, len(self.tokenizer))))
+        self.path, self.teacher = os.path.join(folder, "model"), os.path.join(folder, "teacher")
+        for path, config, seed in ((self.path, setup.config, 0), (self.teacher, setup.teacher, 1)):
+            if config is not None:
+                write_model(config, len(self.tokenizer), setup.seed + seed, path)
+                self.tokenizer.save_pretrained(path)
+
+    def model(self, adapter: bool = True) -> nn.Module:
+        """The small model as transformers and PEFT make it, with nothing of ours."""
+        set_seed(self.setup.seed)
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32, **self.setup.model_init)
+        if adapter and self.setup.peft_config is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, copy.deepcopy(self.setup.peft_config))
+        return model
+
+    def build(self, kind: str, **options: Any) -> Any:
+        """A trainer: `"ours"`; `"stock"`; or `"plain"`, which is ours with nothing swapped and with real logits."""
+        setup = self.setup
+        trainer_class, args_class = setup.trainer, setup.arguments
+        if kind == "stock":
+            trainer_class, args_class = setup.stock, _of_another_package(setup.arguments)
+        elif kind == "plain" and setup.is_medusa:
+            trainer_class = PlainMedusaTrainer
+        values = {key: value for key, value in setup.options.items() if not key.startswith(_LEFT_OUT)} | _OWN
+        if setup.options.get("max_length", 0) is None:
+            values["max_length"] = None
+        if "activation_checkpointing" in values:  # `auto` measures a GPU
+            values["gradient_checkpointing"] = str(values.pop("activation_checkpointing")).lower() != "false"
+        values |= options | {"use_cpu": not torch.cuda.is_available()}
+        values.setdefault("output_dir", os.path.join(self.folder, "out"))
+        if kind == "plain":
+            values["liger_config"] = {name: name == HEAD for name in OPERATIONS}
+        elif kind == "ours":  # as a GPU treats large tensors
+            values["liger_config"] = {"rebuild_above_mib": 0} | (values.get("liger_config") or {})
+        given = {"train_dataset": self.rows, "processing_class": self.tokenizer} | setup.given
+        if setup.stock is transformers.Trainer:
+            given["model"] = self.model()
+        else:
+            values["model_init_kwargs"] = {"dtype": "float32"} | setup.model_init
+            given |= {"model": self.path, "peft_config": copy.deepcopy(setup.peft_config)}
+        if setup.teacher is not None:
+            given["teacher_model"] = self.teacher
+        if setup.rewards:
+            given["reward_funcs"] = [chance] * setup.rewards
+        known = {f.name for f in dataclasses.fields(args_class) if f.init}
+        set_seed(setup.seed)
+        args = args_class(**{k: v for k, v in values.items() if k in known})
+        if args.n_gpu > 1:  # then Trainer would use nn.DataParallel
+            args._n_gpu = 1
+        trainer = trainer_class(args=args, **given)
+        trainer.remove_callback(PrinterCallback)
+        if kind == "plain":
+            head: Any = output_head(trainer.model)
+            head.register_forward_hook(_look)
+        return trainer
+
+    def run(
+        self, kind: str, disturbed: bool = True, collate: Callable | None = None, resume: str | None = None,
+        **options: Any,
+    ) -> Run:  # fmt: skip
+        """Build a trainer with `options` and train.
+
+        Args:
+            kind (`str`): As in `build`.
+            disturbed (`bool`): Whether the trained weights are moved from where they begin, so that an adapter has an
+                effect, and the policy is not its reference.
+            collate (`Callable`, *optional*): Gets the trainer's collator and returns another.
+            resume (`str`, *optional*): A checkpoint.
+        """
+        trainer = self.build(kind, **options)
+        if disturbed:
+            _disturb(trainer.model, self.setup.seed)
+        if collate is not None:
+            trainer.data_collator = collate(trainer.data_collator)
+        keep = _KeepGradients()
+        trainer.add_callback(keep)
+        before = _values(trainer.model)
+        set_seed(self.setup.seed)
+        trainer.train(resume_from_checkpoint=resume)
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        return Run(trainer, logs, keep.steps, before, _values(trainer.model))
+
+
+def _of_another_package(ours: type) -> type:
+    return next(base for base in ours.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+
+
+def _values(model: nn.Module) -> Tensors:
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+def _disturb(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed + 2)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                continue
+            drawn = torch.randn(p.shape, generator=generator).to(p)
+            if not p.any() or "lora_" in name:
+                p.copy_(0.5 * drawn / p.shape[-1] ** 0.5)
+            else:
+                p.mul_(1 + 0.05 * drawn)
+
+
+def _look(*_: Any) -> None:
+    """A hook that does nothing. A head with a hook of a user's is not fused."""
+
+
+_look.__module__ = "a_user"  # hooks of this package do not count
+
+
+class _KeepGradients(TrainerCallback):
+    """What the optimizer is given, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensors] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.steps.append({n: p.grad.detach().cpu().clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+class OtherOrder(TorchDispatchMode):
+    """Within it, matrix products add up their terms in the opposite order."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "addmm", "baddbmm"):
+            *rest, a, b = args
+            args = (*rest, a.flip(-1), b.flip(-2))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_at_real_size() -> Iterator[None]:
+    """Within it, what depends on the number of tokens is decided as for many."""
+    before, lora.LEAST_WORK = lora.LEAST_WORK, 0
+    try:
+        yield
+    finally:
+        lora.LEAST_WORK = before
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings, the progress bars and the logs of the dozen trainings here."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

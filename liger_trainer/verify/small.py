@@ -1,0 +1,129 @@
+"""The small model, tokenizer and rows that a recipe is verified on."""
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from liger_trainer.errors import RecipeError
+from liger_trainer.patching.small_model import small_config
+
+POSITIONS = 512
+_MOST_PARAMETERS = 4_000_000
+_LEAST_EPSILON = 1e-3  # next to a variance near 1, a wrong 1e-6 would hide in the rounding
+_SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ (m['content'] or '') | string + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ (m['content'] or '') | string + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def small_tokenizer(*special: str | None) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, with a chat template that marks answers, and with the tokens `special`."""
+    names = list(dict.fromkeys([*_SPECIAL, *filter(None, special)]))
+    known = {name: i for i, name in enumerate([*names, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=known, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=POSITIONS
+    )
+    made.chat_template = _TEMPLATE
+    return made
+
+
+def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
+    """Save a small model of `config` with `vocab` tokens and random weights in `folder`.
+
+    Its class, its switches, scales and caps, and a layer of each kind are those of `config`.
+
+    Raises:
+        RecipeError: There is no decoder of text in `config`, or none that is small with the sizes that are known.
+    """
+    text = config.get_text_config()
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(text, "auto_map", None):
+        raise RecipeError(
+            f"model_name_or_path has the model type {config.model_type!r}, which has no decoder of text that can be "
+            "built by itself. liger-trainer verify needs one, so it cannot say anything of this model."
+        )
+    try:
+        small = _small_config(text, vocab)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(small, dtype=torch.float32).parameters())
+        if size > _MOST_PARAMETERS:
+            raise ValueError(f"it would have {size:,} parameters, as its config has sizes that are not known")
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():  # as initialised, attention would be the same everywhere
+                drawn = torch.randn(parameter.shape, generator=generator)
+                norm = "norm" in name and parameter.ndim == 1
+                parameter.copy_(1 + 0.1 * drawn if norm else 2 * drawn / max(1, parameter.shape[-1]) ** 0.5)
+        model.save_pretrained(folder)
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:  # the model's own code may want anything of its sizes
+        raise RecipeError(
+            f"model_name_or_path has the model type {text.model_type!r}, of which liger-trainer verify cannot make a "
+            f"small copy: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _small_config(text: Any, vocab: int) -> Any:
+    """A small config of the decoder `text`, whose every epsilon shows."""
+    small = small_config(text)
+    small.architectures = None
+    for name, value in small.to_dict().items():
+        if name in ("vocab_size", "vocab_size_per_layer_input"):
+            setattr(small, name, vocab)
+        elif name in ("max_position_embeddings", "n_positions") and isinstance(value, int):
+            setattr(small, name, POSITIONS)
+        elif isinstance(value, float) and name.endswith(("eps", "epsilon")):
+            setattr(small, name, max(value, _LEAST_EPSILON))
+    known, sizes = text.to_dict(), small.to_dict()
+    if own := {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}:
+        kept = [known["layer_types"].index(kind) for kind in sizes["layer_types"]]
+        sizes["per_layer_config"] = {
+            i: {name: size * sizes[name] // known[name] for name, size in own[layer].items()}
+            for i, layer in enumerate(kept)
+            if layer in own
+        }
+        small = type(small)(**sizes)
+    return small
+
+
+def small_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
+    """`rows` with short texts of uneven length, two messages in a conversation, and token ids within `tokens`."""
+    return [_short(row, 24 + 8 * (i % 5), tokens) for i, row in enumerate(rows)]
+
+
+def _short(value: Any, length: int, tokens: range) -> Any:
+    if isinstance(value, str):  # its end too: two answers may begin alike
+        return value if len(value) <= length else value[: length // 2] + value[-(length // 2) :]
+    if isinstance(value, dict):
+        return {name: _short(part, length, tokens) for name, part in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return [x if x < 0 else tokens[x % len(tokens)] for x in value[:length]]
+    if isinstance(value, list):
+        kept = value if len(value) <= 2 else [value[0], value[-1]]
+        return [_short(part, length, tokens) for part in kept]
+    return value
+
+
+def chance(completions: list[Any], **columns: Any) -> list[float]:
+    """A reward that hardly two completions have in common, whatever they say."""
+    return [zlib.crc32(str(text).encode()) % 1009 / 1009 for text in completions]
+
+
+def both_kinds(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """`rows` in an order in which good and bad answers take turns, if they have a `label`."""
+    if not rows or "label" not in rows[0]:
+        return iter(rows)
+    good, bad = ([row for row in rows if bool(row["label"]) is kind] for kind in (True, False))
+    return (row for pair in zip(good, bad, strict=False) for row in pair) if good and bad else iter(rows)

@@ -1,0 +1,23 @@
+"""No false alarm: `verify` on model types of transformers, each from its default config."""
+
+import pytest
+from verify_setups import failed
+
+MODEL_TYPES = {
+    "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {}, "cohere": {}, "cohere2": {}, "deepseek_v3": {},
+    "diffllama": {}, "ernie4_5": {}, "exaone4": {}, "gemma": {}, "gemma2": {}, "gemma3_text": {}, "gemma4_text": {},
+    "glm": {}, "glm4": {}, "glm4_moe": {}, "gpt2": {}, "gpt_neox": {}, "gpt_oss": {}, "gptj": {}, "granite": {},
+    "granitemoe": {}, "helium": {}, "hunyuan_v1_dense": {"head_dim": 128, "num_key_value_heads": 8}, "jamba": {},
+    "lfm2": {}, "llama": {}, "minicpm3": {}, "minimax": {}, "mistral": {}, "mixtral": {}, "mpt": {},
+    "nanochat": {}, "nemotron": {"num_key_value_heads": 8}, "olmo": {}, "olmo2": {}, "olmo3": {}, "olmoe": {},
+    "opt": {}, "phi": {}, "phi3": {}, "phimoe": {}, "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_moe": {},
+    "qwen3_next": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": {},
+}  # fmt: skip
+QUICK = ("gemma2",)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODEL_TYPES]
+)
+def test_nothing_is_found_in_models_as_they_are(model_type):
+    assert failed("SFT", model_type, config=MODEL_TYPES[model_type]) == {}

@@ -1,0 +1,239 @@
+"""Bugs that were published in this field, each put into a trainer, and the check that finds it."""
+
+import contextlib
+
+import pytest
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
+from transformers import Trainer
+from trl.trainer import dpo_trainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from verify_setups import failed, lora
+
+from liger_trainer import LigerKTOTrainer, LigerSFTTrainer
+from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.medusa import trainer as medusa_trainer
+from liger_trainer.medusa.heads import ResBlock
+from liger_trainer.patching import norms
+from liger_trainer.varlen import padding
+
+LOSSES, GRADIENTS, UPDATES = "losses and gradient norm", "gradients", "updates of weights"
+TRAINS, NORMS, PACKED = "what trains", "norms in 16 bits", "packed rows = separate rows"
+PADDED, SPLIT, REFERENCE = "padded rows = unpadded rows", "accumulation 1 x 4 = 4 x 1", "reference model"
+MERGED, RESUMED = "adapter merged = applied", "saved and resumed = uninterrupted"
+
+
+def in_the_head(**changes):
+    """The fused loss is called with other arguments than it should be."""
+
+    def seed(patch):
+        stock = DeferredLogits.fused
+
+        def fused(self, function, target, **kwargs):
+            return stock(self, lambda hidden, **own: function(hidden, **(own | changes)), target, **kwargs)
+
+        patch.setattr(DeferredLogits, "fused", fused)
+
+    return seed
+
+
+def once_built(module, name, faulty):
+    """`faulty` takes the place of a function of ours, but for the proofs that are made while a trainer is built."""
+
+    def seed(patch):
+        stock, init, built = getattr(module, name), LigerSFTTrainer.__init__, []
+
+        def initialised(self, *args, **kwargs):
+            built.clear()
+            init(self, *args, **kwargs)
+            built.append(True)
+
+        patch.setattr(LigerSFTTrainer, "__init__", initialised)
+        patch.setattr(module, name, lambda *a, **k: faulty(stock, *a, **k) if built else stock(*a, **k))
+
+    return seed
+
+
+def of_a_trainer(cls, name, faulty):
+    """`faulty(stock method, self, ...)` takes the place of a method."""
+
+    def seed(patch):
+        stock = getattr(cls, name)
+        patch.setattr(cls, name, lambda self, *args, **kwargs: faulty(stock, self, *args, **kwargs))
+
+    return seed
+
+
+def labels_off_by_one(stock, self, model, inputs, *args, **kwargs):
+    return stock(self, model, inputs | {"labels": inputs["labels"].roll(1, 1)}, *args, **kwargs)
+
+
+def loss_on_padding(stock, self, model, inputs, *args, **kwargs):
+    padding = inputs["attention_mask"] == 0
+    return stock(self, model, inputs | {"labels": inputs["labels"].masked_fill(padding, 0)}, *args, **kwargs)
+
+
+def mean_of_means(stock, self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    loss = stock(self, model, inputs, return_outputs, None)
+    return loss / self.current_gradient_accumulation_steps
+
+
+def head_frozen(stock, self, *args, **kwargs):
+    stock(self, *args, **kwargs)
+    self.model.get_output_embeddings().requires_grad_(False)
+
+
+def no_aux_loss(stock, self, *args, **kwargs):
+    stock(self, *args, **kwargs)
+    self.router_aux_loss_coef = 0.0
+
+
+def no_class_weights(stock, self, *args, **kwargs):
+    stock(self, *args, **kwargs)
+    self.desirable_weight = self.undesirable_weight = 1.0
+
+
+def without_b(stock, self, *args, **kwargs):
+    optimizer = stock(self, *args, **kwargs)
+    b = {id(p) for name, p in self.model.named_parameters() if "lora_B" in name}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in b]
+    return optimizer
+
+
+def no_optimizer_state(stock, self, checkpoint):
+    state = self.optimizer.state_dict()
+    stock(self, checkpoint)
+    if checkpoint is not None:
+        self.optimizer.load_state_dict(state)
+
+
+def a_step_too_many(stock, self, checkpoint):
+    stock(self, checkpoint)
+    if checkpoint is not None:
+        self.lr_scheduler.step()
+
+
+def rows_that_mix(patch):
+    stock = DataCollatorForLanguageModeling.torch_call
+
+    def of_one_row(self, rows):
+        batch = stock(self, rows)
+        return batch | {"position_ids": torch.arange(batch["labels"].shape[1])[None]}
+
+    patch.setattr(DataCollatorForLanguageModeling, "torch_call", of_one_row)
+
+
+def positions_go_on(stock, self, call):
+    return stock(self, call) | {"position_ids": torch.arange(self.rows.tokens)[None]}
+
+
+def adapters_of_experts_dead(stock, self, adapter):
+    return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in stock(self, adapter))
+
+
+def experts_with_each_other_s_b(stock, self, adapter):
+    return stock(self, adapter).roll(1, 0)
+
+
+def scaled_twice(stock, self, adapter):
+    return stock(self, adapter) * self.scaling[adapter]
+
+
+def no_reference(patch):
+    patch.setattr(dpo_trainer, "use_adapter", lambda *args, **kwargs: contextlib.nullcontext())
+
+
+def target_off_by_one(stock, inputs, num_heads):
+    targets = stock(inputs, num_heads)
+    targets[1:, :, 1:] = targets[1:, :, :-1].clone()
+    return targets
+
+
+EXPERTS = {"config": {"num_experts": 4}, "peft_config": lora("q_proj", target_parameters=["experts.gate_up_proj"])}
+SEEDS = {
+    "adapters of experts get no gradient (unsloth-zoo#606)": (
+        of_a_trainer(ParamWrapper, "get_delta_factors", adapters_of_experts_dead), ("SFT", "qwen3_moe"), EXPERTS,
+        {TRAINS}),
+    "an expert is merged with another one's B (unsloth-zoo#1269)": (
+        of_a_trainer(ParamWrapper, "get_delta_weight", experts_with_each_other_s_b), ("SFT", "qwen3_moe"), EXPERTS,
+        {MERGED}),
+    "the router's auxiliary loss is dropped": (
+        of_a_trainer(LigerSFTTrainer, "__init__", no_aux_loss), ("SFT", "qwen3_moe"),
+        {"model_init": {"output_router_logits": True}}, {LOSSES, GRADIENTS}),
+    "packed rows see each other (trl#1230)": (rows_that_mix, ("SFT",), {"options": {"packing": True}}, {PACKED}),
+    "the lengths of packed rows are ignored (transformers#46333)": (
+        once_built(padding, "rows_known", lambda stock, rows: contextlib.nullcontext()), ("SFT",),
+        {"options": {"packing": True}}, {PACKED}),
+    "positions go on from row to row (trl#6515)": (
+        once_built(padding.Plan, "packed", positions_go_on), ("SFT", "gpt2"), {"options": {"packing": True}},
+        {PACKED, LOSSES}),
+    "label smoothing is dropped (trl#7063)": (
+        in_the_head(label_smoothing=0.0), ("SFT",), {"options": {"label_smoothing_factor": 0.1}}, {LOSSES, GRADIENTS}),
+    "class weights are dropped (trl#7059)": (
+        of_a_trainer(LigerKTOTrainer, "__init__", no_class_weights), ("KTO",),
+        {"options": {"desirable_weight": 2.0}}, {LOSSES, GRADIENTS}),
+    "an adapter on the head never trains (unsloth#9331)": (
+        in_the_head(lora=None), ("SFT",), {"peft_config": lora("q_proj", "lm_head")}, {LOSSES, TRAINS}),
+    "the head is frozen in silence (trl#4612)": (
+        of_a_trainer(LigerSFTTrainer, "__init__", head_frozen), ("SFT",), {}, {GRADIENTS, TRAINS}),
+    "B of a LoRA is in no group of the optimizer": (
+        of_a_trainer(LigerSFTTrainer, "create_optimizer", without_b), ("SFT",), {"peft_config": lora()},
+        {UPDATES, TRAINS}),
+    "a mean of means over accumulated batches (transformers#34576)": (
+        of_a_trainer(LigerSFTTrainer, "compute_loss", mean_of_means), ("SFT",), {}, {LOSSES, SPLIT}),
+    "the reference under PEFT is the policy (trl#7243)": (no_reference, ("DPO",), {"peft_config": lora()}, {REFERENCE}),
+    "an adapter is scaled twice when it is merged": (
+        of_a_trainer(LoraLinear, "get_delta_weight", scaled_twice), ("SFT",), {"peft_config": lora()}, {MERGED}),
+    "labels are off by one": (
+        of_a_trainer(LigerSFTTrainer, "compute_loss", labels_off_by_one), ("SFT",), {}, {LOSSES}),
+    "padding is learned": (
+        of_a_trainer(LigerSFTTrainer, "compute_loss", loss_on_padding), ("SFT",), {}, {LOSSES, PADDED}),
+    "a norm has another epsilon": (
+        once_built(norms, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w, 1e-6, **k)), ("SFT",), {}, {LOSSES}),
+    "a norm rounds where it should not": (
+        once_built(norms, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w, eps, **(k | {"cast": "gemma"}))),
+        ("SFT",), {}, {NORMS}),
+    "the weight of a norm has no gradient (unsloth's rms_layernorm)": (
+        once_built(norms, "rms_norm", lambda stock, x, w, eps, **k: stock(x, w.detach(), eps, **k)), ("SFT",), {},
+        {GRADIENTS, TRAINS}),
+    "the softcap of the logits is dropped (unsloth-zoo#593)": (
+        in_the_head(softcap=None), ("SFT", "gemma2"), {}, {LOSSES, GRADIENTS}),
+    "the scale of the logits is dropped (unsloth#11277)": (
+        in_the_head(logit_scale=1.0), ("SFT", "granite"), {"config": {"logits_scaling": 8.0}}, {LOSSES}),
+    "the temperature of GRPO is dropped (liger-kernel#1082)": (
+        in_the_head(temperature=1.0), ("GRPO",), {"options": {"beta": 0.1, "temperature": 0.7}}, {GRADIENTS}),
+    "the optimizer's state is not loaded (transformers#11323)": (
+        of_a_trainer(Trainer, "_load_optimizer_and_scheduler", no_optimizer_state), ("SFT",), {}, {RESUMED}),
+    "the schedule is a step ahead after a restart": (
+        of_a_trainer(Trainer, "_load_optimizer_and_scheduler", a_step_too_many), ("SFT",),
+        {"options": {"lr_scheduler_type": "cosine"}}, {RESUMED}),
+    "the blocks of Medusa heads are skipped (liger-kernel#325)": (
+        of_a_trainer(ResBlock, "forward", lambda stock, self, x: x + 0 * stock(self, x)), ("Medusa",),
+        {"options": {"medusa_tied": False}}, {LOSSES, TRAINS}),
+    "the targets of Medusa heads are off by one (medusa#85)": (
+        once_built(medusa_trainer, "head_targets", target_off_by_one), ("Medusa",), {}, {LOSSES, GRADIENTS}),
+}  # fmt: skip
+QUICK = ("a mean of means", "packed rows see")
+
+
+@pytest.mark.parametrize(
+    ("seed", "what", "parts", "found_by"),
+    [
+        pytest.param(*seeded, id=name, marks=() if name.startswith(QUICK) else pytest.mark.slow)
+        for name, seeded in SEEDS.items()
+    ],
+)
+def test_a_published_bug_is_found(seed, what, parts, found_by, monkeypatch):
+    seed(monkeypatch)
+    assert found_by <= failed(*what, **parts).keys()
+
+
+WITHOUT = list({str((what, parts)): (what, parts) for _, what, parts, _ in SEEDS.values()}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "parts"), WITHOUT)
+def test_without_the_bug_nothing_is_found(what, parts):
+    assert failed(*what, **parts) == {}
