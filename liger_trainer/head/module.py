@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.instance.binding import Binding, bind, call_previous, own_class, unbind
+from liger_trainer.instance.guards import linear_is_torchs
 from liger_trainer.instance.hooks import has_hooks, hook_on
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
@@ -139,7 +141,8 @@ def _gathered_by_a_call(units: tuple[nn.Module | None, ...], weight: DTensor) ->
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return own and linear_is_torchs() and not is_parametrized(module)
 
 
 def _base_and_adapter(head: nn.Module) -> tuple[nn.Linear, str | None]:

@@ -1,79 +1,153 @@
 """Binding our methods to single instances of modules, and taking them away again.
 
-A method is bound to one instance with `types.MethodType`, so that `deepcopy` takes it to the copy, where it runs with
-the copy's own weights. What the method needs to know is kept beside it in the instance's `__dict__`, as a `Binding`.
-Pickle stores a bound method by its name, which leads back to the class's own method, and it stores nothing of a
-`Binding`: a model that has been unpickled is unpatched, and `Binding.of` returns None for its modules.
+A `Binding` stands in the `__dict__` of one instance in the place of a method of its class. It refers to the instance
+weakly, so that a patched model is freed when its last reference goes, as a stock one is. `deepcopy` takes it to the
+copy, where it runs with the copy's own weights. In a pickle it is the class's own method: a model that has been
+unpickled is unpatched, needs nothing of this package, and `Binding.of` returns None for its modules.
 """
 
 import copy
+import inspect
 import types
+import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from liger_trainer._logging import logger
 from liger_trainer.instance.report import Place
+
+if TYPE_CHECKING:
+    from liger_trainer.instance.guards import Guards
+
+
+def _nothing() -> None:
+    """Where no module is."""
+
+
+class Weakly:
+    """A reference to a module that does not keep it alive. In a deep copy it leads to the copy, in a pickle nowhere."""
+
+    def __init__(self, module: nn.Module | None = None):
+        self.to: Callable[[], nn.Module | None] = _nothing if module is None else weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Weakly":
+        return Weakly(memo.get(id(self.to())))
+
+    def __reduce__(self) -> tuple[type["Weakly"], tuple[()]]:
+        return Weakly, ()
 
 
 class Binding:
-    """What we remember about a method of ours that is bound to one instance.
+    """A method of ours that is bound to one instance.
 
     A subclass remembers more. Where it has a `key` of its own, its methods are bound and unbound apart from the others.
 
     Args:
-        function: Our method, unbound. `function.__name__` must be the name of the class's method that it replaces,
-            since pickle stores no more than that.
+        function: Our method, unbound. `function.__name__` must be the name of the class's method that it replaces.
         slot (`str`): The attribute of the instance that holds the method.
         place (`Place`, *optional*): The module's place in a report, which is told when the method steps aside.
+        guards (`Guards`, *optional*): What the method rests on. Where it no longer holds, the method steps aside.
 
     Attributes:
-        key (`str`): The key of the binding in the `__dict__` of the instance.
-        previous: What the attribute held before, or None where the class's own method was in effect.
-        aside (`bool`): Whether our method hands its calls to the class's own one, because a hook would be missed
-            otherwise, or because it was removed while somebody else's wrapper still calls it. It stays aside for good,
-            since a checkpoint that recomputes a call must take the same path again.
+        key (`str`): The key under which the `__dict__` of the instance has the binding a second time, where it stays
+            if somebody wraps the method.
+        previous: What the slot held before, or None where the class's own method was in effect.
+        aside (`bool`): Whether calls go to the class's own method, because something would be missed otherwise, or
+            because ours was removed while somebody else's wrapper still calls it. It stays aside for good, since a
+            checkpoint that recomputes a call must take the same path again.
     """
 
     key: ClassVar[str] = "_liger_patch"
 
-    def __init__(self, function: Callable, slot: str = "forward", place: Place | None = None):
-        self.function, self.slot, self.place = function, slot, place
+    def __init__(
+        self,
+        function: Callable,
+        slot: str = "forward",
+        place: Place | None = None,
+        guards: "Guards | None" = None,
+    ):
+        self.function, self.slot, self.place, self.guards = function, slot, place, guards
         self.previous: Callable | None = None
         self.aside = False
+        self.module = Weakly()
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
         """What is bound to `module`; None where nothing is, or where the module has been pickled since."""
-        return module.__dict__.get(cls.key)
+        found = module.__dict__.get(cls.key)
+        return found if isinstance(found, cls) else None
 
-    def __reduce__(self) -> tuple[Callable, tuple[()]]:
-        return _forgotten, ()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module.to()
+        if module is None:
+            raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
+        if self.aside or self.must_step_aside(module):
+            own = self.previous
+            return getattr(type(module), self.name)(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return self.function(module, *args, **kwargs)
+
+    def must_step_aside(self, module: nn.Module) -> bool:
+        """Whether the proof no longer holds for `module`, to which this is bound. Then the method steps aside."""
+        reason = self.broken(module)
+        if reason is not None:
+            self.step_aside(reason)
+        return reason is not None
+
+    def broken(self, module: nn.Module) -> str | None:
+        """Why the proof no longer holds for `module`, or None."""
+        return None if self.guards is None else self.guards.broken(module)
+
+    def step_aside(self, reason: str) -> None:
+        """Leave all calls to the module's own code from now on, and say so in the log and in the report."""
+        if torch.compiler.is_compiling():
+            return
+        self.aside = True
+        if self.place is not None:
+            self.place.keeps_its_code(reason)
+        logger.warning_once(f"{type(self.module.to()).__name__} runs its own code instead of a fused kernel: {reason}.")
+
+    @property
+    def name(self) -> str:
+        """The name of the class's method."""
+        return self.function.__name__
+
+    @property
+    def __self__(self) -> nn.Module | None:
+        return self.module.to()
+
+    @property
+    def __func__(self) -> Callable:
+        return self.function
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(self.function, self))
+
+    def __reduce__(self) -> tuple[Callable, tuple[nn.Module | None, str]]:
+        return getattr, (self.module.to(), self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
 
 BindingT = TypeVar("BindingT", bound=Binding)
 
 
-def _forgotten() -> None:
-    """What a `Binding` becomes in a pickle."""
-
-
 def bind(module: nn.Module, binding: BindingT) -> BindingT:
-    """Put the method of `binding` on this one instance, and remember `binding` with it."""
+    """Put `binding` on this one instance."""
     slot = binding.slot
     previous = module.__dict__.get(slot)
     if getattr(previous, "__func__", None) is getattr(type(module), slot.removeprefix("_old_"), None):
         previous = None  # unpickling leaves the class's own method in the instance
-    binding.previous = previous
-    module.__dict__[slot] = types.MethodType(binding.function, module)
-    module.__dict__[binding.key] = binding
+    binding.previous, binding.module = previous, Weakly(module)
+    module.__dict__[slot] = module.__dict__[binding.key] = binding
     return binding
 
 
@@ -82,21 +156,13 @@ def is_bound(module: nn.Module, binding: Binding) -> bool:
     return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
 
 
-def is_aside(module: nn.Module) -> bool:
-    """Whether a method that `apply_liger` has swapped in must hand its call on `module` to the class's own method.
-
-    A proof calls our methods on modules to which nothing is bound. There they need not.
-    """
-    binding = module.__dict__.get(Binding.key)
-    return binding is not None and binding.aside
-
-
 def unbind(module: nn.Module, kind: type[Binding]) -> None:
     """Undo `bind`: the `__dict__` of the instance is as before.
 
     Where somebody has wrapped our method since, the wrapper stays, and so does the method inside it, which steps aside.
     """
-    binding = module.__dict__.pop(kind.key, None)
+    binding = kind.of(module)
+    module.__dict__.pop(kind.key, None)
     if binding is None:
         return
     if not is_bound(module, binding):
@@ -116,6 +182,6 @@ def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: d
     return type(module).forward(module, *args, **kwargs) if previous is None else previous(*args, **kwargs)
 
 
-def own_class(module: nn.Module) -> type:
+def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
     return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))

@@ -7,13 +7,10 @@ count, because our code calls the modules that own weights, so that these hooks 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from liger_trainer._logging import logger
 from liger_trainer.instance.binding import Binding, is_bound
 
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -23,9 +20,6 @@ _OF_ALL, _OF_ALL_BEFORE, _OF_ALL_BACK, _OF_ALL_BEFORE_BACK = _GLOBAL_HOOKS
 _HOOKS_THAT_MISS_NOTHING = (
     "torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.", "trl.models.activation_offloading",
 )  # fmt: skip
-
-# Name, class and the class's forward of each child that a replacement does not call.
-LeftOut = tuple[tuple[str, type[nn.Module], Callable], ...]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -62,7 +56,7 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
         return replaced
     for attribute, global_hooks in zip(_HOOK_DICTS, _GLOBAL_HOOKS, strict=True):
         for hook in (*getattr(module, attribute).values(), *global_hooks.values()):
-            if not _is_from(_function(hook), not_counted):
+            if not home(_function(hook)).startswith(not_counted):
                 return f"a {attribute.strip('_').removesuffix('s').replace('_', ' ')} ({_name(_function(hook))})"
     return None
 
@@ -70,38 +64,10 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
 def replaced_forward(module: nn.Module, forward: Any, allowed: tuple[str, ...] = ()) -> str | None:
     """Describe `forward`, which `module` has in place of its class's own one; None where that is nobody's code."""
     function = _function(forward)
-    if forward is None or function is type(module).forward or _is_from(function, (*_HOOKS_THAT_MISS_NOTHING, *allowed)):
+    not_counted = (*_HOOKS_THAT_MISS_NOTHING, *allowed)
+    if forward is None or function is type(module).forward or home(function).startswith(not_counted):
         return None
     return f"a forward of its own ({_name(function)})"
-
-
-def why_children_must_run(module: nn.Module, left_out: LeftOut) -> str | None:
-    """Why a forward that calls none of the children `left_out` does not compute what `module` computes, or None.
-
-    `left_out` has the name, the class and the class's forward of each child, as they were when the replacement was
-    proven. A hook on one of them, which would not be called, is a reason too.
-    """
-    for name, proven_class, proven_forward in left_out:
-        child = module._modules.get(name)
-        if type(child) is not proven_class:
-            return f"{name} is a {type(child).__name__} now; it was a {proven_class.__name__}"
-        if proven_class.forward is not proven_forward:
-            return f"the forward of {proven_class.__name__}, which {name} is, has been replaced"
-        if (attached := hook_on(child)) is not None:
-            return f"{attached} on {name} would not be called"
-    return None
-
-
-def step_aside(module: nn.Module, reason: str) -> None:
-    """Have `module`, which is swapped, run its own code from now on, and say so in the log and in its report."""
-    if torch.compiler.is_compiling():
-        return
-    binding = Binding.of(module)
-    assert binding is not None, "only a method that is bound steps aside"
-    binding.aside = True
-    if binding.place is not None:
-        binding.place.keeps_its_code(reason)
-    logger.warning_once(f"{type(module).__name__} runs its own code instead of a fused kernel: {reason}.")
 
 
 def _function(hook: Any) -> Any:
@@ -111,8 +77,15 @@ def _function(hook: Any) -> Any:
     return getattr(hook, "__func__", hook)
 
 
-def _is_from(function: object, prefixes: tuple[str, ...]) -> bool:
-    return str(getattr(function, "__module__", None)).startswith(prefixes)
+def home(function: Any) -> str:
+    """The Python module in which the code of `function` stands, and not its `__module__`, which decorators copy."""
+    return str(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
+
+
+def comes_from(function: Any, rooms: str | tuple[str, ...]) -> bool:
+    """Whether the code of a function, and of all that it wraps, stands in Python modules whose names begin so."""
+    inner = getattr(function, "__wrapped__", None)
+    return home(function).startswith(rooms) and (inner is None or comes_from(inner, rooms))
 
 
 def _name(function: object) -> str:

@@ -1,13 +1,14 @@
 """HuggingFace's `kernels`: `from_pretrained(..., use_kernels=True)` finds our norms, without asking the Hub."""
 
 import importlib
-from typing import Any
+import weakref
 
 import torch
 from torch import nn
 
-from liger_trainer.patching import norms
-from liger_trainer.patching.kind import Proven
+from liger_trainer.instance.binding import Binding, Weakly
+from liger_trainer.patching import norms, probe
+from liger_trainer.patching.apply import prove_module
 
 LAYERS = ("RMSNorm",)
 
@@ -19,7 +20,7 @@ class LigerRMSNorm(nn.Module):
     can_torch_compile = False
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return _forward_of(self)(self, hidden_states)
+        return _binding_of(self)(hidden_states)
 
 
 class _Ours:
@@ -65,15 +66,16 @@ def register(devices: tuple[str, ...] = ("cuda", "rocm", "xpu")) -> None:
         table[name] = table.get(name, {}) | dict.fromkeys(devices, modes)
 
 
-_PROVEN: dict[Any, tuple[Proven | None, str | None]] = {}
+_bound: weakref.WeakKeyDictionary[nn.Module, Binding] = weakref.WeakKeyDictionary()
 
 
-def _forward_of(norm: nn.Module) -> Any:
+def _binding_of(norm: nn.Module) -> Binding:
     """Our forward for `norm`, or that of its class where ours would compute something else."""
-    shapes = tuple(tuple(p.shape) for p in norm.parameters())
-    numbers = tuple(sorted((k, v) for k, v in vars(norm).items() if isinstance(v, (int, float, str))))
-    key = (type(norm), shapes, tuple(entry for entry in numbers if entry[0] != "training"))
-    if key not in _PROVEN:
-        _PROVEN[key] = norms.prove(norm) if norms.nominated(norm) else (None, "it is not a norm")
-    proven = _PROVEN[key][0]
-    return type(norm).forward if proven is None else norms.build(proven)
+    if norm not in _bound:
+        with probe.isolated():
+            nothing = None, None, "it is no norm of this package's"
+            proven, guards, _ = prove_module(norms.KIND, norm) if norms.nominated(norm) else nothing
+        binding = Binding(type(norm).forward if proven is None else norms.build(proven), guards=guards)
+        binding.module, binding.aside = Weakly(norm), proven is None
+        _bound[norm] = binding
+    return _bound[norm]

@@ -6,13 +6,14 @@ a function `swap(model, report, wanted)`.
 """
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.install import remove_fused_head
 from liger_trainer.head.module import modules_called_by
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, unbind
-from liger_trainer.instance.hooks import why_children_must_run
+from liger_trainer.instance.guards import Guards, NotProven
 from liger_trainer.instance.report import LigerReport, Place
 from liger_trainer.patching import (
     experts,
@@ -31,6 +32,7 @@ from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
 from liger_trainer.patching.kind import Kind, Proven
 
 KINDS: tuple[Kind, ...] = (norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, lora.KIND, float8.KIND)
+_Proof = tuple[Proven | None, Guards | None, str | None]
 
 
 def apply_liger(
@@ -126,7 +128,7 @@ def _swap_kinds(
 ) -> None:
     """Swap the modules of `kinds`, with `only_new` those that are not. Modules with equal fingerprints share one
     proof."""
-    proofs: dict[tuple, tuple[Proven | None, str | None]] = {}
+    proofs: dict[tuple, _Proof] = {}
     rebuild_above = int(wanted[REBUILD_ABOVE_MIB] * 2**20)
     output = output_head(model)
     head_modules = [] if output is None else modules_called_by(output)  # their LoRA is in the fused loss
@@ -136,20 +138,33 @@ def _swap_kinds(
                 continue
             if only_new and Binding.of(module) is not None:
                 continue
-            slot, reason = (kind.method, None) if kind.method else probe.slot_of(module)
-            proven = None
+            slot, reason = probe.slot_of(module, kind.method)
+            proven = guards = None
             if reason is None:
                 key = (kind, probe.fingerprint(module))
                 if key not in proofs:
-                    proofs[key] = probe.attempt(kind.prove, module)
-                proven, reason = proofs[key]
+                    proofs[key] = prove_module(kind, module)
+                proven, guards, reason = proofs[key]
             operation = report[proven.operation if proven else kind.guessed_operation(module)]
             if not operation.enabled:
                 continue
-            if proven:
-                reason = why_children_must_run(module, proven.left_out) or kind.why_not(module)
+            if proven and guards:
+                reason = guards.broken(module) or kind.why_not(module)
             if reason is None:
-                bind(module, kind.binding(kind.build(proven, rebuild_above), slot, Place(operation, name)))
+                method = kind.build(proven, rebuild_above) if kind.rebuilds else kind.build(proven)
+                bind(module, kind.binding(method, slot, Place(operation, name), guards))
                 operation.swapped[name] = str(proven)
             else:
                 operation.skipped[name] = reason
+
+
+def prove_module(kind: Kind, module: nn.Module) -> _Proof:
+    """(what the module was proven to compute, the guards of the proof, None), or why there is none."""
+    if any(is_parametrized(part) for part in module.modules()):
+        return None, None, "it has a parametrisation, which may count how often a weight is read"
+    try:
+        guards = kind.guards(module)
+    except NotProven as error:
+        return None, None, str(error)
+    proven, reason = probe.attempt(kind.prove, module)
+    return proven, guards, reason

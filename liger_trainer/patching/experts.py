@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.instance.binding import is_aside
-from liger_trainer.instance.hooks import LeftOut, step_aside, why_children_must_run
+from liger_trainer.instance.guards import guards_of
 from liger_trainer.patching import probe
-from liger_trainer.patching.gates import SCALES, Gate, candidates, children_except, guessed_operation
+from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation
 from liger_trainer.patching.kind import Kind
-from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton.halves import halves, pairs
 
 PARTS: dict[str, Callable] = {"halves": halves, "pairs": pairs}  # how gate and up lie in one tensor
@@ -26,12 +24,10 @@ class ExpertGate:
     Attributes:
         gate (`Gate`): What it computes from the two.
         parts (`str`): `"halves"`, the gate before up, or `"pairs"`, the gate in the even columns.
-        left_out (`tuple`): The block's children, none of which our method calls.
     """
 
     gate: Gate
     parts: str
-    left_out: LeftOut
 
     @property
     def operation(self) -> str:
@@ -61,8 +57,7 @@ def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
         )
     width = probe.full_shape(weight)[2 if getattr(module, "is_transposed", False) else 1]
     copy = probe.clone(module, probe.generator(), parameters=False)
-    left_out = children_except(module, ())
-    likely = [ExpertGate(gate, parts, left_out) for parts in PARTS for gate in candidates(module)]
+    likely = [ExpertGate(gate, parts) for parts in PARTS for gate in candidates(module)]
     for training in (True, False):
         probe.set_training(copy, training)
         for scale in SCALES:
@@ -91,22 +86,16 @@ def _gate_and_grad(
 
 
 @functools.cache
-def build(expert_gate: ExpertGate, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `_apply_gate` to bind to a block of experts.
-
-    `rebuild_above` has no effect here: the block's own code keeps the result for the backward pass, and not ours.
-    """
+def build(expert_gate: ExpertGate) -> Callable:
+    """The `_apply_gate` to bind to a block of experts, whose own code keeps the result for the backward pass."""
     gate, parts = expert_gate.gate, PARTS[expert_gate.parts]
 
     def _apply_gate(self, gate_up: torch.Tensor) -> Any:
-        if is_aside(self):
-            return type(self)._apply_gate(self, gate_up)
-        if (reason := why_children_must_run(self, expert_gate.left_out)) is not None:
-            step_aside(self, reason)
-            return type(self)._apply_gate(self, gate_up)
         return gate.function(self)(*parts(gate_up))
 
-    return probe.named(_apply_gate, "_apply_gate")
+    return _apply_gate
 
 
-KIND = Kind(nominated, prove, build, guessed_operation, method="_apply_gate")
+KIND = Kind(
+    nominated, prove, build, guessed_operation, "_apply_gate", guards=functools.partial(guards_of, method="_apply_gate")
+)

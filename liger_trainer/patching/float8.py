@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from liger_trainer.instance.binding import Binding, is_aside, own_class
-from liger_trainer.instance.hooks import LeftOut, has_hooks, step_aside
+from liger_trainer.instance.binding import Binding, own_class
+from liger_trainer.instance.guards import code_guards_of
+from liger_trainer.instance.hooks import has_hooks
 from liger_trainer.patching import probe
 from liger_trainer.patching.float8_recipes import form_of
 from liger_trainer.patching.kind import Kind, names_of
-from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton.float8_cast import E4M3, MULTIPLE
 from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
 
@@ -50,7 +50,6 @@ class Float8:
     config: Any
     bias: bool
     operation: str = OPERATION
-    left_out: LeftOut = ()
 
     def __str__(self) -> str:
         if isinstance(self.form, Float8RowwiseForm):
@@ -136,8 +135,8 @@ def _small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) 
 
 
 @functools.cache
-def build(proven: Float8, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `forward` to bind to a layer. `rebuild_above` has no effect: what can be computed again is, whoever said so.
+def build(proven: Float8) -> Callable:
+    """The `forward` to bind to a layer.
 
     An input that a norm or a gate can compute again is kept as it is, which costs nothing there (`rebuild.py`), and so
     is the output of an attention, which keeps it too. Another one is kept in eight bits.
@@ -145,7 +144,7 @@ def build(proven: Float8, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     form, config = proven.form, proven.config
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        own = args or kwargs or torch.compiler.is_compiling() or is_aside(self)
+        own = args or kwargs or torch.compiler.is_compiling()
         own = own or not (self.config is config or self.config == config)  # a copy has a config of its own
         weight, bits_of = (None, None) if own else _weight_of(self)
         if weight is None or not _computes(self, input, weight):
@@ -154,7 +153,7 @@ def build(proven: Float8, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         given = shared_input(input, form, keeps_input, alone=has_hooks(self))
         return float8_linear(input, weight, self.bias, given=given, bits_of=bits_of)
 
-    return probe.named(forward, "forward")
+    return forward
 
 
 def _weight_of(module: nn.Module) -> tuple[torch.Tensor | None, BitsOf | None]:
@@ -167,8 +166,8 @@ def _weight_of(module: nn.Module) -> tuple[torch.Tensor | None, BitsOf | None]:
         return weight.t().t(), None  # as torchao's own code turns it, which leaves the wrapper behind
     if names_of(type(weight)) == _GATHERED:
         return weight, bits_of_gathered
-    if isinstance(weight, torch.Tensor) and Binding.of(module) is not None:
-        step_aside(module, f"its weight is a {type(weight).__name__}, and was not gathered for the call")
+    if isinstance(weight, torch.Tensor) and (binding := Binding.of(module)) is not None:
+        binding.step_aside(f"its weight is a {type(weight).__name__}, and was not gathered for the call")
     return None, None
 
 
@@ -201,4 +200,4 @@ def _computes(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda or result_dtype(x) == x.dtype  # torchao asks for CUDA's autocast alone
 
 
-KIND = Kind(nominated, prove, build, lambda module: OPERATION)
+KIND = Kind(nominated, prove, build, lambda module: OPERATION, guards=lambda module: code_guards_of(own_class(module)))

@@ -2,13 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from liger_trainer.instance.hooks import LeftOut
 from liger_triton import geglu, swiglu
 
 GATES: dict[tuple[str, str], Callable[..., torch.Tensor]] = {  # (operation, approximate) -> the kernel
@@ -86,8 +85,3 @@ def guessed_operation(module: nn.Module) -> str:
         if "gelu" in type(getattr(module, name, None)).__name__.lower():
             return "geglu"
     return "swiglu"
-
-
-def children_except(module: nn.Module, names: Collection[str]) -> LeftOut:
-    """Name, class and the class's forward of the children of `module` that are not in `names`."""
-    return tuple((n, type(c), type(c).forward) for n, c in module._modules.items() if n not in names and c is not None)

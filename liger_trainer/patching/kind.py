@@ -1,12 +1,12 @@
 """One kind of module that is swapped: what the file of a pattern hands to `apply_liger`."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from liger_trainer.instance.binding import Binding
-from liger_trainer.instance.hooks import LeftOut
+from liger_trainer.instance.guards import Guards, guards_of
 
 
 class Proven(Hashable, Protocol):
@@ -14,14 +14,10 @@ class Proven(Hashable, Protocol):
 
     Attributes:
         operation (`str`): A key of the report.
-        left_out (`tuple`): The children that our forward does not call.
     """
 
     @property
     def operation(self) -> str: ...
-
-    @property
-    def left_out(self) -> LeftOut: ...
 
 
 def _nothing(module: nn.Module) -> None:
@@ -34,20 +30,25 @@ class Kind(NamedTuple):
     Attributes:
         nominated: Tells whether a module looks like one of this kind.
         prove: Returns (what the module computes, None), or (None, the reason why we have no kernel for it).
-        build: Makes the method to bind from what was proven and the bytes above which a result is computed again.
+        build: Makes the method to bind from what was proven, and where `rebuilds`, from the bytes above which a result
+            is computed again.
         guessed_operation: Names the operation under which a module is reported that could not be proven.
-        method (`str` or `None`): The name of the method that is replaced; None stands for the forward.
-        binding: What is bound, `Binding` or a subclass that remembers more.
+        method (`str`): The name of the method that is replaced.
         why_not: Tells why one module, whose formula is proven, has to keep its own code, or returns None.
+        binding: What is bound, `Binding` or a subclass that remembers more.
+        guards: Makes the guards of a proof of the module, or raises `NotProven`.
+        rebuilds (`bool`): Whether results are computed again in the backward pass.
     """
 
     nominated: Callable[[nn.Module], bool]
     prove: Callable[[nn.Module], tuple[Proven | None, str | None]]
-    build: Callable[[Any, int], Callable]
+    build: Callable[..., Callable]
     guessed_operation: Callable[[nn.Module], str]
-    method: str | None = None
+    method: str = "forward"
     why_not: Callable[[nn.Module], str | None] = _nothing
     binding: type[Binding] = Binding
+    guards: Callable[[nn.Module], Guards] = guards_of
+    rebuilds: bool = False
 
 
 def names_of(cls: type) -> tuple[str, str]:

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from liger_trainer.head.module import CaptureBinding
-from liger_trainer.instance.binding import Binding, is_aside, is_bound, own_class
-from liger_trainer.instance.hooks import LeftOut, has_hooks, hook_on, step_aside
+from liger_trainer.instance.binding import Binding, is_bound, own_class
+from liger_trainer.instance.guards import code_guards_of
+from liger_trainer.instance.hooks import has_hooks, hook_on
 from liger_trainer.patching import probe
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_trainer.patching.kind import Kind, names_of
@@ -34,7 +35,6 @@ from liger_trainer.patching.lora_parts import (
     tensors_of,
     without_dropped,
 )
-from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES
 from liger_triton import lora_linear
 
 if TYPE_CHECKING:
@@ -53,13 +53,12 @@ LEAST_WORK = 2**35
 
 @dataclass(frozen=True)
 class LoRA:
-    """What a layer was proven to compute, with the adapters that it had then. `left_out` is empty: see `why_not`."""
+    """What a layer was proven to compute, with the adapters that it had then."""
 
     adapters: tuple[str, ...]
     bias: bool
     float8: bool = False
     operation: str = "lora"
-    left_out: LeftOut = ()
 
     def __str__(self) -> str:
         bits, bias = " in eight bits" if self.float8 else "", " with bias" if self.bias else ""
@@ -165,14 +164,14 @@ def _small_copy(
 
 
 @functools.cache
-def build(proven: LoRA, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `forward` to bind to a layer. It is the same for all layers, and `rebuild_above` has no effect."""
+def build(proven: LoRA) -> Callable:
+    """The `forward` to bind to a layer. It is the same for all layers."""
     return forward
 
 
 def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The forward of PEFT's layer: ours where the call has enough to do, else its own."""
-    if args or kwargs or not _pays(x) or torch.compiler.is_compiling() or is_aside(self):
+    if args or kwargs or not _pays(x) or torch.compiler.is_compiling():
         return type(self).forward(self, x, *args, **kwargs)
     return fused(self, x)
 
@@ -193,16 +192,16 @@ def _parts_now(layer: nn.Module, x: torch.Tensor, width: int | None = None) -> t
 
 def fused(self, x: torch.Tensor) -> torch.Tensor:
     """The layer, with the adapter added to the product in place where the layer is plain now."""
-    (parts, reason), dropped = _parts_now(self, x), None
-    if reason is not None:
-        step_aside(self, reason)
+    (parts, reason), dropped, binding = _parts_now(self, x), None, Binding.of(self)
+    if reason is not None and binding is not None:
+        binding.step_aside(reason)
     if parts is not None and any([part.drops() for part in parts]):
         # Each adapter has a mask of its own; 1 / (1 - p) may be infinite
         alone = len(parts) == 1 and parts[0].dropout.p != 1
         dropped, parts = without_dropped(x, parts[0]) if alone else (None, None)
     if parts is None:
         return type(self).forward(self, x)
-    tensors, binding = tensors_of(self._modules["base_layer"], parts), Binding.of(self)
+    tensors = tensors_of(self._modules["base_layer"], parts)
     if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:
         y = binding.group.output(self, x, tensors)
         if y is not None:
@@ -242,4 +241,7 @@ class LoRABinding(Binding):
     group: "InputGroup | None" = None
 
 
-KIND = Kind(nominated, prove, build, lambda module: "lora", why_not=why_not, binding=LoRABinding)
+KIND = Kind(
+    nominated, prove, build, lambda module: "lora", why_not=why_not, binding=LoRABinding,
+    guards=lambda module: code_guards_of(own_class(module), nn.Linear, nn.Dropout),
+)  # fmt: skip

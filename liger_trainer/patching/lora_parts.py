@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+from liger_trainer.instance.guards import linear_is_torchs
 from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_triton.lora_linear import Weight
 
@@ -61,7 +62,7 @@ def called_by(layer: nn.Module, parts: list[Part]) -> list[nn.Module]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear:
+    if type(module) is not nn.Linear or not linear_is_torchs():
         return False
     parameters = module._parameters  # `module.weight` takes a call of Python
     bias = parameters["bias"]

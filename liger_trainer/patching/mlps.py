@@ -11,7 +11,7 @@ and around them keep working.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_trainer.instance.binding import is_aside
-from liger_trainer.instance.hooks import LeftOut, step_aside, why_children_must_run
+from liger_trainer.instance.guards import Guards, guards_of
 from liger_trainer.patching import probe
 from liger_trainer.patching.gates import (
     SCALES,
     Gate,
     candidates,
-    children_except,
     guessed_operation,
     numbers,
     scale_names,
@@ -51,7 +49,6 @@ class MLP:
         inner (`tuple`): The projections before the gate, in the order of their calls: two, or one if they are fused.
         down (`str`): The projection after the gate.
         gate_first (`bool`): Whether the gate is the first of the two, or the first half of the fused one.
-        left_out (`tuple`): The other children, such as the activation, which our forward does not call.
         dropout (`str` or `None`): The attribute that is the probability of a dropout of the result.
         factor (`str` or `None`): The attribute by which the result is multiplied.
     """
@@ -60,7 +57,6 @@ class MLP:
     inner: tuple[str, ...]
     down: str
     gate_first: bool
-    left_out: LeftOut
     dropout: str | None = None
     factor: str | None = None
 
@@ -81,20 +77,11 @@ class MLP:
 
 def _widths(module: nn.Module | None) -> tuple[int, int] | None:
     """(width of the input, width of the output) of a linear layer or of a `Conv1D` of transformers, else None."""
-    if module is None:
-        return None
     for names in (("in_features", "out_features"), ("nx", "nf")):
         width_in, width_out = (getattr(module, name, None) for name in names)
         if isinstance(width_in, int) and isinstance(width_out, int):
             return width_in, width_out
     return None
-
-
-def _widths_of(module: nn.Module, name: str) -> tuple[int, int]:
-    """The widths of the child `name`, which is a projection."""
-    widths = _widths(module._modules[name])
-    assert widths is not None, f"{name} is no projection"
-    return widths
 
 
 def _has_parameters(module: nn.Module | None) -> bool:
@@ -105,10 +92,7 @@ def projections_of(module: nn.Module) -> tuple[list[str], str] | None:
     """(names of the projections before the gate, name of the one after it), or None if the widths do not fit an MLP."""
     if any(p is not None for p in module._parameters.values()):
         return None
-    linear: dict[str, tuple[int, int]] = {}
-    for name, child in module._modules.items():
-        if (widths := _widths(child)) is not None:
-            linear[name] = widths
+    linear = {name: widths for name, child in module._modules.items() if (widths := _widths(child)) is not None}
     others = [name for name, child in module._modules.items() if name not in linear and _has_parameters(child)]
     if len(linear) == 3:
         for down, (wide, narrow) in linear.items():
@@ -133,21 +117,55 @@ class _Recorder(nn.Module):
 
     weight = None  # T5 and its kin cast the input of `wo` to the dtype of this, if it is a tensor
 
-    def __init__(
-        self,
-        name: str,
-        width_in: int,
-        width_out: int,
-        value: torch.Tensor | None,
-        calls: list[tuple[str, torch.Tensor]],
-    ):
+    def __init__(self, name: str, value: torch.Tensor | None, calls: list[tuple[str, torch.Tensor]]):
         super().__init__()
-        self.in_features, self.out_features = width_in, width_out
         self.name, self.value, self.calls = name, value, calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.append((self.name, x))
         return x if self.value is None else self.value.reshape(*x.shape[:-1], -1)
+
+
+class _Cases:
+    """What an MLP's own code does with random inputs, its projections recorded, to compare our forwards with."""
+
+    def __init__(self, module: nn.Module, inner: list[str], down: str):
+        self.module, self.inner, self.down = module, inner, down
+        self.cases = list(itertools.product((True, False), SCALES, (torch.float32, torch.bfloat16)))
+        self.wanted = [self.run(type(module).forward, *case) for case in self.cases]
+
+    def run(
+        self, forward: Callable, training: bool, scale: float, dtype: torch.dtype
+    ) -> tuple[list[str], list[torch.Tensor]]:
+        """The projections in the order of their calls; x, what they are given, the result, and the gradients of what
+        those before the gate return.
+
+        What the last one is given is in it, since the recorder returns it: a factor or a dropout before that would look
+        like one after it.
+        """
+        source = probe.generator()
+        calls: list[tuple[str, torch.Tensor]] = []
+        widths = {name: _widths(self.module._modules[name]) or (0, 0) for name in (*self.inner, self.down)}
+        x = probe.randn((*TOKENS, widths[self.inner[0]][0]), source, dtype)
+        values = {n: (probe.randn((*TOKENS, widths[n][1]), source) * scale).to(dtype) for n in self.inner}
+        leaves = [value.requires_grad_() for value in values.values()]
+        children = {name: _Recorder(name, values.get(name), calls) for name in widths}
+        copy = probe.clone(self.module, source, children=children)
+        probe.set_training(copy, training)
+        torch.default_generator.manual_seed(probe.SEED)  # of a dropout; the state is forked, see `probe.isolated`
+        out = forward(copy, x)
+        dy = probe.randn((*TOKENS, widths[self.down][0]), source, dtype)
+        grads = torch.autograd.grad(out, leaves, dy, materialize_grads=True)
+        return [name for name, _ in calls], [x, *(given for _, given in calls), out, *grads]
+
+    def agree(self, forward: Callable) -> bool:
+        """Whether `forward` makes the calls that the MLP's own makes, with its values and gradients."""
+        for case, (order, wanted) in zip(self.cases, self.wanted, strict=True):
+            got_order, got = self.run(forward, *case)
+            rtol = probe.FP32_RTOL if case[-1] == torch.float32 else 0.02
+            if got_order != order or not all(probe.same(g, w, rtol) for g, w in zip(got, wanted, strict=True)):
+                return False
+        return True
 
 
 def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
@@ -164,79 +182,18 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
     dtypes = {str(w.dtype).removeprefix("torch.") for w in weights if w is not None and w.is_floating_point()}
     if "weight" in type(module).forward.__code__.co_names and len(dtypes) > 1:
         return None, f"it casts between its projections, whose weights are {' and '.join(sorted(dtypes))}"
-    x, values = _input_and_values(module, inner, 1.0)
-    calls, _ = _recorded_calls(module, inner, down, type(module).forward, x, values, True)
-    order = [name for name, _ in calls]
+    cases = _Cases(module, inner, down)
+    order = cases.wanted[0][0]
     if sorted(order) != sorted((*inner, down)) or order[-1] != down:
         return None, f"it calls its projections in the order {', '.join(order)}; expected each once, {down} last"
-    left_out = children_except(module, order)
+    unchanged = all(torch.equal(x, given.view_as(x)) for _, (x, *rest) in cases.wanted for given in rest[: len(inner)])
     dropout = next(iter(numbers(module, "drop")), None)
     factors = [None, *scale_names(module)]
-    for gate, gate_first, factor in itertools.product(candidates(module), (True, False), factors):
-        if factor is not None and factor == gate.scale:
-            continue
-        mlp = MLP(gate, tuple(order[:-1]), down, gate_first, left_out, dropout, factor)
-        if _agrees(module, mlp):
+    for gate, gate_first, factor in itertools.product(candidates(module), (True, False), factors if unchanged else ()):
+        mlp = MLP(gate, tuple(order[:-1]), down, gate_first, dropout, factor)
+        if (factor is None or factor != gate.scale) and cases.agree(build(mlp)):
             return mlp, None
     return None, "it is not down(act(gate) * up) with silu or gelu, nor one of the known clamps and scales of that"
-
-
-def _input_and_values(module: nn.Module, inner: Sequence[str], scale: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A random x, and what the projections before the gate shall return. Equal shapes and scales give equal numbers."""
-    source = probe.generator()
-    widths = [_widths_of(module, name) for name in inner]
-    x = probe.randn((*TOKENS, widths[0][0]), source)
-    return x, [probe.randn((*TOKENS, out), source) * scale for _, out in widths]
-
-
-def _recorded_calls(
-    module: nn.Module,
-    inner: Sequence[str],
-    down: str,
-    forward: Callable,
-    x: torch.Tensor,
-    values: list[torch.Tensor],
-    training: bool,
-) -> tuple[list[tuple[str, torch.Tensor]], Any]:
-    """Run `forward` on a clone whose projections are recorders. Returns (the calls of the projections, the result)."""
-    calls: list[tuple[str, torch.Tensor]] = []
-    children = {}
-    for name, value in (*zip(inner, values, strict=True), (down, None)):
-        children[name] = _Recorder(name, *_widths_of(module, name), value, calls)
-    copy = probe.clone(module, probe.generator(), children=children)
-    probe.set_training(copy, training)
-    torch.default_generator.manual_seed(probe.SEED)  # of a dropout; the state is forked, see `probe.isolated`
-    return calls, forward(copy, x)
-
-
-def _agrees(module: nn.Module, mlp: MLP) -> bool:
-    """Whether our forward for `mlp` makes the calls that the module's own makes, with its values and gradients."""
-    ours = build(mlp)
-    for training in (True, False):
-        for scale in SCALES:
-            x, values = _input_and_values(module, mlp.inner, scale)
-            dy = probe.randn((*TOKENS, _widths_of(module, mlp.down)[0]), probe.generator())
-            for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
-                results = []
-                for forward in (ours, type(module).forward):
-                    leaves = [v.to(dtype).requires_grad_() for v in values]
-                    given = x.to(dtype)
-                    calls, out = _recorded_calls(module, mlp.inner, mlp.down, forward, given, leaves, training)
-                    if not all(torch.equal(seen.reshape(-1), given.reshape(-1)) for _, seen in calls[:-1]):
-                        return False  # something has changed x in front of a projection
-                    if (
-                        not isinstance(out, torch.Tensor)
-                        or out.shape != dy.shape
-                        or [name for name, _ in calls] != [*mlp.inner, mlp.down]
-                    ):
-                        return False
-                    grads = torch.autograd.grad(out, leaves, dy.to(dtype), allow_unused=True)
-                    # What `down` is given is compared too, since the recorder returns it: a factor or a dropout before
-                    # `down` would look like one after it.
-                    results.append([out, calls[-1][1], *(torch.zeros(()) if g is None else g for g in grads)])
-                if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
-                    return False
-    return True
 
 
 @functools.cache
@@ -279,13 +236,10 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         a, b = (a, b) if gate_first else (b, a)
         return call_rebuilding(getattr(self, mlp.down), mlp.gate.function(self), a, b, reuse, above=rebuild_above)
 
-    def forward(self, x: torch.Tensor, *others: Any, **named: Any) -> Any:
-        extra = (others or named) and any(given is not None for given in (*others, *named.values()))
-        if is_aside(self) or extra:
-            return type(self).forward(self, x, *others, **named)
-        if (reason := why_children_must_run(self, mlp.left_out)) is not None:
-            step_aside(self, reason)
-            return type(self).forward(self, x)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        if len(args) + len(named) != 1 and any(given is not None for given in (*args[1:], *named.values())):
+            return type(self).forward(self, *args, **named)
+        x = args[0] if args else next(iter(named.values()))
         if activation is not None and (adapted := projections_with_lora(self, x)) is not None:
             with rebuilding(x, self):
                 y = lora_mlp(x, *adapted, activation=activation)
@@ -297,7 +251,15 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
             y = F.dropout(y, getattr(self, mlp.dropout), self.training)
         return y
 
-    return probe.named(forward, "forward")
+    return forward
 
 
-KIND = Kind(nominated, prove, build, guessed_operation)
+def guards(module: nn.Module) -> Guards:
+    """The guards of a module that is nominated. Other children than its projections, such as the activation, are not
+    called."""
+    projections = projections_of(module)
+    assert projections is not None, "the module is not nominated"
+    return guards_of(module, called=(*projections[0], projections[1]))
+
+
+KIND = Kind(nominated, prove, build, guessed_operation, guards=guards, rebuilds=True)

@@ -9,13 +9,12 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.instance.binding import is_aside
-from liger_trainer.instance.hooks import LeftOut, has_hooks
+from liger_trainer.instance.hooks import has_hooks
 from liger_trainer.patching import probe
 from liger_trainer.patching.kind import Kind
 from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, rebuildable
@@ -46,12 +45,10 @@ class Norm:
         operation (`str`): `"rms_norm"` or `"layer_norm"`.
         offset, cast: Arguments of `liger_triton.rms_norm`; "t5" is "llama" for a weight in 16 bit and "none" otherwise.
         weight, bias (`str` or `None`): Names of the module's parameters; None where it has no such parameter.
-        eps (`str` or `float`): The name of the module's attribute, or a number.
         autocast (`str`): What happens under autocast: `"wide"` for `F.layer_norm`, which runs in fp32 on accelerators
             with an fp32 result, `"own"` where the norm's code asks about autocast and so runs itself, else empty.
-        group (`str` or `None`): The attribute that says how many columns are normed together; None for all.
+        group (`int` or `None`): How many columns are normed together; None for all.
         channels_first (`bool`): Whether the input is an image (B, N, H, W).
-        left_out (`tuple`): Empty, since a norm has no children that our forward could leave out.
     """
 
     operation: str
@@ -59,11 +56,10 @@ class Norm:
     cast: str
     weight: str | None
     bias: str | None
-    eps: str | float
+    eps: float
     autocast: str = ""
-    group: str | None = None
+    group: int | None = None
     channels_first: bool = False
-    left_out: ClassVar[LeftOut] = ()
 
     def __str__(self) -> str:
         parts = [f"cast={self.cast}"] if self.cast else []
@@ -81,11 +77,11 @@ def nominated(module: nn.Module) -> bool:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether `module` has "norm" in the name of its class, no children, and at most a 1D weight and a 1D bias."""
+    """Whether `module` has "norm" in its class's name, no children of its own, at most a 1D weight and a 1D bias."""
     return (
         "norm" in type(module).__name__.lower()
         and not isinstance(module, NOT_OURS)
-        and not module._modules
+        and set(module._modules) <= {"parametrizations"}
         and not any(b is not None for b in module._buffers.values())
         and all(len(probe.full_shape(p)) == 1 for p in module._parameters.values() if p is not None)
         and len({probe.full_shape(p) for p in module._parameters.values() if p is not None}) <= 1
@@ -115,7 +111,7 @@ def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
     for operation, offset, cast in VARIANTS:
         if (bias and operation == "rms_norm") or (weight is None and (offset or cast == "t5")):
             continue
-        groups = group_names(module) if operation == "rms_norm" and weight and cast in ("llama", "gemma") else []
+        groups = groups_of(module) if operation == "rms_norm" and weight and cast in ("llama", "gemma") else []
         for group, eps in itertools.product((*groups, None), eps_of(module)):
             autocast = autocast_of(module, operation)
             norm = Norm(operation, offset, cast, weight, bias, eps, autocast, group, channels_first)
@@ -124,16 +120,17 @@ def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
     return None, "it computes none of the known norms (RMSNorm with llama or gemma cast, LayerNorm)"
 
 
-def eps_of(module: nn.Module) -> tuple[str | float, ...]:
-    """What the eps of a norm may be: the names of attributes, then numbers."""
-    return (*[n for n, v in module.__dict__.items() if isinstance(v, float) and 0 < v < 0.1], *LITERAL_EPS)
+def eps_of(module: nn.Module) -> list[float]:
+    """What the eps of a norm may be: numbers of the module, then those that stand in code."""
+    own = [v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 0.1]
+    return list(dict.fromkeys((*own, *LITERAL_EPS)))
 
 
-def group_names(module: nn.Module) -> list[str]:
-    """The names of attributes that may say how many columns of the weight are normed together."""
+def groups_of(module: nn.Module) -> list[int]:
+    """How many columns of the weight may be normed together, by the attributes of the module."""
     width = max((probe.full_shape(p)[0] for p in module._parameters.values() if p is not None), default=0)
     return [
-        name
+        value
         for name, value in module.__dict__.items()
         if "group" in name and type(value) is int and value > 0 and width % value == 0
     ]
@@ -156,37 +153,31 @@ def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
 
     An output of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
     """
-    weight, bias, eps = norm.weight, norm.bias, norm.eps
+    t5 = norm.cast == "t5"
 
-    def formula(self) -> Callable:
-        """The function of (x, weight, bias) that gives y, with the eps that the module has now."""
-        e = getattr(self, eps) if isinstance(eps, str) else eps
+    def make(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
         if norm.operation == "layer_norm":
-            return lambda x, w, b: layer_norm(x, w, b, e, offset=norm.offset)
+            return layer_norm(x, w, b, norm.eps, offset=norm.offset)
         if norm.group is not None:
-            size = getattr(self, norm.group)
-            return lambda x, w, b: gated_rms_norm(
-                x, None, w, e, group_size=size, offset=norm.offset, cast=norm.cast
-            )  # fmt: skip
-        if norm.cast == "t5":
-            return lambda x, w, b: rms_norm(x, w, e, cast="llama" if w.dtype in HALF else "none")
-        return lambda x, w, b: rms_norm(x, w, e, offset=norm.offset, cast=norm.cast)
+            return gated_rms_norm(x, None, w, norm.eps, group_size=norm.group, offset=norm.offset, cast=norm.cast)
+        cast = norm.cast if w is None or not t5 else "llama" if w.dtype in HALF else "none"
+        return rms_norm(x, w, norm.eps, offset=norm.offset, cast=cast)
 
     def runs_itself(self, x: torch.Tensor) -> bool:
         """Whether the norm's own code is to run, because of something for which nothing was proven."""
         if norm.autocast == "own" and torch.is_autocast_enabled(x.device.type):
             return True
-        if norm.cast == "t5" and weight and (dtype := getattr(self, weight).dtype) in HALF and x.dtype != dtype:
+        if t5 and norm.weight and (dtype := getattr(self, norm.weight).dtype) in HALF and x.dtype != dtype:
             return True
         return norm.channels_first and x.ndim != 4
 
-    def forward(self, x: torch.Tensor) -> Any:
-        if is_aside(self) or (unusual and runs_itself(self, x)):
-            return type(self).forward(self, x)
+    def forward(self, *args: torch.Tensor, **named: Any) -> Any:
+        if named or len(args) != 1 or (unusual and runs_itself(self, args[0])):
+            return type(self).forward(self, *args, **named)
+        x = args[0]
         if norm.autocast == "wide" and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()
-        make = formula(self)
-        parameters = [None if name is None else getattr(self, name) for name in (weight, bias)]
+        parameters = [None if name is None else getattr(self, name) for name in (norm.weight, norm.bias)]
         if norm.channels_first:
             return make(x.movedim(1, -1), *parameters).movedim(-1, 1)
         y = make(x, *parameters)
@@ -194,8 +185,8 @@ def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
             return y
         return rebuildable(y, make, x, *parameters, above=rebuild_above)
 
-    unusual = norm.autocast == "own" or norm.cast == "t5" or norm.channels_first
-    return probe.named(forward, "forward")
+    unusual = norm.autocast == "own" or t5 or norm.channels_first
+    return forward
 
 
 class Cases:
@@ -261,4 +252,4 @@ class Cases:
         return True
 
 
-KIND = Kind(nominated, prove, build, guessed_operation)
+KIND = Kind(nominated, prove, build, guessed_operation, rebuilds=True)

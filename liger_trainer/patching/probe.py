@@ -182,21 +182,15 @@ def changed_share(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got != want).float().mean())
 
 
-def slot_of(module: nn.Module) -> tuple[str, str | None]:
-    """(the attribute that is to hold our forward, None), or (that attribute, why we cannot put a forward there).
+def slot_of(module: nn.Module, method: str = "forward") -> tuple[str, str | None]:
+    """(the attribute that is to hold our method, None), or (that attribute, why we cannot put a method there).
 
-    The attribute is `forward`, or `_old_forward` under accelerate's hooks (`device_map`), which call it. A forward that
-    somebody has put on the instance stays, unless it is the class's own method, which unpickling leaves there.
+    For a forward it is `_old_forward` under accelerate's hooks (`device_map`), which call that. A method on the
+    instance stays, unless it is the class's own, which unpickling leaves there.
     """
-    hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
-    slot = "_old_forward" if hooked else "forward"
+    hooked = method == "forward" and "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
+    slot = "_old_forward" if hooked else method
     present = module.__dict__.get(slot)
-    if present is None or getattr(present, "__func__", None) is type(module).forward:
+    if present is None or getattr(present, "__func__", None) is getattr(type(module), method):
         return slot, None
-    return slot, f"its forward was replaced on the instance by {getattr(present, '__qualname__', present)!s}"
-
-
-def named(function: Callable, name: str) -> Callable:
-    """Give `function` the name of the class's method that it replaces, since pickle stores no more than that."""
-    function.__name__ = name
-    return function
+    return slot, f"its {method} was replaced on the instance by {getattr(present, '__qualname__', present)!s}"

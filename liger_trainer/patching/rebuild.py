@@ -22,16 +22,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 from liger_trainer.instance import kept
 from liger_trainer.instance.binding import Binding, is_bound
-from liger_trainer.instance.hooks import has_hooks
+from liger_trainer.instance.hooks import has_hooks, home
 
-_VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
-_RESULT_NOT_KEPT = ("MmBackward0", "AddmmBackward0", "AddBackward0", "_ComputedBackward", "_FrozenBackward")  # 2 ours
-_FORWARDS_THAT_KEEP_NOTHING = (
-    "torch.nn.", "peft.", "transformers.pytorch_utils", "torchao.float8.", "liger_trainer.patching.frozen_float8",
+# The Python modules of forwards that keep nothing of what they return: linear layers, LoRA and what is inside it.
+_PROJECTIONS = (
+    "torch.nn.modules.linear", "peft.tuners.lora.layer", "transformers.pytorch_utils",
+    "liger_trainer.patching.frozen_float8",
 )  # fmt: skip
+_INSIDE = (*_PROJECTIONS, "torch.nn.modules.dropout", "torch.nn.modules.module")
+_PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor, FakeTensor)
 REBUILD_ABOVE_BYTES = 16 << 20  # smaller tensors, and those of just this size, are kept unless a caller says otherwise
 
 
@@ -164,20 +167,18 @@ def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
     """Whether the caller alone reads this `output` of `projection`, in the backward pass too.
 
     A matrix product does not keep its result, nor does the sum that adds the output of an adapter. A forward hook may
-    keep it, and so may a forward of somebody else.
+    keep it, and so may a forward of somebody else, or a weight that is more than a tensor.
     """
-    if torch.compiler.is_compiling() or torch.nn.modules.module._global_forward_hooks:
+    if torch.compiler.is_compiling() or torch.nn.modules.module._global_forward_hooks or output.grad_fn is None:
         return False
     for module in projection.modules():
-        keeps_nothing = str(type(module).forward.__module__).startswith(_FORWARDS_THAT_KEEP_NOTHING)
         ours = Binding.of(module)
         replaced = "forward" in module.__dict__ and (ours is None or not is_bound(module, ours))
-        if module._forward_hooks or replaced or not keeps_nothing:
+        known = home(type(module).forward) in (_PROJECTIONS if module is projection else _INSIDE)
+        plain = all(p is None or type(p) in _PLAIN_TENSORS for p in module._parameters.values())
+        if module._forward_hooks or replaced or not known or not plain:
             return False
-    node = output.grad_fn
-    if node is not None and node.name() in _VIEWS:  # the output is a product whose rows have another shape
-        node = node.next_functions[0][0]
-    return node is not None and node.name() in _RESULT_NOT_KEPT
+    return not isinstance(projection, torch.nn.Identity)
 
 
 def _hooks() -> kept.Hooks:

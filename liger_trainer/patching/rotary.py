@@ -8,14 +8,16 @@ function.
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.instance.binding import Binding, bind, is_aside
-from liger_trainer.instance.hooks import hook_on, step_aside
+from liger_trainer.instance import guards
+from liger_trainer.instance.binding import Binding, Weakly, bind, own_class
+from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, lookups_of
+from liger_trainer.instance.hooks import comes_from, hook_on
 from liger_trainer.instance.report import LigerReport, Place
 from liger_trainer.patching import probe
 from liger_trainer.patching.rebuild import forward_rebuilding
@@ -23,7 +25,6 @@ from liger_trainer.patching.rotary_proof import Proof, Signature, layouts_of, ma
 from liger_triton import rope
 from liger_triton.rope import misfit
 
-Embedding = tuple[nn.Module, Callable]  # a module that makes cos and sin, and the forward that its class had
 Plan = tuple[Proof, frozenset[int] | None]  # a proof, and the widths of cos for which it holds (None: all)
 
 
@@ -31,15 +32,26 @@ class RotaryBinding(Binding):
     """What is bound to an attention.
 
     Attributes:
-        functions (`list`): The rotary functions that its forward would call.
-        embeddings (`list`): The modules that make its angles, each with the forward that its class had.
+        parent (`Weakly`): The parent of what makes its angles.
+        parts (`list`): (name in `parent`, module, guards) of what makes the angles, and with an empty name, of what
+            turns by them. A hook on one may change the angles, of which ours reads only half of the numbers.
     """
 
-    def __init__(
-        self, function: Callable, slot: str, place: Place, functions: list[Callable], embeddings: list[Embedding]
-    ):
-        super().__init__(function, slot, place)
-        self.functions, self.embeddings = functions, embeddings
+    def __init__(self, function: Callable, slot: str, guards: Guards, parent: nn.Module, parts: list):
+        super().__init__(function, slot, guards=guards)
+        self.parent = Weakly(parent)
+        self.parts = [(name, part, code_guards_of(own_class(part))) for name, part in parts]
+
+    def broken(self, module: nn.Module) -> str | None:
+        reason = super().broken(module)
+        for name, part, its_guards in self.parts:
+            parent = self.parent.to()
+            if name and (parent is None or parent._modules.get(name) is not part):
+                return f"{name}, which makes the angles, is no longer the {type(part).__name__} that it was"
+            if reason is None and (reason := its_guards.broken(part, type(part).__name__)) is None:
+                attached = hook_on(part)
+                reason = attached and f"{attached} on {type(part).__name__} may change the angles"
+        return reason
 
 
 def rotary_names(forward: Callable) -> list[str]:
@@ -57,52 +69,75 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
     if not wanted["rope"]:
         return
     operation = report["rope"]
-    proofs: dict[Callable, tuple[tuple[Proof, ...] | None, str | None]] = {}
-    layouts: dict[str, frozenset[tuple[int, str]]] = {}
-    makers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if makes_angles(module):
-            layouts[name], makers[name] = layouts_of(module), module
-    for name, module in model.named_modules():
-        decorated = type(module).forward
-        own = inspect.unwrap(decorated)
-        names = rotary_names(own)
-        if not names:
-            continue
-        slot, reason = probe.slot_of(module)
-        if own is not decorated and not _is_without_grad(decorated):
-            reason = "its forward is decorated"
-        if reason is not None:
-            operation.skipped[name] = reason
-            continue
-        nearest = _nearest_embeddings(name, layouts)
-        seen = frozenset().union(*(layouts[other] for other in nearest))
-        embeddings = [(makers[other], type(makers[other]).forward) for other in nearest]
-        functions = [own.__globals__[rotary_name] for rotary_name in names]
-        replaced, geometries, reasons = [], [], []
-        for rotary_name, function in zip(names, functions, strict=True):
-            if function not in proofs:
-                proofs[function] = probe.attempt(prove, function)
-            proven, reason = proofs[function]
-            plans = _plans(proven or (), seen)
-            if reason is None and not plans:
-                reason = f"{rotary_name} reads each angle of cos twice, and nothing was seen to make cos that way"
-                if {width for width, _ in seen} == {0}:
-                    reason = f"{rotary_name} has nothing to turn: a rotary width of 0"
-            if reason is None:
-                reason = _why_not_now([function], embeddings)
-            if reason is None:
-                replaced.append((rotary_name, replacement(function, Signature.of(function), plans)))
-                geometries += [str(proof.geometry) for proof, _ in plans]
+    modules = dict(model.named_modules())
+    layouts = {name: layouts_of(module) for name, module in modules.items() if makes_angles(module)}
+    prove_once = functools.cache(functools.partial(probe.attempt, prove))
+    for name, module in modules.items():
+        if rotary_names(inspect.unwrap(type(module).forward)):
+            makers = _nearest_embeddings(name, layouts)
+            seen = frozenset().union(*(layouts[maker] for maker in makers))
+            above = makers[0].count(".") if makers else name.count(".") + 1  # the parts of the makers' parent's name
+            parts = name.split(".")
+            way = [modules[".".join(parts[:depth])] for depth in range(above, len(parts) + 1)]
+            try:
+                binding, text = _binding_of(way, [maker.split(".")[-1] for maker in makers], seen, prove_once)
+            except NotProven as error:
+                operation.skipped[name] = str(error)
             else:
-                reasons.append(reason)
-        if reasons:
-            operation.skipped[name] = "; ".join(reasons)
-        else:
-            forward = forward_rebuilding(forward_with_globals(own, tuple(replaced)))
-            forward = _asking_before_each_call(forward if own is decorated else _without_grad(forward))
-            bind(module, RotaryBinding(forward, slot, Place(operation, name), functions, embeddings))
-            operation.swapped[name] = f"{', '.join(names)}: {' | '.join(dict.fromkeys(geometries))}"
+                binding.place = Place(operation, name)
+                bind(module, binding)
+                operation.swapped[name] = text
+
+
+def _binding_of(
+    way: list[nn.Module], makers: list[str], seen: frozenset[tuple[int, str]], prove_once: Callable
+) -> tuple["RotaryBinding", str]:
+    """What to bind to an attention, and what it computes.
+
+    Args:
+        way (`list`): The modules from the parent of what makes the angles down to the attention, each inside the last.
+        makers (`list`): The names of the children of that parent that make the angles.
+        seen (`frozenset`): What was seen of these: (width of cos, its layout).
+        prove_once (`Callable`): `prove` of a rotary function, or an earlier result of it.
+
+    Raises:
+        NotProven: The attention keeps its own code.
+    """
+    module = way[-1]
+    decorated = type(module).forward
+    own = inspect.unwrap(decorated)
+    slot, reason = probe.slot_of(module)
+    if own is not decorated and not _is_without_grad(decorated):
+        reason = "its forward is decorated"
+    parts = [(name, way[0]._modules[name]) for name in makers]
+    for cls in map(own_class, (*way, *(maker for _, maker in parts))):
+        if reason is None and not comes_from(cls.forward, guards.KNOWN):
+            reason = f"the forward of {cls.__module__}.{cls.__qualname__} may change the angles"
+    if reason is not None:
+        raise NotProven(reason)
+    names, scope = rotary_names(own), own.__globals__
+    lookups = [*global_lookups(own), *code_guards_of(*map(own_class, way)).lookups]
+    turned_by, texts = {}, []
+    for name in names:
+        function = scope[name]
+        proven, reason = prove_once(function)
+        plans = _plans(proven or (), seen)
+        if reason is None and not plans:
+            reason = f"{name} reads each angle of cos twice, and nothing was seen to make cos that way"
+            if {width for width, _ in seen} == {0}:
+                reason = f"{name} has nothing to turn: a rotary width of 0"
+        if reason is not None:
+            raise NotProven(reason)
+        lookups += lookups_of(function)
+        turned_by[name] = replacement(function, Signature.of(function), plans)
+        texts += [str(proof.geometry) for proof, _ in plans]
+    forward = forward_rebuilding(forward_with_globals(own, tuple(turned_by.items())))
+    forward = forward if own is decorated else _without_grad(forward)
+    parts += [("", scope[name]) for name in names if isinstance(scope[name], nn.Module)]
+    binding = RotaryBinding(forward, slot, Guards(own_class(module), lookups), way[0], parts)
+    if (reason := binding.broken(module)) is not None:
+        raise NotProven(reason)
+    return binding, f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
 
 
 def _is_without_grad(forward: Callable) -> bool:
@@ -131,40 +166,6 @@ def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]
         if near:
             return near
     return []
-
-
-def _why_not_now(functions: Iterable[Callable], embeddings: Iterable[Embedding]) -> str | None:
-    """Why our rotary functions may not take the place of `functions` now, or None.
-
-    A hook on a module that makes cos and sin may change them, and ours reads only half of their numbers. With the
-    library `kernels` a rotary function is a module. It may have a hook too, which ours would not call.
-    """
-    for module, proven_forward in embeddings:
-        if type(module).forward is not proven_forward:
-            return f"the forward of {type(module).__name__}, which makes the angles, has been replaced"
-        if (attached := hook_on(module)) is not None:
-            return f"{attached} on {type(module).__name__} may change the angles"
-    for function in functions:
-        if isinstance(function, nn.Module) and (attached := hook_on(function)) is not None:
-            return f"{attached} on {type(function).__name__} would not be called"
-    return None
-
-
-@functools.cache
-def _asking_before_each_call(forward: Callable) -> Callable:
-    """The method `forward`, which hands its calls to the class's own as soon as `_why_not_now` has a reason."""
-
-    @functools.wraps(forward)
-    def call(self, *args, **kwargs):
-        if is_aside(self):
-            return type(self).forward(self, *args, **kwargs)
-        binding = RotaryBinding.of(self)
-        if (reason := _why_not_now(binding.functions, binding.embeddings)) is not None:
-            step_aside(self, reason)
-            return type(self).forward(self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
-
-    return call
 
 
 def _plans(proven: tuple[Proof, ...], seen: frozenset[tuple[int, str]]) -> tuple[Plan, ...]:
@@ -225,28 +226,19 @@ _forwards: dict[tuple, tuple[Callable, list[Any]]] = {}
 
 
 def forward_with_globals(own: types.FunctionType, replaced: tuple[tuple[str, Callable], ...]) -> Callable:
-    """The function `own` with its code unchanged and a dict of globals of its own: those it names, some replaced.
+    """The function `own` with its code unchanged and a dict of globals of its own: those it reads, some replaced.
 
-    The globals are those of this moment. A dict that looked further, into the globals of the modeling module, would
-    follow later changes there. But torch.compile guards on the keys of this dict, and on that module if the dict has a
-    `__name__`.
+    The globals are those of this moment, which guards compare with what the Python module has later. A dict that looks
+    there itself would have torch.compile guard on all that the module has.
     """
-    scope, replacements = own.__globals__, dict(replaced)
-    names = [name for name in _global_names(own.__code__) if name in scope]
+    scope = own.__globals__
+    names = [name for _, name, _ in global_lookups(own)]
     key = (own, replaced, tuple((name, id(scope[name])) for name in names))
     if key not in _forwards:
-        own_globals = {name: replacements.get(name, scope[name]) for name in names}
-        own_globals["__builtins__"] = scope["__builtins__"]
+        own_globals = {name: scope[name] for name in (*names, "__builtins__")} | dict(replaced)
         own_globals["__package__"] = scope.get("__package__")  # for an import inside the function
         function = types.FunctionType(own.__code__, own_globals, own.__name__, own.__defaults__, own.__closure__)
-        function.__kwdefaults__, function.__annotations__ = own.__kwdefaults__, own.__annotations__
-        function.__doc__, function.__module__, function.__qualname__ = own.__doc__, own.__module__, own.__qualname__
+        function.__kwdefaults__ = own.__kwdefaults__
         # The globals are kept as well, so that no other object gets one of their ids, which are part of the key.
-        _forwards[key] = (probe.named(function, own.__name__), [scope[name] for name in names])
+        _forwards[key] = (functools.update_wrapper(function, own), [scope[name] for name in names])
     return _forwards[key][0]
-
-
-def _global_names(code: types.CodeType) -> list[str]:
-    """The globals that a function and the functions inside it name. Attributes are among them, which does no harm."""
-    functions = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for inner in functions for name in _global_names(inner))]))

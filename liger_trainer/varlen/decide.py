@@ -16,7 +16,7 @@ from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.instance.hooks import has_hooks, hook_on
+from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import sent, values_of
 from liger_trainer.varlen.padding import BackboneBinding, Plan, backbone_of, computes_padding, tokens_of
@@ -129,7 +129,7 @@ def why_not_theirs(model) -> str | None:
         if not _is_of(kind, forward, _THEIRS):
             return f"{kind.__name__} is not a class of transformers with its own forward"
     loss = loss_of(model)
-    return None if _comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
+    return None if comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
 
 
 def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
@@ -142,16 +142,7 @@ def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
 
 
 def _is_of(kind: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
-    return kind.__module__.startswith(rooms) and _comes_from(forward, (*rooms, *_TORCH))
-
-
-def _comes_from(function: Any, rooms: str | tuple[str, ...]) -> bool:
-    """Whether a function and all that it wraps are defined in `rooms`. `functools.wraps` copies its `__module__`."""
-    while function is not None:
-        if not getattr(function, "__globals__", {}).get("__name__", "").startswith(rooms):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
+    return kind.__module__.startswith(rooms) and comes_from(forward, (*rooms, *_TORCH))
 
 
 def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:

@@ -1,7 +1,11 @@
 """A patched model that was pickled, saved, copied, unpatched or trained before trains as a stock one."""
 
 import copy
+import gc
 import pickle
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -24,7 +28,7 @@ from trainer_runs import run as run_trainer
 from transformers import Trainer
 from trl import SFTTrainer
 
-from liger_trainer import LigerSFTTrainer, LigerTrainer, remove_liger
+from liger_trainer import LigerSFTTrainer, LigerTrainer, apply_liger, remove_liger
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +109,57 @@ def test_a_trainer_on_a_copy(name, trainer_class, tmp_path, monkeypatch):
     assert trainer.head_is_ours and seen.rows == 3
     for operation in ("rms_norm", "rope", "swiglu"):
         assert trainer.liger_report[operation].swapped, operation
+
+
+LOADS_ALONE = """
+import sys
+sys.modules["liger_trainer"] = sys.modules["liger_triton"] = None
+import torch
+model = torch.load(sys.argv[1], weights_only=False)
+print(model(input_ids=torch.arange(3, 9)[None], labels=torch.arange(3, 9)[None]).loss.item())
+"""
+
+
+def test_a_model_that_a_trainer_leaves_is_saved_without_this_package(tmp_path):
+    """`torch.save` of the whole model: to load it takes transformers and PEFT, and nothing else."""
+    torch.manual_seed(3)
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"]))
+    _, trainer = run_sft(LigerSFTTrainer, model, tmp_path, gradient_checkpointing=False, bf16=True)
+    torch.save(trainer.model, tmp_path / "model.pt")
+    want = trainer.model(input_ids=torch.arange(3, 9)[None], labels=torch.arange(3, 9)[None]).loss.item()
+    command = [sys.executable, "-c", LOADS_ALONE, tmp_path / "model.pt"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(want, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "model_type, way",
+    [
+        ("llama", "patched"), ("llama", "copied"), ("llama", "pickled and patched"), ("llama", "hooked"),
+        ("qwen3_moe", "patched"), ("phi", "patched"),
+    ],
+)  # fmt: skip
+def test_a_patched_model_is_freed_with_its_last_reference(model_type, way):
+    """As a stock one is, and not only by the garbage collector, which may run gigabytes later."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = tiny_model(model_type).train()
+        apply_liger(model)
+        if way == "copied":
+            model = copy.deepcopy(model)
+        if way == "pickled and patched":
+            model = pickled(model, None)
+            apply_liger(model)
+        if way == "hooked":
+            model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: None)
+        step(model)
+        modules = weakref.WeakSet(model.modules())
+        del model
+        assert not list(modules)
+    finally:
+        gc.enable()
 
 
 STOCK = {LigerTrainer: Trainer, LigerSFTTrainer: SFTTrainer}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import is_kernels_available
 
 from liger_trainer.integrations import hf_kernels
@@ -17,7 +18,6 @@ needs_kernels = pytest.mark.skipif(
 def test_norms_are_those_of_this_package(family, monkeypatch):
     """Olmo 2 rounds after the weight, and Llama before: both classes have the name RMSNorm in the mapping."""
     hf_kernels.register(devices=("cpu",))
-    hf_kernels._PROVEN.clear()
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model(family, vocab_size=64, pad_token_id=0, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -29,8 +29,7 @@ def test_norms_are_those_of_this_package(family, monkeypatch):
     assert norms and all(norm.forward.__func__ is hf_kernels.LigerRMSNorm.forward for norm in norms)
     got = model(ids)
     torch.testing.assert_close(got.logits, want, rtol=2e-2, atol=2e-2)
-    casts = {proven.cast for proven, _ in hf_kernels._PROVEN.values()}
-    assert casts == {"llama" if family == "llama" else "gemma"}
+    assert not any(hf_kernels._bound[norm].aside for norm in norms)
     got.logits.float().sum().backward()
     assert all(norm.weight.grad is not None for norm in norms)
 
@@ -47,3 +46,15 @@ def test_a_norm_that_is_none_of_ours_keeps_its_code():
     norm = Shifted()
     x = torch.randn(2, 8)
     torch.testing.assert_close(hf_kernels.LigerRMSNorm.forward(norm, x), norm.weight * x + 1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_the_first_call_of_a_norm_may_be_one_without_gradients(mode):
+    norm, x = LlamaRMSNorm(8), torch.randn(2, 8)
+    with mode():
+        y = hf_kernels.LigerRMSNorm.forward(norm, x)
+    assert not hf_kernels._bound[norm].aside
+    torch.testing.assert_close(y, norm(x))
+    norm.variance_epsilon = 0.5
+    torch.testing.assert_close(hf_kernels.LigerRMSNorm.forward(norm, x), norm(x))
+    assert hf_kernels._bound[norm].aside

@@ -3,6 +3,8 @@
 The PyTorch twin of a gate never does so: here a gate in plain PyTorch stands for the kernel.
 """
 
+import functools
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -134,6 +136,15 @@ class Keeping(nn.Linear):
         return self.last
 
 
+class Wrapped(nn.Linear):
+    """Keeps what it returns too, under the names of the method that it wraps."""
+
+    @functools.wraps(nn.Linear.forward)
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
 def with_own_forward(module):
     own = module.forward
     module.forward = lambda x: own(x)
@@ -152,9 +163,21 @@ def with_own_forward(module):
         (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Flatten(0, -2)), False),
         (nn.Identity, False),
         (lambda: Keeping(6, 8), False),
+        (lambda: Wrapped(6, 8), False),
         (lambda: with_own_forward(nn.Linear(6, 8)), False),
     ],
-    ids=["bias", "no-bias", "lora", "lora-hook", "relu", "view-of-tanh", "identity", "subclass", "own-forward"],
+    ids=[
+        "bias",
+        "no-bias",
+        "lora",
+        "lora-hook",
+        "relu",
+        "view-of-tanh",
+        "identity",
+        "subclass",
+        "wrapped",
+        "own-forward",
+    ],
 )
 def test_who_else_reads_a_projection(make, expected, shape):
     module, x = make(), torch.randn(shape, requires_grad=True)

@@ -11,8 +11,15 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers.activations import ACT2FN
 
+from liger_trainer.instance import guards
 from liger_trainer.instance.report import LigerReport, compress
 from liger_trainer.patching import OPERATIONS, apply_liger, check_config, mlps, norms, probe, remove_liger, rotary_proof
+
+
+@pytest.fixture(autouse=True)
+def modules_of_this_file_are_known(monkeypatch):
+    """These tests are about what modules compute, and not about what else their code might do."""
+    monkeypatch.setattr(guards, "KNOWN", (*guards.KNOWN, __name__))
 
 
 class Norm(nn.Module):
@@ -59,7 +66,7 @@ def proven(module, kind=norms):
 def test_norm_variants(offset, cast, eps, n):
     norm, reason = proven(Norm(n, eps, offset, cast))
     assert reason is None
-    assert (norm.operation, norm.offset, norm.cast, norm.eps) == ("rms_norm", offset, cast, "variance_epsilon")
+    assert (norm.operation, norm.offset, norm.cast, norm.eps) == ("rms_norm", offset, cast, eps)
 
 
 @pytest.mark.parametrize("flaw", ["mean", "eps outside", "other eps", "detached", "dropout", "clamp"])
@@ -80,8 +87,7 @@ def test_the_wrong_cast_is_told_apart_exactly(n):
     with probe.isolated():
         cases = norms.Cases(module)
         right, wrong = (
-            norms.build(norms.Norm("rms_norm", 0.0, cast, "weight", None, "variance_epsilon"))
-            for cast in ("llama", "gemma")
+            norms.build(norms.Norm("rms_norm", 0.0, cast, "weight", None, 1e-6)) for cast in ("llama", "gemma")
         )
         assert cases.agree(right) and not cases.agree(wrong)
         case, want = cases.cases[2], cases.wanted[2]
@@ -93,9 +99,9 @@ def test_the_wrong_cast_is_told_apart_exactly(n):
 @pytest.mark.parametrize(
     "module, variant",
     [
-        (nn.LayerNorm(48), ("layer_norm", "weight", "bias", "eps")),
-        (nn.LayerNorm(48, eps=1e-12, bias=False), ("layer_norm", "weight", None, "eps")),
-        (nn.LayerNorm(48, elementwise_affine=False), ("layer_norm", None, None, "eps")),
+        (nn.LayerNorm(48), ("layer_norm", "weight", "bias", 1e-5)),
+        (nn.LayerNorm(48, eps=1e-12, bias=False), ("layer_norm", "weight", None, 1e-12)),
+        (nn.LayerNorm(48, elementwise_affine=False), ("layer_norm", None, None, 1e-5)),
     ],
     ids=["affine", "no-bias", "no-weight"],
 )

@@ -1,0 +1,215 @@
+"""Guards: what a proof of a module rests on besides its weights, compared in every call with what it was.
+
+A proof runs a module's code at one state of one object. It holds as long as that code is the same, down to the
+functions that it calls, and finds the same numbers and children by their names. Then the module's own code runs.
+
+Code of transformers, PyTorch, PEFT and torchao is known to do nothing else. Other code may count its calls, keep a term
+of a loss, or read what no guard can compare, so that no proof of it holds.
+"""
+
+import dis
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_trainer.instance.binding import own_class
+from liger_trainer.instance.hooks import home, hook_on
+
+_ABSENT = ...  # stands for what is not there
+KNOWN: tuple[str, ...] = ("transformers.", "torch.", "peft.", "torchao.", "kernels.", "liger_trainer.")
+_COMPARABLE = (
+    type(None), bool, int, float, str, tuple, torch.dtype, types.FunctionType, types.BuiltinFunctionType,
+    types.MethodType, types.EllipsisType,
+)  # fmt: skip
+_WALKED_IN_TORCH = ("torch.nn.modules.", "torch.utils._contextlib")
+_TORCHS_LINEAR = nn.Linear.forward, F.linear
+_IS_GENUINE = home(nn.Linear.forward) == "torch.nn.modules.linear" and F.linear is torch._C._nn.linear
+
+# Where something is looked up: a class, a Python module or, None, the module's `__dict__`; the name; what is found.
+Lookup = tuple[type | types.ModuleType | None, str, Any]
+
+
+class NotProven(Exception):
+    """Why a module keeps its own code."""
+
+
+def linear_is_torchs() -> bool:
+    """Whether the forward of `nn.Linear` is PyTorch's, for code that multiplies in its place."""
+    return _IS_GENUINE and nn.Linear.forward is _TORCHS_LINEAR[0] and F.linear is _TORCHS_LINEAR[1]
+
+
+class Guards:
+    """What some code looks up by name.
+
+    Attributes:
+        cls (`type`): The class of the module whose code it is.
+        lookups (`tuple`): Names of the instance, in its `__dict__`, of classes and of Python modules.
+        missing (`tuple`): The names of its parameters and children that are None.
+        children (`tuple`): (name, guards) of the children that our method does not call.
+    """
+
+    def __init__(self, cls: type, lookups: Iterable[Lookup] = ()):
+        self.cls = cls
+        self.lookups = tuple({(id(found[0]), found[1]): found for found in lookups}.values())
+        self.missing: tuple[str, ...] = ()
+        self.children: tuple[tuple[str, Guards], ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Guards":
+        return self
+
+    def broken(self, module: nn.Module, label: str = "it") -> str | None:
+        """Why the proof does not hold for `module` now, or None. `label` is what the reason calls the module."""
+        if type(module) is not self.cls and own_class(module) is not self.cls:
+            return f"{label} is a {type(module).__name__} now; it was a {self.cls.__name__}"
+        state = module.__dict__
+        for owner, name, value in self.lookups:
+            now = state.get(name, _ABSENT) if owner is None else getattr(owner, name, _ABSENT)
+            if now is not value and not _is_same(now, value):
+                return f"{name} of {label if owner is None else _label(owner)} has changed"
+        for name in self.missing:
+            if getattr(module, name, None) is not None:
+                return f"{label} has a {name} now"
+        for name, guards in self.children:
+            child = state["_modules"].get(name)
+            if (reason := guards.broken(child, name)) is not None:
+                return reason
+            if (attached := hook_on(child)) is not None:
+                return f"{attached} on {name} would not be called"
+        return None
+
+
+def guards_of(module: nn.Module, method: str = "forward", called: Collection[str] = ()) -> Guards:
+    """Guards of a proof of `method`, in whose place something calls no children but those with the names `called`.
+
+    Raises:
+        NotProven: The code is not known, or may depend on something that no guard can compare.
+    """
+    cls, state = own_class(module), module.__dict__
+    classes = _classes(cls)
+    functions: dict[types.FunctionType, None] = {}
+    for name in (method, "__getattr__", "__getattribute__"):
+        for base in classes:
+            _walk(vars(base).get(name), [state, *map(vars, classes)], functions)
+    names = dict.fromkeys([method, *(name for function in functions for name in _names(function.__code__))])
+    of_class = [name for name in names if any(name in vars(base) for base in classes)]
+    own = [name for name in names if name in (state.keys() | of_class) - {method, "training"}]
+    lookups: list[Lookup] = [*_class_lookups(classes, of_class), *((None, n, state.get(n, _ABSENT)) for n in own)]
+    guards = Guards(cls, itertools.chain(lookups, *map(_function_lookups, functions)))
+    held = {**module._buffers, **module._parameters, **module._modules}
+    guards.missing = tuple(name for name in names if name in held and held[name] is None)
+    guards.children = tuple((n, guards_of(c)) for n, c in module._modules.items() if c is not None and n not in called)
+    _check(guards.lookups, functions)
+    return guards
+
+
+def code_guards_of(cls: type[nn.Module], *others: type[nn.Module]) -> Guards:
+    """Guards of the forwards of `cls` and of `others`, for a method that asks in every call for all that they read."""
+    found = [(*_class_lookups(_classes(one), ["forward"]), *_functional(one.forward)) for one in (cls, *others)]
+    return Guards(cls, itertools.chain(*found))
+
+
+def lookups_of(function: Any) -> tuple[Lookup, ...]:
+    """What a rotary function, or a module in place of it, looks up by name. Raises `NotProven` as `guards_of` does."""
+    if isinstance(function, nn.Module):
+        return guards_of(function).lookups
+    functions: dict[types.FunctionType, None] = {}
+    _walk(function, [], functions)
+    lookups = tuple(itertools.chain(*map(_function_lookups, functions)))
+    _check(lookups, functions)
+    return lookups
+
+
+def global_lookups(function: types.FunctionType) -> list[Lookup]:
+    """The globals that `function`, and those inside it, read."""
+    scope, module = function.__globals__, sys.modules.get(home(function))
+    if module is None or vars(module) is not scope:
+        raise NotProven(f"{function.__qualname__} stands in no Python module")
+    return [(module, name, scope[name]) for name in _globals(function.__code__) if name in scope]
+
+
+def _class_lookups(classes: list[type], names: Iterable[str]) -> Iterator[Lookup]:
+    """What the first of `classes` has by these names, and those from which it may have it."""
+    for name in names:
+        for owner in dict.fromkeys((classes[0], *(base for base in classes if name in vars(base)))):
+            yield owner, name, getattr(owner, name, _ABSENT)
+
+
+def _function_lookups(function: types.FunctionType) -> Iterator[Lookup]:
+    """The globals that `function` reads, but for modules and classes, and what it calls of `torch.nn.functional`."""
+    yield from (found for found in global_lookups(function) if not isinstance(found[2], types.ModuleType | type))
+    yield from _functional(function)
+
+
+def _functional(function: Any) -> Iterator[Lookup]:
+    names = _names(function.__code__) if isinstance(function, types.FunctionType) else []
+    yield from ((F, name, vars(F)[name]) for name in names if callable(vars(F).get(name)))
+
+
+def _walk(value: Any, scopes: list[Mapping[str, Any]], functions: dict[types.FunctionType, None]) -> None:
+    """Put the function `value` into `functions`, and those that it calls by names of `scopes` or of its module."""
+    value = getattr(value, "fget", getattr(value, "func", value))  # of a property, of a partial
+    if not isinstance(value, types.FunctionType) or value in functions:
+        return
+    if home(value).startswith("torch.") and not home(value).startswith(_WALKED_IN_TORCH):
+        return
+    functions[value] = None
+    called = [scope.get(name) for name in _names(value.__code__) for scope in scopes]
+    called += [value.__globals__.get(name) for name in _globals(value.__code__)]
+    called += [cell.cell_contents for cell in value.__closure__ or ()]  # of a decorator
+    for other in called:
+        _walk(other, scopes, functions)
+
+
+def _check(lookups: Iterable[Lookup], functions: Iterable[types.FunctionType]) -> None:
+    """Raise `NotProven` for code that is not known, and where something cannot be compared."""
+    for function in functions:
+        if not home(function).startswith(KNOWN):
+            raise NotProven(f"{function.__qualname__} of {home(function)} may do more than compute")
+    for owner, name, value in lookups:
+        known = owner is not None and f"{_label(owner)}.".startswith(KNOWN)
+        if not known and not _is_comparable(value):
+            where = "" if owner is None else f" of {_label(owner)}"
+            raise NotProven(f"its code reads {name}{where}, a {type(value).__name__}, which may change")
+
+
+def _is_comparable(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        return all(map(_is_comparable, (value.func, value.args, *value.keywords.values())))
+    return isinstance(value, _COMPARABLE) and (not isinstance(value, tuple) or all(map(_is_comparable, value)))
+
+
+def _is_same(now: Any, value: Any) -> bool:
+    if isinstance(value, functools.partial) and isinstance(now, functools.partial):  # `deepcopy` makes another one
+        return (now.func, now.args, now.keywords) == (value.func, value.args, value.keywords)
+    return type(now) is type(value) and isinstance(value, _COMPARABLE) and now == value
+
+
+def _label(owner: Any) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+
+
+def _classes(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if base not in (nn.Module, object)]
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    """`code` and those of the functions inside it."""
+    return [code, *(one for c in code.co_consts if isinstance(c, types.CodeType) for one in _codes(c))]
+
+
+def _names(code: types.CodeType) -> list[str]:
+    return [name for one in _codes(code) for name in one.co_names]
+
+
+@functools.cache
+def _globals(code: types.CodeType) -> list[str]:
+    """The names of globals that `code` and the functions inside it read."""
+    found = [step.argval for one in _codes(code) for step in dis.get_instructions(one) if step.opname == "LOAD_GLOBAL"]
+    return list(dict.fromkeys(found))
