@@ -2,15 +2,19 @@
 
 from typing import Any
 
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback
 
 from liger_trainer._logging import logger
+from liger_trainer.instance.binding import Weakly
 from liger_trainer.instance.report import LigerReport
 from liger_trainer.patching import apply_liger
 
 
 class LigerCallback(TrainerCallback):
     """Patches the model of the trainer that it is given to, when that trainer has been built.
+
+    With `model_init` the trainer makes a model each time it trains, and the callback patches that one too.
 
     ```python
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[LigerCallback()])
@@ -24,12 +28,13 @@ class LigerCallback(TrainerCallback):
         strict (`bool`, *optional*, defaults to `False`): Raise if something that is recognised keeps its own code.
 
     Attributes:
-        liger_report (`LigerReport` or `None`): What was patched, once the trainer has been built.
+        liger_report (`LigerReport` or `None`): What was patched in the trainer's model, once it has one.
     """
 
     def __init__(self, liger_config: dict | None = None, strict: bool = False) -> None:
         self.liger_config, self.strict = liger_config, strict
         self.liger_report: LigerReport | None = None
+        self._patched = Weakly()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if getattr(args, "use_liger_kernel", False):
@@ -37,6 +42,20 @@ class LigerCallback(TrainerCallback):
                 "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. "
                 "Remove use_liger_kernel, or LigerCallback."
             )
+        self._patch(args, model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if model is self._patched.to():
+            return
+        if isinstance(model, FullyShardedDataParallel):
+            raise ValueError(
+                "FSDP has sharded the model of model_init before LigerCallback could patch it. Pass model instead of "
+                "model_init, set fsdp_version: 2, or use LigerTrainer."
+            )
+        self._patch(args, model)
+
+    def _patch(self, args: Any, model: Any) -> None:
         self.liger_report = apply_liger(model, self.liger_config, strict=self.strict)
+        self._patched = Weakly(model)
         if args.process_index == 0:
             logger.info(self.liger_report.one_line())
