@@ -15,31 +15,54 @@ Calls with labels take `token_predictions=True`, for metrics: the output then ha
 `log_probs`, `ranks` and `labels`, see `liger_triton.TokenRanks`.
 """
 
+import copy
+import dataclasses
 import functools
 import inspect
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
 
-from liger_trainer._logging import logger
 from liger_trainer.head import masks
-from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import FusedHeadBinding, head_options, head_reason, output_head
-from liger_trainer.head.module import LoRA, capture, innermost, is_captured, why_not_fusable
+from liger_trainer.head.deferred import DeferredLogits, real
+from liger_trainer.head.find import (
+    FusedHeadBinding,
+    head_options,
+    head_reason,
+    output_head,
+    report_unfused,
+    who_sees_outputs,
+)
+from liger_trainer.head.module import capture, innermost, why_not_fusable
 from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput, HeadOptions, LossRequest
-from liger_trainer.head.real_logits import scores_of_logits, smoothed_loss_sum
-from liger_trainer.head.vocab_mean import vocab_mean
+from liger_trainer.head.scores import predictions, token_scores, vocab_mean
 from liger_trainer.instance.binding import call_previous
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
 from liger_trainer.varlen.padding import Plan, running
-from liger_triton import linear_cross_entropy, linear_logprobs, linear_token_ranks, token_ranks
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
 _OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # TRL's ORPO and CPO log the mean over padding too
+
+
+class _Call(NamedTuple):
+    """A call of the model's own forward, and the options of its head."""
+
+    model: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    options: HeadOptions
+
+    def run(self) -> Any:
+        """Run the forward that the model would have without ours."""
+        return call_previous(self.model, FusedHeadBinding, self.args, self.kwargs)
 
 
 @functools.cache
@@ -48,6 +71,7 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
 
     `Trainer` and `generate` read that signature to see which arguments the model takes.
     """
+    signature = inspect.signature(model_class.forward)
 
     @functools.wraps(model_class.forward)
     def forward(
@@ -64,38 +88,44 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
     ) -> Any:
         options = head_options(self)
         if options is None:  # the head has been removed, but somebody's wrapper still calls this forward
-            return _own_forward(self, args, kwargs)
+            return call_previous(self, FusedHeadBinding, args, kwargs)
         leaves_out = leaves_padding_out(self)
         shown: str | None = None  # what the answer has of every position
         if fused_lm_head or label_smoothing or scored_by is not None:
-            kwargs = _without_cache(self, kwargs)
-        without_labels = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
+            if "use_cache" in signature.parameters and kwargs.get("past_key_values") is None:
+                kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
+            unlabelled = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
+            call = _Call(self, args, unlabelled, options)
         if scored_by is not None:  # `shift_labels` then say only which positions are scored
-            answer = functools.partial(_scored, self, args, without_labels, options, scored_by)
+            answer = functools.partial(scored_by, functools.partial(_deferred, call))
         elif fused_lm_head or label_smoothing:
             request = LossRequest(
                 kwargs.get("labels"), kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), label_smoothing,
-                token_predictions, token_outputs, uniform_grad,
+                token_predictions, options.outputs if token_outputs is None else token_outputs, uniform_grad,
             )  # fmt: skip
-            score = _token_outputs if fused_lm_head else _smoothed_loss
-            answer = functools.partial(score, self, args, without_labels, options, request)
-            of_all = _OF_EVERY_POSITION.intersection(_wanted_outputs(options, request))
+            answer = functools.partial(_token_outputs if fused_lm_head else _smoothed_loss, call, request)
+            of_all = _OF_EVERY_POSITION.intersection(request.token_outputs)
             shown = f"the call asks for {', '.join(sorted(of_all))}" if of_all else None
         else:
-            skip_logits = self.training if skip_logits is None else skip_logits
+            labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+            skip_logits = labelled and (self.training if skip_logits is None else skip_logits)
+            if skip_logits and (why := who_sees_outputs(self)) is not None:
+                report_unfused(self, why)
+                skip_logits = False
             if leaves_out:
                 shown = states_shown(self, kwargs) if skip_logits else "the call returns logits"
-            answer = functools.partial(_own_outputs, self, args, kwargs, options, skip_logits, token_predictions)
+            call = _Call(self, args, kwargs, options)
+            answer = functools.partial(_own_outputs, call, skip_logits, token_predictions)
         if not leaves_out:
             return answer()
         plan = plan_of_call(self, args, kwargs, shown, functools.partial(_why_unfit, self, options))
         with running(plan):  # None too: calls may lie in others
             return answer()
 
-    forward.__name__ = "forward"
+    forward.__name__, forward.__module__ = "forward", __name__
     # The signature takes the place of `__wrapped__`: accelerate's `unwrap_model` takes forwards that have a
     # `__wrapped__` for wrappers of its own and removes them.
-    forward.__signature__ = inspect.signature(model_class.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     del forward.__wrapped__
     return forward
 
@@ -116,207 +146,174 @@ def _why_unfit(model: nn.Module, options: HeadOptions, plan: Plan) -> str | None
     return None if unfused is None else f"the LM head is not fused, since {unfused}"
 
 
-def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that returns scores only, for which keys and values would be kept for nothing."""
-    if kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None:
-        return kwargs
-    return kwargs | {"use_cache": False} if _knows_cache(type(model)) else kwargs  # type: ignore[arg-type]
-
-
-@functools.cache
-def _knows_cache(model_class: type[nn.Module]) -> bool:
-    return "use_cache" in inspect.signature(model_class.forward).parameters
-
-
-def _scored(model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, scored_by: Callable) -> Any:
-    """What `scored_by` makes of the model's own forward."""
-    return scored_by(lambda: _run_deferred(model, args, kwargs, options))
-
-
-def _own_outputs(
-    model: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    options: HeadOptions,
-    skip_logits: bool,
-    token_predictions: bool,
-) -> Any:
+def _own_outputs(call: _Call, skip_logits: bool, token_predictions: bool) -> Any:
     """What the model's own forward returns; in training without the logits that its loss was computed from."""
-    labels, shift_labels = kwargs.get("labels"), kwargs.get("shift_labels")
-    if (labels is None and shift_labels is None) or not skip_logits:
-        return _run_with_logits(model, args, kwargs)
-    outputs = _run_deferred(model, args, kwargs, options)
-    if isinstance(outputs, ModelOutput):
-        predictions = _predictions(*_shifted(outputs.logits, labels, shift_labels)) if token_predictions else None
-        outputs = type(outputs)(**{k: v for k, v in outputs.items() if not isinstance(v, DeferredLogits)})
+    if not skip_logits:
+        return capture(innermost(output_head(call.model)), None, call.run)  # real ones, even within another call
+
+    def shown(outputs: Any) -> Any:
+        kept = _without_stand_ins(outputs)
         if token_predictions:
-            outputs["predictions"] = predictions
-        return outputs
-    return tuple(x.materialize() if isinstance(x, DeferredLogits) else x for x in outputs)
+            labels = call.kwargs.get("labels"), call.kwargs.get("shift_labels")
+            kept["predictions"] = predictions(*_shifted(_field(outputs, "logits"), *labels))
+        return kept
+
+    return _deferred(call, shown)
 
 
-def _own_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call the forward that the model would have without ours."""
-    return call_previous(model, FusedHeadBinding, args, kwargs)
+def _without_stand_ins(outputs: Any) -> Any:
+    """`outputs` of the model's own forward without the fields that are stand-ins. A tuple has real logits instead."""
+    if isinstance(outputs, dict):
+        fields = dict(outputs)
+    elif dataclasses.is_dataclass(outputs):
+        fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    else:
+        return tree_map(real, outputs, is_leaf=lambda x: x is not outputs)
+    taken = [name for name, value in fields.items() if isinstance(value, DeferredLogits)]
+    if taken and isinstance(outputs, ModelOutput) and (torch.compiler.is_compiling() or not _has_more(outputs)):
+        return type(outputs)(**{name: value for name, value in fields.items() if name not in taken})
+    if taken:
+        outputs = copy.copy(outputs)  # which takes longer, and traced copies have no keys
+    for name in taken:
+        if isinstance(outputs, dict):  # of its class, since a `ModelOutput` refuses
+            (OrderedDict if isinstance(outputs, OrderedDict) else dict).__delitem__(outputs, name)
+        if hasattr(outputs, name):
+            object.__setattr__(outputs, name, None)
+    return outputs
 
 
-def _run_with_logits(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run the model's own forward so that its head returns real logits, even inside another call that defers them."""
-    head = output_head(model)
-    if head is None or not is_captured(innermost(head)):
-        return _own_forward(model, args, kwargs)
-    return capture(innermost(head), None, functools.partial(_own_forward, model, args, kwargs))
+def _has_more(outputs: ModelOutput) -> bool:
+    """Whether somebody has given `outputs` a key or an attribute that its class does not have."""
+    return vars(outputs).keys() != getattr(outputs, "__dataclass_fields__", {}).keys()
 
 
-def _run_deferred(model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions) -> Any:
+def _field(outputs: Any, name: str) -> Any:
+    """A field of what a model's own forward returns, or None."""
+    return outputs.get(name) if isinstance(outputs, dict) else getattr(outputs, name, None)
+
+
+def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
     """Run the model's own forward so that its head returns `DeferredLogits`, or real logits if it cannot be fused now.
 
-    Adapters and hooks come and go after patching, so every call asks again whether the head can be fused.
+    Adapters and hooks come and go after patching, so every call asks again whether the head can be fused. The head
+    returns real logits also where gradients are switched since the model was called, or in a checkpoint.
+
+    Returns what `use` makes of the outputs. The model may have kept a stand-in: that becomes real, since the head's
+    weights will change. Without `use`, the outputs are returned with their stand-ins.
     """
-    outer = output_head(model)
-    head = innermost(outer)
-    reason = why_not_fusable(outer, options.cast_lm_head_to_fp32)
+    head = output_head(call.model)
+    reason = why_not_fusable(head, call.options.cast_lm_head_to_fp32)
     if reason is not None:
-        _report_unfused(model, reason)
-        return _own_forward(model, args, kwargs)
-    # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
-    stand_in = DeferredLogits if outer is head else functools.partial(_deferred_logits_of, outer)
-    run = functools.partial(masks.run_without_masks, functools.partial(_own_forward, model), model, args, kwargs)
-    return capture(head, stand_in, run)
+        report_unfused(call.model, reason)
+        return call.run() if use is None else use(call.run())
+    made: list[weakref.ref[DeferredLogits]] = []
+    called_in = _gradient_modes()
+
+    def stand_in(hidden: torch.Tensor, vocab_size: int) -> DeferredLogits | None:
+        if _gradient_modes() != called_in:
+            return None
+        # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
+        logits = DeferredLogits(hidden, head, vocab_size)
+        if not torch.compiler.is_compiling():
+            made.append(weakref.ref(logits))
+        return logits
+
+    outputs = capture(innermost(head), stand_in, functools.partial(masks.run_without_masks, call))
+    if use is None:
+        return outputs
+    result = use(outputs)
+    del outputs
+    for reference in made:
+        if (kept := reference()) is not None:
+            kept.materialize("keeping it after the model's call")
+    return result
 
 
-def _deferred_logits_of(outer: nn.Module, hidden: torch.Tensor, _: nn.Module, vocab_size: int) -> DeferredLogits:
-    """The stand-in for the logits of `outer`, whatever module inside it has been called."""
-    return DeferredLogits(hidden, outer, vocab_size)
+def _gradient_modes() -> tuple[bool, Any]:
+    """Whether gradients are on, and the checkpoint inside of which we are, if any: it would call the head again."""
+    hooks: Any = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    in_checkpoint = hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    return torch.is_grad_enabled(), hooks[0] if in_checkpoint else None
 
 
-def _report_unfused(model: nn.Module, reason: str) -> None:
-    """Say in the log and in the model's report that its head is not fused."""
-    if torch.compiler.is_compiling():
-        return
-    binding = FusedHeadBinding.of(model)
-    if binding is not None and binding.place is not None:
-        binding.place.keeps_its_code(reason)
-    logger.warning_once(
-        f"The LM head of {type(model).__name__} is not fused: {reason}. "
-        "Full logits are built instead, so the numbers are right, but no memory is saved."
-    )
-
-
-def _logits_and_targets(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, request: LossRequest
-) -> tuple[Any, torch.Tensor | DeferredLogits, torch.Tensor]:
-    """Run the model without labels, and return its outputs, the rows of logits that predict a label, and the labels."""
-    if request.labels is None and request.shift_labels is None:
-        raise ValueError(
-            "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
-        )
-    outputs = _run_deferred(model, args, kwargs, options)
-    return outputs, *_shifted(outputs.logits, request.labels, request.shift_labels)
-
-
-def _shifted(
-    logits: torch.Tensor | DeferredLogits, labels: torch.Tensor | None, shift_labels: torch.Tensor | None
-) -> tuple[torch.Tensor | DeferredLogits, torch.Tensor]:
+def _shifted(logits: Any, labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
     """The logits that predict a label, with the labels: those of the next tokens, or `shift_labels` as they are."""
     if shift_labels is not None:
         return logits, shift_labels
-    assert labels is not None, "a call has labels or shift_labels"
+    if labels is None:
+        raise ValueError(
+            "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
+        )
     return logits[:, :-1], labels[:, 1:]
 
 
-def _predictions(logits: torch.Tensor | DeferredLogits, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What `FusedLMOutput.predictions` holds, for logits and the labels that they predict."""
-    if isinstance(logits, DeferredLogits) and not logits.is_materialized:
-        token_ids, log_probs, ranks = logits.fused(linear_token_ranks, target)
-    else:
-        logits = logits.materialize() if isinstance(logits, DeferredLogits) else logits
-        token_ids, log_probs, ranks = token_ranks(logits, target.to(logits.device))
-    return {"token_ids": token_ids, "log_probs": log_probs, "ranks": ranks, "labels": target.to(token_ids.device)}
-
-
-def _wanted_outputs(options: HeadOptions, request: LossRequest) -> tuple[str, ...]:
-    """The names of the outputs of a call with `fused_lm_head=True`."""
-    return options.outputs if request.token_outputs is None else request.token_outputs
-
-
-def _token_outputs(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, request: LossRequest
-) -> FusedLMOutput:
+def _token_outputs(call: _Call, request: LossRequest) -> FusedLMOutput:
     """Answer a call with `fused_lm_head=True`."""
-    wanted = _wanted_outputs(options, request)
-    outputs, logits, target = _logits_and_targets(model, args, kwargs, options, request)
-    scoring = {"temperature": options.temperature, "label_smoothing": request.label_smoothing}
-    per_token = [name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"]
-    if isinstance(logits, DeferredLogits) and not logits.is_materialized:
-        scores = logits.fused(
-            _fp32_logprobs if options.cast_lm_head_to_fp32 else linear_logprobs,
-            target,
-            outputs=tuple(per_token),
-            uniform_grad=request.uniform_grad,
-            **scoring,
-        )
-        scores = dict(zip(TOKEN_OUTPUTS, scores, strict=True))
-    else:
-        scores = scores_of_logits(
-            logits.materialize() if isinstance(logits, DeferredLogits) else logits, target, **scoring
-        )
-    target = target.to(scores["log_probs"].device)
-    mask = target != -100
-    count = mask.sum().clamp(min=1) if request.num_items_in_batch is None else request.num_items_in_batch
-    loss = -scores["log_probs"].sum() / count
-    aux_loss = outputs.get("aux_loss")
-    if aux_loss is not None:
-        loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
-    hidden = None
-    if "hidden_states" in wanted:
-        if not isinstance(logits, DeferredLogits):
-            raise ValueError(f"token_outputs has 'hidden_states', but {head_reason(model)}.")
-        hidden = logits.hidden
-    scores = {name: value if name in per_token else None for name, value in scores.items()}
-    scores["vocab_mean"] = vocab_mean(outputs.logits, options.temperature) if "vocab_mean" in wanted else None
-    predictions = _predictions(logits, target) if request.token_predictions else None
-    return FusedLMOutput(
-        loss=loss, label_mask=mask, aux_loss=aux_loss, hidden_states=hidden, predictions=predictions, **scores
-    )
+    routers: list[Any] = []
+
+    def scored(outputs: Any) -> FusedLMOutput:
+        found, aux_loss = _scores(call, outputs, request), _aux_loss(call, outputs, routers)
+        if aux_loss is not None:
+            weight = getattr(call.model.config.get_text_config(), "router_aux_loss_coef", 0.0)
+            found |= {"loss": found["loss"] + weight * aux_loss, "aux_loss": aux_loss}
+        return FusedLMOutput(**found)
+
+    if not call.kwargs.get("output_router_logits"):
+        return _deferred(call, scored)
+    hook = call.model.base_model.register_forward_hook(lambda *seen: routers.append(_field(seen[-1], "router_logits")))
+    try:
+        return _deferred(call, scored)
+    finally:
+        hook.remove()
 
 
-def _smoothed_loss(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], options: HeadOptions, request: LossRequest
-) -> FusedLMOutput:
+def _smoothed_loss(call: _Call, request: LossRequest) -> FusedLMOutput:
     """Answer a call with `label_smoothing` alone: the loss of `transformers.trainer_pt_utils.LabelSmoother`.
 
     It does not contain an auxiliary loss, as it does not in the stock trainer.
     """
-    _, logits, target = _logits_and_targets(model, args, kwargs, options, request)
-    if isinstance(logits, DeferredLogits) and not logits.is_materialized:
-        loss_sum = logits.fused(linear_cross_entropy, target, reduction="sum", label_smoothing=request.label_smoothing)
-    else:
-        logits = logits.materialize() if isinstance(logits, DeferredLogits) else logits
-        loss_sum = smoothed_loss_sum(logits, target, request.label_smoothing)
-    count = (target != -100).sum().clamp(min=1) if request.num_items_in_batch is None else request.num_items_in_batch
-    predictions = _predictions(logits, target) if request.token_predictions else None
-    return FusedLMOutput(loss=loss_sum / torch.as_tensor(count, device=loss_sum.device), predictions=predictions)
+    call = call._replace(options=dataclasses.replace(call.options, temperature=1.0))
+    request = request._replace(token_outputs=(), uniform_grad=True)  # only the sum of log-probabilities is returned
+    found = _deferred(call, lambda outputs: _scores(call, outputs, request))
+    return FusedLMOutput(loss=found["loss"], predictions=found["predictions"])
 
 
-def _fp32_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    lora: LoRA | None = None,
-    lora_input: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
-    """`linear_logprobs` with the projection in fp32 and outside autocast, which TRL calls `cast_lm_head_to_fp32`."""
-    lora = lora and (lora[0].float(), lora[1].float(), lora[2])
-    with torch.autocast(hidden.device.type, enabled=False):
-        return linear_logprobs(
-            hidden.float(),
-            weight.float(),
-            target,
-            None if bias is None else bias.float(),
-            lora=lora,
-            lora_input=None if lora_input is None else lora_input.float(),
-            **kwargs,
+def _scores(call: _Call, outputs: Any, request: LossRequest) -> dict[str, Any]:
+    """The fields of `FusedLMOutput` that `request` asks for, of what the model's own forward has returned."""
+    options, wanted, all_logits = call.options, request.token_outputs, _field(outputs, "logits")
+    logits, target = _shifted(all_logits, request.labels, request.shift_labels)
+    if "hidden_states" in wanted and not isinstance(logits, DeferredLogits):
+        raise ValueError(f"token_outputs has 'hidden_states', but {head_reason(call.model)}.")
+    scores = token_scores(
+        logits, target, tuple(name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"),
+        temperature=options.temperature, label_smoothing=request.label_smoothing, uniform_grad=request.uniform_grad,
+        in_fp32=options.cast_lm_head_to_fp32,
+    )  # fmt: skip
+    mask = target.to(scores["log_probs"].device) != -100
+    count = mask.sum().clamp(min=1) if request.num_items_in_batch is None else request.num_items_in_batch
+    count = count.to(mask.device) if isinstance(count, torch.Tensor) else count
+    return scores | {
+        "loss": -scores["log_probs"].sum() / count,
+        "label_mask": mask,
+        "hidden_states": logits.hidden if "hidden_states" in wanted else None,
+        "vocab_mean": vocab_mean(all_logits, options.temperature) if "vocab_mean" in wanted else None,
+        "predictions": predictions(logits, target) if request.token_predictions else None,
+    }
+
+
+def _aux_loss(call: _Call, outputs: Any, routers: list) -> torch.Tensor | None:
+    """The auxiliary loss of a mixture of experts, if the model computes one or, as in TRL, if a call asks for it.
+
+    TRL computes Mixtral's for all models, from what the backbone returns. A model that computes one has the same.
+    """
+    aux_loss = _field(outputs, "aux_loss")
+    if aux_loss is not None or not call.kwargs.get("output_router_logits"):
+        return aux_loss
+    config, mask = call.model.config.get_text_config(), call.kwargs.get("attention_mask")
+    if not (routers and routers[-1]) or not hasattr(config, "num_experts"):
+        name = type(call.model).__name__
+        raise ValueError(
+            f"{name} computes no auxiliary loss, and TRL's needs router logits of its backbone and num_experts of its "
+            "config, which are missing. Set router_aux_loss_coef to 0.0."
         )
+    return load_balancing_loss_func(routers[-1], config.num_experts, config.num_experts_per_tok, mask)

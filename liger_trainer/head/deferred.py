@@ -1,19 +1,25 @@
 """The stand-in for logits that a captured LM head returns.
 
-`DeferredLogits` has the shape, dtype and device of the logits, but it holds the head's input and no logits. It records
-what models do to logits before the loss: scaling, soft-capping (`c * tanh(z / c)`), casts, and a slice of the
-vocabulary. A choice of rows, or another shape for them, is applied to the head's input at once, because each row of
-logits depends on one row of input. When `torch.nn.functional.cross_entropy` is called with it, the fused kernel
-computes the loss from the recorded hidden states. Whatever else touches it gets the real logits from the module's own
-forward, which is slower and never wrong.
+`DeferredLogits` holds the head's input in place of logits. It records what models do to logits before the loss:
+scaling, soft-capping (`c * tanh(z / c)`), casts, a slice of the vocabulary. A choice of rows, or another shape for
+them, is applied to the head's input at once, because each row of logits depends on one row of input. Where it meets
+`torch.nn.functional.cross_entropy`, the fused kernel computes the loss from the recorded hidden states.
+
+Any other operation gets real logits, from the head's own forward with the autocast and the gradients of its call. At
+that moment all stand-ins of this call become real, each from the one it was made of. So a write into a view reaches its
+base and the other way round, and hooks see what they see in stock.
 
 It is a plain class with `__torch_function__` and not a tensor subclass: a tensor without storage answers C++ code that
 should have failed, and `torch.compile` traces the methods of a plain class without a graph break.
 """
 
+import contextlib
+import math
 import numbers
+import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +27,40 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from liger_trainer._logging import logger
-from liger_trainer.head.module import HeadParameters, call_within, plain_forward
+from liger_trainer.head.module import call_within, head_parameters, plain_forward
+from liger_triton import linear_cross_entropy
+
+_OTHERWISE = 'Call the model with skip_logits=False, or set liger_config={"fused_linear_cross_entropy": false}.'
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Origin:
+    """What all stand-ins of one call of a head share: its input, its modes, and who they are, the oldest first.
+
+    They are held weakly, so that hidden states are freed with the last stand-in.
+    """
+
+    def __init__(self, hidden: torch.Tensor):
+        traced = torch.compiler.is_compiling()
+        self.hidden, self.grad, self.autocast = hidden, torch.is_grad_enabled(), _autocast_of(hidden.device.type)
+        self.version = None if traced or hidden.is_inference() else hidden._version
+        self.made: list[Callable[[], DeferredLogits | None]] = []
+        self.reference: Callable = (lambda made: lambda: made) if traced else weakref.ref
+
+    def under_autocast(self) -> contextlib.AbstractContextManager:
+        """The autocast of the call. RuntimeError if its input has changed: logits would not be those of the call."""
+        if self.version is not None and self.hidden._version != self.version:
+            raise RuntimeError(
+                f"The input of the LM head was changed in place between the call of the head and the loss. {_OTHERWISE}"
+            )
+        kind = self.hidden.device.type
+        return contextlib.nullcontext() if self.autocast == _autocast_of(kind) else torch.autocast(kind, *self.autocast)
+
+
+def _autocast_of(device_type: str) -> tuple[torch.dtype, bool, bool]:
+    """What `torch.autocast` takes after the type of the device: dtype, whether it is on, whether it keeps casts."""
+    on = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type), on, torch.is_autocast_cache_enabled()
 
 
 class DeferredLogits:
@@ -31,12 +70,16 @@ class DeferredLogits:
         hidden (`torch.Tensor`): The head's input `(..., H)`.
         head (`nn.Module`): The LM head.
         vocab_size (`int`): V, at most the head's output features.
-        dtype, device, logit_scale, softcap: What the recorded operations amount to; see the module docstring. With raw
-            logits r, the value is `softcap * tanh(logit_scale * r / softcap)`, or `logit_scale * r` without a softcap.
-        replay (`tuple`): The recorded operations as functions of logits, in order, which turn the output of the head's
-            own forward into these logits.
+        dtype, device, logit_scale, softcap: What the recorded operations amount to. With raw logits r, the value is
+            `softcap * tanh(logit_scale * r / softcap)`, or `logit_scale * r` without a softcap.
+        source (`DeferredLogits`, *optional*): What this one is made of. Unset: of a call of the head, now.
+        step (`Callable`, *optional*): The operation that makes these logits of the real ones of `source`.
     """
 
+    __slots__ = (  # any other, such as `data`, would have to be one of the real logits
+        "__weakref__", "_real", "_source", "_step", "device", "dtype", "head", "hidden", "logit_scale", "origin",
+        "softcap", "vocab_size",
+    )  # fmt: skip
     __hash__ = object.__hash__
 
     def __init__(
@@ -49,42 +92,18 @@ class DeferredLogits:
         device: torch.device | None = None,
         logit_scale: float = 1.0,
         softcap: float | None = None,
-        replay: tuple[Callable, ...] = (),
+        source: "DeferredLogits | None" = None,
+        step: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self.hidden = hidden
-        self.head = head
-        self.vocab_size = vocab_size
-        self.dtype = hidden.dtype if dtype is None else dtype
+        self.hidden, self.head, self.vocab_size = hidden, head, vocab_size
+        self.origin: _Origin = _Origin(hidden) if source is None else source.origin
+        dtype_of_products, on, _ = self.origin.autocast
+        self.dtype = dtype or (dtype_of_products if on and hidden.dtype in _FLOATS else hidden.dtype)
         self.device = hidden.device if device is None else device
-        self.logit_scale = logit_scale
-        self.softcap = softcap
-        self.replay = replay
+        self.logit_scale, self.softcap = logit_scale, softcap
+        self._source, self._step = source, step
         self._real: torch.Tensor | None = None
-
-    def _after(
-        self,
-        step: Callable | None = None,
-        *,
-        hidden: torch.Tensor | None = None,
-        vocab_size: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        logit_scale: float | None = None,
-        softcap: float | None = None,
-    ) -> "DeferredLogits":
-        """The stand-in for what one more operation, `step`, makes of these logits. What is None stays as it is."""
-        return DeferredLogits(
-            self.hidden if hidden is None else hidden,
-            self.head,
-            self.vocab_size if vocab_size is None else vocab_size,
-            dtype=self.dtype if dtype is None else dtype,
-            device=self.device if device is None else device,
-            logit_scale=self.logit_scale if logit_scale is None else logit_scale,
-            softcap=self.softcap if softcap is None else softcap,
-            replay=self.replay if step is None else (*self.replay, step),
-        )
-
-    # Shape and type
+        self.origin.made.append(self.origin.reference(self))
 
     @property
     def shape(self) -> torch.Size:
@@ -111,134 +130,68 @@ class DeferredLogits:
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    # Operations that are recorded, and give another stand-in. Once the real logits exist, somebody may have written
-    # into them, so from then on every operation is one on them and gives a tensor.
+    @property
+    def _records(self) -> bool:
+        """Whether operations may be recorded now: on logits that are not real, with the gradients they have."""
+        return self._real is None and (torch.is_grad_enabled() or not self.origin.grad)
 
-    def __mul__(self, factor: Any) -> Any:
-        if self._real is not None or not _is_scale(factor):
-            return self.materialize("multiplication by a tensor") * _real(factor)
-        softcap = None if self.softcap is None else abs(self.softcap * factor)
-        return self._after(lambda z: z * factor, logit_scale=self.logit_scale * factor, softcap=softcap)
+    def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What the method `name` of these logits returns: another stand-in, if a rule of `_RULES` knows it."""
+        known = name in _RULES and self._records and (not kwargs or name in ("to", "flatten"))
+        changed = _RULES[name](self, *args, **kwargs) if known else None
+        if changed is None:
+            return getattr(self.materialize(name.strip("_")), name)(*tree_map(real, args), **tree_map(real, kwargs))
+        kept = {
+            "hidden": self.hidden, "vocab_size": self.vocab_size, "dtype": self.dtype, "device": self.device,
+            "logit_scale": self.logit_scale, "softcap": self.softcap,
+        }  # fmt: skip
+        step = lambda real: getattr(real, name)(*args, **kwargs)  # noqa: E731
+        return DeferredLogits(head=self.head, source=self, step=step, **(kept | changed))
 
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: Any) -> Any:
-        if self._real is not None or not _is_scale(divisor):
-            return self.materialize("division by a tensor") / _real(divisor)
-        softcap = None if self.softcap is None else abs(self.softcap / divisor)
-        return self._after(lambda z: z / divisor, logit_scale=self.logit_scale / divisor, softcap=softcap)
-
-    def mul(self, other: Any) -> Any:
-        return self * other
-
-    def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
-        if rounding_mode is not None:
-            return self.materialize("div with rounding_mode").div(_real(other), rounding_mode=rounding_mode)
-        return self / other
-
-    def tanh(self) -> Any:
-        if self._real is not None or self.softcap is not None:
-            return torch.tanh(self.materialize("a second tanh"))
-        return self._after(torch.tanh, softcap=1.0)
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        if self._real is not None:
-            return self._real.to(*args, **kwargs)
-        dtype, device = kwargs.get("dtype"), kwargs.get("device")
-        for arg in args:
-            if isinstance(arg, torch.dtype):
-                dtype = arg
-            elif isinstance(arg, (torch.device, str, int)) and not isinstance(arg, bool):
-                device = torch.device(arg)
-            elif isinstance(arg, (torch.Tensor, DeferredLogits)):
-                dtype, device = arg.dtype, arg.device
-        return self._after(None if dtype is None else lambda z: z.to(dtype), dtype=dtype, device=device)
-
-    def float(self) -> Any:
-        return self.to(torch.float32)
-
-    def contiguous(self) -> Any:
-        return self if self._real is None else self._real.contiguous()
-
-    def view(self, *shape: Any) -> Any:
-        return self.reshape(*shape)
-
-    def reshape(self, *shape: Any) -> Any:
-        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        rows = self.hidden.shape[:-1].numel()
-        keeps_rows = len(shape) > 0 and (
-            shape[-1] == self.vocab_size or (shape[-1] == -1 and _numel(shape[:-1]) == rows)
-        )
-        if self._real is not None or not keeps_rows:
-            return self.materialize(f"reshape to {shape}").reshape(*shape)
-        return self._after(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        end = end_dim if end_dim >= 0 else self.ndim + end_dim
-        if self._real is not None or end == self.ndim - 1:
-            return self.materialize("flatten over the vocabulary").flatten(start_dim, end_dim)
-        return self._after(hidden=self.hidden.flatten(start_dim, end))
-
-    def __getitem__(self, index: Any) -> Any:
-        index = index if isinstance(index, tuple) else (index,)
-        if self._real is not None:
-            return self._real[index]
-        has_ellipsis = any(i is Ellipsis for i in index)
-        indexed_dims = sum(i.ndim if _is_bool_mask(i) else 1 for i in index if i is not None and i is not Ellipsis)
-        reaches_vocab = index[-1] is not Ellipsis and (indexed_dims == self.ndim or has_ellipsis)
-        of_vocab = index[-1] if reaches_vocab else None
-        if indexed_dims > self.ndim or not (of_vocab is None or _is_leading_slice(of_vocab)):
-            return self.materialize(f"indexing with {_describe(index)}")[index]
-        if of_vocab is None:
-            return self._after(hidden=self.hidden[index if has_ellipsis else (*index, Ellipsis)])
-        vocab_size = self.vocab_size if of_vocab.stop is None else len(range(*of_vocab.indices(self.vocab_size)))
-        step = None if vocab_size == self.vocab_size else lambda z: z[..., :vocab_size]
-        rows = self.hidden[(*index[:-1], slice(None))]
-        return self._after(step, hidden=rows, vocab_size=vocab_size)
-
-    # What gives real tensors: the fused kernels, and everything that needs the real logits
-
-    def fused(self, function: Callable, target: torch.Tensor, **kwargs: Any) -> Any:
+    def fused(self, function: Callable, target: torch.Tensor, in_fp32: bool = False, **kwargs: Any) -> Any:
         """Call `function(hidden, weight, target, ...)` of `liger_triton` for the head and the recorded operations.
 
-        This happens inside a call of the head (and of the modules of an adapter on it). Returns what `function`
-        returns, a tensor or a tuple, on `self.device`.
+        This happens inside a call of the head (and of the modules of an adapter on it), under the autocast of the call
+        that made these logits. Or else, with `in_fp32`, on everything cast to fp32, which TRL calls
+        `cast_lm_head_to_fp32`. Returns what `function` returns, a tensor or a tuple, on `self.device`.
         """
 
         def compute(hidden: torch.Tensor) -> Any:
-            parameters = HeadParameters(self.head, hidden).kwargs(self.vocab_size)
+            parameters = head_parameters(self.head, hidden, self.vocab_size)
             hidden = hidden.to(parameters["weight"].device)
-            result = function(
-                hidden,
-                target=target.to(hidden.device),
-                logit_scale=self.logit_scale,
-                softcap=self.softcap,
-                **parameters,
-                **kwargs,
-            )
+            if in_fp32:
+                hidden, parameters = _each_tensor(torch.Tensor.float, (hidden, parameters))
+            scaling = {"logit_scale": self.logit_scale, "softcap": self.softcap}
+            result = function(hidden, target=target.to(hidden.device), **scaling, **parameters, **kwargs)
             return tuple(result) if isinstance(result, tuple) else result  # ZeRO-3's hooks cannot rebuild named tuples
 
-        return tree_map(
-            lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x,
-            call_within(self.head, self.hidden, compute),
-        )
+        none = torch.autocast(self.hidden.device.type, enabled=False) if in_fp32 else contextlib.nullcontext()
+        with self.origin.under_autocast(), none:
+            result = call_within(self.head, self.hidden, compute)
+        return _each_tensor(lambda x: x.to(self.device), result)
 
     def materialize(self, why: str | None = None) -> torch.Tensor:
         """The real logits, from the head's own forward; `why` names the operation that needs them, logged once."""
+        if self.origin.grad and not torch.is_grad_enabled():
+            _refuse_in_a_function()
         if self._real is None:
             if why is not None:
                 logger.warning_once(
                     f"The fused LM head does not know `{why}` on logits: they are built in full. "
                     "The numbers are right; the memory is not saved."
                 )
-            logits = plain_forward(self.head, self.hidden)
-            for step in self.replay:
-                logits = step(logits)
-            self._real = logits.to(self.device)
+            with torch.set_grad_enabled(self.origin.grad), self.origin.under_autocast():
+                for reference in self.origin.made:
+                    if (made := reference()) is not None:
+                        made._make_real()
+        assert self._real is not None
         return self._real
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.materialize("assignment into")[index] = _real(value)
+    def _make_real(self) -> None:
+        if self._source is None or self._step is None:
+            self._real = plain_forward(self.head, self.hidden).to(self.device)
+        else:
+            self._real = self._step(real(self._source))  # it is older, so it is real by now
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -250,54 +203,117 @@ class DeferredLogits:
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ours = _KNOWN.get(func)
-        if ours is not None:
-            return ours(*args, **kwargs)
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+        if func is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        if func in _METHODS and args and isinstance(args[0], DeferredLogits) and not kwargs:
+            return args[0]._do(_METHODS[func], *args[1:])
+        return func(*tree_map(real, args), **tree_map(real, kwargs))
 
 
-def _delegate(name: str) -> Callable:
-    """A method such as `__add__` that calls the one of the real logits.
-
-    Python looks such methods up on the class, so `__getattr__` does not see them.
-    """
-
-    def method(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self.materialize(name), name)(*tree_map(_real, args))
-
-    return method
+# What is recorded: for a method of tensors, a function of a stand-in and the arguments that returns which arguments of
+# `DeferredLogits` are others for the result, or None where real logits are needed.
 
 
-for _name in "add radd sub rsub rtruediv neg pow matmul eq ne lt le gt ge iter".split():
-    setattr(DeferredLogits, f"__{_name}__", _delegate(f"__{_name}__"))
+def _times(logits: DeferredLogits, factor: Any) -> dict[str, Any] | None:
+    if not (isinstance(factor, numbers.Real) and factor != 0 and math.isfinite(factor)):
+        return None
+    softcap = None if logits.softcap is None else abs(logits.softcap * factor)
+    return {"logit_scale": logits.logit_scale * factor, "softcap": softcap}
 
 
-def _real(x: Any) -> Any:
+def _over(logits: DeferredLogits, divisor: Any) -> dict[str, Any] | None:
+    return _times(logits, 1 / divisor) if isinstance(divisor, numbers.Real) and divisor != 0 else None
+
+
+def _tanh(logits: DeferredLogits) -> dict[str, Any] | None:
+    return {"softcap": 1.0} if logits.softcap is None else None
+
+
+def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+    changed: dict[str, Any] = {}
+    for given in (*args, *(value for name, value in kwargs.items() if name != "non_blocking")):
+        if isinstance(given, torch.dtype) and given in _FLOATS:
+            changed["dtype"] = given
+        elif isinstance(given, (torch.device, str, int)) and not isinstance(given, bool):
+            changed["device"] = torch.device(given)
+        else:
+            return None
+    return changed
+
+
+def _in_shape(logits: DeferredLogits, *given: Any) -> dict[str, Any] | None:
+    shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    rows = math.prod(logits.shape[:-1])
+    if shape and (shape[-1] == logits.vocab_size or (shape[-1] == -1 and math.prod(shape[:-1]) == rows)):
+        return {"hidden": logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1])}
+    return None
+
+
+def _flat(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> dict[str, Any] | None:
+    of_rows = end_dim % logits.ndim < logits.ndim - 1
+    return {"hidden": logits.hidden.flatten(start_dim, end_dim)} if of_rows else None
+
+
+def _indexed(logits: DeferredLogits, index: Any) -> dict[str, Any] | None:
+    items = index if isinstance(index, tuple) else (index,)
+    dims = 0
+    for item in items:
+        is_mask = isinstance(item, torch.Tensor) and item.dtype == torch.bool
+        dims += item.ndim if is_mask else item is not None and item is not Ellipsis
+    if dims < logits.ndim and not any(item is Ellipsis for item in items):
+        items = (*items, Ellipsis)
+    if items[-1] is Ellipsis:
+        return {"hidden": logits.hidden[items]} if dims < logits.ndim else None
+    last = items[-1]
+    if dims > logits.ndim or not (isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)):
+        return None
+    rows = logits.hidden[(*items[:-1], slice(None))]
+    return {"hidden": rows, "vocab_size": len(range(*last.indices(logits.vocab_size)))}
+
+
+_RULES: dict[str, Callable[..., dict[str, Any] | None]] = {
+    "__mul__": _times, "__rmul__": _times, "mul": _times, "__truediv__": _over, "div": _over, "tanh": _tanh, "to": _to,
+    "float": lambda logits: {"dtype": torch.float32}, "contiguous": lambda logits: {}, "view": _in_shape,
+    "reshape": _in_shape, "flatten": _flat, "__getitem__": _indexed,
+}  # fmt: skip
+_METHODS = {getattr(torch, name): name for name in ("mul", "div", "tanh", "flatten", "reshape")}
+
+
+def _method(name: str) -> Callable:
+    return lambda self, *args, **kwargs: self._do(name, *args, **kwargs)
+
+
+# Python looks methods such as `__add__` up on the class, so `__getattr__` does not see them.
+_SPECIAL = {name for name in set(dir(torch.Tensor)) - set(dir(object)) if name.startswith("__")}
+_SPECIAL |= {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__reduce_ex__", "__format__"}
+_SPECIAL -= {*vars(DeferredLogits), "__torch_dispatch__", "__setstate__"}
+for _name in {*_RULES, *(name for name in _SPECIAL if callable(getattr(torch.Tensor, name)))}:
+    setattr(DeferredLogits, _name, _method(_name))
+
+
+def _refuse_in_a_function() -> None:
+    """RuntimeError inside an `autograd.Function`, which takes a stand-in for a constant: gradients would be lost."""
+    frame: Any = None if torch.compiler.is_compiling() else sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch.autograd.Function.apply.__code__:
+            raise RuntimeError(
+                f"An autograd function was given logits that the fused LM head has not computed. {_OTHERWISE}"
+            )
+        frame = frame.f_back
+
+
+def _each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    return tree_map(lambda x: change(x) if isinstance(x, torch.Tensor) else x, values)
+
+
+def real(x: Any) -> Any:
     """The real logits if `x` is a stand-in for logits, else `x`."""
     return x.materialize("an operation of torch") if isinstance(x, DeferredLogits) else x
 
 
-def _is_scale(x: object) -> bool:
-    return isinstance(x, numbers.Real) and x != 0
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
-
-
-def _is_bool_mask(i: object) -> bool:
-    return isinstance(i, torch.Tensor) and i.dtype == torch.bool
-
-
-def _is_leading_slice(i: object) -> bool:
-    return isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1)
-
-
-def _describe(index: tuple) -> str:
-    return ", ".join("tensor" if isinstance(i, torch.Tensor) else str(i) for i in index)
+def is_deferred(logits: Any) -> TypeGuard[DeferredLogits]:
+    """Whether `logits` stands in for logits that have not been computed."""
+    return isinstance(logits, DeferredLogits) and not logits.is_materialized
 
 
 def _cross_entropy(
@@ -313,27 +329,16 @@ def _cross_entropy(
     """`torch.nn.functional.cross_entropy`, by the fused kernel where it computes the same."""
     if (
         not isinstance(input, DeferredLogits)
-        or input.is_materialized
+        or not input._records
+        or input.origin.grad != torch.is_grad_enabled()
         or (input.ndim, target.ndim) != (2, 1)
         or target.is_floating_point()
         or not (weight is size_average is reduce is None)
     ):
         return F.cross_entropy(
-            _real(input), _real(target), weight, size_average, ignore_index, reduce, reduction, label_smoothing
+            real(input), real(target), weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    from liger_triton import linear_cross_entropy
-
     loss = input.fused(
         linear_cross_entropy, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
-    return loss.to(input.dtype)
-
-
-_KNOWN: dict[Callable, Callable] = {  # functions of PyTorch that need no real logits
-    F.cross_entropy: _cross_entropy,
-    torch.tanh: lambda x: x.tanh(),
-    torch.mul: lambda x, other: x * other if isinstance(x, DeferredLogits) else other * x,
-    torch.div: lambda x, other, **kw: x.div(other, **kw) if isinstance(x, DeferredLogits) else x / _real(other),
-    torch.flatten: lambda x, start_dim=0, end_dim=-1: x.flatten(start_dim, end_dim),
-    torch.reshape: lambda x, shape: x.reshape(shape),
-}
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import nn
 
+from liger_trainer._logging import logger
 from liger_trainer.head.module import why_not_fusable
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding
+from liger_trainer.instance.hooks import output_seen_by
 
 
 class FusedHeadBinding(Binding):
@@ -60,6 +63,31 @@ def has_fused_head(model: nn.Module) -> bool:
     The answer comes from the binding and not from `model.forward`, which accelerate wraps when training starts.
     """
     return head_options(model) is not None
+
+
+def who_sees_outputs(model: nn.Module) -> str | None:
+    """Describe a hook or a forward of the user's that gets the outputs of `model`, which may be wrapped, or None."""
+    for module in model.modules():  # a wrapper comes before what it wraps
+        ours = FusedHeadBinding.of(module)
+        if (seen := output_seen_by(module, ours)) is not None:
+            return f"{seen} on the {type(module).__name__} sees its outputs, which would have no logits"
+        if ours is not None:
+            break
+    return None
+
+
+def report_unfused(model: nn.Module, reason: str) -> None:
+    """Say in the log and in the report of `model`, which may be wrapped by PEFT, that its head is not fused."""
+    if torch.compiler.is_compiling():
+        return
+    model = base_model_of(model)
+    binding = FusedHeadBinding.of(model)
+    if binding is not None and binding.place is not None:
+        binding.place.keeps_its_code(reason)
+    logger.warning_once(
+        f"The LM head of {type(model).__name__} is not fused: {reason}. "
+        "Full logits are built instead, so the numbers are right, but no memory is saved."
+    )
 
 
 def why_peft_needs_logits(model: nn.Module) -> str | None:

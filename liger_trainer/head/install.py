@@ -5,7 +5,7 @@ from torch import nn
 from liger_trainer.head import masks
 from liger_trainer.head.calls import fused_forward_of
 from liger_trainer.head.find import FusedHeadBinding, base_model_of, head_reason, output_head
-from liger_trainer.head.module import bind_all, unbind_head
+from liger_trainer.head.module import CaptureBinding, bind_all
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, HeadOptions
 from liger_trainer.instance.binding import bind, is_bound, unbind
 from liger_trainer.instance.report import Place
@@ -55,7 +55,7 @@ def remove_fused_head(model: nn.Module) -> None:
     """
     model = base_model_of(model)
     for module in model.modules():
-        unbind_head(module)
+        unbind(module, CaptureBinding)
     masks.uninstall(model)
     binding = FusedHeadBinding.of(model)
     if binding is None or is_bound(model, binding):

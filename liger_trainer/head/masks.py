@@ -92,17 +92,15 @@ def _is_needless(
     return may_return_none and is_square and (local_size is None or kv_length < local_size)
 
 
-def run_without_masks(
-    forward: Callable[[tuple, dict[str, Any]], Any], model: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    """Run `forward(args, kwargs)`, a forward of `model`. While it is traced, it builds no needless masks."""
+def run_without_masks(call: Any) -> Any:
+    """Run `call`, one of a model's forward (`head/calls.py`). While it is traced, it builds no needless masks."""
     global _nothing_is_padding
-    ids = kwargs.get("input_ids")
-    if not torch.compiler.is_compiling() or args or ids is None or not _nothing_is_masked(model, kwargs):
-        return forward(args, kwargs)
+    ids = call.kwargs.get("input_ids")
+    if not torch.compiler.is_compiling() or call.args or ids is None or not _nothing_is_masked(call.model, call.kwargs):
+        return call.run()
     _nothing_is_padding = True
     try:
-        return forward(args, kwargs | {"attention_mask": torch.ones_like(ids)})
+        return call._replace(kwargs=call.kwargs | {"attention_mask": torch.ones_like(ids)}).run()
     finally:
         _nothing_is_padding = False
 

@@ -12,75 +12,52 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrize import is_parametrized
 
-from liger_trainer.instance.binding import Binding, bind, call_previous, own_class, unbind
+from liger_trainer.instance.binding import Binding, bind, call_previous, own_class
 from liger_trainer.instance.guards import linear_is_torchs
 from liger_trainer.instance.hooks import has_hooks, hook_on
 
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, type(None), FakeTensor)  # fake ones while memory is counted
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
 
 
 class CaptureBinding(Binding):
-    """What `bind_head` binds to an LM head.
-
-    Attributes:
-        stand_ins (`dict`): Id of a thread -> the function whose results calls of the head in this thread return instead
-            of logits. See `capture`.
-    """
+    """What `bind_head` binds to an LM head."""
 
     key: ClassVar[str] = "_liger_capture"
 
     def __init__(self, function: Callable):
         super().__init__(function)
-        self.stand_ins: dict[int, Callable] = {}
+        self.stand_ins: dict[int, Callable] = {}  # by the id of a thread; see `capture`
 
 
 class HeadCall:
-    """The second argument of a call of a head that shall run `compute(hidden)` and return the result.
-
-    `compute` runs inside the call of the module, where the module's parameters are gathered.
-    """
+    """The second argument of a call of a head that shall return `compute(hidden)`, computed on gathered parameters."""
 
     def __init__(self, compute: Callable):
         self.compute = compute
 
 
-class HeadParameters:
-    """The parameters of a head that the fused kernels need, read inside a call of the head.
+def head_parameters(head: nn.Module, hidden: torch.Tensor, vocab_size: int) -> dict[str, Any]:
+    """What the functions of `liger_triton` take for the first `vocab_size` rows of `head`, read inside a call of it.
 
-    Attributes:
-        weight (`torch.Tensor`): (V, H).
-        bias (`torch.Tensor` or `None`): (V,).
-        lora (`tuple` or `None`): A (R, H) and B (V, R) of the active adapter in the dtype of `hidden`, and its scaling.
-        lora_input (`torch.Tensor` or `None`): `hidden` after the adapter's dropout; None where it has none.
+    That is `weight` (V, H), `bias` (V,) or None, the active adapter as `lora`, or None, and its input as `lora_input`,
+    or None where there is no dropout.
     """
-
-    def __init__(self, head: nn.Module, hidden: torch.Tensor):
-        head = innermost(head)
-        base, adapter = _base_and_adapter(head)
-        self.weight, self.bias = base.weight, base.bias
-        self.lora: LoRA | None = None
-        self.lora_input: torch.Tensor | None = None
-        if adapter is not None:
-            dtype = hidden.dtype  # PEFT keeps adapters of a 16-bit model in fp32, and computes in the dtype of `hidden`
-            self.lora = (
-                head.lora_A[adapter].weight.to(dtype),
-                head.lora_B[adapter].weight.to(dtype),
-                head.scaling[adapter],
-            )
-            dropout = head.lora_dropout[adapter]
-            self.lora_input = None if isinstance(dropout, nn.Identity) else dropout(hidden)
-
-    def kwargs(self, vocab_size: int) -> dict[str, Any]:
-        """The keyword arguments of the functions of `liger_triton`, for the first `vocab_size` rows of the head."""
-        lora = self.lora
-        if vocab_size < self.weight.shape[0]:
-            lora = lora and (lora[0], lora[1][:vocab_size], lora[2])
-        bias = None if self.bias is None else self.bias[:vocab_size]
-        return {"weight": self.weight[:vocab_size], "bias": bias, "lora": lora, "lora_input": self.lora_input}
+    head = innermost(head)
+    base, adapters = base_and_adapters(head)
+    bias = None if base.bias is None else base.bias[:vocab_size]
+    found = {"weight": base.weight[:vocab_size], "bias": bias, "lora": None, "lora_input": None}
+    for adapter in adapters:  # at most one
+        dtype = hidden.dtype  # PEFT keeps adapters of a 16-bit model in fp32, and computes in the dtype of `hidden`
+        a, b = head.lora_A[adapter].weight.to(dtype), head.lora_B[adapter].weight.to(dtype)
+        dropout = head.lora_dropout[adapter]
+        found["lora"] = (a, b[:vocab_size], head.scaling[adapter])
+        found["lora_input"] = None if isinstance(dropout, nn.Identity) else dropout(hidden)
+    return found
 
 
 def innermost(head: nn.Module) -> nn.Module:
@@ -88,7 +65,7 @@ def innermost(head: nn.Module) -> nn.Module:
 
     That is `head` itself, unless PEFT's `modules_to_save` has wrapped it in a module that chooses one of its copies.
     """
-    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+    if "modules_to_save" in head._modules:
         adapters = head.active_adapters
         if head.disable_adapters or len(adapters) != 1 or adapters[0] not in head.modules_to_save:
             return head.original_module
@@ -103,78 +80,82 @@ def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
     to the head, so that forward does not count then.
     """
     outer, head = head, innermost(head)
-    if _is_plain_linear(head):
-        weight = head.weight
-    elif hasattr(head, "lora_A") and hasattr(head, "base_layer"):
-        if not _is_plain_linear(head.base_layer):
-            return f"its LoRA wraps a {type(head.base_layer).__name__}"
-        kind = own_class(head).__name__
-        if kind != "Linear":
+    base, adapters = base_and_adapters(head)
+    layers = [
+        base,
+        *(
+            getattr(part[name], "_fsdp_wrapped_module", part[name])
+            for name in adapters
+            for part in (head.lora_A, head.lora_B)
+        ),
+    ]
+    if base is not head:
+        kind = f"{own_class(head).__module__}.{own_class(head).__name__}"
+        if kind != "peft.tuners.lora.layer.Linear":
             return f"its adapter layer is a {kind}, not a plain LoRA"
-        active = [name for name in head.active_adapters if name in head.lora_A]
-        if not (head.disable_adapters or head.merged):
-            if len(active) > 1:
-                return f"{len(active)} adapters are active on it at once"
-            if any(name in head.lora_variant for name in active):
-                return f"its adapter is a LoRA variant ({type(head.lora_variant[active[0]]).__name__})"
-            if any(head.lora_bias.get(name) for name in active):
-                return "its LoRA has a bias (lora_bias=True)"
-        weight = head.base_layer.weight
-    elif hasattr(head, "base_layer"):
-        return f"its adapter layer is a {own_class(head).__module__}.{own_class(head).__name__}, not a plain LoRA"
-    else:
-        return f"it is a {type(head).__name__}, not a linear layer"
+        if len(adapters) > 1:
+            return f"{len(adapters)} adapters are active on it at once"
+        if any(name in head.lora_variant for name in adapters):
+            return f"its adapter is a LoRA variant ({type(head.lora_variant[adapters[0]]).__name__})"
+        if any(head.lora_bias.get(name) for name in adapters):
+            return "its LoRA has a bias (lora_bias=True)"
+    for layer in layers:
+        if (reason := _why_not_plain(layer)) is not None:
+            return reason
     for module in modules_called_by(outer):
         attached = hook_on(module, CaptureBinding.of(module), allowed=("trl.",) if cast_to_fp32 else ())
         if attached is not None:
             return f"{attached} on it would not see logits"
-    units = (outer, head, getattr(head, "base_layer", None))
-    if isinstance(weight, DTensor) and not _gathered_by_a_call(units, weight):
+    if isinstance(base.weight, DTensor) and not _gathered_by_a_call((outer, head, base), base.weight):
         return "its weight is a DTensor that no call of the head gathers, as in tensor parallelism"
     return None
 
 
-def _gathered_by_a_call(units: tuple[nn.Module | None, ...], weight: DTensor) -> bool:
+def _why_not_plain(module: nn.Module) -> str | None:
+    """Why `module` is no linear layer of plain numbers, or None. Tensors of other classes may compute anything."""
+    if not isinstance(module, nn.Linear):
+        return f"it is a {type(module).__name__}, not a linear layer"
+    if type(module).forward is not nn.Linear.forward or not linear_is_torchs():
+        return f"the forward of {type(module).__name__} is not that of a linear layer of torch"
+    for name in ("weight", "bias"):
+        if hasattr(type(module), name):
+            return f"its {name} is computed whenever it is read, as by a parametrization"
+        own = module._parameters.get(name, vars(module).get(name))  # neither has it while FSDP1 keeps it sharded
+        local = own._local_tensor if type(own) is DTensor else own
+        if type(local) not in _PLAIN_TENSORS:
+            return f"its {name} is a {type(local).__name__}, not a plain tensor"
+    return None
+
+
+def _gathered_by_a_call(units: tuple[nn.Module, ...], weight: DTensor) -> bool:
     """Whether FSDP2 gathers the whole weight for a call: it shards one of `units`, and nothing else shards it too."""
     is_unit = any(isinstance(unit, FSDPModule) for unit in units)
     return is_unit and sum(not placement.is_replicate() for placement in weight.placements) == 1
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return own and linear_is_torchs() and not is_parametrized(module)
-
-
-def _base_and_adapter(head: nn.Module) -> tuple[nn.Linear, str | None]:
-    """The linear layer of an innermost head, and the name of the adapter whose LoRA is added to it, or None."""
-    if _is_plain_linear(head):
-        return head, None
-    active = [name for name in head.active_adapters if name in head.lora_A]
-    off = head.disable_adapters or head.merged or not active
-    return head.base_layer, None if off else active[0]
+def base_and_adapters(head: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The linear layer of an innermost head, and the names of the adapters whose LoRA is added to it."""
+    if "base_layer" not in head._modules:
+        return head, []
+    off = getattr(head, "disable_adapters", False) or getattr(head, "merged", False)
+    return head.base_layer, [] if off else [n for n in head.active_adapters if n in getattr(head, "lora_A", ())]
 
 
 def modules_called_by(head: nn.Module) -> list[nn.Module]:
     """The modules that a call of `head` calls, `head` first, then what it wraps and the layers of active LoRAs."""
     inner = innermost(head)
-    if not hasattr(inner, "base_layer"):
-        return list(dict.fromkeys((head, inner)))
-    modules = [head, inner, inner.base_layer]
-    for name in getattr(inner, "active_adapters", ()):
-        for group in ("lora_A", "lora_B", "lora_dropout"):
-            if name in getattr(inner, group, ()):
-                modules.append(getattr(inner, group)[name])
+    modules = [head, inner]
+    if "base_layer" in inner._modules:
+        modules.append(inner.base_layer)
+        for name in getattr(inner, "active_adapters", ()):
+            parts = (getattr(inner, group, ()) for group in ("lora_A", "lora_B", "lora_dropout"))
+            modules += [part[name] for part in parts if name in part]
     return list(dict.fromkeys(modules))
 
 
 def call_within(head: nn.Module, hidden: torch.Tensor, compute: Callable[[torch.Tensor], Any]) -> Any:
     """Run `compute(hidden)` inside calls of all modules that own parameters of `head`, and return its result."""
-    inner = innermost(head)
-    base, adapter = _base_and_adapter(inner)
-    owners = list(dict.fromkeys((head, inner, base)))
-    if adapter is not None:
-        owners += [inner.lora_A[adapter], inner.lora_B[adapter]]
-    return _call_inside(owners, hidden, functools.partial(compute, hidden))
+    return _call_inside(modules_called_by(head), hidden, functools.partial(compute, hidden))
 
 
 def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -212,10 +193,14 @@ def _captured_forward(self, *args, **kwargs):
     """Run a `HeadCall`, or return a stand-in for logits, or call the forward in whose place this one is bound."""
     if len(args) == 2 and isinstance(args[1], HeadCall):
         return args[1].compute(args[0])
-    stand_in = _stand_in_of_this_thread(CaptureBinding.of(self).stand_ins)
-    if stand_in is not None and len(args) == 1 and not kwargs:
-        return stand_in(args[0], self, self.out_features)
-    return call_previous(self, CaptureBinding, args, kwargs)
+    stand_ins, made = CaptureBinding.of(self).stand_ins, None
+    if stand_ins and len(args) == 1 and not kwargs:
+        # Only one thread traces, and traced code cannot ask for the thread's id.
+        traced = torch.compiler.is_compiling()
+        stand_in = next(iter(stand_ins.values())) if traced else stand_ins.get(threading.get_ident())
+        if stand_in is not None:
+            made = stand_in(args[0], base_and_adapters(self)[0].weight.shape[0])  # out_features may be out of date
+    return call_previous(self, CaptureBinding, args, kwargs) if made is None else made
 
 
 _captured_forward.__name__ = "forward"
@@ -230,15 +215,24 @@ def bind_head(module: nn.Module) -> None:
         bind(module, CaptureBinding(_captured_forward))
 
 
-def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) -> Any:
-    """Run `run()`, in which calls of `head` return `stand_in(hidden, head, vocab_size)` in place of logits.
+def bind_all(head: nn.Module) -> None:
+    """Bind every module that a fused call of `head` may call, so that a compiled call finds all of them bound."""
+    for module in modules_called_by(head):
+        if not isinstance(module, FullyShardedDataParallel):
+            bind_head(module)
 
-    Where `stand_in` is None, they return logits. Calls in other threads are not affected. A hook inside `run` may call
-    the model. That call has a `capture` of its own, in which it gets what it asks for.
+
+def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) -> Any:
+    """Run `run()`, in which calls of `head` return `stand_in(hidden, vocab_size)` in place of logits.
+
+    Where `stand_in` is None or returns None, they return logits. Calls in other threads are not affected. A hook inside
+    `run` may call the model. That call has a `capture` of its own, in which it gets what it asks for.
     """
-    bind_head(head)
+    if stand_in is not None:
+        bind_head(head)
     binding = CaptureBinding.of(head)
-    assert binding is not None, "bind_all has to bind the head before it is compiled"
+    if binding is None:  # nothing has ever been captured
+        return run()
     stand_ins = binding.stand_ins
     thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
     outer = stand_ins.pop(thread, None)
@@ -250,29 +244,3 @@ def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) 
         stand_ins.pop(thread, None)
         if outer is not None:
             stand_ins[thread] = outer
-
-
-def is_captured(head: nn.Module) -> bool:
-    """Whether a `capture` of `head` is on in any thread."""
-    binding = CaptureBinding.of(head)
-    return binding is not None and bool(binding.stand_ins)
-
-
-def _stand_in_of_this_thread(stand_ins: dict[int, Callable]) -> Callable | None:
-    if not stand_ins:
-        return None
-    if torch.compiler.is_compiling():  # only one thread traces, and traced code cannot ask for the thread's id
-        return next(iter(stand_ins.values()))
-    return stand_ins.get(threading.get_ident())
-
-
-def bind_all(head: nn.Module) -> None:
-    """Bind every module that a fused call of `head` may call, so that a compiled call finds all of them bound."""
-    for module in modules_called_by(head):
-        if not isinstance(module, FullyShardedDataParallel):
-            bind_head(module)
-
-
-def unbind_head(module: nn.Module) -> None:
-    """Undo `bind_head`: the module's `__dict__` is as before."""
-    unbind(module, CaptureBinding)

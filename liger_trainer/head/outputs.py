@@ -67,24 +67,12 @@ class HeadOptions:
 
 
 class LossRequest(NamedTuple):
-    """What one call of the model asks of its head, in addition to the arguments of the model's own forward.
+    """What one call of the model asks of its head, in addition to the arguments of the model's own forward."""
 
-    Attributes:
-        labels, shift_labels (`torch.Tensor` or `None`): (B, S). `labels` are to be shifted by one, and `shift_labels`
-            have been shifted already.
-        num_items_in_batch (`torch.Tensor`, `int` or `None`): The sum over the labels is divided by this; None stands
-            for the number of labels.
-        label_smoothing (`float`): Between 0 and 1.
-        token_predictions (`bool`): Whether the output has `predictions`.
-        token_outputs (`tuple` or `None`): Fields of `FusedLMOutput` to compute; None stands for those of `HeadOptions`.
-        uniform_grad (`bool`): The promise that the upstream gradients of all labels are equal, which saves a matrix
-            product.
-    """
-
-    labels: torch.Tensor | None
-    shift_labels: torch.Tensor | None
-    num_items_in_batch: torch.Tensor | int | None
+    labels: torch.Tensor | None  # (B, S), to be shifted by one
+    shift_labels: torch.Tensor | None  # (B, S), shifted already
+    num_items_in_batch: torch.Tensor | int | None  # divides the sum over the labels; None stands for their number
     label_smoothing: float
-    token_predictions: bool
-    token_outputs: tuple[str, ...] | None
-    uniform_grad: bool
+    token_predictions: bool  # whether the output has `predictions`
+    token_outputs: tuple[str, ...]  # fields of `FusedLMOutput`
+    uniform_grad: bool  # promises that the upstream gradients of all labels are equal, which saves a product

@@ -21,6 +21,8 @@ _HOOKS_THAT_MISS_NOTHING = (
     "torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.", "trl.models.activation_offloading",
 )  # fmt: skip
 
+_OF_LIBRARIES = ("torch.", "transformers.", "peft.", "trl.")  # which read no logits of a whole model
+
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of `module` runs hooks beside its forward, in the forward or in the backward pass."""
@@ -68,6 +70,18 @@ def replaced_forward(module: nn.Module, forward: Any, allowed: tuple[str, ...] =
     if forward is None or function is type(module).forward or home(function).startswith(not_counted):
         return None
     return f"a forward of its own ({_name(function)})"
+
+
+def output_seen_by(module: nn.Module, ours: Binding | None) -> str | None:
+    """Describe a hook, or a forward around `ours`, by which somebody gets what `module` returns; None without."""
+    forward = module.__dict__.get("forward")
+    if forward is not None and (ours is None or not is_bound(module, ours)):
+        if (replaced := replaced_forward(module, forward, _OF_LIBRARIES)) is not None:
+            return replaced
+    for hook in module._forward_hooks.values():
+        if not home(_function(hook)).startswith((*_HOOKS_THAT_MISS_NOTHING, *_OF_LIBRARIES)):
+            return f"a forward hook ({_name(_function(hook))})"
+    return None
 
 
 def _function(hook: Any) -> Any:

@@ -1,0 +1,102 @@
+"""What trainers ask of logits and labels, by the fused kernels from stand-ins, or from real logits.
+
+Logits are real where the head cannot be fused. That takes more time and memory, and the numbers are the same.
+"""
+
+from typing import Any, TypeAlias
+
+import torch
+
+from liger_trainer.head.deferred import DeferredLogits, is_deferred, real
+from liger_trainer.head.module import LoRA
+from liger_trainer.head.outputs import TOKEN_OUTPUTS
+from liger_triton import linear_logprobs, linear_token_ranks, token_ranks
+
+Logits: TypeAlias = torch.Tensor | DeferredLogits
+
+
+def token_scores(
+    logits: Logits,
+    target: torch.Tensor,
+    outputs: tuple[str, ...],
+    *,
+    temperature: float,
+    label_smoothing: float,
+    uniform_grad: bool,
+    in_fp32: bool,
+) -> dict[str, Any]:
+    """The fields `outputs` of `FusedLMOutput`, one value per token (...), from logits (..., V) and labels (...)."""
+    if is_deferred(logits):
+        found = logits.fused(
+            linear_logprobs, target, in_fp32, outputs=outputs, temperature=temperature,
+            label_smoothing=label_smoothing, uniform_grad=uniform_grad,
+        )  # fmt: skip
+        return dict(zip(TOKEN_OUTPUTS, found, strict=True))  # None for those that are not wanted
+    z = real(logits).float() / temperature
+    target = target.to(z.device)
+    log_p = torch.log_softmax(z, dim=-1)
+    log_probs = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        log_probs = (1 - label_smoothing) * log_probs + label_smoothing * log_p.mean(-1)
+    detached = log_p.detach()
+    found = {"log_probs": log_probs}
+    if "entropy" in outputs:
+        found["entropy"] = -(log_p.exp() * log_p).sum(-1)
+    if "log_sum_sq_probs" in outputs:
+        found["log_sum_sq_probs"] = torch.logsumexp(2 * detached, -1)
+    if "mean_logits" in outputs:
+        found["mean_logits"] = z.detach().mean(-1)
+    if "is_top1" in outputs:
+        found["is_top1"] = detached.argmax(-1) == target
+    return {name: value.masked_fill(target == -100, 0) for name, value in found.items()}
+
+
+def predictions(logits: Logits, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `FusedLMOutput.predictions` holds, for logits and the labels that they predict."""
+    if is_deferred(logits):
+        token_ids, log_probs, ranks = logits.fused(linear_token_ranks, target)
+    else:
+        token_ids, log_probs, ranks = token_ranks(real(logits), target.to(logits.device))
+    return {"token_ids": token_ids, "log_probs": log_probs, "ranks": ranks, "labels": target.to(token_ids.device)}
+
+
+@torch.no_grad()
+def vocab_mean(logits: Logits, temperature: float) -> torch.Tensor:
+    """The mean over the vocabulary of each row of logits (B, S, V), divided by `temperature`: (B, S), fp32."""
+    if not is_deferred(logits):
+        return real(logits).float().mean(-1) / temperature
+    no_target = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    return logits.fused(_mean_of_rows, no_target) / temperature
+
+
+def _mean_of_rows(
+    hidden: torch.Tensor,
+    *,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora: LoRA | None,
+    lora_input: torch.Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Without a softcap the head is linear, so the mean is the product of x with the mean of the weight's rows."""
+    if softcap is not None:
+        return linear_logprobs(
+            hidden, weight, target, bias, lora=lora, lora_input=lora_input, logit_scale=logit_scale, softcap=softcap,
+            outputs=("mean_logits",),
+        ).mean_logits  # fmt: skip
+
+    def times(x: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        # In pieces, because an fp32 copy of all hidden states would be as large as they are, or twice as large.
+        return torch.cat([piece.float() @ vector for piece in x.flatten(0, -2).split(4096)]).view(x.shape[:-1])
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        mean = times(hidden, weight.mean(0, dtype=torch.float32))
+        if bias is not None:
+            mean = mean + bias.mean(dtype=torch.float32)
+        if lora is not None:
+            lora_a, lora_b, scaling = lora
+            rows = scaling * (lora_b.mean(0, dtype=torch.float32) @ lora_a.float())
+            mean = mean + times(hidden if lora_input is None else lora_input, rows)
+    return logit_scale * mean

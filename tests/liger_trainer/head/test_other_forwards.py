@@ -1,0 +1,668 @@
+"""Forwards that do with the logits what no model of transformers does: each trains a step as it does unpatched."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
+
+from liger_trainer.head.deferred import real
+from liger_trainer.head.install import install_fused_head
+
+VOCAB, WIDTH = 31, 16
+
+
+def next_token_loss(logits, labels):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), labels[:, 1:].reshape(-1))
+
+
+class Tiny(nn.Module):
+    """A language model whose `rest` makes the output of the head's input and the labels."""
+
+    def __init__(self, rest):
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.lm_head, self.factor = nn.Linear(WIDTH, VOCAB, bias=False), nn.Parameter(torch.tensor(1.5))
+        self.rest, self.kept = rest, []
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids, labels=None):
+        outputs = self.rest(self, torch.tanh(self.mix(self.embedding(input_ids))), labels)
+        return outputs
+
+
+def tiny(rest, fused):
+    torch.manual_seed(0)
+    model = Tiny(rest)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)
+    if fused:
+        assert install_fused_head(model) is None
+    return model
+
+
+def ids():
+    return torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def trained(rest, fused, modes=()):
+    """Loss and gradients of one step, and what the model has kept."""
+    model = tiny(rest, fused)
+    outputs = model(input_ids=ids(), labels=ids())
+    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0] if isinstance(outputs, tuple) else outputs
+    loss = getattr(loss, "loss", loss)
+    loss.backward()
+    grads = {name: None if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return loss.detach(), grads, model, outputs
+
+
+def assert_same_step(rest, rtol=1e-5):
+    want, got = trained(rest, False), trained(rest, True)
+    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0, check_dtype=True)
+    for name, grad in want[1].items():
+        assert (got[1][name] is None) == (grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(got[1][name], grad, rtol=rtol, atol=1e-6, msg=name)
+    return want, got
+
+
+# Where gradients and autocast are switched, around the head or around what uses its result
+
+
+def head_without_grad(m, h, labels):
+    with torch.no_grad():
+        logits = m.lm_head(h)
+    return next_token_loss(m.factor * logits, labels) + h.square().mean()
+
+
+def head_without_grad_scaled_by_a_number(m, h, labels):
+    with torch.no_grad():
+        logits = m.lm_head(h)
+    return next_token_loss(2.0 * logits, labels) + h.square().mean()
+
+
+def metric_without_grad(m, h, labels):
+    logits = m.lm_head(h)
+    with torch.no_grad():
+        m.kept.append((logits.argmax(-1) == labels).sum())
+    return next_token_loss(logits, labels)
+
+
+def loss_without_grad(m, h, labels):
+    logits = m.lm_head(h)
+    with torch.no_grad():
+        m.kept.append(next_token_loss(logits, labels))
+        assert not m.kept[-1].requires_grad
+    return next_token_loss(logits, labels)
+
+
+def scaled_without_grad(m, h, labels):
+    logits = m.lm_head(h)
+    with torch.no_grad():
+        constant = logits / 2.0
+    return next_token_loss(logits, labels) + next_token_loss(constant, labels)
+
+
+def head_with_grad_inside_no_grad(m, h, labels):
+    with torch.no_grad():
+        loss = next_token_loss(m.lm_head(h), labels)
+    return loss * h.mean() + next_token_loss(m.lm_head(h), labels)
+
+
+def head_in_a_reentrant_checkpoint(m, h, labels):
+    return next_token_loss(checkpoint(m.lm_head, h, use_reentrant=True), labels)
+
+
+def head_in_a_checkpoint(m, h, labels):
+    return next_token_loss(checkpoint(m.lm_head, h, use_reentrant=False), labels)
+
+
+def loss_in_a_checkpoint(m, h, labels):
+    return checkpoint(lambda h: next_token_loss(m.lm_head(h), labels), h, use_reentrant=False)
+
+
+def loss_in_a_reentrant_checkpoint(m, h, labels):
+    return checkpoint(lambda h: next_token_loss(m.lm_head(h), labels), h, use_reentrant=True)
+
+
+def autocast_around_all(m, h, labels):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = m.lm_head(h)
+        m.kept.append(logits.dtype)
+        return next_token_loss(logits, labels)
+
+
+def autocast_around_the_head(m, h, labels):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = m.lm_head(h)
+    m.kept.append(logits.dtype)
+    return next_token_loss(logits, labels)
+
+
+def autocast_around_the_loss(m, h, labels):
+    logits = m.lm_head(h)
+    with torch.autocast("cpu", torch.bfloat16):
+        return next_token_loss(logits, labels)
+
+
+def autocast_around_the_head_and_real_logits(m, h, labels):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = m.lm_head(h)
+    return F.nll_loss(logits.float().log_softmax(-1)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def head_under_inference_mode(m, h, labels):
+    with torch.inference_mode():
+        m.kept.append(m.lm_head(h).argmax(-1))
+    return next_token_loss(m.lm_head(h), labels)
+
+
+# Where what is written into a tensor is seen through another
+
+
+def write_through_a_slice(m, h, labels):
+    logits = m.lm_head(h)
+    logits[..., :5].fill_(-1e9)
+    return next_token_loss(logits, labels.clamp(min=5))
+
+
+def write_through_a_view(m, h, labels):
+    logits = m.lm_head(h)
+    logits.view(-1, VOCAB)[:, :5].fill_(-1e9)
+    return next_token_loss(logits, labels.clamp(min=5))
+
+
+def write_through_reshape(m, h, labels):
+    logits = m.lm_head(h)
+    logits.reshape(-1, VOCAB).flatten(0, 0)[3] *= 0.5
+    return next_token_loss(logits, labels)
+
+
+def write_after_the_view(m, h, labels):
+    logits = m.lm_head(h)
+    shifted = logits[:, :-1]
+    logits[..., :5] = -9.0
+    return F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def write_after_a_product(m, h, labels):
+    logits = m.lm_head(h)
+    halved = logits / 2.0
+    logits[..., :5] = -9.0
+    return next_token_loss(halved, labels) + next_token_loss(logits, labels)
+
+
+def write_into_a_cast_that_is_none(m, h, labels):
+    logits = m.lm_head(h)
+    logits.float().contiguous().to("cpu")[..., 3] = -9.0
+    return next_token_loss(logits, labels)
+
+
+def write_into_a_copy(m, h, labels):
+    logits = m.lm_head(h)
+    rows = logits[:, :-1].contiguous()
+    rows[..., 3] = -9.0
+    return next_token_loss(logits, labels)
+
+
+def write_into_chosen_rows(m, h, labels):
+    logits = m.lm_head(h)
+    logits[:, torch.tensor([0, 1])][..., 3] = -9.0
+    return next_token_loss(logits, labels)
+
+
+def scale_in_place(m, h, labels):
+    logits = m.lm_head(h)
+    same = logits
+    logits *= 2.0
+    return next_token_loss(same, labels)
+
+
+def divide_in_place(m, h, labels):
+    logits = m.lm_head(h)
+    shifted = logits[:, :-1]
+    logits /= 3.0
+    return F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def add_in_place(m, h, labels):
+    logits = m.lm_head(h)
+    same = logits
+    logits += 0.5 * torch.arange(VOCAB)
+    return next_token_loss(same, labels)
+
+
+def functions_in_place(m, h, labels):
+    logits = m.lm_head(h)
+    F.threshold(logits, -1.0, -2.0, inplace=True)
+    logits.mul_(2.0).add_(1.0)
+    return next_token_loss(logits, labels)
+
+
+def write_to_out(m, h, labels):
+    logits = m.lm_head(h)
+    with torch.no_grad():
+        buffer = torch.empty(2, 7, VOCAB)
+        torch.mul(logits, 2.0, out=buffer)
+        m.kept.append(buffer)
+        m.kept.append(torch.mul(input=logits, other=3.0))
+        m.kept.append(torch.div(input=logits, other=3.0, rounding_mode="floor"))
+    return next_token_loss(torch.mul(input=logits, other=2.0), labels)
+
+
+def hooks_on_the_logits(m, h, labels):
+    logits = m.lm_head(h)
+    doubled = logits * 2.0
+    logits.register_hook(lambda grad: 3.0 * grad)
+    return next_token_loss(doubled, labels) + next_token_loss(logits, labels)
+
+
+def gradient_is_kept(m, h, labels):
+    logits = m.lm_head(h)
+    halved = logits / 2.0
+    logits.retain_grad()
+    m.kept.append(logits)
+    return next_token_loss(halved, labels)
+
+
+# Ways to pass logits on
+
+
+def functions_by_keyword_and_in_lists(m, h, labels):
+    logits = m.lm_head(h)
+    both = torch.cat([logits, torch.stack((logits, 2 * logits)).mean(0)])
+    tanh = torch.tanh(input=torch.reshape(input=logits, shape=(2, 7, VOCAB)))
+    flat = torch.flatten(input=logits, start_dim=0, end_dim=1)
+    return next_token_loss(both, labels.repeat(2, 1)) + tanh.square().mean() + flat.mean()
+
+
+def einsum_of_both(m, h, labels):
+    return torch.einsum("bsv,bsv->", m.lm_head(h), m.lm_head(h).softmax(dim=-1)) + next_token_loss(m.lm_head(h), labels)
+
+
+def two_calls_of_the_head(m, h, labels):
+    return next_token_loss(m.lm_head(h), labels) + 0.3 * next_token_loss(m.lm_head(h.flip(1)), labels)
+
+
+def python_of_a_tensor(m, h, labels):
+    logits = m.lm_head(h)
+    small = logits.detach()
+    m.kept += [bool(small[0, 0, 0] > 0), float(small[0, 0, 1]), small.numpy().sum(), abs(logits).sum(), len(logits)]
+    m.kept += [logits.sum().item(), torch.is_tensor(logits.clone()), logits.element_size(), 1.0 - logits[0, 0, 0]]
+    m.kept += [1.0 / (logits[0, 0, 0] + 5), logits[0, 0] @ torch.ones(VOCAB), next(iter(logits)).sum(), 2.0 in small]
+    return next_token_loss(logits, labels)
+
+
+def input_written_after_the_head(m, h, labels):
+    with torch.no_grad():
+        frozen = h.clone()
+    logits = m.lm_head(frozen)
+    del frozen
+    return next_token_loss(logits, labels) + h.mean()
+
+
+FORWARDS = [
+    head_without_grad, head_without_grad_scaled_by_a_number, metric_without_grad, loss_without_grad,
+    scaled_without_grad, head_with_grad_inside_no_grad, head_in_a_reentrant_checkpoint, head_in_a_checkpoint,
+    loss_in_a_checkpoint, loss_in_a_reentrant_checkpoint, head_under_inference_mode, write_through_a_slice,
+    write_through_a_view, write_through_reshape, write_after_the_view, write_after_a_product,
+    write_into_a_cast_that_is_none, write_into_a_copy, write_into_chosen_rows, scale_in_place, divide_in_place,
+    add_in_place, functions_in_place, write_to_out, hooks_on_the_logits, gradient_is_kept,
+    functions_by_keyword_and_in_lists, einsum_of_both, two_calls_of_the_head, python_of_a_tensor,
+    input_written_after_the_head,
+]  # fmt: skip
+IN_BF16 = [
+    autocast_around_all, autocast_around_the_head, autocast_around_the_loss, autocast_around_the_head_and_real_logits,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rest", FORWARDS, ids=lambda f: f.__name__)
+def test_a_step_is_stock_s(rest):
+    want, got = assert_same_step(rest)
+    for x, ref in zip(got[2].kept, want[2].kept, strict=True):
+        if rest is gradient_is_kept:
+            x, ref = x.grad, ref.grad
+        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(ref), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rest", IN_BF16, ids=lambda f: f.__name__)
+def test_autocast_is_that_of_the_head_s_call(rest):
+    """bf16 rounds at other places in ours, so the limit is a rounding: without the autocast it would be none."""
+    want, got = trained(rest, False), trained(rest, True)
+    assert got[0].dtype == want[0].dtype and got[2].kept == want[2].kept
+    exact = rest is autocast_around_the_loss
+    rtol = 1e-6 if exact else 1e-2
+    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=0)
+    for name, grad in want[1].items():
+        if grad is not None:
+            torch.testing.assert_close(got[1][name], grad, rtol=rtol, atol=1e-6 if exact else 1e-2 * grad.abs().max())
+
+
+# What a forward may return
+
+
+Pair = namedtuple("Pair", "loss logits")
+
+
+@dataclass
+class WithLogits(ModelOutput):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    mtp: tuple | None = None
+
+
+@dataclass(frozen=True)
+class Plain:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+def with_key_and_attribute(loss, logits):
+    outputs = CausalLMOutput(loss=loss, logits=logits)
+    outputs["term"], outputs.note = loss.detach(), "kept"
+    return outputs
+
+
+RETURNED = {
+    "dict": lambda loss, logits: {"loss": loss, "logits": logits, "term": loss.detach()},
+    "ordered-dict": lambda loss, logits: OrderedDict(term=1, logits=logits, loss=loss),
+    "key-and-attribute": with_key_and_attribute,
+    "own-class": lambda loss, logits: WithLogits(loss=loss, logits=logits, mtp=(logits * 2, logits)),
+    "model-output": lambda loss, logits: ModelOutput(loss=loss, logits=logits),
+    "dataclass": Plain,
+    "bare-loss": lambda loss, logits: loss,
+    "bare-logits": lambda loss, logits: logits,
+    "tuple": lambda loss, logits: (loss, logits, (logits,)),
+    "named-tuple": lambda loss, logits: Pair(loss, logits),
+    "list": lambda loss, logits: [loss, logits],
+    "namespace": lambda loss, logits: SimpleNamespace(loss=loss, logits=logits),
+    "none": lambda loss, logits: None,
+}
+
+
+def parts(outputs):
+    """What is in an output, by name."""
+    if isinstance(outputs, dict):
+        return getattr(outputs, "__dict__", {}) | dict(outputs)
+    if isinstance(outputs, (tuple, list)):
+        return dict(enumerate(outputs))
+    return vars(outputs) if hasattr(outputs, "loss") else {"itself": outputs}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_came_is_returned_without_the_stand_ins(name):
+    """A dict or a dataclass loses the logits of the loss; what is passed on in other ways is there and is right."""
+
+    def rest(m, h, labels):
+        logits = m.lm_head(h)
+        outputs = RETURNED[name](next_token_loss(logits, labels), logits)
+        m.kept.append(outputs)
+        return outputs
+
+    stock, model = tiny(rest, False), tiny(rest, True)
+    want, got = (m(input_ids=ids(), labels=ids()) for m in (stock, model))
+    assert type(got) is type(want)
+    want, got = parts(want), parts(got)
+    if "logits" in want and name != "namespace":
+        assert got.get("logits") is None
+        got["logits"] = real(parts(model.kept[0])["logits"])  # what the model has kept has them
+    assert got.keys() == want.keys()
+    for key, ref in want.items():
+        for x, y in zip(*(v if isinstance(v, tuple) else (v,) for v in (got[key], ref)), strict=True):
+            if isinstance(y, torch.Tensor):
+                torch.testing.assert_close(x.detach(), y.detach())
+                assert isinstance(x, torch.Tensor) or name in ("own-class", "namespace", "tuple")
+            else:
+                assert x == y
+
+
+def kept_in_the_model(m, h, labels):
+    logits = m.lm_head(h)
+    m.kept += [logits, logits / 2.0, {"shifted": logits[:, :-1]}]
+    return next_token_loss(logits, labels)
+
+
+def test_logits_that_the_model_keeps_are_those_of_its_call():
+    """They are read when the weights are others."""
+    want, got = trained(kept_in_the_model, False), trained(kept_in_the_model, True)
+    for model in (want[2], got[2]):
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+    for x, ref in zip(got[2].kept[:2], want[2].kept[:2], strict=True):
+        torch.testing.assert_close(x + 0.0, ref)
+        for copied in (copy.copy(x), pickle.loads(pickle.dumps(x.detach()))):
+            assert type(copied) is torch.Tensor and torch.equal(copied, ref)
+    torch.testing.assert_close(got[2].kept[2]["shifted"] + 0.0, want[2].kept[2]["shifted"])
+
+
+def test_nothing_of_a_call_outlives_it():
+    """Without a garbage collector: hidden states are as large as anything in a step."""
+    inputs = []
+
+    def rest(m, h, labels):
+        logits = 2.0 * m.lm_head(h)
+        inputs.append(weakref.ref(h))
+        return CausalLMOutput(loss=None if labels is None else next_token_loss(logits.float(), labels), logits=logits)
+
+    model = tiny(rest, True)
+    gc.disable()
+    try:
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        assert inputs[0]() is None
+        with torch.no_grad():
+            model(input_ids=ids(), labels=ids(), fused_lm_head=True)
+        assert inputs[1]() is None
+    finally:
+        gc.enable()
+
+
+def input_written_into(m, h, labels):
+    logits = m.lm_head(h)
+    h.mul_(2.0)
+    return next_token_loss(logits, labels)
+
+
+def in_a_function_of_autograd(m, h, labels):
+    return next_token_loss(Doubled.apply(m.lm_head(h)), labels)
+
+
+def in_a_reentrant_checkpoint(m, h, labels):
+    return checkpoint(lambda logits: next_token_loss(logits, labels), m.lm_head(h), use_reentrant=True)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize(
+    "rest, message",
+    [
+        (input_written_into, "changed in place between the call of the head and the loss"),
+        (in_a_function_of_autograd, "An autograd function was given logits"),
+        (in_a_reentrant_checkpoint, "An autograd function was given logits"),
+    ],
+)
+def test_what_would_lose_gradients_is_an_error(rest, message):
+    """Stock trains, or says so itself. The error says what to do, and that works."""
+    with pytest.raises(RuntimeError, match=message + ".*Call the model with skip_logits=False, or set liger_config"):
+        trained(rest, True)
+    if rest is not input_written_into:
+        model = tiny(rest, True)
+        want = trained(rest, False)[0]
+        assert torch.equal(model(input_ids=ids(), labels=ids(), skip_logits=False).detach(), want)
+
+
+# Heads that are no linear layers of plain numbers
+
+
+class Halved(torch.Tensor):
+    """A weight in a form of its own, as quantised ones are: a product with it is a product with half of its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear:
+                args = (args[0], 0.5 * args[1], *args[2:])
+            return func(*args, **(kwargs or {}))
+
+
+class HalvedParameter(Halved, nn.Parameter):
+    pass
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2.0 * weight
+
+
+def halved(model):
+    model.lm_head.weight = HalvedParameter(model.lm_head.weight.detach())
+
+
+def halved_bias(model):
+    model.lm_head.bias = nn.Parameter(torch.randn(VOCAB))
+    del model.lm_head._parameters["bias"]
+    model.lm_head.bias = Halved(torch.randn(VOCAB))
+
+
+def parametrized(model):
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Twice())
+
+
+def spectral(model):
+    nn.utils.parametrizations.spectral_norm(model.lm_head)
+
+
+def spectral_by_a_hook(model):
+    nn.utils.spectral_norm(model.lm_head)
+
+
+def weight_norm(model):
+    nn.utils.weight_norm(model.lm_head)
+
+
+@pytest.mark.parametrize("change", [halved, halved_bias, parametrized, spectral, spectral_by_a_hook, weight_norm])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_head_that_is_no_plain_linear_layer_is_not_fused(change, when):
+    """Three steps: a norm that is computed anew whenever it is read moves on in each of them."""
+
+    def rest(m, h, labels):
+        return next_token_loss(m.lm_head(h), labels)
+
+    losses = []
+    for fused in (False, True):
+        model = tiny(rest, fused and when == "after")
+        torch.manual_seed(3)
+        change(model)
+        if fused and when == "before":
+            assert install_fused_head(model) is not None
+        losses.append([model(input_ids=ids(), labels=ids()).item() for _ in range(3)])
+    assert losses[1] == losses[0]
+
+
+def test_linear_layers_whose_code_is_replaced(monkeypatch):
+    def rest(m, h, labels):
+        return next_token_loss(m.lm_head(h), labels)
+
+    stock, model = tiny(rest, False), tiny(rest, True)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: F.linear(x, 0.5 * self.weight, self.bias))
+    assert model(input_ids=ids(), labels=ids()).item() == stock(input_ids=ids(), labels=ids()).item()
+
+
+def test_a_weight_with_more_rows_than_the_head_says():
+    def rest(m, h, labels):
+        return next_token_loss(m.lm_head(h), labels)
+
+    losses = []
+    for fused in (False, True):
+        model = tiny(rest, fused)
+        torch.manual_seed(3)
+        model.lm_head.weight = nn.Parameter(torch.cat([model.lm_head.weight.detach(), torch.randn(9, WIDTH)]))
+        losses.append(model(input_ids=ids(), labels=ids()).item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+# Hooks on the whole model
+
+
+def causal(m, h, labels):
+    logits = m.lm_head(h)
+    return CausalLMOutput(loss=None if labels is None else next_token_loss(logits, labels), logits=logits)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def by_a_hook(model, seen):
+    model.register_forward_hook(lambda module, args, outputs: seen.append(outputs.logits))
+
+
+def by_a_hook_for_all_modules(model, seen):
+    def hook(module, args, outputs):
+        if module is model:
+            seen.append(outputs.logits)
+
+    return nn.modules.module.register_module_forward_hook(hook)
+
+
+def by_a_wrapper_of_the_forward(model, seen):
+    forward = model.forward
+
+    def wrapper(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
+        seen.append(outputs.logits)
+        return outputs
+
+    model.forward = wrapper
+
+
+@pytest.mark.parametrize("watch", [by_a_hook, by_a_hook_for_all_modules, by_a_wrapper_of_the_forward])
+def test_who_watches_the_outputs_sees_logits(watch, caplog):
+    seen = []
+    for fused in (False, True):
+        model = tiny(causal, fused)
+        handle = watch(model, seen)
+        try:
+            model(input_ids=ids(), labels=ids()).loss.backward()
+        finally:
+            if handle is not None:
+                handle.remove()
+    want, got = seen
+    assert torch.equal(got, want) and got.requires_grad
+
+
+def test_a_hook_that_changes_the_loss():
+    """A hook on the model may look at the outputs or return others: it runs where stock runs it."""
+    losses = []
+    for fused in (False, True):
+        model = tiny(causal, fused)
+        model.register_forward_hook(
+            lambda m, args, outputs: CausalLMOutput(loss=outputs.loss + outputs.logits.square().mean())
+        )
+        losses.append(model(input_ids=ids(), labels=ids()).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
