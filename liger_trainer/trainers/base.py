@@ -20,6 +20,7 @@ from liger_trainer.checkpointing.outcome import Outcome
 from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
+from liger_trainer.instance.hooks import comes_from
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.trainers import frozen_base, fsdp2, in_backward_checks, init_checks, optimizer_in_backward
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # the mixins of this package always go before a class of tran
     from transformers import Trainer as StockTrainer
 else:
     StockTrainer = object
+
+_LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 
 
 class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
@@ -179,8 +182,8 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
 
     @property
     def _overrides_compute_loss(self) -> bool:
-        owner = next(base for base in type(self).__mro__ if "compute_loss" in vars(base))
-        return owner.__module__.partition(".")[0] not in ("liger_trainer", "trl", "transformers")
+        methods = [vars(owner).get("compute_loss") for owner in (self, *type(self).__mro__)]
+        return not all(method is None or comes_from(method, _LIBRARIES) for method in methods)
 
     def _ways_to_a_loss_of_logits(self) -> str:
         hook = f"override {self.loss_hook} instead, which builds none; " if self.loss_hook else ""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from trl import SFTConfig, SFTTrainer
 
+from liger_trainer.head.find import who_sees_outputs
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.trl import LigerTRLMixin
 
@@ -44,11 +45,12 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        model = self._gathering_predictions(model)
-        if not self.head_is_ours or self.compute_loss_func is not None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        model = self._without_needless_mask(model)
         own_loss, smoother = self.has_own_loss, self.label_smoother
+        # Code that is not TRL's may give the log-probabilities of labels different gradients, or read the entropy's.
+        is_read = self._overrides_compute_loss or not isinstance(model, nn.Module) or bool(who_sees_outputs(model))
+        model = self._without_needless_mask(self._gathering_predictions(model))
+        if not self.head_is_ours or self.compute_loss_func is not None or (is_read and not own_loss):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         smoothed = not own_loss and smoother is not None and self.args.loss_type == "nll"
         options: dict[str, Any] = {}
         if own_loss:

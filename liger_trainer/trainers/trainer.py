@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from liger_trainer.head.find import base_model_of, why_peft_needs_logits
+from liger_trainer.head.find import base_model_of, report_unfused, who_sees_outputs, why_peft_needs_logits
 from liger_trainer.instance.binding import own_class
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.base import LigerTrainerMixin
@@ -66,8 +66,12 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             inputs = {"skip_logits": True} | inputs
         if not self.head_is_ours or "labels" not in inputs or self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        seen = who_sees_outputs(model) if isinstance(model, nn.Module) and not self.has_own_loss else None
+        if seen is not None:
+            report_unfused(self.model, seen)
+            inputs = {**inputs, "skip_logits": False}
+        wants_logits = not inputs.get("skip_logits", not return_outputs)
         model = self._without_needless_mask(self._gathering_predictions(model))
-        wants_logits = return_outputs and not inputs.get("skip_logits", False)
         if self.has_own_loss:
             return super().compute_loss(
                 self._own_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch
@@ -79,7 +83,6 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             self.label_smoother = partial(smoother, shift_labels=True)
         else:  # the model keeps its labels and smooths them itself
             self.label_smoother, inputs = None, {**inputs, "label_smoothing": smoother.epsilon}
-            model = _that_smooths(model)
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
@@ -136,18 +139,3 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
                 if (weight := getattr(owner, name, None)) is not None:
                     return weight
         return 0.0
-
-
-def _that_smooths(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A stand-in for `model`. RuntimeError if that returns logits, which shows that it has not smoothed its loss."""
-
-    def forward(**call: Any) -> Any:
-        outputs = model(**call)
-        if outputs.get("logits") is not None:
-            raise RuntimeError(
-                "label_smoothing_factor had no effect: model.forward has been replaced since the trainer was built, "
-                "by one that does not smooth labels. Replace it before you build the trainer."
-            )
-        return outputs
-
-    return forward

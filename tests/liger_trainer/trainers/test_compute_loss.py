@@ -1,14 +1,17 @@
 """Losses of the user's own that read logits, which training does not build: what is said, when, and the ways out."""
 
 import logging
+from functools import partial
 
 import pytest
+import torch
 import torch.nn.functional as F
 from sft_runs import run as run_sft
 from tiny_models import ragged_rows, tiny_model
-from trainer_runs import assert_same
+from trainer_runs import assert_same, lora
 from trainer_runs import run as run_hf
 from transformers import Trainer
+from trl import SFTTrainer
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer
 
@@ -125,3 +128,86 @@ def test_compute_loss_func_is_said_to_build_logits(ours, run, tmp_path, caplog):
     said = [record.message for record in caplog.records if "compute_loss_func" in record.message]
     assert len(said) == 1 and "token_loss" in said[0]
     assert ("second forward" in said[0]) == (ours is LigerSFTTrainer)
+
+
+class WithTerm:
+    """Adds a term of what the model's call returned to TRL's loss."""
+
+    term = None
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        seen = []
+
+        def watched(**call):
+            seen.append(model(**call))
+            return seen[-1]
+
+        loss = super().compute_loss(watched, inputs, *args, **kwargs)
+        return loss + self.term(next(outputs for outputs in seen if hasattr(outputs, "log_probs")))
+
+
+TERMS = {
+    "log-probs": lambda self, outputs: 0.3 * outputs.log_probs.exp().sum() / 50,
+    "entropy": lambda self, outputs: -0.1 * outputs.entropy.sum() / 50,
+    "scaled": lambda self, outputs: 0.0,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "dft"}, {"label_smoothing_factor": 0.1}], ids=str)
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated")
+def test_a_term_of_what_sft_s_call_returns(term, options, tmp_path):
+    want, got = (
+        run_sft(type("Own", (WithTerm, trainer), {"term": TERMS[term]}), tiny_model("llama"), tmp_path, **options)[0]
+        for trainer in (SFTTrainer, LigerSFTTrainer)
+    )
+    assert_same(got, want)
+
+
+def test_a_term_of_a_hook_s_on_the_model(tmp_path):
+    """A hook gets the same outputs as an override of `compute_loss` does."""
+
+    class Hooked:
+        def training_step(self, model, inputs, *args, **kwargs):
+            handle = self.model.register_forward_hook(self.add_term)
+            try:
+                return super().training_step(model, inputs, *args, **kwargs)
+            finally:
+                handle.remove()
+
+        def add_term(self, module, args, outputs):
+            outputs.log_probs = outputs.log_probs * torch.linspace(0.5, 1.0, outputs.log_probs.shape[1])
+            return outputs
+
+    want, got = (
+        run_sft(type("Own", (Hooked, trainer), {}), tiny_model("llama"), tmp_path)[0]
+        for trainer in (SFTTrainer, LigerSFTTrainer)
+    )
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=str)
+def test_a_hook_on_the_whole_model_sees_logits(options, adapter, tmp_path):
+    """Also one on PEFT's wrapper, from where our forward cannot see it, and in an evaluation of the loss alone."""
+    runs = []
+    for trainer_class in (Trainer, LigerTrainer):
+        seen: list[torch.Tensor] = []
+
+        class Watched(trainer_class):
+            watch = partial(lambda seen, m, args, outputs: seen.append(outputs.logits.mean()), seen)
+
+            def training_step(self, *args, **kwargs):
+                if not self.model._forward_hooks:
+                    self.model.register_forward_hook(self.watch)
+                return super().training_step(*args, **kwargs)
+
+        model = tiny_model("llama")
+        model = lora(model, ["q_proj"]) if adapter else model
+        got, trainer = run_hf(Watched, model, tmp_path, **options)
+        trainer.evaluate(ragged_rows(4))
+        runs.append((got, torch.stack(seen).detach()))
+    assert_same(runs[1][0], runs[0][0])
+    torch.testing.assert_close(runs[1][1], runs[0][1], rtol=1e-4, atol=1e-5)
+    (why,) = trainer.liger_report["fused_linear_cross_entropy"].skipped.values()
+    assert "a forward hook" in why
