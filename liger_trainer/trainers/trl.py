@@ -26,10 +26,12 @@ from accelerate.utils import (
 from torch import nn
 from transformers.integrations import is_fsdp_enabled
 
+from liger_trainer._logging import logger
 from liger_trainer.head.find import base_model_of, has_fused_head, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import apply_liger
 from liger_trainer.trainers.base import LigerTrainerMixin
+from liger_trainer.trainers.own_logits import differs_from_trl
 from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
 from liger_trainer.trainers.whole_references import give_weights_of_first_process
 
@@ -216,6 +218,13 @@ class LigerTRLMixin(LigerTrainerMixin):
                 "LigerTrainer, or another adapter, such as PromptTuningConfig."
             )
         self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
+        if self.args.process_index == 0 and differs_from_trl(model):
+            logger.warning_once(
+                f"{self._stock_class().__name__} of trl {trl.__version__} computes other logits than "
+                f"{type(base_model_of(model)).__name__}, which does more to its hidden states than to multiply them "
+                "with the weight of its head. Here the model's own forward runs, so losses differ from the stock "
+                "trainer's: docs/trainers.md."
+            )
 
     def _patch(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         """Patch the policy, whose report becomes the trainer's, or a model that is frozen."""
