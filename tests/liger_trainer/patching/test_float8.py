@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import apply_liger, remove_liger
+from liger_trainer.instance.binding import Binding
 from liger_trainer.patching import float8
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -266,7 +267,7 @@ def test_copies_pickles_and_removal(ours):
     assert_same(step(twin), want)
     assert len(ours) == 2 * LAYERS
     layer = pickle.loads(pickle.dumps(model.model.layers[0].mlp.up_proj))
-    assert "_liger_patch" not in layer.__dict__ or layer.__dict__["_liger_patch"] is None
+    assert Binding.of(layer) is None
     remove_liger(model)
     ours.clear()
     assert_same(step(model), want)
