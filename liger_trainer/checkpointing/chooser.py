@@ -1,298 +1,346 @@
-"""The life of `activation_checkpointing: auto` in one training: measure, choose, and run again what did not fit."""
+"""The life of `activation_checkpointing: auto` in one training: measure, choose, and see what it has taken."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 from liger_trainer._logging import logger
-from liger_trainer.checkpointing import outcome, switches
+from liger_trainer.checkpointing import keep_attention, light, offload, outcome, switches
 from liger_trainer.checkpointing.agreement import Ranks
-from liger_trainer.checkpointing.choose import Carrier, choose
-from liger_trainer.checkpointing.measure import Order, Recording
-from liger_trainer.checkpointing.memory import GIB, Memory, limit_of
-from liger_trainer.checkpointing.micro_batch import MicroBatch
+from liger_trainer.checkpointing.memory import GIB, Memory, is_out_of_memory, limit_of
 from liger_trainer.checkpointing.offload import Offload
 from liger_trainer.checkpointing.outcome import Outcome
-from liger_trainer.checkpointing.plan import NOTHING, NOWHERE, Count, Plan, Profile, Size, Spread
-from liger_trainer.checkpointing.redo import Before, forget_gradients, has_gradients, is_out_of_memory
+from liger_trainer.checkpointing.plan import NOTHING, Call, Link, Seen, Size, Sizes, choose, sizes_of
+from liger_trainer.checkpointing.tensors import tensors_in
 
-LESS = 0.98  # of the peak of a plan that ran out of memory: what plans may fill from then on
-MEASURE = Count(-1, -1, -1)  # instead of numbers of layers: each is checkpointed, and the micro-batch is measured
+STAYS = 0.5  # of its hidden states: as many bytes of a layer on the host may stay on the GPU
+LESS = 0.98  # of the limit, after the allocator has run out of what it had cached
+
+
+class _MicroBatch:
+    """One micro-batch while it runs."""
+
+    def __init__(self, sizes: Sizes, adds: bool):
+        self.sizes, self.adds = sizes, adds  # of the batch; whether gradients are there already
+        self.long = (
+            False  # whether rows are so long that it pays to keep the results of attention, and that is possible
+        )
+        self.base = 0  # bytes that were allocated when its first layer was called
+        self.seen: Seen | None = None  # what it was planned by
+        self.plan = NOTHING  # if it stays so, the micro-batch is measured
+        self.calls: list[Call] = []
+        self.moments: list[int] = []
+        self.marks: list[Any] = []  # of the device's clock, at the start and the end of each call
+        self.done: dict[int, str] = {}  # how each layer was called
+        self.offload: Offload | None = None
+        self.surprised = False  # whether a call was not one of those that were measured; all after it are checkpointed
+        self.whole = True  # whether no call has failed
+        self.inside = False  # whether a layer is running; the layers inside it are its own affair
+
+    @property
+    def size(self) -> Size | None:
+        """The most that a layer is given."""
+        return max((call.size for call in self.calls), key=lambda size: size.tokens, default=None)
+
+    def expects(self, call: Call) -> bool:
+        """Whether `call`, the last one until now, is covered by what was measured."""
+        number = sum(other.layer == call.layer for other in self.calls) - 1
+        measured = [] if self.seen is None else self.seen.layers.get(call.layer, [])
+        return number < len(measured) and measured[number].size.covers(call.size)
 
 
 class Chooser:
-    """Decides for each call of a layer what is kept: all activations, here or on the host, its attention, or nothing.
+    """Decides for each layer what is kept: all activations, here or on the host, its attention, or nothing.
 
-    In the first optimizer step every layer is checkpointed, since the states of the optimizer are not there yet. After
-    that a micro-batch is measured, again with every layer checkpointed, if it is larger than those before. What was
-    measured is kept apart for micro-batches that add to gradients and for those that make them and need more memory.
+    A micro-batch that none before it covers is measured, with every layer checkpointed. What a layer would keep is seen
+    when the backward pass computes it again. From then on as many layers keep something as fit. If a micro-batch has
+    taken more than was predicted, as much is left free in the next ones.
 
     Args:
-        model (`nn.Module`): Is about to be trained, with checkpointing.
         memory (`Memory`): The device's.
         budget (`float`, *optional*): GiB; without it, what the device has, less a reserve.
-        why_not_again (`str`, *optional*): Why a micro-batch cannot be run again when it runs out of memory.
-        keeps_gradients (`bool`): Whether the gradients of all weights exist together, at the end of a micro-batch.
         host_budget (`float`, *optional*): GiB of the host's memory in which activations may wait; without it, a part of
             what is free.
+        lightly (`bool`): Whether layers may be checkpointed as in `light.py`.
+        warm (`bool`): Whether the first micro-batch is like all others, and compiles no kernels.
     """
 
     def __init__(
-        self, model: nn.Module, memory: Memory, budget: float | None, why_not_again: str | None = None,
-        keeps_gradients: bool = True, host_budget: float | None = None,
+        self, memory: Memory, budget: float | None, host_budget: float | None = None, lightly: bool = True,
+        warm: bool = False,
     ):  # fmt: skip
-        self.model, self.memory, self.budget, self.why_not_again = model, memory, budget, why_not_again
-        self.keeps_gradients = keeps_gradients
+        self.memory, self.budget, self.lightly, self._warm = memory, budget, lightly, warm
         self.outcome = Outcome(budget)
         self._transport = memory.transport(host_budget)
-        self._profiles: dict[bool, Profile] = {}  # for micro-batches that add to gradients, and that do not
-        self._outgrown: set[bool] = set()  # which of them have turned out to be too small for a call
-        self._caps: dict[Size, Count] = {}  # the most that is kept from this size on, which ran out of memory
-        self._order = Order()  # of the last micro-batch without a plan
-        self._limit = self._base = 0  # what may be allocated, and what was when the micro-batch began
-        self._ceiling: int | None = None  # bytes: a lower limit, once a plan has run out of memory
-        self._window: list[Before] = []  # the micro-batches since the last optimizer step
-        self._began = self._stepped = False  # whether there was a micro-batch, and an optimizer step
+        self._room = 0 if self._transport is None else self._transport.host.room
+        self._host_fails = False  # whether activations have stayed on the GPU that were to go to the host
+        self._seen: list[Seen] = []
+        self._limit = 0  # bytes
+        self._ceiling: int | None = None  # a lower limit, once the allocator was short of memory
+        self._retries = memory.retries()
+        self._once: frozenset[int] = frozenset()  # the layers that the micro-batch before has computed once
         self._warned = False  # of a budget that is too small
-        self._shared: bool | None = None  # whether a weight was used by several calls, as soon as that was seen
+        self._model: nn.Module | None = None
+        self._parameters: list[nn.Parameter] = []
         self._learn: list[bool] = []  # of each parameter, whether it is trained
-        self._now: MicroBatch | None = None
-        self._parameters: list[nn.Parameter] | None = None
+        self._samples: set[int] = set()  # layers that show what is kept without checkpointing when they run again
         self._ranks: Ranks | None = None
-        self._carrier: Carrier | None = None
-        self.inputs_on_host = False  # of checkpointed layers
-
-    def _begin(self) -> list[nn.Parameter]:
-        """What cannot be done before the model is sharded and wrapped, as it is in its first micro-batch."""
-        switches.install(self.model, self._call)
-        self._ranks = Ranks()
-        self._parameters = list(self.model.parameters())  # a callback may train others later
-        self._carrier = None
-        if self._transport is not None:
-            self._carrier = Carrier(self._transport.host.room, self._transport.rate)
-        return self._parameters
-
-    def _look_at_parameters(self, parameters: list[nn.Parameter]) -> None:
-        """Begin anew, as with the first step, when others are trained. What layers keep depends on that."""
-        learn = [parameter.requires_grad for parameter in parameters]
-        if self._learn and learn != self._learn:
-            switches.install(self.model, self._call)
-            self._began = self._stepped = False
-            self._profiles, self._outgrown = {}, set()
-        self._learn = learn
-
-    @property
-    def forgets_casts(self) -> bool:
-        """Whether autocast forgets the weights of a layer in 16 bits when it has been called.
-
-        It remembers them for whoever uses these weights again in the forward pass, who here is nobody. So layers that
-        are computed again do not hold them until its end, and what others hold of them is part of what is measured.
-        """
-        return self._shared is False
+        self._now: _MicroBatch | None = None
 
     def end(self) -> None:
         """Leave the model as it was before the first micro-batch."""
-        switches.remove(self.model)
+        if self._model is not None:
+            switches.remove(self._model)
         if self._ranks is not None:
             self._ranks.close()
         if self._transport is not None:
             self.outcome.host_bytes = self._transport.host.taken
             self._transport.host.release()
-        self._window, self._parameters, self._now = [], None, None
-
-    def _call(self, switch: switches.Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if self._now is None or self._now.inside or not torch.is_grad_enabled():
-            return switch.checkpointed(function, *args)
-        return self._now.call(switch, function, args)
+        self._model, self._parameters, self._now, self._seen = None, [], None, []
 
     # Running micro-batches
 
-    def run(self, trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `step(*args, **kwargs)`, which runs the forward and the backward pass of a micro-batch."""
-        self._look_at_parameters(self._parameters or self._begin())
-        if not has_gradients(self._parameters or ()):
-            self._stepped, self._window = self._began, []
-        self._began = True
-        if self.why_not_again is None:
-            self._window.append(Before.of(trainer, args, kwargs))
+    def run(self, model: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return `step(*args, **kwargs)`, which runs the forward and the backward pass of a micro-batch of `model`."""
+        if self._ranks is None:  # only now the model is sharded and wrapped
+            self._model, self._parameters, self._ranks = model, list(model.parameters()), Ranks()
+            (self._room,) = self._ranks.least(self._room)
+        learn = [parameter.requires_grad for parameter in self._parameters]
+        if learn != self._learn:  # what layers keep depends on it
+            switches.install(model, self._call)
+            self._seen, self._learn, self._samples = [], learn, _middles(switches.switches_of(model))
+        adds = any(parameter.grad is not None for parameter in self._parameters)
+        self._now = now = _MicroBatch(sizes_of((args, kwargs)), adds)
         try:
-            return self._until_it_fits(trainer, step, args, kwargs)
-        except BaseException:
-            self._now = None
-            del self._window[-1:]  # a trainer that catches the error goes on without this micro-batch
+            result = step(*args, **kwargs)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                took = min(self._limit, max(self.memory.peak(), *now.moments, 0))
+                error.args = (outcome.out_of_memory(now.size, len(now.plan.once), took, str(error)),)
             raise
-
-    def _until_it_fits(
-        self, trainer: Any, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # fmt: skip
-        again = False
-        while True:
-            try:
-                if again:
-                    args, kwargs = self._go_back(trainer, step)
-                return self._attempt(step, args, kwargs)
-            except RuntimeError as error:
-                failed, self._now = self._now, None
-                if not is_out_of_memory(error):
-                    raise
-                reason = self._retreat(failed, str(error))
-                if reason is not None:
-                    error.args = (reason,)
-                    raise
-            # The error is gone, and with it the frames that held the tensors of the micro-batch
-            again = True
-
-    def _attempt(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        adds = has_gradients(self._parameters or ())
-        self._now = now = MicroBatch(self, adds)
-        result = step(*args, **kwargs)
-        self._now = None
-        if now.order is not None:
-            self._order = now.order
-        if now.recording is not None and now.recording.is_whole:
-            self._order = now.recording.order
-            new, old = now.recording.profile(), self._profiles.get(adds)
-            self._profiles[adds] = new if old is None else old.merged(new)
-            self._outgrown.discard(adds)
-            self._find_limit()
-            self.outcome.highest = self.memory.highest
-        elif now.outgrew:
-            self._outgrown.add(adds)
-        elif now.offload is not None and now.plan is not None and now.size is not None:
-            self._profiles[adds] = self._profiles[adds].with_seen(now.offload.seen, now.size)
-        again = len(set(now.called)) < len(now.called)
-        if now.called and not self._shared and (again or now.plan is None):
-            self._shared = switches.share_weights(self.model, now.called)
-            self._outgrown |= self._profiles.keys() if self._shared else set()  # measured while casts were forgotten
+        finally:
+            self._now = None
+        if now.calls:
+            self._look_back(now)
         return result
 
-    def _go_back(self, trainer: Any, step: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Undo all micro-batches since the last optimizer step, and run all but the last of them again."""
-        forget_gradients(self._parameters or ())
-        self.memory.release()
-        for before in self._window[:-1]:
-            self._attempt(step, *before.restore(trainer))
-        return self._window[-1].restore(trainer)
+    def _call(self, switch: switches.Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call the layer of `switch`, and keep its activations or not."""
+        now, hidden = self._now, switches.hidden_of(function, args)
+        if now is None or now.inside or hidden is None or not torch.is_grad_enabled():
+            return switch.checkpointed(function, *args)
+        size, number = switches.size_of(hidden), len(now.calls)
+        if not number:
+            now.sizes[None] = size
+            long = switches.longest_of(function, args, hidden) >= keep_attention.LONG
+            now.long = long and keep_attention.is_possible(switch.checkpointed)
+            self._decide(now)
+        casts = switch.casts if torch.is_autocast_enabled(hidden.device.type) else 0
+        call = Call(switch.layer, switch.group, size, len(now.moments), casts=casts, given=hidden.nbytes)
+        now.calls.append(call)
+        now.done[call.layer] = way = self._way(now, call, switch)
+        if now.offload is not None:
+            now.offload.begins(number)
+        self._mark(now)
+        try:
+            output = self._run(now, call, way, switch, function, args)
+        except BaseException:
+            now.whole = False
+            raise
+        self._mark(now)
+        if now.offload is not None:
+            now.offload.returned(number, tensors_in(output))
+        return output
 
-    def _retreat(self, failed: MicroBatch | None, error: str) -> str | None:
-        """Plan for more checkpointing after a lack of memory. Returns the error's text if that is not possible."""
-        size, kept = (None, NOTHING) if failed is None else (failed.size, failed.keeps)
-        if self.why_not_again is not None:
-            return outcome.cannot_redo(self.why_not_again, size, kept, error)
-        if size is None or (kept == NOTHING and (self._transport is None or self.inputs_on_host)):
-            return outcome.too_large(size, self._tokens_that_fit(), error)
-        self._caps[size] = NOTHING
-        if kept == NOTHING:
-            self._put_inputs_on_host()
-        elif failed is not None and failed.plan is not None:
-            others = Count(0, kept.attention, kept.on_host) if kept.whole else _half(kept)
-            self._caps[size] = others._replace(whole=kept.whole // 2)
-            self._ceiling = int(failed.plan.peak * LESS)
-            self._find_limit()
-        self.outcome.run_again += 1
-        logger.warning(outcome.run_again(size, self._caps.get(size, NOTHING), self.inputs_on_host))
-        return None
+    def _way(self, now: _MicroBatch, call: Call, switch: switches.Switch) -> str:
+        """How a layer is called: "whole", "host", "attention" or "checkpointed"."""
+        now.surprised = now.surprised or not (now.plan.is_empty or now.expects(call))
+        if now.surprised and not self._several:  # several processes compute the same layers again, come what may
+            return "checkpointed"
+        if call.layer in now.plan.kept:
+            return "whole"
+        if call.layer in now.plan.on_host and now.offload is not None and offload.is_possible():
+            return "host"
+        if call.layer in now.plan.attention and keep_attention.is_possible(switch.checkpointed):
+            return "attention"
+        return "checkpointed"
 
-    def _put_inputs_on_host(self) -> None:
-        """Have checkpointed layers keep nothing on the GPU from now on, and forget what was measured without that."""
-        self.inputs_on_host = self.outcome.inputs_on_host = True
-        self._profiles, self._caps = {}, {}
+    def _run(
+        self, now: _MicroBatch, call: Call, way: str, switch: switches.Switch, function: Callable[..., Any],
+        args: tuple[Any, ...],
+    ) -> Any:  # fmt: skip
+        measured, given = now.plan.is_empty, switch.checkpointed
+        lightly = self.lightly and way == "checkpointed" and light.device_of(given, args) is not None
+
+        def run(*args: Any) -> Any:  # also when the backward pass computes the layer again
+            again = torch._C._current_graph_task_id() != -1
+            counts = measured and now.long and not again
+            before, now.inside = now.inside, True
+            try:
+                with (
+                    self._again(now, call) if measured and again and not lightly else nullcontext(),
+                    keep_attention.counting(partial(setattr, call, "attention")) if counts else nullcontext(),
+                ):
+                    return function(*args)
+            finally:
+                now.inside = before
+
+        if way == "whole":
+            return run(*args)
+        if way == "host":
+            assert now.offload is not None
+            hidden = switches.hidden_of(function, args)
+            others = [x for x in switches.given(function, args) if x is not hidden]
+            output = now.offload.call(len(now.calls) - 1, switch.module(), run, args, others)
+            if now.offload.stays > STAYS * call.given and not self._host_fails:
+                self._host_fails = now.surprised = True
+                logger.warning(
+                    "Activations that were to wait in the host's memory have stayed on the GPU. No more are sent."
+                )
+            return output
+        if way == "attention":
+            return keep_attention.checkpoint(given, run, args)
+        if not lightly:
+            return given(run, *args)
+        around = partial(self._again, now, call) if measured else None
+        return light.checkpoint(given, run, args, around, measured and call.layer in self._samples)
+
+    @contextmanager
+    def _again(self, now: _MicroBatch, call: Call) -> Iterator[None]:
+        """Around a layer that is computed again, in a micro-batch that is measured."""
+        if now is not self._now or call.last is not None:  # a backward pass that comes later, or a second one
+            yield
+            return
+        now.moments.append(self.memory.peak())
+        call.last, before = len(now.moments), self.memory.allocated()
+        try:
+            yield
+        finally:
+            call.extra = max(0, self.memory.allocated() - before)
+
+    def _mark(self, now: _MicroBatch) -> None:
+        if self._transport is not None and self._room and now.plan.is_empty:
+            now.marks.append(self._transport.mark())
 
     # Choosing
 
-    def decide(self, now: MicroBatch) -> tuple[Plan | None, Recording | None]:
-        """The plan of a micro-batch that is about to call its first layer, or the recording by which it is measured.
+    @property
+    def _several(self) -> bool:
+        return self._ranks is not None and self._ranks.group is not None
 
-        If both are None, every layer is checkpointed.
-        """
-        size = now.size
-        if size is None or not self._stepped:
-            self._agree(NOTHING, NOWHERE)
-            return None, None
-        profile, plan = self._profiles.get(now.adds), None
-        self._base = self.memory.allocated()
-        caps = [most for least, most in self._caps.items() if size.covers(least)]
-        cap = Count(*map(min, zip(*caps, strict=True))) if caps else None
-        if profile is not None and profile.covers(size) and now.adds not in self._outgrown:
-            if profile.long or not now.long:
-                plan = choose(profile, self._base, self._limit, size, cap, now.long, self._carrier)
-            if plan is not None and plan.peak > self._limit and self._carrier is not None and not self.inputs_on_host:
-                self._put_inputs_on_host()
-                plan = None
-        wanted = plan.count if plan is not None else NOTHING if cap == NOTHING else MEASURE
-        spread = NOWHERE if plan is None else plan.spread
-        agreed, alike = self._agree(wanted, spread)
-        if profile is None or plan is None or agreed[0] == MEASURE:
-            measured = agreed[0] == MEASURE and cap != NOTHING
-            recording = Recording(self.memory, self._order, now.long, self._transport) if measured else None
-            return None, recording
-        if agreed != (wanted, spread):
-            plan = choose(profile, self._base, self._limit, size, long=now.long, agreed=agreed)
-        if agreed[0].on_host and not alike:  # elsewhere than this process has planned
-            plan = self._fitting(plan, profile, size, cap, now.long)
-        self._note(size, profile, plan)
-        return plan, None
-
-    def _agree(self, wanted: Count, spread: Spread) -> tuple[tuple[Count, Spread], bool]:
-        """What all processes can do, and whether all of them want just that."""
-        assert self._ranks is not None  # there is one since `_begin`
-        numbers = (*wanted, -spread.start, -spread.lag)
-        found = self._ranks.least(*numbers, *(-number for number in numbers))
-        least, most = found[: len(numbers)], tuple(-number for number in found[len(numbers) :])
-        whole, attention, on_host, start, lag = least
-        return (Count(whole, attention, on_host), Spread(max(on_host, 0), -start, -lag)), least == most
-
-    def _fitting(self, plan: Plan, profile: Profile, size: Size, cap: Count | None, long: bool) -> Plan:
-        """`plan` if it fits in all processes, or else the one without the host that does."""
-        assert self._ranks is not None
-        without = choose(profile, self._base, self._limit, size, cap, long)
-        fits = plan.peak <= max(self._limit, self._base + profile.peak)
-        every, whole, attention = self._ranks.least(fits, len(without.kept), len(without.attention))
-        if every:
-            return plan
-        agreed = Count(whole, attention), NOWHERE
-        return choose(profile, self._base, self._limit, size, long=long, agreed=agreed)
-
-    def offload(self, plan: Plan | None) -> Offload | None:
-        """What carries activations of a micro-batch to the host and back; None if there is nothing to carry."""
-        if self._transport is None or not (self.inputs_on_host or (plan is not None and plan.on_host)):
-            return None
-        return Offload(self._transport.host, self._transport.stream, NOWHERE if plan is None else plan.spread)
-
-    def covers(self, now: MicroBatch, size: Size | None, number: int) -> bool:
-        """Whether what was measured covers call `number` of a micro-batch, which is given `size`."""
-        return size is not None and self._profiles[now.adds].covers(size, number)
-
-    def _find_limit(self) -> None:
+    def _decide(self, now: _MicroBatch) -> None:
+        """Choose what a micro-batch keeps that is about to call its first layer."""
         self._limit = limit_of(self.budget, self.memory.capacity())
         if self._ceiling is not None:
             self._limit = min(self._limit, self._ceiling)
+        self.memory.peak()  # from here
+        now.base = self.memory.allocated()
+        covering = [seen for seen in self._seen if seen.covers(now.sizes, now.adds, now.long)]
+        link = self._link(covering)
+        for seen in covering:
+            plan = choose(seen, now.base, self._limit - seen.margin, now.sizes, now.long, link)
+            if now.seen is None or plan.amount > now.plan.amount:
+                now.seen, now.plan = seen, plan
+        if self._several:
+            self._agree(now)
+        if now.plan.on_host and self._transport is not None:
+            now.offload = Offload(self._transport.host, self._transport.stream, now.plan.lag, now.plan.ahead)
 
-    def _note(self, size: Size, profile: Profile, plan: Plan) -> None:
-        layers = len(profile.calls)
-        larger = self.outcome.add(size, layers, plan)
-        if self._ranks is None or not self._ranks.first:
-            return
-        if larger:
-            logger.info(outcome.chosen(size, layers, plan, self._limit))
-        if self.budget is not None and plan.peak > self.budget * GIB and not self._warned:
-            self._warned = True
-            logger.warning(outcome.over_budget(size, plan.peak, self.budget, self._tokens_that_fit()))
-
-    def _tokens_that_fit(self) -> int | None:
-        """About how many tokens a micro-batch may have with every layer checkpointed, if one was measured."""
-        profile = self._profiles.get(False) or self._profiles.get(True)
-        if profile is None or not profile.calls:
+    def _link(self, covering: list[Seen]) -> Link | None:
+        """The way to the host's memory. Several processes go at the slowest one's pace."""
+        if self._transport is None or not self._room or self._ranks is None:
             return None
-        adds = profile is not self._profiles.get(False)
-        trained = [p for p in self._parameters or () if p.requires_grad]
-        grown = 0 if adds or not self.keeps_gradients else sum(p.numel() * p.element_size() for p in trained)
-        activations = max(1, profile.peak - min(grown, profile.peak // 2))
-        left = self._limit - self._base - (profile.peak - activations)
-        return max(0, int(profile.calls[0].size.tokens * left / activations))
+        pace = max((seen.pace(self._transport.rate) for seen in covering), default=0.0)
+        pace = math.inf if self._host_fails else pace
+        (least,) = self._ranks.least(-round(min(1000 * pace, 10**9)))
+        return Link(self._room, -least / 1000)
+
+    def _agree(self, now: _MicroBatch) -> None:
+        """Compute those layers again that another process does: to do so may take part in communication."""
+        assert self._ranks is not None and self._model is not None
+        layers, plan = [switch.layer for switch in switches.switches_of(self._model)], now.plan
+        flags = [layer in plan.once for layer in layers] + [layer in plan.attention | plan.kept for layer in layers]
+        agreed = self._ranks.least(*flags)
+        once = {layer for layer, yes in zip(layers, agreed[: len(layers)], strict=True) if yes}
+        attention = {layer for layer, yes in zip(layers, agreed[len(layers) :], strict=True) if yes}
+        now.plan = replace(
+            plan, kept=plan.kept & once, on_host=plan.on_host & once, attention=frozenset(attention - once)
+        )
+
+    # Looking back
+
+    def _look_back(self, now: _MicroBatch) -> None:
+        """Learn from a micro-batch that is over."""
+        now.moments.append(self.memory.peak())
+        peak, self.outcome.highest = max(now.moments), self.memory.highest
+        before, self._retries = self._retries, self.memory.retries()
+        if self._retries > before and now.plan.once and now.plan.once == self._once:
+            self._ceiling = int(min(self._limit, peak) * LESS)
+        self._once = now.plan.once
+        self._note(now, peak)
+        if not self._warm:
+            self._warm = True
+        elif now.surprised or not now.whole:
+            self._seen = [seen for seen in self._seen if seen is not now.seen]
+        elif now.plan.is_empty:
+            self._measured(now, peak)
+        elif now.seen is not None:
+            now.seen.margin = max(now.seen.margin, peak - now.plan.peak)
+
+    def _measured(self, now: _MicroBatch, peak: int) -> None:
+        """After a micro-batch with every layer checkpointed."""
+        if self.budget is not None and peak > self.budget * GIB and now.size is not None and not self._warned:
+            self._warned = True
+            logger.warning(outcome.over_budget(now.size, peak, self.budget))
+        if all(call.last is None for call in now.calls):  # a loss without the model
+            return
+        for group in {call.group for call in now.calls}:
+            self._correct([call for call in now.calls if call.group == group and call.last is not None], now.moments)
+        seconds = 0.0
+        if self._transport is not None and now.marks:  # of a forward pass, but for what happens once
+            pairs = zip(now.marks[::2], now.marks[1::2], strict=True)
+            seconds = median(self._transport.seconds(*pair) for pair in pairs) * len(now.calls)
+        moments = [moment - now.base for moment in now.moments]
+        seen = Seen(now.sizes, now.adds, now.long, moments, now.calls, seconds)
+        smaller = [other for other in self._seen if seen.covers(other.sizes, other.adds, other.long)]
+        seen.margin = max((other.margin for other in smaller), default=0)
+        if smaller or not any(other.covers(now.sizes, now.adds, now.long) for other in self._seen):
+            self._seen = [other for other in self._seen if other not in smaller] + [seen]
+
+    def _correct(self, calls: list[Call], moments: list[int]) -> None:
+        """Take what the samples among like `calls` have not kept from what the others would keep.
+
+        A layer that keeps its activations leaves out what the backward pass computes again by itself. Only the samples
+        did so when they ran again, and held less than they will.
+        """
+        samples = [call for call in calls if call.layer in self._samples]
+        others = [call for call in calls if call.layer not in self._samples]
+        if self.lightly and samples and others:
+            less = max(0, min(call.extra for call in others) - max(call.extra for call in samples))
+            for call in samples:
+                moments[call.last or 0] += less
+            for call in others:
+                call.extra -= less
+
+    def _note(self, now: _MicroBatch, peak: int) -> None:
+        if now.seen is None or now.size is None:
+            return
+        counts = (sum(done == way for done in now.done.values()) for way in ("whole", "attention", "host"))
+        changed = self.outcome.add(now.size, peak, len(now.done), *counts)
+        if changed and self._ranks is not None and self._ranks.first:
+            logger.info(self.outcome.line(self._limit))
 
 
-def _half(kept: Count) -> Count:
-    return Count(*(number // 2 for number in kept))
+def _middles(all_switches: list[switches.Switch]) -> set[int]:
+    """The layer in the middle of each group of two and more."""
+    groups: dict[Any, list[int]] = {}
+    for switch in all_switches:
+        groups.setdefault(switch.group, []).append(switch.layer)
+    return {layers[len(layers) // 2] for layers in groups.values() if len(layers) > 1}

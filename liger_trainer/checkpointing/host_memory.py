@@ -1,21 +1,19 @@
 """The host's memory, as far as activations may wait there for their backward pass.
 
-It is page-locked, so that the GPU copies to and from it while it computes, and taken in slabs that are used again from
-step to step. How it is locked is in `page_locked.py`.
+It is pinned, so that the GPU copies to and from it while it computes, and taken in slabs that are used again from step
+to step.
 """
 
 import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import psutil  # type: ignore[import-untyped]  # accelerate needs it
 import torch
 
 from liger_trainer._logging import logger
 from liger_trainer.checkpointing.memory import GIB
-from liger_trainer.checkpointing.page_locked import page_locked
 
 SMALL = 1 << 20  # bytes: tensors that are smaller stay on the GPU
 SHARE = 0.5  # of what is free, for all processes of this machine
@@ -23,12 +21,12 @@ TRIED = 64 << 20  # bytes that are copied to measure the rate
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class Slot:
-    """Bytes of a slab, until nobody holds this any more.
+def _pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    Attributes:
-        bytes (`torch.Tensor`): uint8 (n,), on the host.
-    """
+
+class Slot:
+    """Bytes of a slab, uint8 (n,), until this is not held any more."""
 
     def __init__(self, slab: "_Slab", start: int, size: int):
         self._slab, self.bytes = slab, slab.memory[start : start + size]
@@ -59,19 +57,14 @@ def _aligned(size: int) -> int:
 
 
 class HostMemory:
-    """Memory of the host for the activations of one process.
+    """At most `room` bytes of the host for the activations of one process.
 
-    Args:
-        room (`int`): How many bytes it may take at most.
-        lock (`Callable`): Makes the uint8 tensor of a slab from its size.
-        slab (`int`): How many bytes a slab has, unless a tensor has more.
-        small (`int`): Tensors of fewer bytes stay on the GPU.
+    `pin` makes the uint8 tensor of a slab, which has `slab` bytes (PyTorch pins powers of two) unless a tensor has
+    more. Tensors of fewer than `small` bytes stay on the GPU.
     """
 
-    def __init__(
-        self, room: int, lock: Callable[[int], torch.Tensor] = page_locked, slab: int = GIB, small: int = SMALL
-    ):  # fmt: skip
-        self.room, self.small, self._lock, self._slab = room, small, lock, slab
+    def __init__(self, room: int, pin: Callable[[int], torch.Tensor] = _pinned, slab: int = GIB, small: int = SMALL):
+        self.room, self.small, self._pin, self._slab = room, small, pin, slab
         self._slabs: list[_Slab] = []
 
     @property
@@ -88,10 +81,10 @@ class HostMemory:
         if self.taken + new > self.room:
             return None
         try:
-            self._slabs.append(_Slab(self._lock(new)))
-        except RuntimeError as error:  # the system locks less than it has free
+            self._slabs.append(_Slab(self._pin(new)))
+        except RuntimeError as error:  # the system pins less than it has free
             logger.warning(
-                f"The host has locked {self.taken / GIB:.0f} GiB for activations and no more ({error}). The others "
+                f"The host has pinned {self.taken / GIB:.0f} GiB for activations and no more ({error}). The others "
                 "stay on the GPU. Set host_memory_budget to fewer GiB."
             )
             self.room = self.taken
@@ -100,43 +93,22 @@ class HostMemory:
 
     def release(self) -> None:
         """Give back everything that is not in use."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # copies of what nobody wants any more may go on
         self._slabs = [slab for slab in self._slabs if slab.slots]
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # copies of what is not wanted any more may go on
+            torch._C._host_emptyCache()  # PyTorch 2.11 has no public name for it
 
 
-class Transport(Protocol):
-    """Carries bytes between a device and the host's memory.
-
-    Attributes:
-        host (`HostMemory`): The memory.
-        stream (`torch.cuda.Stream` or `None`): On which the device copies. None: it copies at once.
-        rate (`float`): Bytes a second, in the slower direction.
-    """
-
-    host: HostMemory
-    stream: torch.cuda.Stream | None
-
-    @property
-    def rate(self) -> float: ...
-
-    def mark(self) -> Any:
-        """Mark the point that the device has come to when it has done what it has been given until now."""
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """How long it has taken from one mark to another."""
-
-
-class GpuTransport:
-    """That of a CUDA GPU."""
+class Transport:
+    """Carries bytes between a CUDA GPU and the host's memory, on a stream of its own."""
 
     def __init__(self, host: HostMemory, device: torch.device):
         self.host, self.device, self.stream = host, device, torch.cuda.Stream(device)
 
     @functools.cached_property
     def rate(self) -> float:
-        """Measured when it is first asked for, which waits for the GPU."""
-        on_gpu, on_host = torch.empty(TRIED, dtype=torch.uint8, device=self.device), page_locked(TRIED)
+        """Bytes a second, in the slower direction. Measured when it is first asked for, which waits for the GPU."""
+        on_gpu, on_host = torch.empty(TRIED, dtype=torch.uint8, device=self.device), _pinned(TRIED)
         slowest = 0.0
         for to, of in ((on_host, on_gpu), (on_gpu, on_host)):
             to.copy_(of, non_blocking=True)
@@ -146,11 +118,13 @@ class GpuTransport:
         return TRIED / slowest
 
     def mark(self) -> torch.cuda.Event:
+        """Mark the point that the GPU has come to when it has done what it has been given until now."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """How long it has taken from one mark to another."""
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 

@@ -3,15 +3,14 @@
 The cost of attention grows with the length of a row, and what it gives does not: one tensor as large as the hidden
 states, and a number for each token and head. So for long rows these are the cheapest bytes that memory can hold.
 
-The function that runs is PyTorch's `checkpoint`, whose contexts see each operation of the layer. In the forward pass
-the results of attention are noted, and when the layer runs again they are given in place of it, the same bits.
-Attention runs again nevertheless where it draws random numbers, since those that the layer draws after it would be
-others, and where its results have been changed in place since. PyTorch's own contexts for that would give other numbers
-in the first case, and refuse a second backward pass.
+PyTorch's `create_selective_checkpoint_contexts` does nearly that. It refuses a second backward pass and results that
+are changed in place, which train without it. Here attention runs again in the second case, and where it draws random
+numbers, since those that the layer draws after it would differ otherwise.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,12 +47,17 @@ def is_possible(given: Callable[..., Any]) -> bool:
 
 def checkpoint(given: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """`given(function, *args)`, which checkpoints a layer, with the results of its attention kept."""
-    return given(function, *args, context_fn=_contexts)
-
-
-def _contexts() -> tuple["_Noting", "_Giving"]:
     results: list[_Result] = []
-    return _Noting(results), _Giving(results)
+    return given(function, *args, context_fn=lambda: (_Attention(results.append), _Attention(None, results)))
+
+
+@contextmanager
+def counting(note: Callable[[int], None]) -> Iterator[None]:
+    """A context that calls `note` with the bytes of all results of attention in it."""
+    sizes: list[int] = []
+    with _Attention(lambda result: sizes.append(result.nbytes)):
+        yield
+    note(sum(sizes))
 
 
 class _Result:
@@ -62,6 +66,10 @@ class _Result:
     def __init__(self, func: Any, out: Any):
         self.func, self.out = func, tree_map_only(torch.Tensor, _alias, out)
         self.versions = self._versions()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in tree_leaves(self.out) if isinstance(x, torch.Tensor))
 
     def _versions(self) -> list[int]:
         return [x._version for x in tree_leaves(self.out) if isinstance(x, torch.Tensor)]
@@ -80,8 +88,13 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
 
-class _Mode(TorchDispatchMode):
-    """Sees each operation of a layer; those inside of compiled functions are left to them."""
+class _Attention(TorchDispatchMode):
+    """Sees each operation of a layer; those inside of compiled functions are left to them.
+
+    Args:
+        note (`Callable`, *optional*): Is given the results of attention.
+        results (`list`, *optional*): Given in place of attention, one after the other, each time this is entered.
+    """
 
     supports_higher_order_operators = True
 
@@ -89,44 +102,26 @@ class _Mode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, results: list[_Result]):
+    def __init__(self, note: Callable[[_Result], None] | None, results: list[_Result] | None = None):
         super().__init__()
-        self.results = results
+        self.note, self.results = note, results
 
-
-class _Noting(_Mode):
-    """Around the forward pass of a layer."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if _is_kept(func, args, kwargs):
-            self.results.append(_Result(func, out))
-        return out
-
-
-class _Giving(_Mode):
-    """Around the layer when it runs again, which it does once in each backward pass."""
-
-    def __enter__(self) -> "_Giving":
-        self.given = 0
+    def __enter__(self) -> "_Attention":
+        self.left = iter(self.results or ())
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_kept(func, args, kwargs):
+        place = _dropout_of(func)
+        if place is None or (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)):
             return func(*args, **kwargs)
-        number, self.given = self.given, self.given + 1
-        if number < len(self.results) and self.results[number].is_of(func):
-            return self.results[number].get()
-        return func(*args, **kwargs)
-
-
-def _is_kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    place = _dropout_of(func)
-    if place is None:
-        return False
-    return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+        found = next(self.left, None)
+        if found is not None and found.is_of(func):
+            return found.get()
+        out = func(*args, **kwargs)
+        if self.note is not None:
+            self.note(_Result(func, out))
+        return out
 
 
 @functools.cache

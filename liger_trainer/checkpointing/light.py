@@ -7,7 +7,7 @@ computed is the same: the layer runs again when its backward pass asks for the f
 had drawn and the autocast that it was under, and stops at the last tensor that is kept.
 
 Whatever is not the plain case is left to PyTorch's function: traced code, saved-tensor hooks of others (offloading, a
-checkpoint around this one), modes such as `torch.device`, other devices than CPUs and one CUDA GPU.
+checkpoint around this one), `torch.device` as a context, other devices than CPUs and one CUDA GPU.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from liger_trainer.checkpointing.switches import Switch
 from liger_trainer.instance.kept import hooks_in_force
 
+Around = Callable[[], contextlib.AbstractContextManager]
 _Autocast = tuple[str, bool, torch.dtype]
 
 
@@ -45,16 +46,26 @@ class _Kept:
 class _Call:
     """One call of a layer: what it takes to run it again.
 
+    Args:
+        function (`Callable`), args (`tuple`): The layer, and what it is given.
+        device (`torch.device`): Of all tensors in `args`.
+        draws (`bool`): Whether it draws random numbers that have to be drawn again.
+        around (`Callable`, *optional*): Makes a context that is entered while the layer runs again.
+        as_kept (`bool`): Whether it keeps what it would keep without checkpointing: see `patching/rebuild.py`.
+
     Attributes:
         kept (`list`): Weak references to what autograd keeps, in the order in which it came. What has been used or
             dropped gets no value again.
         backward (`int`): The number of the backward pass for which the layer has run again.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device):
-        self.function, self.args = function, args
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device, draws: bool = True,
+        around: Around | None = None, as_kept: bool = False,
+    ):  # fmt: skip
+        self.function, self.args, self.around, self.as_kept = function, args, around, as_kept
         self.versions = [x._version for x in args if isinstance(x, torch.Tensor)]
-        self.generators = _generators_of(device)
+        self.generators = _generators_of(device) if draws else []
         self.drawn: list[torch.Tensor] | None = [generator.get_state() for generator in self.generators]
         self.autocasts = [_autocast_on(kind) for kind in dict.fromkeys((device.type, "cpu"))]
         self.kept: list[weakref.ref[_Kept]] = []
@@ -62,7 +73,7 @@ class _Call:
 
     def run(self) -> Any:
         """The result of the layer. Autograd keeps only notes of its tensors."""
-        with saved_tensors_hooks(self._keep, _value_of):
+        with saved_tensors_hooks(_marked(self._keep, self.as_kept), _value_of):
             result = self.function(*self.args)
         assert self.drawn is not None
         if all(torch.equal(x.get_state(), before) for x, before in zip(self.generators, self.drawn, strict=True)):
@@ -81,7 +92,8 @@ class _Call:
         """What `kept` stands for, once in each backward pass."""
         backward = torch._C._current_graph_task_id()
         if backward != self.backward or backward == -1:  # -1: somebody looks at what is kept
-            self._run_again()
+            with contextlib.nullcontext() if self.around is None else self.around():
+                self._run_again()
             self.backward = backward
         value, kept.value = kept.value, None
         if value is None:
@@ -115,7 +127,8 @@ class _Call:
                 "The input of a checkpointed layer has been modified by an inplace operation since its forward pass."
             )
         try:
-            with saved_tensors_hooks(keep, _as_it_is), torch.enable_grad(), self._numbers_drawn(), self._autocast():
+            hooks = saved_tensors_hooks(_marked(keep, self.as_kept), _as_it_is)
+            with hooks, torch.enable_grad(), self._numbers_drawn(), self._autocast():
                 self.function(*self.args)
         except _Done:
             return
@@ -149,6 +162,13 @@ class _Call:
                 generator.set_state(state)
 
 
+def _marked(keep: Callable[..., Any], as_kept: bool) -> Callable[..., Any]:
+    """`keep`, which says to what can be computed again that it need not be kept."""
+    marked = functools.partial(keep)
+    marked.keeps_values = as_kept  # type: ignore[attr-defined]
+    return marked
+
+
 def _value_of(kept: Any) -> torch.Tensor:
     return kept.call.value_of(kept) if type(kept) is _Kept else kept
 
@@ -166,40 +186,36 @@ def _autocast_on(kind: str) -> _Autocast:
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-def _device_of(args: tuple[Any, ...]) -> torch.device | None:
-    """The one device of all tensors in `args`; None where that is not one CPU or CUDA GPU."""
+def device_of(given: Callable[..., Any], args: tuple[Any, ...]) -> torch.device | None:
+    """The one device of all tensors in `args`, which a layer is given that is to be checkpointed by `given`.
+
+    None if that is not one CPU or CUDA GPU, or something else is not the plain case.
+    """
+    if not isinstance(given, functools.partial) or given.func is not checkpoint_of_torch or given.args:
+        return None
+    options = given.keywords
+    if options.get("use_reentrant") is not False or not options.keys() <= {"use_reentrant", "preserve_rng_state"}:
+        return None
+    if torch.compiler.is_compiling() or hooks_in_force() is not None or torch._C._len_torch_function_stack():
+        return None
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     devices = {x.device for x in tensors}
-    if len(devices) != 1 or any(x.is_inference() for x in tensors):
-        return None
-    device = devices.pop()
-    return device if device.type in ("cpu", "cuda") else None
+    plain = torch.is_grad_enabled() and len(devices) == 1 and not any(x.is_inference() for x in tensors)
+    return next((device for device in devices if device.type in ("cpu", "cuda")), None) if plain else None
 
 
-def _is_plain() -> bool:
-    """Whether nobody else has a part in what happens to operations and to what autograd keeps."""
-    return not (
-        torch.compiler.is_compiling()
-        or hooks_in_force() is not None
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-    )
-
-
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, which keeps its arguments for the backward pass and runs again in it."""
-    if not torch.is_grad_enabled():
-        return function(*args)
-    device = _device_of(args) if _is_plain() else None
+def checkpoint(
+    given: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], around: Around | None = None,
+    as_kept: bool = False,
+) -> Any:  # fmt: skip
+    """`given(function, *args)`, by `_Call` in the plain case. `around` and `as_kept` are for that alone."""
+    device = device_of(given, args)
     if device is None:
-        return checkpoint_of_torch(function, *args, use_reentrant=False)
-    return _Call(function, args, device).run()
+        return given(function, *args)
+    draws = getattr(given, "keywords", {}).get("preserve_rng_state", True)
+    return _Call(function, args, device, draws, around, as_kept).run()
 
 
 def light(switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a layer checkpointed by `checkpoint` where PyTorch's function was to do it, without options of its own."""
-    given = switch.checkpointed
-    if isinstance(given, functools.partial) and given.func is checkpoint_of_torch and not given.args:
-        if given.keywords == {"use_reentrant": False}:
-            return checkpoint(function, *args)
-    return given(function, *args)
+    """Call a layer, checkpointed by `checkpoint`."""
+    return checkpoint(switch.checkpointed, function, args)

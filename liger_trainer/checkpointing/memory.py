@@ -16,7 +16,7 @@ class Memory(Protocol):
     """What is asked of a device. All sizes are bytes of tensors of this process.
 
     Attributes:
-        highest (`int`): The most bytes until `start_peak` was last called.
+        highest (`int`): The most bytes until `peak` was last called.
     """
 
     highest: int
@@ -24,24 +24,17 @@ class Memory(Protocol):
     def allocated(self) -> int:
         """Bytes of the tensors that exist."""
 
-    def start_peak(self) -> None:
-        """Count the peak from here."""
-
     def peak(self) -> int:
-        """The most bytes since `start_peak`."""
+        """The most bytes since this was last called."""
 
     def capacity(self) -> int:
-        """How many bytes tensors could take up at most, if nobody else's part of the device's memory grows."""
+        """How many bytes tensors could take up at most, if no other process takes more of the device's memory."""
 
-    def release(self) -> None:
-        """Give back what is not in use."""
+    def retries(self) -> int:
+        """How often the allocator has had to give back what it had cached, because nothing else was left."""
 
     def transport(self, host_gib: float | None) -> "Transport | None":
-        """What carries activations to the host's memory and back; None if there is nothing of that kind.
-
-        Args:
-            host_gib (`float`, *optional*): How many GiB it may take there; without it, a part of what is free.
-        """
+        """What carries activations to at most `host_gib` GiB of the host's memory, or a part of what is free."""
 
 
 class GpuMemory:
@@ -54,29 +47,31 @@ class GpuMemory:
         self.device = device
         self.highest = 0
 
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+    def _bytes(self, kind: str, which: str) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self.device)[kind]["all"][which]
 
-    def start_peak(self) -> None:
-        self.highest = max(self.highest, self.peak())
-        torch.cuda.reset_peak_memory_stats(self.device)
+    def allocated(self) -> int:
+        return self._bytes("allocated_bytes", "current")
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        peak = self._bytes("allocated_bytes", "peak")
+        self.highest = max(self.highest, peak)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
     def capacity(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        ours = torch.cuda.memory_reserved(self.device)
+        ours = self._bytes("reserved_bytes", "current")
         return min(free + ours, int(torch.cuda.get_per_process_memory_fraction(self.device) * total))
 
-    def release(self) -> None:
-        torch.cuda.empty_cache()
+    def retries(self) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self.device)["num_alloc_retries"]
 
     def transport(self, host_gib: float | None) -> "Transport | None":
-        from liger_trainer.checkpointing.host_memory import GpuTransport, HostMemory, room_of
+        from liger_trainer.checkpointing.host_memory import HostMemory, Transport, room_of
 
         room = room_of(host_gib)
-        return GpuTransport(HostMemory(room), self.device) if room else None
+        return Transport(HostMemory(room), self.device) if room else None
 
 
 def memory_of(device: torch.device) -> Memory | None:
@@ -90,3 +85,11 @@ def limit_of(budget_gib: float | None, capacity: int) -> int:
     if budget_gib is None:
         return fits
     return min(fits, int(budget_gib * GIB * (1 - RESERVE_OF_BUDGET)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that the device's memory is full. cuBLAS and Triton have messages of their own for that."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text)
+    )

@@ -1,32 +1,40 @@
-"""What is measured of a micro-batch, and which of its layers keep their activations.
+"""What was seen of a micro-batch, and from that the layers that keep their activations within a limit.
 
-A micro-batch is a sequence of calls of layers, forward and then backward. The starts of all these cut it into moments.
-Measured are the most bytes that were allocated in each moment while every layer was checkpointed, and how many bytes
-more a call takes up when its activations are kept. All sizes are bytes.
+A micro-batch is cut into moments. The first begins with its first layer, each of the others where the backward pass
+computes a layer again. Known of a moment is the most bytes that were allocated in it. A layer that keeps its
+activations instead of computing them again adds no more than their bytes, and only to the moments from its call to
+where its backward pass begins. So the largest sum is a bound of the new peak. The layer whose backward pass is first is
+chosen first: its activations are gone again before the gradients of the other layers have grown. All sizes are bytes.
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+SLACK = 1.05  # how much longer copies to the host may take than they should
+ROOM = 0.9  # of the host's memory: tensors do not fill slabs to the last byte
+_Spans = Iterable[tuple[int, int, int]]  # (first, last, bytes): they are there from a moment to before another
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of what a layer is given: (rows, length, ...).
-
-    Attributes:
-        tokens (`int`): rows * length, with which nearly all activations grow.
-        pairs (`int`): rows * length * length, with which masks and the scores of eager attention grow.
-    """
+    """The size of a tensor (rows, length, ...), such as what a layer is given."""
 
     rows: int
     length: int
 
     @property
     def tokens(self) -> int:
+        """With these, nearly all activations grow."""
         return self.rows * self.length
 
     @property
     def pairs(self) -> int:
+        """With these, masks and the scores of eager attention grow."""
         return self.rows * self.length**2
 
     def covers(self, other: "Size") -> bool:
@@ -35,191 +43,233 @@ class Size:
 
     def share(self, other: "Size") -> float:
         """At most this share of the activations of this size are those of `other`."""
-        return max(other.tokens / self.tokens, other.pairs / self.pairs)
+        return min(1.0, max(other.tokens / max(self.tokens, 1), other.pairs / max(self.pairs, 1)))
 
 
-class Count(NamedTuple):
-    """How many calls keep something.
-
-    Attributes:
-        whole (`int`): All activations.
-        attention (`int`): The results of attention, those that keep all activations among them.
-        on_host (`int`): All activations, in the host's memory.
-    """
-
-    whole: int
-    attention: int
-    on_host: int = 0
+Sizes = dict[Hashable, Size]  # of the tensors of a batch by their places in it, and of what the first layer is given
 
 
-NOTHING = Count(0, 0)
+def sizes_of(batch: Any, place: tuple[Hashable, ...] = ()) -> Sizes:
+    """The sizes of all tensors in `batch`, which may be nested containers, by where they are in it."""
+    if isinstance(batch, torch.Tensor):
+        rows = batch.shape[0] if batch.ndim > 1 else 1
+        return {place: Size(rows, batch.numel() // max(rows, 1))} if batch.ndim else {}
+    items: Iterable[tuple[Hashable, Any]] = ()
+    if isinstance(batch, Mapping):
+        items = batch.items()
+    elif isinstance(batch, (list, tuple)):
+        items = enumerate(batch)
+    return {where: size for key, part in items for where, size in sizes_of(part, (*place, key)).items()}
 
 
-class Spread(NamedTuple):
-    """Which calls have their activations on the host.
+@dataclass
+class Call:
+    """One call of a layer."""
 
-    Attributes:
-        number (`int`): How many. They lie evenly between `start` and the last one that can be.
-        start (`int`): The number of the first of them.
-        lag (`int`): How many calls later their copies on the host are waited for.
-    """
+    layer: int
+    group: Hashable  # layers of one group are built alike
+    size: Size  # of what it is given
+    first: int  # the moment in which it is called
+    last: int | None = None  # the moment that begins when it is computed again; None: it was not
+    extra: int = 0  # how many bytes more it holds if its activations are kept
+    casts: int = 0  # of these, weights that autocast has cast, which are as many for few tokens
+    attention: int = 0  # how many bytes more it holds if the results of its attention are kept; 0: it has none
+    given: int = 0  # the bytes of the hidden states that it is given
 
-    number: int
-    start: int
-    lag: int
+    def bytes(self, share: float) -> int:
+        """`extra` of so large a share of the tokens."""
+        casts = min(self.casts, self.extra)
+        return casts + math.ceil((self.extra - casts) * share)
+
+    def held(self, size: int) -> tuple[int, int, int]:
+        """So many bytes, from the call to its backward pass."""
+        return self.first, self.last or 0, size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is kept of which layers. The rest is computed again."""
+
+    kept: frozenset[int] = frozenset()  # all activations
+    attention: frozenset[int] = frozenset()  # the results of attention, of other layers
+    on_host: frozenset[int] = frozenset()  # all activations of other layers, on the host
+    peak: int = 0  # the most bytes that the micro-batch will have allocated
+    lag: int = 0  # how many calls later copies to the host are waited for
 
     @property
     def ahead(self) -> int:
         """How many calls before its backward pass a call is fetched again. A backward pass takes twice as long."""
         return max(1, self.lag // 2)
 
-
-NOWHERE = Spread(0, 0, 0)
-
-
-class Seen(NamedTuple):
-    """What was seen of a call when its activations had been copied to the host.
-
-    Attributes:
-        left (`bool`): Whether the hidden states that it was given are gone from the GPU.
-        stays (`int`): How many bytes of its activations are not.
-    """
-
-    left: bool
-    stays: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a layer.
-
-    Attributes:
-        size (`Size`): Of what it is given.
-        extra (`int` or `None`): How many bytes more it holds if its activations are kept. None: not known.
-        first (`int`): The moment that begins with the call.
-        last (`int` or `None`): The moment that begins with its backward pass; None if it has none.
-        attention (`int` or `None`): How many bytes more it holds if the results of its attention are kept. None: not
-            known, or it has none that could be kept.
-        given (`int`): The bytes of the hidden states that it is given, if they stay on the GPU when it is checkpointed.
-        away (`int`): Their bytes if they wait on the host then. They are part of `extra`.
-        left (`bool`): Whether it was seen that the hidden states are gone from the GPU when its activations are on the
-            host. Without that, somebody else may hold them.
-        stays (`int`): How many bytes of `extra` were seen to stay on the GPU then.
-    """
-
-    size: Size
-    extra: int | None
-    first: int
-    last: int | None
-    attention: int | None = None
-    given: int = 0
-    away: int = 0
-    left: bool = False
-    stays: int = 0
-
-    def merged(self, other: "Call") -> "Call":
-        """What covers both. Extras grow with the tokens."""
-        size = self.size if self.size.covers(other.size) else other.size
-        if not size.covers(self.size):  # neither covers the other
-            length = max(self.size.length, other.size.length)
-            size = Size(-(-max(self.size.tokens, other.size.tokens) // length), length)
-
-        def grown(*measured: tuple[int | None, Size]) -> int | None:
-            return max((round(b * size.tokens / of.tokens) for b, of in measured if b is not None), default=None)
-
-        extra = grown((self.extra, self.size), (other.extra, other.size))
-        attention = grown((self.attention, self.size), (other.attention, other.size))
-        given, away = max(self.given, other.given), max(self.away, other.away)
-        left, stays = self.left or other.left, max(self.stays, other.stays)
-        return Call(size, extra, self.first, self.last, attention, given, away, left, stays)
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What a micro-batch needs with every layer checkpointed.
-
-    Attributes:
-        moments (`tuple[int, ...]`): The most bytes of each moment, beyond those at the start of the micro-batch.
-        calls (`tuple[Call, ...]`): In the order in which they are made.
-        long (`bool`): Whether it was measured what the results of attention take up, which pays for long rows.
-        seconds (`float`): How long the forward pass of the calls has taken. 0 if that was not measured.
-    """
-
-    moments: tuple[int, ...]
-    calls: tuple[Call, ...]
-    long: bool = False
-    seconds: float = 0.0
+    @property
+    def once(self) -> frozenset[int]:
+        """The layers that are computed once."""
+        return self.kept | self.on_host
 
     @property
-    def peak(self) -> int:
-        return max(self.moments)
+    def is_empty(self) -> bool:
+        return not (self.kept or self.attention or self.on_host)
 
     @property
-    def choosable(self) -> list[int]:
-        """The calls that may keep their activations, that with the first backward pass first."""
-        known = [(call.last, i) for i, call in enumerate(self.calls) if call.extra is not None and call.last]
-        return [i for _, i in sorted(known, key=lambda pair: pair[0])]
+    def amount(self) -> tuple[int, int]:
+        return len(self.once), len(self.attention)
 
-    def covers(self, size: Size, number: int = 0) -> bool:
-        """Whether call `number` was measured with something at least as large as `size`."""
-        return number < len(self.calls) and self.calls[number].size.covers(size)
 
-    def share(self, size: Size) -> float:
-        """How much of the activations there are when the first layer is given `size`. 1 if layers differ in size."""
-        of_all = {call.size for call in self.calls}
-        return min(1.0, of_all.pop().share(size)) if len(of_all) == 1 else 1.0
+NOTHING = Plan()
 
-    def with_seen(self, seen: dict[int, Seen], size: Size) -> "Profile":
-        """With what was seen of calls whose activations were on the host, when the first layer was given `size`.
 
-        Of what stays on the GPU, as much is expected of the calls that hold as much as one of these.
+class Link(NamedTuple):
+    """The way to the host's memory."""
+
+    room: int  # how many bytes of activations the host takes at most
+    pace: float  # how many layers are computed while the activations of one are copied
+
+
+@dataclass
+class Seen:
+    """A micro-batch with every layer checkpointed that was measured. It is a bound for all that it covers."""
+
+    sizes: Sizes  # of its tensors and of its first layer, which is at None
+    adds: bool  # whether it has added to gradients that were there
+    long: bool  # whether its rows were long enough to measure the results of attention
+    moments: list[int]  # the most bytes of each, beyond those that were there when the first layer was called
+    calls: list[Call]  # in their order
+    seconds: float = 0.0  # how long the forward pass of the calls has taken; 0 if that was not measured
+    margin: int = 0  # by how many bytes a prediction was too low that was made from this
+
+    @property
+    def layers(self) -> dict[int, list[Call]]:
+        found: dict[int, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.layer, []).append(call)
+        return found
+
+    @property
+    def choosable(self) -> dict[int, list[Call]]:
+        """The layers that may keep something, that with the first backward pass first.
+
+        Where the batch does not show how much the last layers will be given, as without padding, the layers before
+        those that are given as much keep nothing: what they hold would be there when the last ones need more.
         """
-        stays: dict[int | None, int] = {}
-        for number, of_call in seen.items():
-            extra = self.calls[number].extra
-            stays[extra] = max(stays.get(extra, 0), round(of_call.stays / self.share(size)))
-        calls = [replace(call, stays=max(call.stays, stays.get(call.extra, 0))) for call in self.calls]
-        for number, of_call in seen.items():
-            calls[number] = replace(calls[number], left=of_call.left)
-        return replace(self, calls=tuple(calls))
+        last = self.calls[-1].size
+        shown = any(size == last for place, size in self.sizes.items() if place is not None)
+        able = {
+            layer: calls
+            for layer, calls in self.layers.items()
+            if all(call.last is not None and (shown or call.size == last) for call in calls)
+        }
+        return dict(sorted(able.items(), key=lambda item: min(call.last or 0 for call in item[1])))
 
-    def merged(self, other: "Profile") -> "Profile":
-        """What covers both; it is `other` if their calls are not made in the same order."""
+    def covers(self, sizes: Sizes, adds: bool, long: bool) -> bool:
+        """Whether a micro-batch of `sizes` needs no more than this one."""
+        if adds != self.adds or long > self.long or sizes.keys() != self.sizes.keys():
+            return False
+        return all(self.sizes[place].covers(size) for place, size in sizes.items())
 
-        def order(profile: "Profile") -> list[tuple[int, int | None]]:
-            return [(call.first, call.last) for call in profile.calls]
+    def share(self, sizes: Sizes) -> float:
+        """How large a share of the activations there are with `sizes`."""
+        if len({call.size for call in self.calls}) == 1:
+            return self.sizes[None].share(sizes[None])
+        return max(self.sizes[place].share(size) for place, size in sizes.items())
 
-        if order(self) != order(other):
-            return other
-        calls = tuple(a.merged(b) for a, b in zip(self.calls, other.calls, strict=True))
-        moments = tuple(map(max, self.moments, other.moments))
-        return Profile(moments, calls, self.long or other.long, max(self.seconds, other.seconds))
+    def pace(self, rate: float) -> float:
+        """How many calls are computed while a call is copied to the host, at `rate` bytes a second."""
+        largest = max(call.extra + call.given for call in self.calls)
+        return largest / rate / (self.seconds / len(self.calls)) * SLACK if self.seconds else math.inf
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is kept.
+def choose(seen: Seen, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None) -> Plan:
+    """The plan that keeps the most. Nothing that is kept adds to a moment that exceeds `limit`.
 
-    Attributes:
-        kept (`frozenset[int]`): The numbers of the calls that keep their activations.
-        peak (`int`): The most bytes that the micro-batch will have allocated.
-        attention (`frozenset[int]`): The numbers of the calls that keep the results of attention, those of `kept` among
-            them if they were chosen for that first.
-        on_host (`frozenset[int]`): The numbers of the calls whose activations wait on the host.
-        spread (`Spread`): How these lie between the others.
+    Args:
+        seen (`Seen`): A micro-batch that covers `sizes`, those of this one.
+        base (`int`): What is allocated when the first layer is called.
+        limit (`int`): The most that may be allocated.
+        long (`bool`): Whether rows are so long that it pays to keep the results of attention.
+        link (`Link`, *optional*): To the host's memory.
     """
+    filling = _Filling(seen, [base + moment for moment in seen.moments], limit, seen.share(sizes))
+    best, able = filling.plan(NOTHING, long), seen.choosable
+    if link is None or len(best.once) == len(able):
+        return best
+    lag, room = math.ceil(link.pace), link.room * ROOM
+    spots = _spots(seen, lag, link.pace)
+    for number, i in enumerate(spots, 1):
+        call = seen.calls[i]
+        room -= call.bytes(filling.share) + call.given
+        if room < 0 or not filling.add(filling.on_host(i, max(1, lag // 2))):
+            break
+        plan = filling.plan(Plan(on_host=frozenset(seen.calls[k].layer for k in spots[:number]), lag=lag), long)
+        # While these are copied, they take room that the layers behind them need later only
+        behind = {c.layer for c in seen.calls[spots[0] + 1 :]} & plan.kept
+        if len(behind) < min(number, int((lag + 1) / max(link.pace, 1)) + 1):
+            break
+        best = plan if plan.amount > best.amount else best
+        if len(plan.once) == len(able):
+            break
+    return best
 
-    kept: frozenset[int]
-    peak: int
-    attention: frozenset[int] = frozenset()
-    on_host: frozenset[int] = frozenset()
-    spread: Spread = NOWHERE
 
-    @property
-    def count(self) -> Count:
-        return Count(len(self.kept), len(self.attention), len(self.on_host))
+class _Filling:
+    """The bytes of each moment, to which layers are added as long as they fit."""
 
-    @property
-    def attention_only(self) -> int:
-        """How many calls keep the results of attention, and nothing else."""
-        return len(self.attention - self.kept)
+    def __init__(self, seen: Seen, moments: list[int], limit: int, share: float):
+        self.seen, self.moments, self.limit, self.share = seen, moments, limit, share
+
+    def add(self, spans: _Spans) -> bool:
+        """Add bytes if they fit, each in its moments: others may exceed the limit anyhow."""
+        grown, fits = list(self.moments), True
+        for first, last, size in spans:
+            for moment in range(first, last):
+                grown[moment] += size
+                fits = fits and grown[moment] <= self.limit
+        if fits:
+            self.moments = grown
+        return fits
+
+    def plan(self, plan: Plan, long: bool) -> Plan:
+        """`plan` and all that fits beside it: the results of attention if rows are long, then whole layers."""
+        rest = _Filling(self.seen, self.moments, self.limit, self.share)
+        able = {layer: calls for layer, calls in self.seen.choosable.items() if layer not in plan.on_host}
+        attention: dict[int, dict[int, int]] = {}
+        kept = set()
+        for layer, calls in able.items() if long else ():
+            sizes = [math.ceil(call.attention * self.share) for call in calls]
+            if not all(sizes):
+                continue
+            if not rest.add(call.held(size) for call, size in zip(calls, sizes, strict=True)):
+                break
+            attention[layer] = dict(enumerate(sizes))
+        for layer, calls in able.items():
+            there = attention.get(layer, {})
+            if not rest.add(call.held(call.bytes(self.share) - there.get(n, 0)) for n, call in enumerate(calls)):
+                break
+            kept.add(layer)
+        return Plan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(rest.moments), plan.lag)
+
+    def on_host(self, i: int, ahead: int) -> _Spans:
+        """What call `i` adds to the moments of the backward pass when its activations are on the host.
+
+        They are there from when they are fetched, and with them a copy of what the call was given, which may be held
+        elsewhere as well.
+        """
+        call, trigger = self.seen.calls[i], self.seen.calls[i + ahead]
+        fetched, last = trigger.last or 0, call.last or 0
+        return [(fetched, last, call.bytes(self.share)), (fetched, last + 1, call.given)]
+
+
+def _spots(seen: Seen, lag: int, pace: float) -> list[int]:
+    """The numbers of the calls whose activations can be copied to the host and back in time, the last one first.
+
+    They are of the largest group of layers, and `pace` calls apart. Enough other calls come after them.
+    """
+    able, ahead, spots = seen.choosable, max(1, lag // 2), []
+    groups = Counter(call.group for call in seen.calls if call.layer in able and len(able[call.layer]) == 1)
+    below = float(len(seen.calls) - 2 - max(lag, ahead))
+    for i in range(int(below), -1, -1) if groups else ():
+        call, trigger = seen.calls[i], seen.calls[i + ahead]
+        fits = call.layer in able and len(able[call.layer]) == 1 and call.group == groups.most_common(1)[0][0]
+        if i <= below and fits and trigger.last is not None and trigger.last < (call.last or 0):
+            spots.append(i)
+            below = min(below, i + 1) - max(pace, 1)
+    return spots

@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,16 +30,19 @@ class Switch:
 
     Attributes:
         checkpointed (`Callable`): The function that was there before.
-        group: Layers of one group hold activations of one size.
-        layer (`int`): Tells the layer from others of the group, also from one switch of it to the next.
+        group: Layers of one group are built alike.
+        layer (`int`): Tells the layer from all others, also from one switch of it to the next.
+        casts (`int`): Bytes of its fp32 weights in 16 bits, which autocast makes.
         module (`Callable`): Returns the layer, or None if there is no such module any more.
     """
 
     def __init__(self, decide: Decide, module: nn.Module, checkpointed: Callable[..., Any]):
         self.decide, self.checkpointed, self.layer, self.module = decide, checkpointed, id(module), weakref.ref(module)
-        sizes = tuple(getattr(p, "ds_shape", p.shape) for p in module.parameters())
-        learns = any(p.requires_grad for p in module.parameters())  # one that does not learn holds less
-        self.group = (type(module).__qualname__, sizes, getattr(module, "attention_type", None), learns)
+        weights = list(module.parameters())
+        sizes = tuple(getattr(p, "ds_shape", p.shape) for p in weights)
+        learns = any(p.requires_grad for p in weights)  # one that does not learn holds less
+        self.casts = sum(p.numel() * 2 for p in weights if p.dtype == torch.float32)
+        self.group = (type(module).__qualname__, sizes, learns)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.decide(self, function, args)
@@ -62,6 +65,12 @@ def install(model: nn.Module, decide: Decide) -> None:
     _put(model, decide)
 
 
+def switches_of(model: nn.Module) -> list[Switch]:
+    """All switches in `model`, in the order of its modules."""
+    found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
+    return [switch for switch in found if isinstance(switch, Switch)]
+
+
 def remove(model: nn.Module) -> None:
     """Undo `install`. The layers are checkpointed as before."""
     for module in model.modules():
@@ -76,20 +85,6 @@ def _put(model: nn.Module, decide: Decide) -> None:
         function = vars(module).get(_ATTRIBUTE)
         if function is not None and not isinstance(function, Switch):
             setattr(module, _ATTRIBUTE, Switch(decide, module, function))
-
-
-def share_weights(model: nn.Module, called: list[nn.Module]) -> bool:
-    """Whether a weight is of several of the layers that were `called`, or of one and of the rest of `model`."""
-    of_each = [set(layer.parameters()) for layer in called]  # a layer that was called twice is there twice
-    of_each.append(set(_weights_beside(model, set(called))))
-    return len(set().union(*of_each)) < sum(map(len, of_each))
-
-
-def _weights_beside(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Parameter]:
-    if module not in layers:
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            yield from _weights_beside(child, layers)
 
 
 class _Setter:
@@ -116,15 +111,11 @@ def hidden_of(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tens
     return next((x for x in given(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
 
 
-def size_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Size | None:
-    """The size of the hidden states; None if there are none."""
-    hidden = hidden_of(function, args)
-    if hidden is None:
-        return None
+def size_of(hidden: torch.Tensor) -> Size:
     return Size(1, hidden.shape[0]) if hidden.ndim == 2 else Size(hidden.shape[0], hidden.shape[1])
 
 
-def longest_of(function: Callable[..., Any], args: tuple[Any, ...], size: Size) -> int:
+def longest_of(function: Callable[..., Any], args: tuple[Any, ...], hidden: torch.Tensor) -> int:
     """How many tokens a token of the layer attends to at most.
 
     Where rows lie one after the other in one, the layer is given a mask that knows them (`RowMask` in `varlen/`, of
@@ -133,7 +124,7 @@ def longest_of(function: Callable[..., Any], args: tuple[Any, ...], size: Size) 
     for x in given(function, args):
         if hasattr(x, "rows") and hasattr(x, "window"):
             return x.rows.longest if x.window is None else min(x.rows.longest, x.window)
-    return size.length
+    return size_of(hidden).length
 
 
 def given(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -19,12 +19,15 @@ class CountedMemory(TorchDispatchMode):
 
     Args:
         size (`int`): How many bytes tensors may take up.
+
+    Attributes:
+        highest, recent (`int`): The most bytes since they were last set.
     """
 
     def __init__(self, size: int):
         super().__init__()
         self.size = size
-        self.highest = 0
+        self.highest = self.recent = 0
         self._now = self._peak = 0
         self._known: dict[int, weakref.ref] = {}
 
@@ -49,22 +52,21 @@ class CountedMemory(TorchDispatchMode):
     def add(self, size: int) -> None:
         """Count bytes that no tensor stands for."""
         self._now += size
-        self._peak, self.highest = max(self._peak, self._now), max(self.highest, self._now)
+        self._peak, self.recent = max(self._peak, self._now), max(self.recent, self._now)
+        self.highest = max(self.highest, self._now)
 
     def allocated(self) -> int:
         return self._now
 
-    def start_peak(self) -> None:
-        self._peak = self._now
-
     def peak(self) -> int:
-        return self._peak
+        peak, self._peak = self._peak, self._now
+        return peak
 
     def capacity(self) -> int:
         return self.size
 
-    def release(self) -> None:
-        """There is nothing that would be given back."""
+    def retries(self) -> int:
+        return 0
 
     def transport(self, host_gib: float | None) -> None:
         """Nothing is carried to the host: how much the time would allow is not known here."""

@@ -123,13 +123,8 @@ class _Layers:
 
     def _ends(self, *_: Any) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.last = self.memory.allocated()
+            self.last = self.memory.recent = self.memory.allocated()
             self.held.append(self._held() - self._before)
-            self.memory.start_peak()
-
-
-class _NoTrainer:
-    """In the place of the trainer whose counters would be put back if a micro-batch were run again."""
 
 
 def need(
@@ -217,10 +212,7 @@ class _Run:
         need, memory = self.need, self.memory
         chooser = None
         if checkpointing == AUTO:
-            chooser = Chooser(
-                self.model, memory, self.job.budget, "nothing runs out of this memory",
-                keeps_gradients=not self.job.in_backward,
-            )  # fmt: skip
+            chooser = Chooser(memory, self.job.budget, lightly=self.job.sharding.kind != "fsdp2", warm=True)
             need.chosen = chooser.outcome
         with memory:
             memory.count(self.uncounted)
@@ -256,14 +248,14 @@ class _Run:
             if chooser is None:
                 self._micro_batch(rows, length)
             else:
-                chooser.run(_NoTrainer(), self._micro_batch, (rows, length), {})
+                chooser.run(self.model, self._micro_batch, (rows, length), {})
             if self.units is not None:
                 self.units.end()
             self.need.micro_batch = self.memory.highest
 
     def _micro_batch(self, rows: int, length: int) -> None:
         loss = self.job.loss(self.called, self.reference, rows, length)
-        self.need.head = max(0, self.memory.peak() - self.layers.last)
+        self.need.head = max(0, self.memory.recent - self.layers.last)
         loss.backward()
 
     def _step_alone(self, weight: nn.Parameter, _: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from liger_trainer.instance.hooks import comes_from
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.trainers import frozen_base, fsdp2, in_backward_checks, init_checks, optimizer_in_backward
-from liger_trainer.trainers.auto_checkpointing import checkpointing_lightly, chooser_of
+from liger_trainer.trainers.auto_checkpointing import Lightly, checkpointing_of
 from liger_trainer.trainers.logged_loss import filtering_losses
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
@@ -75,7 +75,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     freezes_in_eight_bits: bool = False
     checkpointing: Outcome | None = None
     device_memory: Memory | None = None
-    _chooser: Chooser | None = None
+    _layers: Chooser | Lightly | None = None  # what runs micro-batches while training
     _in_backward: optimizer_in_backward.OptimizerInBackward | None = None  # while training with `optimizer_in_backward`
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
@@ -156,9 +156,9 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         if self._in_backward is not None:
             step = partial(self._in_backward.run, step)
         with self._explaining_missing_logits():
-            if self._chooser is None:
+            if self._layers is None:
                 return step(*args, **kwargs)
-            return self._chooser.run(self, step, args, kwargs)
+            return self._layers.run(self.model, step, args, kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         steps = self._in_backward
@@ -215,17 +215,16 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock trainer does, but filter logged losses (`logging_nan_inf_filter`) without waiting."""
         self._use_own_heads()  # now, because TRL may score rows while it loads the data
-        self._chooser = chooser = chooser_of(self, self.device_memory)
-        if chooser is not None:
-            self.checkpointing = chooser.outcome
-        lightly = checkpointing_lightly(self) if chooser is None else nullcontext()
+        self._layers = layers = checkpointing_of(self, self.device_memory)
+        if layers is not None and layers.outcome is not None:
+            self.checkpointing = layers.outcome
         try:
-            with lightly, filtering_losses(self), optimizer_in_backward.while_training(self) as self._in_backward:
+            with filtering_losses(self), optimizer_in_backward.while_training(self) as self._in_backward:
                 return super().train(*args, **kwargs)
         finally:
-            self._chooser = self._in_backward = None
-            if chooser is not None:
-                chooser.end()
+            self._layers = self._in_backward = None
+            if layers is not None:
+                layers.end()
 
     def _wants(self, part: str) -> bool:
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))

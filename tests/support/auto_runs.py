@@ -9,6 +9,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
+from liger_trainer.checkpointing.chooser import Chooser
 
 LAYERS = 6
 
@@ -48,7 +49,9 @@ def memory_with(carries, size=None):
     return memory
 
 
-def build(out, checkpointing, memory=None, callbacks=(), trainer_class=LigerTrainer, model=None, **options):
+def build(
+    out, checkpointing, memory=None, callbacks=(), trainer_class=LigerTrainer, model=None, model_init=None, **options
+):
     defaults = {
         "max_steps": 8, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
         "logging_steps": 1, "save_strategy": "no", "seed": 11, "remove_unused_columns": False, "use_liger": False,
@@ -57,11 +60,12 @@ def build(out, checkpointing, memory=None, callbacks=(), trainer_class=LigerTrai
         output_dir=str(out), report_to="none", use_cpu=True, disable_tqdm=True, activation_checkpointing=checkpointing,
         **(defaults | options),
     )  # fmt: skip
-    model = model or tiny_model("llama", attention_dropout=0.1, num_hidden_layers=LAYERS)
+    if model is None and model_init is None:
+        model = tiny_model("llama", attention_dropout=0.1, num_hidden_layers=LAYERS)
     rows = uneven_rows()
     trainer = trainer_class(
-        model=model, args=args, train_dataset=rows, eval_dataset=rows[:6], data_collator=collate,
-        callbacks=list(callbacks),
+        model=model, model_init=model_init, args=args, train_dataset=rows, eval_dataset=rows[:6],
+        data_collator=collate, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.device_memory = memory
     return trainer
@@ -76,6 +80,19 @@ def train(trainer, **resume):
             trainer.train(**resume)
     losses = [log[name] for log in trainer.state.log_history for name in ("loss", "eval_loss") if name in log]
     return losses, {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+
+
+def planned_and_real(monkeypatch):
+    """A list that gets, for each micro-batch with a plan, the peak that was predicted and the real one."""
+    found, note = [], Chooser._note
+
+    def noting(self, now, peak):
+        if not now.plan.is_empty:
+            found.append((now.plan.peak, peak))
+        return note(self, now, peak)
+
+    monkeypatch.setattr(Chooser, "_note", noting)
+    return found
 
 
 def same_bits(got, want):

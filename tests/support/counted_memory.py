@@ -3,7 +3,6 @@
 An operation whose result does not fit raises `torch.OutOfMemoryError`, as the allocator of a GPU does.
 """
 
-import gc
 import weakref
 
 import torch
@@ -56,17 +55,15 @@ class CountedMemory(TorchDispatchMode):
     def allocated(self):
         return self.now
 
-    def start_peak(self):
-        self._peak = self.now
-
     def peak(self):
-        return self._peak
+        peak, self._peak = self._peak, self.now
+        return peak
 
     def capacity(self):
         return self.claims or self.size or 1 << 40
 
-    def release(self):
-        gc.collect()
+    def retries(self):
+        return 0
 
     def transport(self, host_gib):
         return self.carries
@@ -84,11 +81,11 @@ class Carries:
     stream = None
 
     def __init__(self, room=1 << 30, rate=1e15):
-        self.host = HostMemory(room, self._lock, slab=1 << 20, small=1)
+        self.host = HostMemory(room, self._pin, slab=1 << 20, small=1)
         self.rate, self.clock, self.most = rate, 0.0, 0
         self._slabs = []
 
-    def _lock(self, size):
+    def _pin(self, size):
         with _disable_current_modes():
             self._slabs.append(torch.empty(size, dtype=torch.uint8))
         self.most = max(self.most, self.host.taken + size)

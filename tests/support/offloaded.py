@@ -2,12 +2,9 @@
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.checkpointing.host_memory import HostMemory
 from liger_trainer.checkpointing.offload import Offload
-from liger_trainer.checkpointing.page_locked import page_locked
-from liger_trainer.checkpointing.plan import Spread
 
 GPU = torch.device("cuda") if torch.cuda.is_available() else None
 
@@ -16,12 +13,12 @@ class Host(HostMemory):
     """Memory of the host for tensors of any size, which counts what it was asked for."""
 
     def __init__(self, room=1 << 24):
-        super().__init__(room, page_locked if GPU else self._plain, slab=1 << 16, small=1)
+        super().__init__(room, self._empty, slab=1 << 16, small=1)
         self.asked = []
 
     @staticmethod
-    def _plain(size):
-        return torch.empty(size, dtype=torch.uint8)
+    def _empty(size):
+        return torch.empty(size, dtype=torch.uint8, pin_memory=GPU is not None)
 
     def take(self, size):
         self.asked.append(size)
@@ -32,12 +29,8 @@ class Host(HostMemory):
         return sum(slab.slots for slab in self._slabs)
 
 
-def offload_of(host, lag=0, ahead=None):
-    stream = torch.cuda.Stream() if GPU else None
-    spread = Spread(1, 0, lag)
-    if ahead is not None:
-        spread = type("Given", (), {"lag": lag, "ahead": ahead})
-    return Offload(host, stream, spread)
+def offload_of(host, lag=0, ahead=1):
+    return Offload(host, torch.cuda.Stream() if GPU else None, lag, ahead)
 
 
 def on_device(module):
@@ -90,18 +83,6 @@ def through(carried, numbers=(0, 1, 2, 3)):
             y = carried.call(number, layer, lambda x: layer(x, scale), (x,), given)
         else:
             y = layer(x, scale)
-        carried.returned(number, [y])
-        return y
-
-    return call
-
-
-def checkpointed(carried):
-    def call(number, layer, x, scale):
-        carried.begins(number)
-        y = carried.checkpointed(
-            number, lambda f, *a: checkpoint(f, *a, use_reentrant=False), x, lambda x: layer(x, scale), x
-        )
         carried.returned(number, [y])
         return y
 

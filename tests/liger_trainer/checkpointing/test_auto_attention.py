@@ -48,8 +48,7 @@ def test_the_same_bits_within_the_budget(share, runs, tmp_path, caplog):
     trainer = make(tmp_path, "auto", memory := CountedMemory(), memory_budget=budget / GIB)
     assert same_bits(train(trainer), runs[False])
     chosen = trainer.checkpointing
-    # The measured micro-batch keeps one layer of six: of so small a model, it has no room for that in a small budget
-    assert memory.highest <= max(budget, between(runs, 0.3)) * 1.02
+    assert memory.highest <= budget * 1.005
     if share > 1:
         assert (chosen.kept, chosen.attention) == (LAYERS, 0)
     else:
@@ -94,41 +93,6 @@ def test_where_there_is_nothing_to_keep_or_no_way(options, tmp_path):
     trainer = make(tmp_path, "auto", CountedMemory(), memory_budget=budget / GIB, max_steps=4, **options)
     assert same_bits(train(trainer), made[False])
     assert trainer.checkpointing.layers == LAYERS and trainer.checkpointing.most_attention == 0
-
-
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
-def test_out_of_memory_is_run_again_with_the_same_bits(share, runs, tmp_path, caplog):
-    """The device has less than it claims from the middle of the training on: whole layers go first, then attention."""
-    memory = CountedMemory()
-    memory.claims = 1 << 40
-    size = int(between(runs, share))
-    trainer = make(tmp_path, "auto", memory, [At(4, lambda: setattr(memory, "size", size))])
-    assert same_bits(train(trainer), runs[False])
-    assert memory.failures == trainer.checkpointing.run_again > 0
-    said = [record.message for record in caplog.records if "is run again" in record.message]
-    assert len(said) == memory.failures
-    assert "activations of 3 layers and the results of attention of 6 layers kept" in said[0]
-
-
-def test_a_retreat_ends_with_every_layer_checkpointed(runs, tmp_path):
-    """Less than the results of one layer's attention are left."""
-    trainer = make(tmp_path, "auto", memory := CountedMemory())
-    memory.claims = 1 << 40
-    kept = []
-
-    def shrink():
-        chooser = trainer._chooser
-        kept.append(chooser)
-        for size in list(chooser._profiles):
-            calls = chooser._profiles[size].calls
-            assert all(call.attention for call in calls)
-        memory.size = int(runs[True][2] * 1.01)  # what is kept of the inputs, too
-
-    trainer.add_callback(At(4, shrink))
-    assert same_bits(train(trainer), runs[False])
-    (chooser,) = kept
-    assert min(chooser._caps.values()).attention < LAYERS
-    assert min(chooser._caps.values()).whole == 0
 
 
 @pytest.mark.parametrize("long", [2, 40])

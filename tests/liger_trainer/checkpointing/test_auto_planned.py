@@ -3,13 +3,13 @@
 import auto_runs
 import pytest
 import torch
-from auto_runs import At, build, frozen_model, memory_with, rows_of_one_length, same_bits, train
+from auto_runs import At, build, frozen_model, memory_with, planned_and_real, rows_of_one_length, same_bits, train
 from counted_memory import Carries, CountedMemory
 from tiny_models import tiny_model
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_trainer import LigerTrainer
-from liger_trainer.checkpointing import chooser, switches
-from liger_trainer.checkpointing.agreement import Ranks
 from liger_trainer.checkpointing.memory import GIB
 
 
@@ -18,27 +18,23 @@ def one_length(monkeypatch):
     monkeypatch.setattr(auto_runs, "uneven_rows", rows_of_one_length)
 
 
-def planned_and_real(out, memory, model, steps, budget=None, **options):
-    """Train `steps` steps of a micro-batch. Returns the trainer, and [planned, real] peaks from the third step on."""
-    found = []
+@pytest.fixture
+def peaks(monkeypatch):
+    return planned_and_real(monkeypatch)
 
-    def next_step():
-        if found:
-            found[-1] = [trainer.checkpointing.peak, memory.peak()]
-        memory.start_peak()
-        found.append(None)
 
+def run(out, memory, model, steps, budget=None, **options):
+    """A trainer after `steps` steps of one micro-batch."""
     trainer = build(
-        out, "auto", memory, [At(step, next_step) for step in range(2, steps)], model=model, max_steps=steps,
-        gradient_accumulation_steps=1, memory_budget=None if budget is None else budget / GIB, **options,
+        out, "auto", memory, model=model, max_steps=steps, gradient_accumulation_steps=1,
+        memory_budget=None if budget is None else budget / GIB, **options,
     )  # fmt: skip
     train(trainer)
-    found[-1] = [trainer.checkpointing.peak, memory.peak()]
-    return trainer, found
+    return trainer
 
 
 def hooked(model):
-    """Somebody holds what the layers return until the next micro-batch."""
+    """What the layers return is held until the next micro-batch."""
     held = []
     model.register_forward_pre_hook(lambda *_: held.clear())
     for layer in model.model.layers:
@@ -48,52 +44,30 @@ def hooked(model):
 
 @pytest.mark.parametrize("with_hooks", [False, True], ids=["alone", "hooks"])
 @pytest.mark.parametrize("budget, rate", [(2.6e6, 1e15), (2.6e6, 1e6), (3.2e6, 1e15)])
-def test_hidden_states_that_somebody_else_holds(budget, rate, with_hooks, tmp_path):
-    """The first layer's are held until the end of the forward pass, where an adapter has its peak. Where nobody holds
-    those of the others, the next plan reckons with that."""
+def test_hidden_states_that_are_held_elsewhere(budget, rate, with_hooks, peaks, tmp_path):
+    """The first layer's are held until the end of the forward pass, where an adapter has its peak."""
     model = hooked(frozen_model(8)) if with_hooks else frozen_model(8)
-    trainer, peaks = planned_and_real(tmp_path, memory_with(Carries(rate=rate)), model, 4, budget)
-    assert all(real <= planned <= budget for planned, real in peaks)
-    assert trainer.checkpointing.on_host > 0
-    assert with_hooks or rate < 1e15 or peaks[1][0] < peaks[0][0]
-
-
-def test_a_tensor_that_is_too_large_for_what_is_used_of_it(tmp_path):
-    """It stays on the GPU. The first plan does not know of it, and the second one does."""
-    model = frozen_model(8)
-    for layer in model.model.layers:
-
-        def forward(x, of_layer=layer.mlp.forward):
-            one, other = (torch.cat([x] * 12, -1) for _ in range(2))
-            return of_layer(x) + torch.tanh(one[..., :32].clone()) * other[..., :32].detach()
-
-        layer.mlp.forward = forward
-    trainer, peaks = planned_and_real(tmp_path, memory_with(Carries()), model, 5, 3.6e6)
-    (planned, real), *others = peaks
-    assert real > planned, "or there is nothing to be learned"
-    assert all(real <= planned <= 3.6e6 for planned, real in others)
+    trainer = run(tmp_path, memory_with(Carries(rate=rate)), model, 7, budget)
+    assert all(real <= planned <= budget for planned, real in peaks) and len(peaks) == 5
     assert trainer.checkpointing.on_host > 0
 
 
-@pytest.mark.parametrize("length", [16, 64])
-def test_weights_that_autocast_has_made_of_others(length, tmp_path, monkeypatch):
-    """A layer that keeps its activations keeps these too, others only as long as they are called."""
-    monkeypatch.setattr(auto_runs, "uneven_rows", lambda: rows_of_one_length(length))
+@pytest.mark.parametrize("shrinks", [1, 8])
+def test_weights_that_autocast_has_made_of_others(shrinks, peaks, tmp_path, monkeypatch):
+    """A layer that keeps its activations keeps these too, however few tokens there are."""
+    monkeypatch.setattr(auto_runs, "uneven_rows", lambda: rows_of_one_length(64))
     model = tiny_model("llama", num_hidden_layers=8, intermediate_size=512)
-    trainer, peaks = planned_and_real(tmp_path, CountedMemory(), model, 4, bf16=True, optim="sgd")
-    assert trainer.checkpointing.kept == 8
-    assert all(real <= planned for planned, real in peaks)
 
+    class Shrinking(LigerTrainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            if self.state.global_step > 2:
+                inputs = {name: x[:, : x.shape[1] // shrinks] for name, x in inputs.items()}
+            return super().training_step(model, inputs, *args, **kwargs)
 
-def test_weights_that_are_used_by_several_calls():
-    model = tiny_model("llama", num_hidden_layers=3)
-    first, second, third = model.model.layers
-    assert not switches.share_weights(model, [first, second, third])
-    assert switches.share_weights(model, [first, second, third, first]), "one is called twice"
-    third.mlp.up_proj.weight = first.mlp.up_proj.weight
-    assert switches.share_weights(model, [first, second, third])
-    assert switches.share_weights(model, [first, second]), "the other one is no layer that is called"
-    assert not switches.share_weights(model, [second])
+    options = {"bf16": True, "optim": "sgd", "trainer_class": Shrinking}
+    trainer = run(tmp_path, CountedMemory(), model, 6, 5.6e6, **options)
+    assert 0 < trainer.checkpointing.most < 8 or shrinks > 1
+    assert all(real <= planned for planned, real in peaks) and len(peaks) == 4
 
 
 class OfTwoSizes(LigerTrainer):
@@ -132,56 +106,55 @@ def test_layers_of_which_some_are_frozen(host, tmp_path):
         for number, layer in enumerate(model.model.layers):
             layer.requires_grad_((number + by) % 2 == 0)
 
-    def next_step():
-        peaks.append([trainer.checkpointing.peak, memory.peak()])
-        memory.start_peak()
-
     train_others(0)
-    memory, peaks, budget = memory_with(Carries()) if host else CountedMemory(), [], 2.7e6
+    memory, budget = memory_with(Carries()) if host else CountedMemory(), 2.7e6
     trainer = build(
-        tmp_path, "auto", memory, [At(5, train_others), *(At(step, next_step) for step in range(2, 10))], model=model,
-        max_steps=10, gradient_accumulation_steps=1, memory_budget=budget / GIB, optim="sgd",
+        tmp_path, "auto", memory, [At(5, train_others)], model=model, max_steps=10, gradient_accumulation_steps=1,
+        memory_budget=budget / GIB, optim="sgd",
     )  # fmt: skip
     trainer.create_optimizer()
     train(trainer)
-    assert all(real <= budget for _, real in peaks), peaks
+    assert memory.highest <= budget
     assert trainer.checkpointing.kept > 2
 
 
-def test_layers_of_which_other_weights_are_trained_are_of_one_kind():
-    """Or there would be as many kinds as layers where it was chosen for each weight."""
-    model = tiny_model("llama", num_hidden_layers=3)
-    layers = model.model.layers
-    layers[0].mlp.requires_grad_(False)
-    layers[1].requires_grad_(False)
-    groups = [switches.Switch(None, layer, None).group for layer in layers]
-    assert groups[0] == groups[2] != groups[1]
+class _Between(PreTrainedModel):
+    """What is between the layers is one module, as in DAB-DETR, and each layer has a weight of its own."""
+
+    config_class, supports_gradient_checkpointing = LlamaConfig, True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = torch.nn.ModuleList([_Layer(config.hidden_size) for _ in range(config.num_hidden_layers)])
+        self.between = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids, labels=None, **_):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+            x = x + torch.tanh(self.between(x))
+        return {"loss": x.float().square().mean()}
 
 
-@pytest.mark.parametrize("start, lag", [(0, 4), (2, 1), (0, 1)])
-def test_a_process_with_a_slower_link_does_not_take_the_memory_of_others(start, lag, tmp_path, monkeypatch):
-    """The agreed plan holds activations for longer than this process has reckoned with."""
+class _Layer(GradientCheckpointingLayer):
+    def __init__(self, width):
+        super().__init__()
+        self.up = torch.nn.Linear(width, width)
 
-    class OfTwo(Ranks):
-        def least(self, *numbers):
-            if len(numbers) == 3:
-                return numbers
-            other = (99, 99, 3, -start, -lag)
-            return tuple(map(min, numbers, (*other, *(-number for number in other))))
-
-    monkeypatch.setattr(chooser, "Ranks", OfTwo)
-    trainer, peaks = planned_and_real(tmp_path, memory_with(Carries()), frozen_model(8), 3, 2.6e6)
-    assert all(real <= planned <= 2.6e6 for planned, real in peaks)
-    assert trainer.checkpointing.kept > 1
+    def forward(self, x):
+        return x + torch.sigmoid(self.up(x))
 
 
-@pytest.mark.parametrize("rate, room", [(1.0, 1 << 30), (1e15, 3 << 20)], ids=["slow", "little-room"])
-def test_layers_that_keep_their_activations_keep_their_inputs_too(rate, room, tmp_path):
-    """Also where the inputs of checkpointed layers are on the host, where they are not part of what was measured.
-
-    What they take of the host's memory is not there for other activations.
-    """
-    model = frozen_model(52, attention_dropout=0.0)
-    trainer, peaks = planned_and_real(tmp_path, memory_with(Carries(room, rate)), model, 5, 3.65e6)
-    assert trainer.checkpointing.inputs_on_host and trainer.checkpointing.kept > 1
-    assert peaks[-1][1] <= peaks[-1][0] <= 3.65e6
+def test_casts_of_a_module_between_the_layers(tmp_path):
+    """Autocast remembers them, so that their gradients are added up as with every layer checkpointed."""
+    results = []
+    for checkpointing in (True, "auto"):
+        torch.manual_seed(0)
+        model = _Between(LlamaConfig(vocab_size=131, hidden_size=32, num_hidden_layers=4))
+        options = {"max_steps": 4, "bf16": True, "optim": "sgd", "learning_rate": 1.0, "use_liger": False}
+        trainer = build(tmp_path, checkpointing, CountedMemory(), model=model, **options)
+        results.append(train(trainer))
+    assert same_bits(*results)
+    assert trainer.checkpointing.most > 0

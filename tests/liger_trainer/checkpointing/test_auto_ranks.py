@@ -1,4 +1,4 @@
-"""`activation_checkpointing: auto` on two ranks with other rows and other memories: one plan, and the same bits."""
+"""`activation_checkpointing: auto` on two ranks with different rows and memories: the same layers are recomputed."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def test_both_ranks_follow_the_more_careful_plan(mode, tmp_path):
         assert rank["highest"][True] < 0.9 * rank["highest"][False], "or there would be nothing to choose"
     wanted = list(zip(*(rank["agreed"] for rank in ranks), strict=True))
     for (one, agreed), (other, also_agreed) in wanted:
-        assert agreed == also_agreed == tuple(map(min, one, other)), "of both numbers, whole layers and attention"
-    assert any(0 <= other[0] < one[0] for (one, _), (other, _) in wanted), "or they would have agreed anyhow"
+        assert agreed == also_agreed == tuple(map(min, one, other))
+    assert any(sum(other) < sum(one) for (one, _), (other, _) in wanted if len(one) > 1), "or they had agreed anyhow"
     assert ranks[0]["chosen"] == ranks[1]["chosen"] | {"largest": ranks[0]["chosen"]["largest"]}
     assert 0 < ranks[0]["chosen"]["kept_most"] <= LAYERS
     assert 0 < ranks[0]["chosen"]["attention_most"] < LAYERS
@@ -31,17 +31,17 @@ def test_both_ranks_follow_the_more_careful_plan(mode, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp-host", "fsdp2-host"])
-def test_both_ranks_have_as_many_layers_on_the_host(mode, tmp_path):
+def test_both_ranks_have_layers_on_the_host(mode, tmp_path):
+    """One of them may keep a layer on its GPU that the other has there. Both compute it once."""
     ranks = run_ranks(mode, tmp_path)
     for rank in ranks:
         assert same_bits(rank["runs"]["auto"], rank["runs"][False])
-        assert rank["chosen"]["host_most"] == ranks[0]["chosen"]["host_most"] > 0
-    wanted = list(zip(*(rank["agreed"] for rank in ranks), strict=True))
-    assert all(agreed == also == tuple(map(min, one, other)) for (one, agreed), (other, also) in wanted)
-    assert any(one[2] != other[2] and agreed[2] for (one, agreed), (other, _) in wanted), "or they had agreed anyhow"
+        assert rank["chosen"]["host_most"] > 0
+    of_each = [rank["chosen"]["largest"] for rank in ranks]
+    assert of_each[0]["kept"] + of_each[0]["host"] == of_each[1]["kept"] + of_each[1]["host"]
 
 
 @pytest.mark.slow
 def test_out_of_memory_on_one_rank_is_an_error_and_no_hang(tmp_path):
-    with pytest.raises(AssertionError, match=r"it cannot be run again, because the other processes have gone on"):
+    with pytest.raises(AssertionError, match="does not fit the memory of the device"):
         torchrun("auto_ranks.py", "oom", tmp_path)

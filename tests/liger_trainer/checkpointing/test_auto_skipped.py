@@ -4,7 +4,7 @@ import auto_runs
 import pytest
 import torch
 from auto_runs import build, memory_with, rows_of_one_length, same_bits, train
-from counted_memory import Carries, CountedMemory
+from counted_memory import Carries
 
 from liger_trainer import LigerTrainer
 
@@ -51,38 +51,3 @@ def test_a_batch_that_is_skipped(trainer_class, skips, tmp_path, monkeypatch):
     trainer = build(tmp_path, "auto", memory_with(Carries()), **options)
     assert same_bits(train(trainer), want)
     assert trainer.checkpointing.kept == auto_runs.LAYERS
-
-
-class WithoutTheEleventh(LigerTrainer):
-    """A trainer whose steps catch an error, which one micro-batch has."""
-
-    number = 0
-
-    def training_step(self, *args, **kwargs):
-        self.number += 1
-        try:
-            return super().training_step(*args, **kwargs)
-        except ValueError:
-            return torch.zeros(())
-
-    def compute_loss(self, *args, **kwargs):
-        loss = super().compute_loss(*args, **kwargs)
-        if self.number == 11:
-            raise ValueError("this row is no good")
-        return loss
-
-
-def test_a_skipped_micro_batch_is_not_run_again(tmp_path):
-    """The third one of the step does not fit. The first one is run again, and not the second."""
-    options = {"max_steps": 4, "gradient_accumulation_steps": 3, "trainer_class": WithoutTheEleventh}
-    want, failures = train(build(tmp_path, False, **options)), []
-    trainer = build(tmp_path, "auto", CountedMemory(), **options)
-
-    def fail(weight):
-        if trainer.number == 12 and not failures:
-            failures.append(weight)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    trainer.model.model.layers[2].mlp.up_proj.weight.register_post_accumulate_grad_hook(fail)
-    assert same_bits(train(trainer), want)
-    assert trainer.checkpointing.run_again == 1

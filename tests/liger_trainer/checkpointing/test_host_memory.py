@@ -1,13 +1,12 @@
 """The host's memory: slabs that are used again, how much of them there may be, and how fast the link is."""
 
-import ctypes
 import gc
 
 import pytest
 import torch
 
-from liger_trainer.checkpointing import host_memory, page_locked
-from liger_trainer.checkpointing.host_memory import GpuTransport, HostMemory, room_of
+from liger_trainer.checkpointing import host_memory
+from liger_trainer.checkpointing.host_memory import HostMemory, Transport, room_of
 from liger_trainer.checkpointing.memory import GIB
 
 
@@ -66,13 +65,13 @@ def test_what_is_in_use_is_not_given_back():
     assert host.taken == 0
 
 
-def test_a_system_that_locks_no_more_says_so_once(caplog):
-    def lock(size):
+def test_a_system_that_pins_no_more_says_so_once(caplog):
+    def pin(size):
         if host.taken:
             raise RuntimeError("CUDA error: out of memory")
         return plain(size)
 
-    host = HostMemory(1 << 20, lock, slab=1 << 14)
+    host = HostMemory(1 << 20, pin, slab=1 << 14)
     kept = [host.take(16_000) for _ in range(3)]
     assert kept[0] is not None and kept[1] is kept[2] is None
     assert caplog.text.count("Set host_memory_budget to fewer GiB") == 1
@@ -126,69 +125,9 @@ def test_a_container_has_less(files, free, monkeypatch, tmp_path):
     assert room_of(None) == free // 2
 
 
-class Driver:
-    """Notes what is locked, and refuses if a test says so."""
-
-    def __init__(self, code=0):
-        self.code, self.locked = code, {}
-
-    def cudaHostRegister(self, address, size, flags):  # noqa: N802
-        if not self.code:
-            self.locked[address] = size
-        return self.code
-
-    def cudaHostUnregister(self, address):  # noqa: N802
-        del self.locked[address]
-        ctypes.memset(address, 1, 1)  # it is still there
-
-
-@pytest.mark.parametrize("size", [1, 4096, 10_000, (1 << 20) + 3])
-def test_memory_is_locked_as_long_as_somebody_has_it(size, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    driver = Driver()
-    memory = page_locked.page_locked(size)
-    assert driver.locked == {memory.data_ptr(): size} and memory.shape == (size,)
-    last = memory.fill_(7)[-1:]
-    del memory
-    assert driver.locked and last == 7
-    del last
-    assert not driver.locked
-
-
-def test_a_forked_process_gets_no_copy_of_it(monkeypatch):
-    """The system would copy every locked page for each process that loads data."""
-    driver = Driver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    memory = page_locked.page_locked(1 << 20)
-    with open("/proc/self/smaps") as lines:
-        text = lines.read()
-    assert "dc" in _flags_of(text, memory.data_ptr()).split(), "do not copy on fork"
-
-
-def _flags_of(smaps, address):
-    inside = False
-    for line in smaps.splitlines():
-        first = line.split(" ")[0]
-        if "-" in first and ":" not in first:
-            start, end = (int(part, 16) for part in first.split("-"))
-            inside = start <= address < end
-        elif inside and line.startswith("VmFlags:"):
-            return line.removeprefix("VmFlags:")
-    raise AssertionError("no such memory")
-
-
-def test_a_driver_that_locks_no_memory_of_others(monkeypatch):
-    """As on WSL2: PyTorch's way is left."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(code=801))
-    monkeypatch.setattr(page_locked.torch, "empty", lambda *size, **options: asked.append((size, options)))
-    page_locked.page_locked(4096)
-    assert asked == [((4096,), {"dtype": torch.uint8, "pin_memory": True})]
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
 def test_the_link_of_a_gpu():
-    transport = GpuTransport(HostMemory(1 << 31), torch.device("cuda", torch.cuda.current_device()))
+    transport = Transport(HostMemory(1 << 31), torch.device("cuda", torch.cuda.current_device()))
     assert 1e9 < transport.rate < 1e12
     memory = transport.host.take(1000).bytes
     assert memory.is_pinned()

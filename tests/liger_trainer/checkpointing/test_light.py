@@ -1,5 +1,6 @@
 """`checkpointing/light.py` beside PyTorch's own function, and where that one runs instead."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -16,8 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.checkpointing import light
 from liger_trainer.checkpointing.switches import Switch
+from liger_trainer.instance.kept import hooks_in_force
 
 OF_TORCH = functools.partial(checkpoint_of_torch, use_reentrant=False)
+
+
+def ours(function, *args, **options):
+    return light.checkpoint(OF_TORCH, function, args, **options)
 
 
 class Layer(nn.Module):
@@ -59,7 +65,7 @@ def step(checkpoint, module, autocast=False, times=1):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_numbers_are_those_of_pytorch_s_function(dropout, autocast, times):
     mine, theirs = layer(dropout), layer(dropout)
-    got, want = (step(f, m, autocast, times) for f, m in ((light.checkpoint, mine), (OF_TORCH, theirs)))
+    got, want = (step(f, m, autocast, times) for f, m in ((ours, mine), (OF_TORCH, theirs)))
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
     assert mine.runs == theirs.runs == 2 + 2 * times
@@ -72,7 +78,7 @@ def test_of_a_model_with_dropout():
         num_key_value_heads=2, attention_dropout=0.2, attn_implementation="sdpa",
     )  # fmt: skip
     results = []
-    for checkpoint in (light.checkpoint, OF_TORCH):
+    for checkpoint in (ours, OF_TORCH):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).train()
         model.gradient_checkpointing_enable()
@@ -88,7 +94,7 @@ def test_of_a_model_with_dropout():
 
 def test_gradients_of_some_inputs_and_then_of_others():
     module, x = layer(), torch.randn(3, 8, requires_grad=True)
-    loss = light.checkpoint(module, x).square().sum()
+    loss = ours(module, x).square().sum()
     first = torch.autograd.grad(loss, x, retain_graph=True)[0]
     second = torch.autograd.grad(loss, [x, *module.parameters()])
     assert torch.equal(first, second[0])
@@ -98,7 +104,7 @@ def test_gradients_of_some_inputs_and_then_of_others():
 
 def test_what_is_kept_can_be_looked_at_outside_of_a_backward_pass():
     module, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(3, 8, requires_grad=True)
-    y = light.checkpoint(module, x)
+    y = ours(module, x)
     assert torch.equal(y.grad_fn._saved_result, y)
     y.sum().backward()
     assert x.grad is not None
@@ -107,13 +113,13 @@ def test_what_is_kept_can_be_looked_at_outside_of_a_backward_pass():
 def test_nothing_is_left_over():
     module, x = layer(), torch.randn(3, 8, requires_grad=True)
     given = x * 1
-    loss = light.checkpoint(module, given).sum()
+    loss = ours(module, given).sum()
     alive = weakref.ref(given)
     del given
     assert alive() is not None
     loss.backward()
     assert alive() is None  # though `loss` is still there
-    loss = light.checkpoint(module, x * 1).sum()  # without a backward pass
+    loss = ours(module, x * 1).sum()  # without a backward pass
     notes = [found for found in gc.get_objects() if isinstance(found, light._Call)]
     assert notes
     del loss, notes
@@ -139,7 +145,7 @@ class Changing(nn.Module):
 )
 def test_a_layer_that_computes_something_else_is_an_error(second, message):
     x = torch.randn(3, 8, requires_grad=True)
-    loss = light.checkpoint(Changing(second), x).sum()
+    loss = ours(Changing(second), x).sum()
     with pytest.raises(CheckpointError, match=message):
         loss.backward()
 
@@ -147,7 +153,7 @@ def test_a_layer_that_computes_something_else_is_an_error(second, message):
 def test_an_input_that_was_changed_is_an_error():
     module, x = layer(), torch.randn(3, 8, requires_grad=True)
     given = x * 1
-    loss = light.checkpoint(module, given).sum()
+    loss = ours(module, given).sum()
     with torch.no_grad():
         given.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -163,7 +169,7 @@ def test_an_error_in_the_second_run_leaves_the_generator_as_it_was():
             return super().forward(torch.nn.functional.dropout(x, 0.5))
 
     x = torch.randn(3, 8, requires_grad=True)
-    loss = light.checkpoint(Drawing(fails), x).sum()
+    loss = ours(Drawing(fails), x).sum()
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="no more"):
         loss.backward()
@@ -172,7 +178,7 @@ def test_an_error_in_the_second_run_leaves_the_generator_as_it_was():
 
 def test_without_gradients_nothing_is_kept():
     with torch.no_grad():
-        assert light.checkpoint(layer(), torch.randn(3, 8)).grad_fn is None
+        assert ours(layer(), torch.randn(3, 8)).grad_fn is None
 
 
 @pytest.mark.parametrize(
@@ -182,12 +188,46 @@ def test_without_gradients_nothing_is_kept():
 )
 def test_what_is_not_plain_is_left_to_pytorch_s_function(around, monkeypatch):
     called = []
-    monkeypatch.setattr(light, "checkpoint_of_torch", lambda *a, **k: called.append(k) or checkpoint_of_torch(*a, **k))
+    monkeypatch.setattr(light, "_Call", lambda *args: called.append(args))
     module, x = layer(), torch.randn(3, 8, requires_grad=True)
     with around():
-        loss = light.checkpoint(module, x).sum()
+        loss = ours(module, x).sum()
     loss.backward()
-    assert called == [{"use_reentrant": False}]
+    assert module.runs == 2 and not called
+
+
+def test_around_the_second_run_and_what_is_kept_in_it():
+    """`as_kept` is for who computes tensors again by itself, and `around` is left before the backward pass goes on."""
+    entered, hooks = [], []
+
+    @contextlib.contextmanager
+    def around():
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    class Looking(Layer):
+        def forward(self, x):
+            hooks.append(hooks_in_force()[0].keeps_values)
+            return super().forward(x).exp()
+
+    x = torch.randn(3, 8, requires_grad=True)
+    for as_kept in (False, True):
+        loss = ours(Looking(), x, around=around, as_kept=as_kept).sum()
+        assert not entered
+        loss.register_hook(lambda _: entered.append("backward"))
+        loss.backward()
+        assert entered == ["backward", "in", "out"] and hooks == [as_kept] * 2
+        entered.clear(), hooks.clear()
+
+
+def test_random_numbers_that_need_not_be_drawn_again():
+    module = layer(0.5)
+    given = functools.partial(checkpoint_of_torch, use_reentrant=False, preserve_rng_state=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(light, "_generators_of", None)
+        light.checkpoint(given, module, (torch.randn(3, 8, requires_grad=True),)).sum().backward()
+    assert module.runs == 2
 
 
 def test_a_checkpoint_inside_another():
@@ -195,9 +235,9 @@ def test_a_checkpoint_inside_another():
     want = torch.autograd.grad(module(module(x)).sum(), [x, *module.parameters()])
 
     def both(x):
-        return light.checkpoint(module, module(x))
+        return ours(module, module(x))
 
-    got = torch.autograd.grad(light.checkpoint(both, x).sum(), [x, *module.parameters()])
+    got = torch.autograd.grad(ours(both, x).sum(), [x, *module.parameters()])
     assert all(map(torch.allclose, got, want))
 
 
@@ -212,9 +252,9 @@ class Seen(TrainerCallback):
         self.copies = [copy.deepcopy(f) for f in self.functions] + pickle.loads(pickle.dumps(self.functions))
 
 
-def trained(tmp_path, monkeypatch, **options):
-    calls = []
-    monkeypatch.setattr(light, "checkpoint", lambda *args: calls.append(args) or OF_TORCH(*args))
+def trained(tmp_path, monkeypatch, init=False, **options):
+    calls, made = [], light._Call
+    monkeypatch.setattr(light, "_Call", lambda *args: calls.append(args) or made(*args))
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,
@@ -224,14 +264,16 @@ def trained(tmp_path, monkeypatch, **options):
         output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
         gradient_checkpointing=True, **options,
     )  # fmt: skip
-    model, seen = LlamaForCausalLM(config), Seen()
-    trainer = LigerTrainer(model=model, args=args, train_dataset=rows, callbacks=[seen])
+    seen = Seen()
+    model = {"model_init": lambda: LlamaForCausalLM(config)} if init else {"model": LlamaForCausalLM(config)}
+    trainer = LigerTrainer(**model, args=args, train_dataset=rows, callbacks=[seen])
     trainer.train()
-    return model, seen, calls
+    return trainer.model, seen, calls
 
 
-def test_a_trainer_checkpoints_by_it_while_it_trains(tmp_path, monkeypatch):
-    model, seen, calls = trained(tmp_path, monkeypatch)
+@pytest.mark.parametrize("init", [False, True], ids=["a model", "model_init"])
+def test_a_trainer_checkpoints_by_it_while_it_trains(init, tmp_path, monkeypatch):
+    model, seen, calls = trained(tmp_path, monkeypatch, init)
     assert len(calls) == 2 and all(isinstance(f, Switch) for f in seen.functions)
     assert not any(isinstance(f, Switch) for f in seen.copies)
     assert all(module._gradient_checkpointing_func.func is checkpoint_of_torch for module in model.model.layers)
@@ -241,7 +283,7 @@ def test_a_trainer_checkpoints_by_it_while_it_trains(tmp_path, monkeypatch):
     "options",
     [
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {"gradient_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False}},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False, "determinism_check": "none"}},
         {"use_liger": False},
     ],
 )

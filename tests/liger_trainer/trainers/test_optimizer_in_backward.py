@@ -145,29 +145,6 @@ def test_the_plan_of_auto_knows_that_gradients_do_not_gather(tmp_path):
     assert found[False][1].peak - found[True][1].peak > 0.4 * gradients
 
 
-def test_out_of_memory_is_an_error_and_not_run_again(tmp_path):
-    memory = CountedMemory()
-    memory.claims = 1 << 40
-    shrink = At(4, lambda: setattr(memory, "size", memory.now + 200_000))
-    trainer = make(tmp_path, True, "auto", memory=memory, callbacks=[shrink])
-    with pytest.raises(torch.OutOfMemoryError, match="cannot be run again, because optimizer_in_backward is true"):
-        train(trainer)
-    assert memory.failures == 1
-
-
-def test_the_tokens_that_fit_are_not_less_for_gradients_that_are_freed(tmp_path):
-    found = {}
-    for in_backward in (False, True):
-        trainer = make(tmp_path, in_backward, "auto", memory=CountedMemory(4_000_000), **SHORT)
-        chooser = []
-        end = At(2, lambda trainer=trainer, chooser=chooser: chooser.append(trainer._chooser))
-        trainer.add_callback(end)
-        train(trainer)
-        assert chooser[0].keeps_gradients is not in_backward
-        found[in_backward] = chooser[0]._tokens_that_fit()
-    assert found[True] > found[False]
-
-
 # Hooks, callbacks, copies
 
 
