@@ -19,8 +19,11 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            line = f"line {key_node.start_mark.line + 1}"
+            if isinstance(key, (list, dict, set)):
+                raise RecipeError(f"{line}: the key is {key!r}; expected a name.")
             if key in seen:
-                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} is there twice; keep one.")
+                raise RecipeError(f"{line}: the key {key!r} is there twice; keep one.")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -47,6 +50,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}, {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise RecipeError(f"{path} nests its values too deeply; expected one `key: value` a line.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise RecipeError(
             f"{path} holds {type(values).__name__}; expected a mapping of keys to values, one `key: value` a line."

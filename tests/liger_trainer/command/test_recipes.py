@@ -298,3 +298,10 @@ def test_messages_of_the_command_line(tmp_path, capsys, monkeypatch):
     assert code == 2 and f"nor in {tmp_path}." in err
     code, _, err = command(capsys, "train")
     assert code == 2 and "required: RECIPE\n" in err
+
+
+@pytest.mark.parametrize("text", ["? [a, b]\n: 1\n", "a: " + "[" * 3000], ids=["a list as a key", "nested"])
+def test_yaml_that_no_recipe_can_be(text, folder, capsys):
+    (folder / "recipe.yaml").write_text(text)
+    code, _, err = command(capsys, "train", folder / "recipe.yaml")
+    assert code == 2 and "recipe.yaml" in err
