@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from liger_trainer.errors import RecipeError
-from liger_trainer.world import Surroundings, World, fault_of_world, idle_machines
+from liger_trainer.world import fault_of_world
 
 
 def is_main_process() -> bool:
@@ -32,11 +32,8 @@ def join_processes_without_gpu() -> None:
 
 def check_world(recipe: Any) -> None:
     """RecipeError if accelerate has not made of the processes what the launcher, the environment or the recipe say."""
-    world, around = World.of(recipe.training.distributed_state), Surroundings.here()
-    if fault := fault_of_world(os.environ, world, recipe.sharding, around):
+    if fault := fault_of_world(os.environ, recipe.training.distributed_state, recipe.sharding):
         raise RecipeError(f"{recipe.path}: {fault}")
-    if is_main_process() and (idle := idle_machines(os.environ, world, around.terminal)):
-        print(f"liger-trainer: {idle}", file=sys.stderr)
 
 
 def say_where_spread(model: Any) -> None:

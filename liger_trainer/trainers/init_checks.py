@@ -18,7 +18,7 @@ from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.patching import float8
 from liger_trainer.patching.packing import why_rows_mix
 from liger_trainer.trainers import fp8_fields
-from liger_trainer.world import Surroundings, World, fault_of_world
+from liger_trainer.world import fault_of_world
 
 if TYPE_CHECKING:
     from liger_trainer.trainers.base import LigerTrainerMixin
@@ -70,7 +70,7 @@ def refuse_before_patching(trainer: "LigerTrainerMixin", model: nn.Module) -> No
 def refuse_processes_apart(trainer: "LigerTrainerMixin") -> None:
     """ValueError if the launcher has promised processes, machines or sharding that accelerate does not have."""
     sharding = "FSDP" if getattr(trainer.args, "fsdp", None) else None
-    if fault := fault_of_world(os.environ, World.of(trainer.accelerator), sharding, Surroundings.here()):
+    if fault := fault_of_world(os.environ, trainer.accelerator, sharding):
         raise ValueError(fault)
 
 
