@@ -1,5 +1,6 @@
 """The errors that the command shows in one line, and how it writes values in such a line."""
 
+import re
 from typing import Any
 
 
@@ -9,6 +10,11 @@ class RecipeError(ValueError):
 
 class RunError(RuntimeError):
     """A run ended for a reason outside the recipe, such as a full disk. The message says what is left of the run."""
+
+
+def without_tokens(text: str) -> str:
+    """A text without tokens of the Hub in it, because what is printed often ends up in a shared log."""
+    return re.sub(r"\bhf_\w{8,}", "hf_***", text)
 
 
 def short(value: Any) -> str:

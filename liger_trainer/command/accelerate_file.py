@@ -14,7 +14,7 @@ from liger_trainer.command.unknown_keys import nearest
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside, shipped
 
-_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TRL_EXPERIMENTAL_")
 _DECIDING = ("ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
 _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_HPU", "FSDP", "DEEPSPEED")
 

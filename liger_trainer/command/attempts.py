@@ -61,19 +61,3 @@ def name_of_attempt(store: Any, rank: int, processes: int, limit: float) -> str:
             return name
         time.sleep(0.1)
     raise TimeoutError(f"The process of rank 0 has not answered within {limit:g} seconds.")
-
-
-def launcher_start(mark: str) -> float | None:
-    """When the launcher was started, in seconds since the epoch; None if that cannot be told.
-
-    It is the nearest process above this one without the variable `mark`, which it sets for those that it starts.
-    """
-    import psutil  # type: ignore[import-untyped]  # accelerate needs it
-
-    try:
-        for process in psutil.Process().parents():
-            if mark not in process.environ():
-                return process.create_time()
-    except (psutil.Error, OSError):
-        pass
-    return None

@@ -7,6 +7,7 @@ import argparse
 from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
+from liger_trainer.command.options import take_options
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
 
@@ -34,11 +35,9 @@ def add_fit_command(commands: Any) -> None:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    own = argparse.ArgumentParser(prog="liger-trainer fit", allow_abbrev=False, add_help=False)
-    own.add_argument("--gpus", default="1")
-    own.add_argument("--gpu-memory", "--gpu_memory", default="80")
-    given, words = own.parse_known_args(args.options)
-    gpus, memory = _positive("--gpus", given.gpus, int), _positive("--gpu-memory", given.gpu_memory, float)
+    given, words = take_options(args.options, "gpus", "gpu_memory")
+    gpus = _positive("--gpus", given.get("gpus", "1"), int)
+    memory = _positive("--gpu-memory", given.get("gpu_memory", "80"), float)
     with own_environment():
         # Without this, transformers refuses bf16 where there is no GPU
         recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"], _USAGE)

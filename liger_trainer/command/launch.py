@@ -1,10 +1,12 @@
 """What a launcher such as torchrun or `accelerate launch` says through the environment, settled with the recipe."""
 
 import os
+import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from liger_trainer.errors import RecipeError
+from liger_trainer.errors import RecipeError, without_tokens
 from liger_trainer.world import fault_of_world
 
 
@@ -30,21 +32,83 @@ def join_processes_without_gpu() -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
+def say(line: str) -> None:
+    """Print a line of this command on stderr, on the main process."""
+    if is_main_process():
+        print(f"liger-trainer: {without_tokens(line)}", file=sys.stderr)
+
+
 def check_world(recipe: Any) -> None:
     """RecipeError if accelerate has not made of the processes what the launcher, the environment or the recipe say."""
     if fault := fault_of_world(os.environ, recipe.training.distributed_state, recipe.sharding):
         raise RecipeError(f"{recipe.path}: {fault}")
 
 
+def on_all(training: Any, value: Any) -> list[Any]:
+    """The `value` of each process, on all of them. They wait for each other here."""
+    if training.world_size == 1:
+        return [value]
+    from accelerate.utils import gather_object
+
+    return gather_object([value])
+
+
+def on_main_for_all(training: Any, compute: Callable[[], Any]) -> Any:
+    """What `compute` returns on the main process, on all of them. All raise its RecipeError."""
+    found: list[Any] = [None, None]
+    if training.process_index == 0:
+        try:
+            found[0] = compute()
+        except RecipeError as error:
+            found[1] = str(error)
+    if training.world_size > 1:
+        from accelerate.utils import broadcast_object_list
+
+        broadcast_object_list(found)
+    if found[1] is not None:
+        raise RecipeError(found[1])
+    return found[0]
+
+
+def say_error(line: str) -> None:
+    """Print an error of this process, unless another one of the launch has printed the same.
+
+    torchrun keeps a store for its processes, in which they count who says what. Without it, each process prints.
+    """
+    line, said = without_tokens(line), 1
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launched_processes() > 1:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        try:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+            said = store.add(f"liger_trainer/said/{attempt}/{line}", 1)
+        except (RuntimeError, KeyError, ValueError):
+            pass  # whatever has happened to the store, the error is printed
+    if said == 1:
+        print(f"liger-trainer: error: {line}", file=sys.stderr)
+
+
+def end_with_launcher() -> None:
+    """Get SIGTERM when `accelerate launch` ends that has started this process alone, and does not hand signals on."""
+    alone = os.environ.get("ACCELERATE_USE_CPU") in ("True", "False") and "LOCAL_RANK" not in os.environ
+    if alone and sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def say_where_spread(model: Any) -> None:
     """Say so where the layers of a model lie on several devices, as TRL loads it in one process that sees them."""
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
-        print(
-            f"liger-trainer: the layers of the model are spread over {len(devices)} devices, of which one works at a "
-            "time, because this one process sees all of them. Start one process a GPU with torchrun or accelerate "
-            "launch, or make one GPU visible with CUDA_VISIBLE_DEVICES=0.",
-            file=sys.stderr,
+        say(
+            f"the layers of the model are spread over {len(devices)} devices, of which one works at a time, because "
+            "this one process sees all of them. Start one process a GPU with torchrun or accelerate launch, or make "
+            "one GPU visible with CUDA_VISIBLE_DEVICES=0."
         )
 
 
@@ -60,13 +124,11 @@ def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
         return
     if wanted == "no":
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    if is_main_process():
-        keys = f"bf16: {bf16}, fp16: {fp16}".replace("None", "unset").lower()
-        print(
-            f"liger-trainer: the recipe ({keys}) decides the precision, which is {wanted}. The mixed_precision: "
-            f"{configured} of accelerate's config has no effect.",
-            file=sys.stderr,
-        )
+    keys = f"bf16: {bf16}, fp16: {fp16}".replace("None", "unset").lower()
+    say(
+        f"the recipe ({keys}) decides the precision, which is {wanted}. The mixed_precision: {configured} of "
+        "accelerate's config has no effect."
+    )
 
 
 def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None) -> None:
@@ -82,9 +144,7 @@ def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None
     if os.environ.get(variable, "false").lower() not in ("true", "1"):
         return
     os.environ[variable] = "false"
-    if is_main_process():
-        print(
-            "liger-trainer: with fp8 every process reads the model and holds it whole until it is sharded. "
-            "fsdp_cpu_ram_efficient_loading: true of accelerate's config has no effect.",
-            file=sys.stderr,
-        )
+    say(
+        "with fp8 every process reads the model and holds it whole until it is sharded. "
+        "fsdp_cpu_ram_efficient_loading: true of accelerate's config has no effect."
+    )

@@ -1,16 +1,27 @@
 """The command `liger-trainer`: train recipes, say what fits, verify them, merge adapters, prepare Medusa heads."""
 
 import argparse
+import contextlib
 import os
 import sys
 import warnings
+from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
+from liger_trainer.command.attempts import join_this_attempt
 from liger_trainer.command.fit import add_fit_command
-from liger_trainer.command.launch import is_main_process, join_processes_without_gpu
+from liger_trainer.command.launch import (
+    end_with_launcher,
+    is_main_process,
+    join_processes_without_gpu,
+    read_on_every_process,
+    say,
+    say_error,
+    settle_precision,
+)
 from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
-from liger_trainer.command.quiet_exit import QuietExit
+from liger_trainer.command.options import take_options
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.command.recipe_parser import TRAIN_USAGE
 from liger_trainer.command.shipped_files import add_shipped_commands
@@ -26,39 +37,28 @@ def main(argv: list[str] | None = None) -> int:
     `liger-trainer recipes | head -1`. With every other code but 0, a line on stderr says why.
 
     Args:
-        argv (`list[str]`, *optional*): The words of the command line. Unset: those of this process, which then ends
-            without finalising the interpreter if its run was cut short (`QuietExit`).
+        argv (`list[str]`, *optional*): The words of the command line. Unset: those of this process.
     """
-    quiet_exit = QuietExit()
-    if argv is None:
-        quiet_exit.register()
     args = _parser().parse_args(argv)
-    code = _exit_code(args)
-    if code in _CUT_SHORT:
-        quiet_exit.code = code
-    return code
-
-
-_CUT_SHORT = (1, 130, 141, 143)
-
-
-def _exit_code(args: argparse.Namespace) -> int:
     try:
         code = args.run(args)
         sys.stdout.flush()  # here, so that a closed pipe is noticed before Python ends
         return code
     except RecipeError as error:
-        return _say(f"error: {error}", 2)
+        say_error(str(error))
+        return 2
     except KeyboardInterrupt:
-        return _say("interrupted.", 130)
+        say("interrupted.")
+        return 130
     except BrokenPipeError:
-        return 141
+        return _unread()
 
 
-def _say(line: str, code: int) -> int:
-    if is_main_process():
-        print(f"liger-trainer: {line}", file=sys.stderr)
-    return code
+def _unread() -> int:
+    """The exit code where the reader of stdout has ended. What Python flushes at its own end goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,23 +106,31 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _train_as_launched(args: argparse.Namespace) -> int:
-    # Without a GPU, OpenMP's threads spin at every barrier, which makes a step several times slower as soon as another
-    # process wants a core. Sleeping costs little where the cores are idle. torch reads this when it is loaded, later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _keep_the_log_short()
-    join_processes_without_gpu()
-    preview_rows, options = _take_preview(args.options)
-    dry = [word for word in options if word in ("--dry_run", "--dry-run")]
-    recipe = parse_recipe(args.recipe, [word for word in options if word not in dry])
-    if dry and preview_rows is not None:
-        raise RecipeError("--preview and --dry_run are both given, but each shows something else. Keep one of them.")
-    if dry:
+    # Newer transformers has a new name for this option and warns of the old one, which TRL uses and all versions know.
+    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
+    own, words = take_options(args.options, "dry_run", "preview")
+    preview_rows = _rows_to_preview(own.get("preview"))
+    if "dry_run" in own:
+        if preview_rows is not None:
+            raise RecipeError(
+                "--preview and --dry_run are both given, but each shows something else. Keep one of them."
+            )
+        recipe = parse_recipe(args.recipe, words)
         if is_main_process():
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
         return 0
-    from liger_trainer.command.checkpoints import no_empty_folder, what_is_left
+    # Without a GPU, OpenMP's threads spin at every barrier, which makes a step several times slower as soon as another
+    # process wants a core. Sleeping costs little where the cores are idle. torch reads this when it is loaded, later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # The libraries draw a dozen progress bars that are full at once, so a bar appears only after this many seconds.
+    # tqdm reads this when it is loaded, later.
+    os.environ.setdefault("TQDM_DELAY", "2")
+    join_processes_without_gpu()
+    end_with_launcher()
+    recipe = parse_recipe(args.recipe, words, settle_launch=_settle_launch)
     from liger_trainer.command.preemption import SaveOnSigterm, Terminated, sigterm_ends
     from liger_trainer.command.run import run
+    from liger_trainer.command.saving import what_is_left
 
     if preview_rows is not None:
         from liger_trainer.command.preview import without_a_trace
@@ -134,46 +142,37 @@ def _train_as_launched(args: argparse.Namespace) -> int:
         return 0
     stop = SaveOnSigterm()
     try:
-        with sigterm_ends(stop), no_empty_folder(recipe.training.output_dir):
-            summary = run(recipe, callbacks=(stop,))
+        with sigterm_ends(stop):
+            summary = run(recipe, stop=stop)
     except RunError as error:
-        return _say(f"error: {error}", 1)
+        say_error(str(error))
+        return 1
     except BrokenPipeError:
-        return _say(f"nobody reads the output any more, so the run has ended. {what_is_left(recipe)}", 141)
+        say(f"nothing reads the output any more, so the run has ended. {what_is_left(recipe)}")
+        return _unread()
     except KeyboardInterrupt as error:
-        terminated = isinstance(error, Terminated)
-        how = "terminated" if terminated else "interrupted"
-        return _say(f"{how}. {what_is_left(recipe)}", 143 if terminated else 130)
+        how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
+        say(f"{how}. {what_is_left(recipe)}")
+        return code
     if summary is not None:
         print(f"\n{summary}")
     return 0
 
 
-def _keep_the_log_short() -> None:
-    """Leave out lines that a user can do nothing about. What the user has set in the environment is kept."""
-    # The libraries draw a dozen progress bars that are full at once, so a bar appears only after this many seconds.
-    # tqdm reads this when it is loaded, later.
-    os.environ.setdefault("TQDM_DELAY", "2")
-    # Newer transformers has a new name for this option and warns of the old one, which TRL uses and all versions know.
-    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
+def _settle_launch(chosen: dict[str, Any]) -> None:
+    settle_precision(chosen.get("bf16"), chosen.get("fp16"))
+    read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
+    join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
 
 
-def _take_preview(words: list[str]) -> tuple[int | None, list[str]]:
-    """How many rows `--preview [N]` asks for, which is None without that option; and the other options."""
-    for i, word in enumerate(words):
-        name, _, given = word.partition("=")
-        if name != "--preview":
-            continue
-        rest = words[i + 1 :]
-        if not given and rest and not rest[0].startswith("-"):
-            given, rest = rest[0], rest[1:]
-        if given and not (given.isdecimal() and int(given) > 0):
-            raise RecipeError(
-                f"--preview is {given!r}; expected the number of rows to show, 1 or more. Without a number, one row is "
-                "shown."
-            )
-        return int(given or 1), words[:i] + rest
-    return None, words
+def _rows_to_preview(given: str | None) -> int | None:
+    """How many rows `--preview [N]` asks for; None without that option."""
+    if given and not (given.isdecimal() and int(given) > 0):
+        raise RecipeError(
+            f"--preview is {given!r}; expected the number of rows to show, 1 or more. Without a number, one row is "
+            "shown."
+        )
+    return None if given is None else int(given or 1)
 
 
 def _doctor(args: argparse.Namespace) -> int:

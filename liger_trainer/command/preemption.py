@@ -18,24 +18,27 @@ class Terminated(KeyboardInterrupt):
 
 
 class SaveOnSigterm(TrainerCallback):
-    """Ends training after the step in which any process of the run has got SIGTERM, with a checkpoint of that step.
+    """Says when training has to stop because a process of the run has got SIGTERM.
 
     The processes get the signal at different times, and not all of them need get it, but they have to save together.
     So each step they tell each other, over gloo, which does not wait for the GPU: the message is under way while the
     optimizer steps.
+
+    Attributes:
+        now (`bool`): Whether this is the place to stop: after a step, and after all that its end, or the end of its
+            epoch, brings with it. The last step is none: what is left then is to save the model.
     """
 
     def __init__(self) -> None:
-        self.training = False
-        self.asked = False
-        self._stops = False
+        self.training = self.now = False
+        self._asked = self._stops = False
         self._group: Any = None
         self._told: tuple[Any, Any] | None = None
 
     def take(self) -> bool:
         """Note a SIGTERM. Whether the run will end by itself: after this step, or once the trained model is saved."""
-        self.asked = self.asked or self.training
-        return self.asked
+        self._asked = self._asked or self.training
+        return self._asked
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size > 1:
@@ -56,29 +59,27 @@ class SaveOnSigterm(TrainerCallback):
             self._told = self._tell()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._any_asked():
-            self._stops = True
-            control.should_save = control.should_training_stop = True
+        self._stops = self.any_asked() and state.global_step < state.max_steps
+        self.now = self._stops and not float(state.epoch).is_integer()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._stops:
-            self._any_asked()  # so that no process ends, and has the launcher end the others, while another one saves
-            raise Terminated
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.now = self._stops
+
+    def any_asked(self) -> bool:
+        """Whether any process has got the signal, as soon as all have come here."""
+        if self._group is None:
+            return self._asked
+        told, work = self._told or self._tell()
+        self._told = None
+        work.wait()
+        return bool(told.item())
 
     def _tell(self) -> tuple[Any, Any]:
         import torch
         import torch.distributed as dist
 
-        asked = torch.tensor([int(self.asked)])
+        asked = torch.tensor([int(self._asked)])
         return asked, dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def _any_asked(self) -> bool:
-        if self._group is None:
-            return self.asked
-        told, work = self._told or self._tell()
-        self._told = None
-        work.wait()
-        return bool(told.item())
 
 
 @contextlib.contextmanager

@@ -4,22 +4,20 @@ It is parsed with TRL's parser. What that parser lets through is refused here, b
 repeated keys, keys under the wrong heading, and values of the wrong YAML type.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from liger_trainer.command.accelerate_file import apply_config, find_config
-from liger_trainer.command.attempts import join_this_attempt
-from liger_trainer.command.early_keys import refuse_unknown
-from liger_trainer.command.launch import read_on_every_process, settle_precision
-from liger_trainer.command.recipe_checks import check_metric, check_scheduler, settle
+from liger_trainer.command.options import take_options
+from liger_trainer.command.recipe_checks import check_scheduler, settle
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.recipe_parser import TRAIN_USAGE, options_given, parser_of, show_in_help
 from liger_trainer.command.recipe_values import checked, dump_yaml, load_yaml
 from liger_trainer.command.trainer_table import TRAINERS, TrainerEntry
 from liger_trainer.command.unknown_keys import nearest, refuse_unknown_keys
-from liger_trainer.errors import RecipeError
+from liger_trainer.errors import RecipeError, without_tokens
 from liger_trainer.paths import find_beside, shipped
 
 
@@ -27,8 +25,7 @@ from liger_trainer.paths import find_beside, shipped
 class Recipe:
     """A parsed recipe. `chosen` holds what the file and the command line set, `words` the command line itself.
 
-    `sharding` is the `distributed_type` that the recipe asks for itself, and `restarts` is true for a run that goes on
-    by itself where it can. `began` becomes true when training begins.
+    `sharding` is the `distributed_type` that the recipe asks for itself. `began` becomes true when training begins.
     """
 
     path: Path
@@ -39,7 +36,6 @@ class Recipe:
     chosen: dict[str, Any]
     words: tuple[str, ...] = ()
     sharding: str | None = None
-    restarts: bool = False
     began: bool = False
 
     def to_yaml(self) -> str:
@@ -51,7 +47,8 @@ class Recipe:
                 values[key] = paths[0] if isinstance(named, str) else paths
         if (config := values.get("accelerate_config")) is not None and self._full_path(config) != config:
             values["accelerate_config"] = str(find_config(self.path, config).absolute())
-        return dump_yaml(values)
+        hidden = "" if values.pop("hub_token", None) is None else "# hub_token is set, and not shown\n"
+        return without_tokens(dump_yaml(values)) + hidden
 
     def _full_path(self, name: str) -> str:
         path = find_beside(name, self.path.parent)
@@ -88,10 +85,16 @@ def find_recipe(name: str) -> Path:
     )
 
 
-def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE) -> Recipe:
+def parse_recipe(
+    name: str,
+    overrides: Sequence[str] = (),
+    usage: str = TRAIN_USAGE,
+    settle_launch: Callable[[dict[str, Any]], None] = lambda chosen: None,
+) -> Recipe:
     """Read the recipe `name` (a path or a shipped name), with `overrides` such as `["--max_steps", "5"]` on top.
 
-    The help of its keys begins with `usage`.
+    The help of its keys begins with `usage`. `settle_launch` gets the keys that are set, before the trainer's config is
+    made of them, which joins the processes of a launch.
 
     Raises:
         RecipeError: A key is unknown, repeated or misplaced, a value has the wrong type, or values exclude each other.
@@ -100,7 +103,6 @@ def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_US
     path, words = find_recipe(name), list(overrides)
     values = load_yaml(path)
     entry = _trainer_entry(path, values, words)
-    refuse_unknown(path, values, words)
     parser, owners = parser_of(entry, usage)
     refuse_unknown_keys(path, values, {key: owner.name for key, owner in owners.items()}, entry)
     values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
@@ -110,9 +112,7 @@ def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_US
     _check_two_names(path, values, given)
     chosen = settle(path, values, given, defaults)
     sharding = _settle_sharding(path, chosen)
-    settle_precision(chosen.get("bf16"), chosen.get("fp16"))
-    read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
-    join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
+    settle_launch(chosen)
     try:
         args, training, model = parser.parse_dict(chosen)
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -120,8 +120,6 @@ def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_US
     _check_needs(path, entry, args, training)
     if {"lr_scheduler_type", "lr_scheduler_kwargs"} & set(chosen):
         check_scheduler(path, training)
-    if chosen.get("metric_for_best_model") is not None:
-        check_metric(path, entry, training.metric_for_best_model)
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
         # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
         # layer has the full name q_proj.
@@ -131,11 +129,7 @@ def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_US
 
 def _trainer_entry(path: Path, values: dict[str, Any], words: list[str]) -> TrainerEntry:
     """The recipe's trainer. It is looked up before the parser is made, because it decides which keys there are."""
-    name = values.get("trainer", "sft")
-    for i, word in enumerate(words):
-        option, _, given = word.partition("=")
-        if option == "--trainer":
-            name = given or (words[i + 1] if i + 1 < len(words) else "")
+    name = take_options(words, "trainer")[0].get("trainer", values.get("trainer", "sft"))
     if not isinstance(name, str) or name not in TRAINERS:
         raise RecipeError(f"{path}: trainer is {name!r}; expected one of: {', '.join(TRAINERS)}.")
     return TRAINERS[name]

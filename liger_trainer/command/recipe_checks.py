@@ -7,15 +7,11 @@ of the rows.
 
 import fnmatch
 import importlib.util
-import inspect
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from liger_trainer.command.trainer_table import TrainerEntry
-from liger_trainer.command.unknown_keys import nearest
 from liger_trainer.errors import RecipeError
 
 
@@ -274,31 +270,6 @@ def check_scheduler(path: Path, training) -> None:
         raise RecipeError(
             f"{path}: lr_scheduler_kwargs is {options!r}, which does not fit lr_scheduler_type {name!r}: {error}"
         ) from error
-
-
-# Transformers measures these in every evaluation too. The message does not list them, since no model is best in them.
-_TIMES = ("runtime", "samples_per_second", "steps_per_second", "tokens_per_second", "model_preparation_time")
-_METRIC = re.compile(r'metrics\[(?:\w+\]\[)?f?"(?:\{prefix\})?(?!train")([^"]+)"\]')  # as TRL stores it
-
-
-def check_metric(path: Path, entry: TrainerEntry, metric: str) -> None:
-    """RecipeError if no evaluation of the trainer has the metric that `metric_for_best_model` names.
-
-    The names of metrics are read from the source of TRL's trainer. Without this check, the first evaluation would end
-    the run.
-    """
-    import liger_trainer
-
-    if entry.metrics is None:
-        return
-    classes = [cls for cls in getattr(liger_trainer, entry.trainer).__mro__ if cls.__module__.startswith("trl.")]
-    found = [name.removeprefix("eval_") for cls in classes for name in _METRIC.findall(inspect.getsource(cls))]
-    known, name = list(dict.fromkeys(["loss", *found, *entry.metrics])), metric.removeprefix("eval_")
-    if found and not any(fnmatch.fnmatchcase(name, pattern) for pattern in (*known, *_TIMES)):
-        raise RecipeError(
-            f"{path}: metric_for_best_model is {metric!r}, which no evaluation of {entry.trainer} has."
-            f"{nearest(name, known)} Its evaluations have {', '.join(known)}."
-        )
 
 
 def check_rows(recipe, columns: list[str]) -> None:

@@ -2,36 +2,30 @@
 
 import inspect
 import os
-import time
-from collections.abc import Sequence
-from typing import Any
 
-from liger_trainer.command.checkpoints import (
-    check_output_dir,
-    remove_earlier_run,
-    train_and_save,
-)
 from liger_trainer.command.launch import check_world, say_where_spread
 from liger_trainer.command.model_source import ModelSource, find_model
+from liger_trainer.command.output_dir import find_beginning, own_folder, remove_earlier_run
+from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
-from liger_trainer.command.resuming import check_same_model, check_same_trainer, say_what_the_checkpoint_decides
+from liger_trainer.command.resuming import facts_of
 from liger_trainer.command.rewards import check_columns, find_reward
 from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids, counting
 from liger_trainer.command.rows import load_rows
+from liger_trainer.command.saving import Keeper, of_run, train_and_save
 from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
-from liger_trainer.command.which_checkpoint import find_checkpoint_together, settle_restart
 from liger_trainer.errors import RecipeError
 
 
-def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any] = ()) -> Summary | str | None:
+def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> Summary | str | None:
     """Train as the recipe says, and save the model, its tokenizer and `liger_report.json` in `output_dir`.
 
     Args:
         recipe (`Recipe`): What to run.
         preview_rows (`int`, *optional*): Train nothing, and show what the trainer makes of this many rows.
-        callbacks (`Sequence[TrainerCallback]`): Callbacks for the trainer beside its own.
+        stop (`SaveOnSigterm`, *optional*): What says when the run has to stop.
 
     Returns:
         `Summary` of the run, or a text if `preview_rows` is set; on all processes but the main one, None.
@@ -41,6 +35,13 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
             then, unless the first evaluation lacks the metric that `metric_for_best_model` names.
         RunError: A checkpoint or the model cannot be written. The message says what of the run is saved.
     """
+    check_world(recipe)
+    _check_evaluation(recipe)
+    with own_folder(recipe) as resumes:
+        return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
+
+
+def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> Summary | str | None:
     import trl
     from jinja2 import TemplateError
     from transformers import AutoConfig, EarlyStoppingCallback
@@ -48,11 +49,6 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
     import liger_trainer
 
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
-    check_world(recipe)
-    _check_evaluation(recipe)
-    settle_restart(recipe)
-    check_output_dir(recipe)
-    checkpoint = find_checkpoint_together(training)
     source = find_model(
         recipe.model.model_name_or_path,
         init.pop("gguf_file", None),
@@ -60,10 +56,6 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
         trust_remote_code=init.pop("trust_remote_code", getattr(training, "trust_remote_code", False)),
     )
     config = source.load(AutoConfig)
-    if checkpoint is not None:
-        check_same_trainer(checkpoint, recipe)
-        check_same_model(checkpoint, config, recipe)
-        say_what_the_checkpoint_decides(checkpoint, recipe)
     columns = tuple(
         tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
         for needed in recipe.entry.columns
@@ -74,6 +66,9 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
     reads_label = any("label" in needed for needed in recipe.entry.columns) and "label" in train_rows.column_names
     if reads_label and preview_rows is None:
         check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
+    facts = facts_of(recipe, source, train_rows)
+    beginning = find_beginning(recipe, resumes, facts)
+    keeper, training.save_total_limit = Keeper(facts, beginning.run, training.save_total_limit), None
 
     total = len(train_rows)
     if preview_rows is not None:
@@ -85,7 +80,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "peft_config": trl.get_peft_config(recipe.model),
-        "callbacks": [recorder, *callbacks],
+        "callbacks": [recorder, stop],
     }
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
@@ -111,7 +106,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = _teacher(training)
     try:
-        trainer = counting(getattr(liger_trainer, recipe.entry.trainer))(args=training, **given)
+        trainer = of_run(counting(getattr(liger_trainer, recipe.entry.trainer)))(args=training, **given)
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(f"{recipe.path}: {error}{_template_hint(error, recipe)}") from error
     except TemplateError as error:
@@ -144,15 +139,14 @@ def run(recipe: Recipe, preview_rows: int | None = None, callbacks: Sequence[Any
             remove_earlier_run(training.output_dir)
         trainer.accelerator.wait_for_everyone()
     recipe.began = True
-    train_and_save(trainer, checkpoint, recipe)
+    trainer.keeper, trainer.stop = keeper, stop
+    train_and_save(trainer, beginning, recipe)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
     summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
-    if training.world_size > 1:
-        # A thread of gloo needs the interpreter's lock to free the tensors of its last collective. If it asks for the
-        # lock while the interpreter ends, it aborts the process, and the launcher reports a failed training. If it asks
-        # while the group is destroyed, the two wait for each other for ever. Sleeping gives it the lock now.
-        time.sleep(0.5)
+    # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
+    # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
+    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     return summary
 

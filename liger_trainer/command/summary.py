@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from liger_trainer.command.launch import say
 from liger_trainer.command.row_counts import RowCounts
 
 
@@ -34,14 +35,12 @@ class RunRecorder(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self.first_step = time.perf_counter(), state.global_step
         by_steps = args.logging_strategy == "steps" and not args.logging_first_step
-        if by_steps and state.logging_steps > state.max_steps and state.is_world_process_zero:
-            print(
-                f"liger-trainer: logging_steps is {state.logging_steps}, but the run has only {state.max_steps} steps, "
-                "so only their mean loss is logged. Set a smaller logging_steps.",
-                file=sys.stderr,
+        if by_steps and state.logging_steps > state.max_steps:
+            say(
+                f"logging_steps is {state.logging_steps}, but the run has only {state.max_steps} steps, so only their "
+                "mean loss is logged. Set a smaller logging_steps."
             )
-        if state.is_world_process_zero:
-            _say_where_warmup_never_ends(args, state.max_steps)
+        _say_where_warmup_never_ends(args, state.max_steps)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and "loss" in logs:
@@ -131,10 +130,9 @@ class Summary:
 def _say_where_warmup_never_ends(args, max_steps: int) -> None:
     with_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau", "greedy")
     if with_warmup and 0 < max_steps <= (warmup := args.get_warmup_steps(max_steps)):
-        print(
-            f"liger-trainer: warmup_steps is {warmup}, but the run has only {max_steps} steps, so the warm-up never "
-            f"ends and learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps.",
-            file=sys.stderr,
+        say(
+            f"warmup_steps is {warmup}, but the run has only {max_steps} steps, so the warm-up never ends and "
+            f"learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps."
         )
 
 

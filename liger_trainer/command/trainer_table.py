@@ -7,8 +7,7 @@ from dataclasses import dataclass
 class TrainerEntry:
     """A row of the table: the config and the trainer, by their names in `liger_trainer`, which are resolved on use.
 
-    `columns` are sets of columns, and the rows of the dataset need all columns of at least one set. `metrics` are
-    patterns of what an evaluation measures beside the metrics that TRL's code names; None if it may be anything.
+    `columns` are sets of columns, and the rows of the dataset need all columns of at least one set.
     """
 
     config: str
@@ -16,7 +15,6 @@ class TrainerEntry:
     columns: tuple[tuple[str, ...], ...]
     rewards: bool = False  # whether the trainer needs `reward_funcs`
     experimental: bool = False  # whether TRL keeps the trainer in `trl.experimental`
-    metrics: tuple[str, ...] | None = ()
 
 
 TRAINERS = {
@@ -29,14 +27,10 @@ TRAINERS = {
     "kto": TrainerEntry(
         "LigerKTOConfig", "LigerKTOTrainer", (("prompt", "completion", "label"), ("chosen", "rejected"))
     ),
-    # Reward functions may log metrics of their own.
-    "grpo": TrainerEntry("LigerGRPOConfig", "LigerGRPOTrainer", (("prompt",),), rewards=True, metrics=None),
-    "rloo": TrainerEntry("LigerRLOOConfig", "LigerRLOOTrainer", (("prompt",),), rewards=True, metrics=None),
+    "grpo": TrainerEntry("LigerGRPOConfig", "LigerGRPOTrainer", (("prompt",),), rewards=True),
+    "rloo": TrainerEntry("LigerRLOOConfig", "LigerRLOOTrainer", (("prompt",),), rewards=True),
     "distillation": TrainerEntry("LigerDistillationConfig", "LigerDistillationTrainer", (("prompt",),)),
     "medusa": TrainerEntry(
-        "MedusaConfig",
-        "LigerMedusaTrainer",
-        (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
-        metrics=("lm_loss", "medusa_head*_loss", "medusa_head*_accuracy"),
+        "MedusaConfig", "LigerMedusaTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
     ),
 }

@@ -1,6 +1,7 @@
 """`liger-trainer` as one process of torchrun, in which a rank is killed or gets SIGTERM: `preempted_cli.py train ...`.
 
-HIT says which rank, after which step and by which signal in the first attempt (`1:5:9`).
+HIT says which rank, after which step and by which signal in the first attempt (`1:5:9`). HIT_SAVE says the same of the
+moment before that rank saves its random state; the signal 0 stands for an error of the disk.
 """
 
 import os
@@ -17,9 +18,20 @@ class Hit(TrainerCallback):
             os.kill(os.getpid(), number)
 
 
+def save(self, output_dir):
+    rank, step, number = map(int, os.environ["HIT_SAVE"].split(":"))
+    if self.args.process_index == rank and self.state.global_step == step:
+        if not number:
+            raise OSError(28, "No space left on device")
+        os.kill(os.getpid(), number)
+    plain(self, output_dir)
+
+
 if __name__ == "__main__":
     from liger_trainer.command.main import main
 
     if "HIT" in os.environ:
         trainer.DEFAULT_CALLBACKS.append(Hit)
+    if "HIT_SAVE" in os.environ:
+        plain, trainer.Trainer._save_rng_state = trainer.Trainer._save_rng_state, save
     sys.exit(main())

@@ -11,6 +11,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from liger_trainer.command.main import main
 
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
 
 def write_model(folder):
     """A two-layer Llama of random weights with its tokenizer, as `save_pretrained` leaves them."""
@@ -82,3 +84,8 @@ def losses(output_dir):
     """The logged loss of each step of a finished run."""
     history = json.loads((Path(output_dir) / "trainer_state.json").read_text())["log_history"]
     return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+def steps_of(output_dir):
+    """The steps of the checkpoints in a folder."""
+    return sorted(int(path.name.partition("-")[2]) for path in Path(output_dir).glob("checkpoint-*"))

@@ -1,7 +1,9 @@
 """What the tests of the command share beside `recipe_fixtures`."""
 
 import pytest
-from recipe_fixtures import write_model, write_rows
+from recipe_fixtures import SAVING, write_model, write_recipe, write_rows
+
+from liger_trainer.command.main import main
 
 
 @pytest.fixture
@@ -11,3 +13,13 @@ def folder(tmp_path, monkeypatch):
     write_model(tmp_path / "model")
     write_rows(tmp_path / "rows.jsonl")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def saved_run(tmp_path_factory):
+    """The output of a run of four steps with two checkpoints, to be copied and damaged."""
+    root = tmp_path_factory.mktemp("saved")
+    write_model(root / "model")
+    write_rows(root / "rows.jsonl")
+    assert main(["train", str(write_recipe(root, **SAVING))]) == 0
+    return root / "out"

@@ -67,7 +67,7 @@ def test_resume_reaches_the_same_losses(folder, capsys):
     code, _, err = command(
         capsys, "train", write_recipe(folder), "--resume_from_checkpoint", folder / "whole" / "checkpoint-4"
     )
-    assert code == 2 and "is not the folder of a checkpoint (no trainer_state.json in it)" in err
+    assert code == 2 and "is not whole (trainer_state.json cannot be read: No such file" in err
 
 
 def test_resume_true_takes_the_last_checkpoint(folder, capsys):
@@ -184,9 +184,15 @@ def test_small_model_of_the_hub_trains(folder, capsys, monkeypatch):
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     shutil.copytree(folder / "model", cached / "snapshots" / ("0" * 40))
-    code, _, err = command(capsys, "train", write_recipe(folder, model_name_or_path="smollm2-135m-instruct"))
+    path = write_recipe(folder, model_name_or_path="smollm2-135m-instruct", save_strategy="steps")
+    code, _, err = command(capsys, "train", path)
     assert code == 0, err
     assert len(losses(folder / "out")) == 4
+    (cached / "snapshots" / ("0" * 40)).rename(cached / "snapshots" / ("1" * 40))
+    (cached / "refs" / "main").write_text("1" * 40)
+    options = ("--resume_from_checkpoint", "true", "--max_steps", "6")
+    code, _, err = command(capsys, "train", path, *options)
+    assert code == 2 and f"(commit {'1' * 40}) and was" in err and f"(commit {'0' * 40})" in err
 
 
 def test_small_model_is_out_of_reach(folder, capsys, monkeypatch):

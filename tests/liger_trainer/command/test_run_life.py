@@ -11,13 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from recipe_fixtures import command, losses, run_elsewhere, write_model, write_recipe, write_rows
-
-SAVING = {"save_strategy": "steps", "save_steps": 2}
-
-
-def steps_of(output_dir):
-    return sorted(int(path.name.partition("-")[2]) for path in Path(output_dir).glob("checkpoint-*"))
+from recipe_fixtures import SAVING, command, run_elsewhere, steps_of, write_recipe
 
 
 def test_torchrun_without_a_gpu_is_one_training(folder):
@@ -83,69 +77,6 @@ def test_overwriting_never_deletes_the_model_it_starts_from(folder, capsys):
     assert (folder / "model" / "model.safetensors").is_file()
 
 
-def truncate(path):
-    with open(path, "r+b") as file:
-        file.truncate(path.stat().st_size - 10)
-
-
-DAMAGES = {
-    "no state": lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
-    "half a state": lambda checkpoint: truncate(checkpoint / "trainer_state.json"),
-    "half the weights": lambda checkpoint: truncate(checkpoint / "model.safetensors"),
-    "other bytes": lambda checkpoint: (checkpoint / "model.safetensors").write_bytes(b"\x04" + b"\0" * 7 + b"abcdefgh"),
-    "no weights": lambda checkpoint: (checkpoint / "model.safetensors").unlink(),
-    "half an optimizer": lambda checkpoint: truncate(checkpoint / "optimizer.pt"),
-    "no optimizer": lambda checkpoint: (checkpoint / "optimizer.pt").unlink(),
-}
-
-
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory):
-    """A run of four steps with two checkpoints, to be copied and damaged."""
-    root = tmp_path_factory.mktemp("saved")
-    write_model(root / "model")
-    write_rows(root / "rows.jsonl")
-    from liger_trainer.command.main import main
-
-    assert main(["train", str(write_recipe(root, **SAVING))]) == 0
-    return root / "out"
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_resume_takes_the_newest_whole_checkpoint(damage, saved_run, folder, capsys):
-    shutil.copytree(saved_run, folder / "out")
-    damage(folder / "out" / "checkpoint-4")
-    path = write_recipe(folder, **SAVING)
-    code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
-    assert code == 0, err
-    assert re.search(r"steps +2, resumed at step 2$", out, re.M)
-    assert re.search(r"checkpoint-4 .*checkpoint-2", err), "said in a line"
-    shutil.rmtree(folder / "out")
-    shutil.copytree(saved_run, folder / "out")
-    damage(folder / "out" / "checkpoint-4")
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", folder / "out" / "checkpoint-4")
-    assert code == 2 and "checkpoint-4" in err, "what was asked for by name is not replaced by another"
-    damage(folder / "out" / "checkpoint-2")
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
-    assert code == 2 and "checkpoint-2" in err and "checkpoint-4" in err
-
-
-def test_resume_from_another_model(saved_run, folder, capsys):
-    from tiny_models import tiny_model
-
-    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder / "model")
-    path = write_recipe(folder, **SAVING)
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-2")
-    assert code == 2 and "num_hidden_layers" in err and str(saved_run / "checkpoint-2") in err
-    tiny_model("gemma2").save_pretrained(folder / "model")
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-2")
-    assert code == 2 and "model_type" in err
-    write_model(folder / "model")
-    lora = ("--use_peft", "true", "--lora_target_modules", "q_proj")
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-2", *lora)
-    assert code == 2 and "use_peft" in err
-
-
 @pytest.mark.parametrize("saving", [{}, SAVING], ids=["no checkpoints", "checkpoints"])
 def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, monkeypatch):
     from transformers import Trainer
@@ -172,61 +103,6 @@ def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, mon
     assert (folder / "out" / "model.safetensors").is_file()
 
 
-def test_going_on_beside_newer_checkpoints_is_refused(saved_run, folder, capsys):
-    shutil.copytree(saved_run, folder / "out")
-    path = write_recipe(folder, **SAVING)
-    older = ("--resume_from_checkpoint", folder / "out" / "checkpoint-2", "--max_steps", "3")
-    code, _, err = command(capsys, "train", path, *older)
-    assert code == 2 and "checkpoint-4" in err and "another output_dir" in err, "true would go on from either later"
-    assert command(capsys, "train", path, *older, "--output_dir", folder / "other")[0] == 0
-    truncate(folder / "out" / "checkpoint-4" / "optimizer.pt")
-    assert command(capsys, "train", path, *older)[0] == 0, "nothing goes on from half a checkpoint"
-    (folder / "out" / "checkpoint-4").rename(folder / "gone")
-    newest = folder / "out" / "checkpoint-3"
-    code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", newest, "--max_steps", "5")
-    assert code == 0 and re.search(r"steps +2, resumed at step 3$", out, re.M), err
-
-
-def test_resume_from_another_trainer(saved_run, folder, capsys):
-    (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 4)
-    path = write_recipe(folder, **SAVING, trainer="dpo", dataset_name="pairs.jsonl", prompt_template=None)
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", saved_run / "checkpoint-4")
-    assert code == 2 and "'sft'" in err and "'dpo'" in err and str(saved_run / "checkpoint-4") in err
-    shutil.copytree(saved_run, folder / "out", dirs_exist_ok=True)
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
-    assert code == 2 and "'sft'" in err and "'dpo'" in err
-    (folder / "out" / "checkpoint-4" / "training_args.bin").unlink()
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true", "--max_steps", "5")
-    assert code == 0, f"a checkpoint that does not say whose it is: {err}"
-
-
-def test_resume_says_what_the_checkpoint_decides(saved_run, folder, capsys):
-    path = write_recipe(folder, **SAVING)
-    resume = ("--resume_from_checkpoint", saved_run / "checkpoint-2")
-    code, _, err = command(capsys, "train", path, *resume, "--learning_rate", "9e-3", "--weight_decay", "0.5")
-    assert code == 0, err
-    assert losses(folder / "out") == losses(saved_run), "the states decide"
-    line = next(line for line in err.splitlines() if "learning_rate" in line)
-    assert "learning_rate stays 0.01 and not 0.009, weight_decay stays 0.0 and not 0.5" in line
-    shutil.rmtree(folder / "out")
-    code, _, err = command(capsys, "train", path, *resume)
-    assert code == 0 and "stays" not in err
-
-
-def test_the_arguments_of_a_checkpoint_run_no_code(tmp_path):
-    import torch
-
-    from liger_trainer.command.saved_arguments import saved_arguments
-
-    class Trap:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "sprung"),)
-
-    torch.save(Trap(), tmp_path / "training_args.bin")
-    saved_arguments(str(tmp_path))
-    assert not (tmp_path / "sprung").exists()
-
-
 def run_with_files_up_to(limit, folder, **keys):
     """A limit on the size of files stands for the full disk: safetensors and torch raise errors of their own for it."""
     recipe = write_recipe(folder, **keys)
@@ -236,7 +112,7 @@ def run_with_files_up_to(limit, folder, **keys):
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    last = done.stderr.strip().splitlines()[-1]
+    (last,) = (line for line in done.stderr.splitlines() if line.startswith("liger-trainer: error: "))
     assert last.startswith("liger-trainer: error: A checkpoint cannot be written")
     assert "No checkpoint was saved" in last and "inline_container" not in last and str(folder / "out") in last
     assert not steps_of(folder / "out"), "half a checkpoint fills the disk"
@@ -319,8 +195,7 @@ def stopped(process, number):
     raise AssertionError(f"the run goes on: {process.communicate()[1]}")
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
-def test_a_stopped_run_says_how_to_go_on(number, code, folder):
+def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     recipe = write_recipe(folder, max_steps=100000, lr_scheduler_type="constant", **SAVING)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
@@ -331,18 +206,33 @@ def test_a_stopped_run_says_how_to_go_on(number, code, folder):
     deadline = time.time() + 120
     while not (folder / "out" / "checkpoint-6").exists() and time.time() < deadline:
         time.sleep(0.05)
-    _, err = stopped(process, number)
-    assert process.returncode == code, err
-    how = "interrupted" if number == signal.SIGINT else "terminated"
-    (line,) = (line for line in err.splitlines() if line.startswith(f"liger-trainer: {how}. "))
+    _, err = stopped(process, signal.SIGINT)
+    assert process.returncode == 130, err
+    (line,) = (line for line in err.splitlines() if line.startswith("liger-trainer: interrupted. "))
     saved = re.search(r"checkpoint-(\d+)", line)
     assert saved and int(saved[1]) >= 4 and "Traceback" not in err
     assert (folder / "out" / saved[0] / "trainer_state.json").is_file()
     resume = line[line.index("liger-trainer train") :].rstrip(".").split()
     assert resume[2:] == [str(recipe), "--resume_from_checkpoint", "true"]
-    if number == signal.SIGTERM:
-        return  # the rest is the same
     state = json.loads((folder / "out" / saved[0] / "trainer_state.json").read_text())
     more = ["--max_steps", str(state["global_step"] + 1)]
-    done = run_elsewhere(sys.executable, "-m", "liger_trainer", *resume[1:], *more, cwd=folder)
-    assert done.returncode == 0 and f"resumed at step {state['global_step']}" in done.stdout, done.stderr
+    code, out, err = command(capsys, *resume[1:], *more)
+    assert code == 0 and f"resumed at step {state['global_step']}" in out, err
+
+
+def test_a_reader_that_has_had_enough():
+    """`liger-trainer recipes | head -1`: no traceback, and the code of a process that a closed pipe has ended."""
+    command = [sys.executable, "-m", "liger_trainer", "recipes"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 141
+
+
+def test_a_run_whose_output_nobody_reads(folder, capsys, monkeypatch):
+    def closed(*args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("liger_trainer.command.run.load_rows", closed)
+    code, _, err = command(capsys, "train", write_recipe(folder))
+    assert code == 141 and err.strip().endswith("so the run has ended. Training had not begun."), err

@@ -3,7 +3,9 @@
 import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 from launching import HERE
+from preempted_cli import Hit
 from recipe_fixtures import command, losses, run_elsewhere, write_model, write_recipe, write_rows
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from torch.distributed import HashStore
+from transformers import trainer
 
+from liger_trainer.command import manifest
 from liger_trainer.command.attempts import name_of_attempt
 from liger_trainer.command.preemption import SaveOnSigterm
-from liger_trainer.command.whole_files import fault_of_checkpoint, fault_of_file
 from liger_trainer.errors import RecipeError
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
@@ -86,23 +91,31 @@ def test_sigterm_of_one_rank_saves_that_step_on_all(dropping, whole):
     assert done.stderr.count("liger-trainer: terminated. ") == 1
     out = dropping / "out"
     (checkpoint,) = out.glob("checkpoint-*")
-    assert checkpoint.name == "checkpoint-6" and fault_of_checkpoint(checkpoint, True) is None
+    assert checkpoint.name == "checkpoint-6" and manifest.fault_of(checkpoint, manifest.read(checkpoint)) is None
     assert not (out / "model.safetensors").exists(), "what a finished run leaves"
     assert_goes_on(out, whole, 6, torchrun(dropping, recipe))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_the_state_of_one_rank_is_not_whole(dropping, whole):
-    """Rank 1 was killed while it saved, after the main process was done."""
-    (dropping / "whole" / "model.safetensors").unlink()
-    for step in (8, 6):
-        (dropping / "whole" / f"checkpoint-{step}" / "rng_state_1.pth").unlink()
-    assert "rng_state_1.pth of its 2" in fault_of_checkpoint(dropping / "whole" / "checkpoint-6", True)
-    assert fault_of_checkpoint(dropping / "whole" / "checkpoint-6", False) is None, "save_only_model has no such files"
-    recipe = write_recipe(dropping, **SAVING, output_dir=str(dropping / "whole"), resume_from_checkpoint=True)
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(dropping, whole):
+    """The main process has saved its part, and may delete nothing before the other one has."""
+    keys = SAVING | {"save_total_limit": 1}
+    done = torchrun(dropping, write_recipe(dropping, **keys), HIT_SAVE="1:4:9")
+    assert done.returncode != 0
+    assert manifest.read(dropping / "out" / "checkpoint-2") and not manifest.read(dropping / "out" / "checkpoint-4")
+    recipe = write_recipe(dropping, **keys, resume_from_checkpoint="auto")
     done = torchrun(dropping, recipe)
-    assert_goes_on(dropping / "whole", whole, 4, done)
-    assert "checkpoint-8 is not whole" in done.stderr
+    assert_goes_on(dropping / "out", whole, 2, done)
+    assert "checkpoint-4 was cut off" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_error_of_another_rank_is_printed_once(dropping):
+    """And one that all of them have, too."""
+    done = torchrun(dropping, write_recipe(dropping, **SAVING), HIT_SAVE="1:4:0")
+    assert done.stderr.count("liger-trainer: error: A checkpoint cannot be written") == 1, done.stderr
+    done = torchrun(dropping, write_recipe(dropping, model_name_or_path="./nowhere", output_dir="elsewhere"))
+    assert done.stderr.count("there is no such folder") == 1, done.stderr
 
 
 @pytest.mark.slow
@@ -135,30 +148,21 @@ def test_machines_that_do_not_share_output_dir(dropping, monkeypatch):
     assert "0: checkpoint-8, 1: none" in done.stderr and "all machines share" in done.stderr
 
 
-def test_sigterm_saves_whatever_save_strategy_says(dropping):
-    recipe = write_recipe(dropping, max_steps=8)
-    done = run_elsewhere(sys.executable, HERE / "preempted_cli.py", "train", recipe, cwd=dropping, HIT="0:3:15")
-    assert done.returncode == 143, done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("liger-trainer: terminated. "))
+def test_sigterm_saves_whatever_save_strategy_says(dropping, capsys, monkeypatch):
+    monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, Hit])
+    monkeypatch.setenv("HIT", "0:3:15")
+    code, _, err = command(capsys, "train", write_recipe(dropping, max_steps=8))
+    assert code == 143, err
+    (line,) = (line for line in err.splitlines() if line.startswith("liger-trainer: terminated. "))
     assert str(dropping / "out" / "checkpoint-4") in line and "--resume_from_checkpoint true" in line
-    assert "Traceback" not in done.stderr
 
 
-def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(folder, capsys, monkeypatch):
+def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(folder, capsys):
     recipe = write_recipe(folder, **SAVING | {"max_steps": 4}, resume_from_checkpoint="auto")
     code, out, err = command(capsys, "train", recipe)
-    assert code == 0 and "resumed" not in out, err
-    (folder / "out" / "checkpoint-4" / "trainer_state.json").unlink()
+    assert code == 0 and "resumed" not in out and "liger-trainer" not in err, err
     code, out, err = command(capsys, "train", recipe)
-    assert code == 0 and "resumed at step 2" in out and "checkpoint-4 is not whole" in err
-    for step in (2, 4):
-        (folder / "out" / f"checkpoint-{step}" / "optimizer.pt").unlink()
-    code, _, err = command(capsys, "train", recipe)
-    assert code == 2 and "model.safetensors" in err, "a finished model is not trained over"
-    (folder / "out" / "model.safetensors").unlink()
-    (folder / "out" / "trainer_state.json").unlink()
-    code, out, err = command(capsys, "train", recipe)
-    assert code == 0 and "resumed" not in out, "killed in its first checkpoint"
+    assert code == 0 and "resumed at step 4" in out, err
     code, _, err = command(capsys, "train", recipe, "--overwrite_output_dir", "true")
     assert code == 2 and "overwrite_output_dir is true and resume_from_checkpoint is auto" in err
 
@@ -175,23 +179,6 @@ def test_a_restart_goes_on_by_itself(counter, folder, capsys, monkeypatch):
     assert code == 0 and "resumed at step 4" in out, err
     code, out, err = command(capsys, "train", recipe, "--overwrite_output_dir", "true", "--max_steps", "2")
     assert code == 0 and "resumed" not in out and f"{counter} is 1" in err and "begins anew" in err
-
-
-def test_a_restart_after_a_refusal_takes_no_other_run(folder, capsys, monkeypatch):
-    """torchrun starts a refused run again like any other. What lies in output_dir is older than that torchrun."""
-    recipe = write_recipe(folder, **SAVING | {"max_steps": 4})
-    assert command(capsys, "train", recipe)[0] == 0
-    for path in (folder / "out").glob("checkpoint-*/trainer_state.json"):
-        os.utime(path, (1e9, 1e9))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    code, out, err = command(capsys, "train", recipe)
-    assert code == 2 and "holds an earlier run" in err and "resumed" not in out
-    for wanted in ("auto", "true"):  # whoever says so means that run
-        code, out, err = command(capsys, "train", recipe, "--resume_from_checkpoint", wanted)
-        assert code == 0 and "resumed at step 4" in out, err
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # torchrun is younger than the job that was queued again
-    code, out, err = command(capsys, "train", recipe)
-    assert code == 0 and "resumed at step 4" in out, err
 
 
 def test_processes_agree_on_an_attempt_that_machines_count_differently():
@@ -227,23 +214,18 @@ def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
     assert_goes_on(dropping / "out", whole, 4, first)
 
 
-@pytest.mark.slow
-def test_sigterm_after_the_last_step_lets_the_model_be_saved(folder):
+def test_sigterm_after_the_last_step_lets_the_model_be_saved(folder, capsys, monkeypatch):
     """Cut off there, a run whose steps are all done would have nothing but half a model."""
-    code = (
-        "import os, signal, sys\n"
-        "from liger_trainer.command.main import main\n"
-        "from transformers import Trainer\n"
-        "save = Trainer._save\n"
-        "def hit(self, *args, **kwargs):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    save(self, *args, **kwargs)\n"
-        "Trainer._save = hit\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    done = run_elsewhere(sys.executable, "-c", code, "train", write_recipe(folder), cwd=folder)
-    assert done.returncode == 0 and "Summary" in done.stdout, done.stderr
-    assert fault_of_file(folder / "out" / "model.safetensors") is None
+    plain = trainer.Trainer._save
+
+    def hit(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.Trainer, "_save", hit)
+    code, out, err = command(capsys, "train", write_recipe(folder))
+    assert code == 0 and "Summary" in out, err
+    load_file(folder / "out" / "model.safetensors")
 
 
 def test_processes_that_gloo_cannot_join(monkeypatch):
@@ -260,18 +242,41 @@ def test_the_handler_of_transformers_is_refused(folder, capsys):
     """It takes the place of ours, and the process that has got the signal stops without the others."""
     code, _, err = command(capsys, "train", write_recipe(folder, enable_jit_checkpoint=True))
     assert code == 2 and "enable_jit_checkpoint is true" in err and "Remove it" in err
-    (folder / "checkpoint-2").mkdir()
-    for name in ("trainer_state.json", "checkpoint-is-incomplete.txt"):
-        (folder / "checkpoint-2" / name).write_text("{}")
-    assert fault_of_checkpoint(folder / "checkpoint-2", False) == "checkpoint-is-incomplete.txt in it"
 
 
-def test_sigterm_before_training_ends_at_once(folder):
-    code = (
-        "import os, signal, sys\n"
-        "from liger_trainer.command import main, run\n"
-        "run.load_rows = lambda *args: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "sys.exit(main.main(sys.argv[1:]))\n"
-    )
-    done = run_elsewhere(sys.executable, "-c", code, "train", write_recipe(folder), cwd=folder)
-    assert done.returncode == 143 and "terminated. Training had not begun." in done.stderr, done.stderr
+def test_sigterm_before_training_ends_at_once(folder, capsys, monkeypatch):
+    monkeypatch.setattr("liger_trainer.command.run.load_rows", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    code, _, err = command(capsys, "train", write_recipe(folder))
+    assert code == 143 and "terminated. Training had not begun." in err, err
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_of_accelerate_launch_with_one_process(dropping):
+    """It starts the process and waits for it, and hands no signal on."""
+    recipe = write_recipe(dropping, **SAVING | {"max_steps": 100000, "lr_scheduler_type": "constant"})
+    paths = os.pathsep.join(sys.path)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "liger_trainer",
+         "train", str(recipe)],
+        cwd=dropping, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.time() + 120
+    while not (dropping / "out" / "checkpoint-6").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    launcher.terminate()
+    _, err = launcher.communicate(timeout=60)  # which ends when the process has closed the pipe too
+    assert "liger-trainer: terminated. The last checkpoint is" in err, err
+
+
+@pytest.mark.slow
+def test_a_finished_run_of_fsdp2_is_not_trained_on(folder):
+    from launching import accelerate_fsdp2
+
+    recipe = write_recipe(folder, **SAVING, resume_from_checkpoint="auto", accelerate_config=None)
+    command = (HERE / "launched_cli.py", "train", recipe)
+    accelerate_fsdp2(folder, *command)
+    first = losses(folder / "out")
+    done = accelerate_fsdp2(folder, *command)
+    assert re.search("steps +0, resumed at step 8", done.stdout), done.stdout
+    assert losses(folder / "out") == first

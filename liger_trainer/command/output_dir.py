@@ -1,0 +1,320 @@
+"""The folder of a run: whether the run may use it, which checkpoint it goes on from, and that no other run is in it."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command import manifest
+from liger_trainer.command.launch import on_all, on_main_for_all, say
+from liger_trainer.command.manifest import checkpoints_in
+from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.resuming import has_optimizer, refuse_another_run, what_changes
+from liger_trainer.errors import RecipeError
+
+# What a finished run leaves next to its checkpoints, as glob patterns: the model itself, and the files that go with it.
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", "medusa_heads")
+_WITH_WEIGHTS = (
+    "model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "generation_config.json",
+    "adapter_config.json", "trainer_state.json", "liger_report.json",
+)  # fmt: skip
+_LOCK = "_liger_trainer.lock"  # push_to_hub leaves out names that begin with _
+# Schedulers count the restarts of a job in these: Slurm, Flyte and torchrun, which may itself be restarted by them.
+_RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins: at `checkpoint`, or anew. `known` is false for a checkpoint without a manifest."""
+
+    checkpoint: str | None = None
+    run: str | None = None
+    known: bool = True
+
+
+def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The paths in `folder` that match at least one of the glob patterns, sorted."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
+@contextlib.contextmanager
+def own_folder(recipe: Recipe) -> Iterator[str]:
+    """Hold `output_dir` for this run, and give what it resumes from: `false`, `true`, `auto` or a path.
+
+    If the run is refused or stopped before it has saved anything, the folders that were made for it are removed.
+
+    Raises:
+        RecipeError: `output_dir` cannot be written, or another run is in it, with which this one would be mixed.
+    """
+    folder, wanted = Path(recipe.training.output_dir or "."), _wanted(recipe)
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    held: list[Any] = []
+
+    def prepare() -> None:
+        _check(recipe, wanted)
+        held.append(_lock(folder, recipe))
+
+    try:
+        on_main_for_all(recipe.training, prepare)
+        yield wanted
+    finally:
+        for lock in held:
+            (folder / _LOCK).unlink(missing_ok=True)
+            lock.close()
+        if recipe.training.process_index == 0:
+            for path in new:
+                if not path.is_dir() or any(path.iterdir()):
+                    break
+                path.rmdir()
+
+
+def _wanted(recipe: Recipe) -> str:
+    """What the run resumes from. A restart by a scheduler is `auto`, unless it has other orders."""
+    training = recipe.training
+    wanted = str(training.resume_from_checkpoint or "false")
+    wanted = wanted.lower() if wanted.lower() in ("false", "true", "auto") else wanted
+    counts = [f"{name} is {os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "").strip("0").isdecimal()]
+    counts = [count for counts in on_all(training, counts) for count in counts]  # torchrun counts for each machine
+    if not counts:
+        return wanted
+    if recipe.args.overwrite_output_dir:  # what lies there may be from an earlier run
+        if wanted == "false":
+            say(
+                f"this is a restart ({counts[0]}), and it begins anew, because overwrite_output_dir is true. Without "
+                "it, a restart goes on from the last checkpoint."
+            )
+        return wanted
+    saved = any(manifest.read(path) for path in checkpoints_in(Path(training.output_dir)))
+    return "auto" if saved or wanted == "false" else wanted
+
+
+def _check(recipe: Recipe, wanted: str) -> None:
+    """RecipeError if `output_dir` holds another run, or cannot be overwritten as the recipe says."""
+    if not recipe.training.output_dir:
+        raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
+    folder, overwrite = Path(recipe.training.output_dir), recipe.args.overwrite_output_dir
+    if overwrite and wanted != "false":
+        raise RecipeError(
+            f"{recipe.path}: overwrite_output_dir is true and resume_from_checkpoint is {wanted}, but the one deletes "
+            "what the other needs. Keep one of them."
+        )
+    if not overwrite and wanted not in ("true", "auto") and not _is_inside(wanted, folder):
+        _refuse_earlier_run(recipe, checkpoints_in(folder))
+    for key in ("model_name_or_path", "teacher_model_name_or_path", "medusa_init_heads_from") if overwrite else ():
+        value = getattr(recipe.model, key, None) or getattr(recipe.training, key, None)
+        if value and os.path.exists(os.path.expanduser(value)) and _is_inside(value, folder):
+            raise RecipeError(
+                f"{recipe.path}: {key} is {value!r}, which overwrite_output_dir would delete from output_dir "
+                f"{str(folder)!r}. Set another output_dir."
+            )
+
+
+def _refuse_earlier_run(recipe: Recipe, checkpoints: list[Path]) -> None:
+    """RecipeError if there are `checkpoints` in `output_dir`, or the model of a finished run."""
+    folder = Path(recipe.training.output_dir)
+    if found := checkpoints + matches(folder, (*WEIGHTS, "trainer_state.json")):
+        names = ", ".join(path.name for path in found)
+        raise RecipeError(
+            f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another "
+            "output_dir, or resume_from_checkpoint: true to go on from the last checkpoint of that run, or "
+            "overwrite_output_dir: true to delete it when this one begins."
+        )
+
+
+def _lock(folder: Path, recipe: Recipe) -> Any:
+    """An open file on which this process holds a lock that ends with it, however it ends. RecipeError if another does.
+
+    The kernel keeps the lock, or the server of a network file system. So a lock that a killed process has left is
+    none, and its host and pid in the file are only for the message.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / _LOCK, "a+", encoding="utf-8")
+    except OSError as error:
+        reason = "it is a file" if folder.is_file() else error.strerror
+        raise RecipeError(
+            f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {reason}. Set another output_dir."
+        ) from error
+    file.seek(0)
+    try:
+        owner = json.loads(file.read() or "{}")
+    except ValueError:
+        owner = {}
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, whose locks the workers of a data loader inherit
+    except ImportError:  # Windows
+        return file
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            say(f"{folder} cannot be locked ({error.strerror}). Start no second run in it.")
+            return file
+        file.close()
+        raise RecipeError(
+            f"{recipe.path}: output_dir is {str(folder)!r}, in which another run is at work (process "
+            f"{owner.get('pid', 'unknown')} on {owner.get('host', 'a host that does not say its name')}). Set another "
+            "output_dir, or wait for the end of that run."
+        ) from error
+    if not os.path.exists(folder / _LOCK) or os.fstat(file.fileno()).st_ino != os.stat(folder / _LOCK).st_ino:
+        file.close()  # its owner has just ended, and has deleted it
+        return _lock(folder, recipe)
+    if owner.get("host", here["host"]) != here["host"]:
+        say(
+            f"the run of process {owner.get('pid')} on {owner['host']} has not left {folder} in order. If it is not "
+            "dead, stop it: not every network file system shares its locks."
+        )
+    file.truncate(0)
+    file.write(json.dumps(here))
+    file.flush()
+    return file
+
+
+def find_beginning(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+    """Where a run with `facts` begins, on all processes.
+
+    Raises:
+        RecipeError: There is no whole checkpoint although one is asked for, it is of another run, or the processes do
+            not see the same `output_dir`.
+    """
+    if wanted == "false":
+        return Beginning()
+    by_name = wanted not in ("true", "auto")
+    choose = _named if by_name else _newest
+    beginning: Beginning = on_main_for_all(recipe.training, lambda: choose(recipe, wanted, facts))
+    if beginning.checkpoint is not None:
+        folder, name = recipe.training.output_dir, Path(beginning.checkpoint).name
+        seen = on_all(recipe.training, os.path.isdir(beginning.checkpoint if by_name else os.path.join(folder, name)))
+        if not all(seen):
+            names = ", ".join(f"{rank}: {name if sees else 'none'}" for rank, sees in enumerate(seen))
+            raise RecipeError(
+                f"output_dir is {folder!r}, in which the processes find different checkpoints ({names}). Set it to a "
+                "folder that all machines share."
+            )
+    return beginning
+
+
+def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+    folder, faults = Path(recipe.training.output_dir), list[str]()
+    for path in reversed(checkpoints_in(folder)):
+        found = manifest.read(path)
+        if found is None and not _was_begun(path):
+            raise RecipeError(
+                f"output_dir is {str(folder)!r}, whose {path.name} has no {manifest.NAME}, so nothing says whether it "
+                "is whole and what it was trained on: the stock trainer or an earlier release has saved it. Set "
+                f"resume_from_checkpoint: {path} to go on from it as it is, or another output_dir."
+            )
+        fault = "was cut off while it was saved" if found is None else _fault(path, found, recipe, facts)
+        if found is not None and fault is None:
+            if faults:
+                say(f"{'; '.join(faults)}. Resuming from {path.name}.")
+            return _begin_at(path, found, facts)
+        faults.append(f"{path.name} {fault}")
+    if wanted == "true":
+        whole = f" that is whole: {'; '.join(faults)}" if faults else ""
+        raise RecipeError(
+            f"resume_from_checkpoint is true, but output_dir {str(folder)!r} has no checkpoint{whole}. Train without "
+            "it first, or give the path of a checkpoint."
+        )
+    _refuse_earlier_run(recipe, [])
+    if faults:
+        say(f"{'; '.join(faults)}. The run begins anew.")
+    return Beginning()
+
+
+def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
+    path = Path(wanted).expanduser()
+    found = manifest.read(path)
+    fault = _fault_without_manifest(path, recipe) if found is None else _fault(path, found, recipe, facts)
+    if fault is not None:
+        raise RecipeError(
+            f"resume_from_checkpoint is {wanted!r}, which is not the folder of a whole checkpoint: it {fault}. Give a "
+            "path such as OUTPUT_DIR/checkpoint-100, or true for the newest checkpoint that is whole."
+        )
+    _refuse_newer(path, recipe)
+    if found is not None:
+        return _begin_at(path, found, facts)
+    say(
+        f"{path} has no {manifest.NAME}, so nothing could be checked: neither whether its files are whole, nor whether "
+        "it was trained on this model, with these rows and keys."
+    )
+    return Beginning(str(path), known=False)
+
+
+def _fault_without_manifest(path: Path, recipe: Recipe) -> str | None:
+    if _was_begun(path):
+        return "was cut off while it was saved"
+    needed = ["trainer_state.json"]
+    if not recipe.training.save_only_model and not matches(path, ("global_step*",)):  # DeepSpeed has all states there
+        needed += ["optimizer*", "scheduler.pt"]
+    return next((f"has no {name}" for name in needed if not matches(path, (name,))), None)
+
+
+def _begin_at(path: Path, found: dict[str, Any], facts: dict[str, Any]) -> Beginning:
+    for name in manifest.lost_random_states(path, found):
+        say(f"{path.name} has lost {name}, so dropout and sampling differ from the uninterrupted run.")
+    for line in what_changes(path, found, facts):
+        say(line)
+    return Beginning(str(path), found["run"])
+
+
+def _fault(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str, Any]) -> str | None:
+    """Why a run cannot go on from `path`, to which the manifest `found` belongs. RecipeError if it is another run's."""
+    refuse_another_run(path, found, facts)
+    if not has_optimizer(found) and not recipe.training.save_only_model:
+        return "was saved without its optimizer (save_only_model)"
+    fault = manifest.fault_of(path, found)
+    return None if fault is None else f"is not whole ({fault})"
+
+
+def _was_begun(path: Path) -> bool:
+    """Whether a run of the command has begun to save `path`, or had only made the folder."""
+    marks = (path / manifest.BEGUN).exists() or (path / manifest.NAME).exists()
+    return marks or (path.is_dir() and not any(path.iterdir()))
+
+
+def _refuse_newer(checkpoint: Path, recipe: Recipe) -> None:
+    """RecipeError if `output_dir` already holds steps after `checkpoint`, which this run would train once more.
+
+    A later run with `resume_from_checkpoint: true` would go on from the highest step, whichever run that step is from.
+    """
+    newer: list[str] = []
+    for path in reversed(checkpoints_in(Path(recipe.training.output_dir))):
+        if path.resolve() == checkpoint.resolve():
+            break
+        found = manifest.read(path)
+        if not _was_begun(path) if found is None else manifest.fault_of(path, found) is None:
+            newer.insert(0, path.name)
+    else:
+        return  # it lies elsewhere
+    if newer:
+        raise RecipeError(
+            f"resume_from_checkpoint is {recipe.training.resume_from_checkpoint!r}, but output_dir "
+            f"{recipe.training.output_dir!r} holds later checkpoints too ({', '.join(newer)}), so two runs would be "
+            "mixed there. Set another output_dir, or delete those checkpoints, or go on from the newest one with "
+            "resume_from_checkpoint: true."
+        )
+
+
+def remove_earlier_run(output_dir: str) -> None:
+    """Delete the checkpoints and the model in `output_dir`, as `overwrite_output_dir` asks, and no other file."""
+    folder = Path(output_dir)
+    model = matches(folder, WEIGHTS)
+    if model:  # without a model, a config.json in that folder does not come from a run
+        model += matches(folder, _WITH_WEIGHTS)
+    for path in checkpoints_in(folder) + model:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    return Path(path).expanduser().resolve().is_relative_to(folder.resolve())
