@@ -21,12 +21,13 @@ _WITHOUT_EFFECT = (
     "output_dir", "do_*", "eval_*", "*_eval", "*eval*batch*", "prediction_*", "batch_eval_*", "log_*", "logging_*",
     "save_*", "hub_*", "push_to_hub", "report_to", "run_name", "project", "trackio_*", "disable_tqdm", "debug",
     "resume_*", "overwrite_*", "load_best_*", "metric_for_*", "greater_is_better", "include_*", "skip_memory_*",
-    "dataset_*", "dataloader_num_*", "dataloader_p*", "dataloader_m*", "dataloader_in_order", "max_rows",
-    "prompt_template", "ddp_*", "fsdp*", "deepspeed", "parallelism_config", "accelerat*", "use_cpu", "local_rank",
-    "torch_compile*", "torch_empty_*", "gradient_checkpointing*", "activation_*", "use_cache", "*memory_budget",
-    "use_liger*", "liger_*", "optimizer_in_backward", "restore_*", "enable_jit_*", "ignore_data_skip", "trust_*",
-    "attn_implementation", "model_*", "teacher_model_*", "label_names", "remove_unused_*", "auto_find_*", "vllm_*",
-    "num_completions_to_print", "*_cpu", "transformers_*", "cache_implementation",
+    "dataset_config", "dataset_*_split", "dataset_n*", "dataloader_num_*", "dataloader_p*", "dataloader_m*",
+    "dataloader_in_order", "max_rows", "prompt_template", "ddp_*", "fsdp*", "deepspeed", "parallelism_config",
+    "accelerate_*", "use_cpu", "local_rank", "torch_compile*", "torch_empty_*", "gradient_checkpointing*",
+    "activation_*", "use_cache", "*memory_budget", "use_liger*", "liger_*", "optimizer_in_backward", "restore_*",
+    "enable_jit_*", "ignore_data_skip", "trust_*", "attn_implementation", "*model_name_or_path", "*model_revision",
+    "label_names", "remove_unused_*", "auto_find_*", "vllm_[!is]*", "vllm_server_*", "medusa_eval_*",
+    "num_completions_to_print", "transformers_*", "cache_implementation",
 )  # fmt: skip
 # With another value of these, the states in a checkpoint do not fit the weights or the optimizer any more.
 _REFUSED = (

@@ -100,6 +100,12 @@ class _OfRun:
             if _is_of_the_disk(error):
                 raise _CannotSave from error
             raise
+        if self.args.push_to_hub:
+            self.keeper.wait()
+            super()._push_from_checkpoint(str(_checkpoint_of(self)))  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Wait for the manifest, which is pushed too: the stock trainer calls this before it can be written."""
 
     def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]

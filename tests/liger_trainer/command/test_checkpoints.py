@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from preempted_cli import Hit
@@ -185,6 +186,7 @@ def test_another_adapter_is_not_gone_on_with(folder, capsys):
 def test_what_changes_is_told_in_a_line(saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     keys = {"per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "seed": 7, "max_steps": 6}
+    keys |= {"model_init_kwargs": {"attention_dropout": 0.1}}
     path = write_recipe(folder, **SAVING | keys, logging_steps=2, save_total_limit=3, eval_fraction=None)
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
     assert code == 0
@@ -401,6 +403,19 @@ def test_reading_rows_is_not_taken_for_saving(folder, capsys, monkeypatch):
     monkeypatch.setattr(Trainer, "training_step", fail)
     with pytest.raises(OSError, match="Input/output error"):
         command(capsys, "train", write_recipe(folder))
+
+
+def test_a_checkpoint_goes_to_the_hub_with_its_manifest(folder, capsys, monkeypatch):
+    """A folder of the Hub that has none could not be gone on from. What the Hub refuses is no full disk."""
+
+    def push(self, checkpoint):
+        assert manifest.fault_of(Path(checkpoint), manifest.read(Path(checkpoint))) is None
+        raise OSError("the Hub is away")
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    with pytest.raises(OSError, match="the Hub is away"):
+        command(capsys, "train", write_recipe(folder, **SAVING, push_to_hub=True, hub_strategy="checkpoint"))
 
 
 def test_a_token_is_not_shown(folder, capsys, monkeypatch):
