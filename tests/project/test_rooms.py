@@ -29,6 +29,7 @@ REASONS = {
     "kernels/liger_triton/float8_cast.py": "all casts to eight bits share their scales and their rounding",
     "kernels/liger_triton/float8_linear.py": "both forms of a layer in eight bits run through one function",
     "kernels/liger_triton/gates.py": "all gates of gated MLPs, with a LoRA and without",
+    "liger_trainer/trainers/base.py": "the one mixin of all trainers; a feature has its code in a room of its own",
 }
 
 
