@@ -102,7 +102,7 @@ def test_what_cannot_have_heads():
         MedusaHeads.for_model(tiny_model("llama").model, 2)
     quantised = tiny_model("llama")
     quantised.lm_head = Linear8bit(32, VOCAB)
-    with pytest.raises(ValueError, match="cannot be fused: it is a Linear8bit, not a linear layer"):
+    with pytest.raises(ValueError, match="cannot be fused: the forward of Linear8bit is not that of a linear layer"):
         MedusaHeads.for_model(quantised, 2)
 
 
