@@ -7,6 +7,7 @@ unpickled is unpatched, needs nothing of this package, and `Binding.of` returns 
 """
 
 import copy
+import functools
 import inspect
 import types
 import weakref
@@ -184,4 +185,9 @@ def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: d
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
-    return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
+    return _without_fsdp(type(module))
+
+
+@functools.cache
+def _without_fsdp(cls: type) -> type:
+    return next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))

@@ -12,7 +12,8 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -58,6 +59,14 @@ class Guards:
     def __init__(self, cls: type, lookups: Iterable[Lookup] = ()):
         self.cls = cls
         self.lookups = tuple({(id(found[0]), found[1]): found for found in lookups}.values())
+        own = [(name, value) for owner, name, value in self.lookups if owner is None]
+        self._absent = [name for name, value in own if value is _ABSENT]
+        self._own = _reading(itemgetter, [found for found in own if found[1] is not _ABSENT])
+        self._others = []
+        for owner in dict.fromkeys(owner for owner, _, _ in self.lookups if owner is not None):
+            found = [(name, value) for other, name, value in self.lookups if other is owner]
+            scope, getter = (owner, attrgetter) if isinstance(owner, type) else (vars(owner), itemgetter)
+            self._others.append((scope, *_reading(getter, found)))
         self.missing: tuple[str, ...] = ()
         self.children: tuple[tuple[str, Guards], ...] = ()
 
@@ -69,10 +78,11 @@ class Guards:
         if type(module) is not self.cls and own_class(module) is not self.cls:
             return f"{label} is a {type(module).__name__} now; it was a {self.cls.__name__}"
         state = module.__dict__
-        for owner, name, value in self.lookups:
-            now = state.get(name, _ABSENT) if owner is None else getattr(owner, name, _ABSENT)
-            if now is not value and not _is_same(now, value):
-                return f"{name} of {label if owner is None else _label(owner)} has changed"
+        if not self._finds_the_same(state):  # as hardly ever: then look at one after the other
+            for owner, name, value in self.lookups:
+                now = state.get(name, _ABSENT) if owner is None else getattr(owner, name, _ABSENT)
+                if now is not value and not _is_same(now, value):
+                    return f"{name} of {label if owner is None else _label(owner)} has changed"
         for name in self.missing:
             if getattr(module, name, None) is not None:
                 return f"{label} has a {name} now"
@@ -83,6 +93,27 @@ class Guards:
             if (attached := hook_on(child)) is not None:
                 return f"{attached} on {name} would not be called"
         return None
+
+    def _finds_the_same(self, state: dict[str, Any]) -> bool:
+        """Whether each lookup finds the same object. It is asked in every call of a module, and loops in C only."""
+        try:
+            for scope, read, values in self._others:
+                if not all(map(is_, read(scope), values)):
+                    return False
+            read, values = self._own
+            return state.keys().isdisjoint(self._absent) and all(map(is_, read(state), values))
+        except (AttributeError, KeyError):
+            return False
+
+
+def _reading(getter: Callable, found: list[tuple[str, Any]]) -> tuple[Callable[[Any], tuple], tuple]:
+    """A function that reads names of `found` in a scope, made by `getter`, and the values that it should give."""
+    if not found:
+        return lambda scope: (), ()
+    names, values = zip(*found, strict=True)
+    if len(names) == 1:  # the getter of a single name returns no tuple
+        names, values = names * 2, values * 2
+    return getter(*names), values
 
 
 def guards_of(module: nn.Module, method: str = "forward", called: Collection[str] = ()) -> Guards:
