@@ -65,6 +65,6 @@ def _mask(*args: Any, **kwargs: Any) -> None:
 
 def register() -> None:
     """Let models of transformers have `attn_implementation=NAME`."""
-    keep_attention.also_fused(_OPERATION)
+    keep_attention.FUSED.add(_OPERATION)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)

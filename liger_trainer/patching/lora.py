@@ -232,11 +232,7 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
 
 
 class LoRABinding(Binding):
-    """What is bound to a LoRA layer.
-
-    Attributes:
-        group (`InputGroup` or `None`): The layers that nearly always get the same input, such as q, k and v.
-    """
+    """What is bound to a LoRA layer. `group` has those that nearly always get its input, on bases of eight bits."""
 
     group: "InputGroup | None" = None
 

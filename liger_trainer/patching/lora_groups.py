@@ -1,5 +1,5 @@
-"""LoRA layers that get the same input one after the other, q, k and v of an attention: their adapters are computed at
-once, and so is the gradient of the input.
+"""LoRA layers on bases of eight bits that get the same input one after the other, q, k and v of an attention: their
+adapters and the gradient of the input are computed at once. Bases of 16 bits would gain less than 2 % of a step.
 
 Each layer is still called by the model's own code, when it likes, and returns its own output. The first of them that
 is called with some tensor computes the r-wide products of all. The next one takes its own if everything that these
@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensor
 
 from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.hooks import has_hooks
+from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
 from liger_trainer.patching.lora import LoRABinding, tensors_now
 from liger_trainer.patching.lora_parts import Tensors
 from liger_triton.lora_linear import Float8Weight, LoRAGroup
@@ -26,11 +27,12 @@ _PARAMETERS = (nn.Parameter, FakeTensor)  # a parameter without values has the s
 
 
 def form_groups(model: nn.Module) -> None:
-    """Tell the swapped LoRA layers of each attention of each other."""
+    """Tell the swapped LoRA layers of each attention of each other, where all its bases have eight bits."""
     for module in model.modules():
         layers = [module._modules[name] for name in NAMES if module._modules.get(name) is not None]
         bindings = [binding for layer in layers if isinstance(binding := Binding.of(layer), LoRABinding)]
-        if len(bindings) > 1:
+        bases = {type(layer._modules.get("base_layer", layer)) for layer in layers}
+        if len(bindings) > 1 and bases == {FrozenFloat8Linear}:
             group = InputGroup(layers)
             for binding in bindings:
                 binding.group = group
@@ -73,8 +75,8 @@ class InputGroup:
         """y of one of the layers; None where it has to compute for itself."""
         if not torch.is_grad_enabled() or any(map(has_hooks, self.layers)):  # a hook may change x behind its version
             return None
-        if any(t.is_inference() for t in _tensors_of(x, tensors)):  # which has no version
-            return None
+        if not isinstance(tensors[0], Float8Weight) or any(t.is_inference() for t in _tensors_of(x, tensors)):
+            return None  # another base since; or no version
         state = _state(x, tensors)
         begun = None if self.begun is None else self.begun()
         y = None if begun is None else begun.take(layer, state)
@@ -88,24 +90,23 @@ class InputGroup:
         members = {}
         for other in self.layers[self.layers.index(layer) :]:
             of_other = tensors if other is layer else tensors_now(other, x)
-            if of_other is not None and of_other[2] is not None and type(of_other[2][0]) in _PARAMETERS:
+            weight, _, adapter = of_other or (None, None, None)
+            if of_other and isinstance(weight, Float8Weight) and adapter and type(adapter[0]) in _PARAMETERS:
                 members[other] = of_other
         return _Begun(x, members) if layer in members and len(members) > 1 else None
 
 
 def _tensors_of(x: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
     weight, bias, adapter = tensors
-    weights = (weight.bits, weight.scale) if isinstance(weight, Float8Weight) else (weight,)
-    return [t for t in (x, *weights, bias, *(adapter or ())[:2]) if t is not None]
+    assert isinstance(weight, Float8Weight) and adapter is not None, "no other is a member"
+    return [t for t in (x, *weight, bias, *adapter[:2]) if t is not None]
 
 
 def _state(x: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
     """What the output of a layer depends on: which tensors, in which versions, and in which mode."""
-    weight, _, adapter = tensors
-    bits = weight.bits if isinstance(weight, Float8Weight) else None  # a new view in each call
-    device = x.device.type
+    adapter, device = tensors[2], x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     found: list[Any] = [threading.get_ident(), autocast, adapter and adapter[2]]
-    for t in _tensors_of(x, tensors):
-        found += (t is bits or id(t), t.data_ptr(), t._version, t.requires_grad)
+    for k, t in enumerate(_tensors_of(x, tensors)):
+        found += (k == 1 or id(t), t.data_ptr(), t._version, t.requires_grad)  # the bits are a new view in each call
     return tuple(found)

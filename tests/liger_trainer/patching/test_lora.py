@@ -10,7 +10,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.patching import lora, lora_groups, mlps, probe
+from liger_trainer.patching import lora, mlps, probe
 from liger_trainer.patching.lora import LoRA
 
 LAYERS = 14  # two layers of seven projections
@@ -73,16 +73,6 @@ def calls(monkeypatch):
         seen.extend(weight for weight, _, adapter in projections if adapter is not None)
         return own_mlp(x, *projections, **options)
 
-    class Counted(lora_groups.LoRAGroup):
-        def __init__(self, x, layers):
-            super().__init__(x, layers)
-            self.weights = [weight for weight, _, _ in layers]
-
-        def output(self, k):
-            seen.append(self.weights[k])
-            return super().output(k)
-
-    monkeypatch.setattr(lora_groups, "LoRAGroup", Counted)
     own, own_mlp = lora.lora_linear, mlps.lora_mlp
     monkeypatch.setattr(lora, "lora_linear", counted)
     monkeypatch.setattr(mlps, "lora_mlp", counted_mlp)

@@ -1,4 +1,5 @@
-"""q, k and v with a LoRA share what they compute if they get one input; in any other case each computes for itself."""
+"""q, k and v with a LoRA on bases of eight bits share what they compute if they get one input; in any other case each
+computes for itself."""
 
 import copy
 import threading
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_trainer import apply_liger
 from liger_trainer.instance.binding import Binding
 from liger_trainer.patching import lora_groups
+from liger_trainer.patching.quantize_base import quantize_base
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 
@@ -22,7 +24,7 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        for name, width in zip(NAMES, (16, 12, 12), strict=True):
+        for name, width in zip(NAMES, (32, 16, 16), strict=True):
             setattr(self, name, nn.Linear(16, width))
         self.o_proj = nn.Linear(16, 16)
 
@@ -31,11 +33,13 @@ class Attention(nn.Module):
         return sum((k + 1) * found[name].square().mean() for k, name in enumerate(NAMES) if name in found)
 
 
-def attention(patched=True, dropout=0.0):
+def attention(patched=True, dropout=0.0, eight_bits=True):
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
     config.lora_dropout = dropout
     model = get_peft_model(nn.Sequential(Attention()), config).train()
+    if eight_bits:
+        quantize_base(model)
     if patched:
         assert len(apply_liger(model)["lora"].swapped) == 4
     return model.base_model.model[0]
@@ -65,13 +69,14 @@ def step(module, run=None, **options):
     return [loss.detach(), x.grad, *((n, p.grad) for n, p in module.named_parameters())]
 
 
-def assert_same(got, want, **tolerance):
+def assert_same(got, want):
+    """But for rounding: the gradients of the group are rounded to eight bits together."""
     for g, w in zip(got, want, strict=True):
         if isinstance(w, tuple):
             assert (g[1] is None) == (w[1] is None), w[0]  # None and zeros are not the same to an optimizer
             g, w = g[1], w[1]
         if w is not None:
-            torch.testing.assert_close(g, w, **tolerance)
+            assert (g - w).norm() <= 0.05 * w.norm() + 1e-7
 
 
 def begun(module):
@@ -91,6 +96,12 @@ def test_which_layers_are_called(order, sizes, groups):
     """A layer that is not called gets no gradient, as in stock."""
     assert_same(step(attention(), order=order), step(attention(False), order=order))
     assert groups == sizes
+
+
+def test_bases_of_16_bits_share_nothing(groups):
+    """It would gain less than 2 %."""
+    assert_same(step(attention(eight_bits=False)), step(attention(False, eight_bits=False)))
+    assert not groups and all(b.group is None for b in map(Binding.of, attention(eight_bits=False).children()))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -157,7 +168,7 @@ def to_trained_or_frozen(module, name):
 
 @pytest.mark.parametrize("change", [to_other_memory, to_another_parameter, to_trained_or_frozen])
 @pytest.mark.parametrize(
-    "part", ["lora_A.default.weight", "lora_B.default.weight", "base_layer.weight", "base_layer.bias"]
+    "part", ["lora_A.default.weight", "lora_B.default.weight", "base_layer.scale", "base_layer.bias"]
 )
 def test_a_tensor_that_changes_between_the_calls(part, change):
     owner, _, name = part.rpartition(".")
@@ -172,10 +183,9 @@ def test_a_tensor_that_changes_between_the_calls(part, change):
         lambda layer: layer.scale_layer(0.5),
         lambda layer: layer.lora_A.update({"default": copy.deepcopy(layer.lora_A["default"])}),
         lambda layer: layer.enable_adapters(False),
-        lambda layer: layer.merge(),
         lambda layer: layer.lora_dropout.update({"default": nn.Dropout(1.0)}),
     ],
-    ids=["scaling", "adapter", "disabled", "merged", "dropout"],
+    ids=["scaling", "adapter", "disabled", "dropout"],
 )
 def test_a_layer_that_changes_between_the_calls(change):
     assert_same(*(step(attention(patched), between_q_and_k(change)) for patched in (True, False)))
@@ -203,7 +213,7 @@ def test_a_mode_that_changes_between_the_calls(mode):
         v = module.v_proj(x)
         return q.square().mean() + (k.square().mean() if mode != "inference" else 0) + v.square().mean()
 
-    assert_same(step(attention(), run), step(attention(False), run), rtol=3e-2, atol=3e-3)
+    assert_same(step(attention(), run), step(attention(False), run))
 
 
 def test_layers_that_share_an_adapter(groups):
