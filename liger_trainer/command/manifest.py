@@ -34,7 +34,7 @@ def files_in(checkpoint: Path) -> list[str]:
 def begin(checkpoint: Path, facts: dict[str, Any]) -> None:
     """Mark `checkpoint` as begun. What an earlier attempt has left there is deleted."""
     if (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists():
-        shutil.rmtree(checkpoint)
+        remove(checkpoint)
     checkpoint.mkdir(parents=True, exist_ok=True)
     _put(checkpoint / BEGUN, facts)
 
@@ -48,6 +48,21 @@ def write(checkpoint: Path, names: Iterable[str], facts: dict[str, Any]) -> None
     sizes = {name: (checkpoint / name).stat().st_size for name in names}
     _put(checkpoint / BEGUN, facts | {"files": _checksums(checkpoint, sizes)})
     os.replace(checkpoint / BEGUN, checkpoint / NAME)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint, or a link to one. Its mark goes last, so what a crash leaves is still known as begun."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    if (folder / NAME).exists():
+        os.replace(folder / NAME, folder / BEGUN)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != BEGUN:
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 def read(checkpoint: Path) -> dict[str, Any] | None:

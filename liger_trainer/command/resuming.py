@@ -13,7 +13,7 @@ from typing import Any
 
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.errors import RecipeError
+from liger_trainer.errors import RecipeError, without_tokens
 
 # Keys that do not decide what is trained: where and what is written, what is measured, and how memory is used. The
 # rows and models have fingerprints instead of names.
@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple, set)):
         return [_plain(part) for part in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+    return value if isinstance(value, (int, float, type(None))) else without_tokens(str(value))
 
 
 def _print_of_model(source: ModelSource) -> str:

@@ -139,8 +139,8 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
             remove_earlier_run(training.output_dir)
         trainer.accelerator.wait_for_everyone()
     recipe.began = True
-    trainer.keeper, trainer.stop = keeper, stop
-    train_and_save(trainer, beginning, recipe)
+    trainer.beginning, trainer.keeper, trainer.stop = beginning, keeper, stop
+    train_and_save(trainer, recipe)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
     summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None

@@ -1,7 +1,6 @@
 """How a run saves: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
 
 import contextlib
-import os
 import shlex
 import shutil
 import tempfile
@@ -10,6 +9,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from transformers import EarlyStoppingCallback
 
 from liger_trainer.command import manifest
 from liger_trainer.command.launch import launched_processes, on_all, on_main_for_all
@@ -69,15 +70,16 @@ class Keeper:
 
     def _write(self, checkpoint: Path, names: Iterable[str], facts: dict[str, Any], best: str | None) -> None:
         manifest.write(checkpoint, names, facts)
+        if self._limit is None:
+            return
         here = checkpoints_in(checkpoint.parent)
         found = {path: manifest.read(path) for path in here[: here.index(checkpoint) + 1]}  # later ones are damaged
         own = [path for path, said in found.items() if said is not None and said["run"] == facts["run"]]
         kept = {checkpoint, *(path for path in own if best is not None and path.name == Path(best).name)}
-        surplus = 0 if self._limit is None else max(0, len(own) - max(self._limit, len(kept)))
-        for path in [path for path in own if path not in kept][:surplus]:
+        surplus = [path for path in own if path not in kept][: max(0, len(own) - max(self._limit, len(kept)))]
+        for path in [*surplus, *(path for path in found if (path / manifest.BEGUN).exists())]:
             with contextlib.suppress(OSError):  # one that cannot be deleted does no harm
-                os.replace(path / manifest.NAME, path / manifest.BEGUN)  # half of it is never taken for a whole one
-                shutil.rmtree(path)
+                manifest.remove(path)
 
 
 def of_run(trainer_class: type) -> type:
@@ -87,8 +89,10 @@ def of_run(trainer_class: type) -> type:
 
 
 class _OfRun:
+    beginning: Beginning
     keeper: Keeper
     stop: SaveOnSigterm
+    _stopped_early = False  # before this start of the run
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         self.keeper.wait()
@@ -119,6 +123,29 @@ class _OfRun:
         self.stop.any_asked()  # so that no process ends, and has the launcher end the others, while another one saves
         raise Terminated
 
+    def _load_callback_state(self: Any) -> None:
+        """After the state: find the best checkpoint if the folder was moved, and count patience on where it was."""
+        super()._load_callback_state()  # type: ignore[misc]
+        best = Path(self.beginning.checkpoint).parent / f"checkpoint-{self.state.best_global_step}"
+        if best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        kept = self.state.stateful_callbacks.get("EarlyStoppingCallback")
+        for callback in self.callback_handler.callbacks if kept else ():
+            if isinstance(callback, EarlyStoppingCallback):
+                callback.early_stopping_patience_counter = kept["attributes"]["early_stopping_patience_counter"]
+                self._stopped_early = callback.early_stopping_patience_counter >= callback.early_stopping_patience
+
+    def _load_best_model(self: Any) -> None:
+        self.keeper.wait()
+        best = Path(self.state.best_model_checkpoint)
+        found = manifest.read(best)
+        if fault := on_main_for_all(self.args, lambda: None if found is None else manifest.fault_of(best, found)):
+            raise RunError(
+                f"The best checkpoint {best} is not whole ({fault}), so its model cannot be loaded. To save the model "
+                "of the last step in its place, set load_best_model_at_end: false and resume_from_checkpoint: true."
+            )
+        super()._load_best_model()  # type: ignore[misc]
+
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         plain = self.args.optim.startswith("adamw_torch") and not self.is_deepspeed_enabled
@@ -129,11 +156,12 @@ class _OfRun:
                 )
 
     def _run_epoch(self: Any, **kwargs: Any) -> None:
-        if self.state.global_step < self.state.max_steps:  # the stock loop trains one more step of a finished run
+        # The stock loop trains one more step of a finished run.
+        if self.state.global_step < self.state.max_steps and not self._stopped_early:
             super()._run_epoch(**kwargs)  # type: ignore[misc]
 
 
-def train_and_save(trainer: Any, beginning: Beginning, recipe: Recipe) -> None:
+def train_and_save(trainer: Any, recipe: Recipe) -> None:
     """Train, and save the model in `output_dir`.
 
     Raises:
@@ -142,6 +170,7 @@ def train_and_save(trainer: Any, beginning: Beginning, recipe: Recipe) -> None:
         RunError: A checkpoint or the model cannot be written. What was trained is saved if possible: as the model
             without its optimizer, or, if the checkpoints could be written, as a checkpoint of the last step.
     """
+    beginning = trainer.beginning
     try:
         trainer.train(resume_from_checkpoint=beginning.checkpoint)
         trainer.keeper.wait()
@@ -166,7 +195,7 @@ def train_and_save(trainer: Any, beginning: Beginning, recipe: Recipe) -> None:
     folder, failure = Path(trainer.args.output_dir), None
     before = {path: path.stat().st_mtime_ns for path in matches(folder, WEIGHTS)}
     try:
-        trainer.save_model(trainer.args.output_dir)
+        trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push, whose errors are no disk's
         trainer.save_state()
     except Exception as error:
         failure = error
