@@ -14,7 +14,6 @@ from liger_trainer.command import manifest
 from liger_trainer.command.launch import on_all, on_main_for_all, say
 from liger_trainer.command.manifest import checkpoints_in
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.resuming import has_optimizer, refuse_another_run, what_changes
 from liger_trainer.errors import RecipeError
 
 # What a finished run leaves next to its checkpoints, as glob patterns: the model itself, and the files that go with it.
@@ -23,6 +22,7 @@ _WITH_WEIGHTS = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "generation_config.json",
     "adapter_config.json", "trainer_state.json", "liger_report.json",
 )  # fmt: skip
+_MODEL = (*WEIGHTS, "trainer_state.json")
 _LOCK = "_liger_trainer.lock"  # push_to_hub leaves out names that begin with _
 # Schedulers count the restarts of a job in these: Slurm, Flyte and torchrun, which may itself be restarted by them.
 _RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")
@@ -105,7 +105,13 @@ def _check(recipe: Recipe, wanted: str) -> None:
             "what the other needs. Keep one of them."
         )
     if not overwrite and wanted not in ("true", "auto") and not _is_inside(wanted, folder):
-        _refuse_earlier_run(recipe, checkpoints_in(folder))
+        if found := checkpoints_in(folder) + matches(folder, _MODEL):
+            raise RecipeError(
+                f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run "
+                f"({', '.join(path.name for path in found)}). Set another output_dir, or resume_from_checkpoint: true "
+                "to go on from the last checkpoint of that run, or overwrite_output_dir: true to delete it when this "
+                "one begins."
+            )
     for key in ("model_name_or_path", "teacher_model_name_or_path", "medusa_init_heads_from") if overwrite else ():
         value = getattr(recipe.model, key, None) or getattr(recipe.training, key, None)
         if value and os.path.exists(os.path.expanduser(value)) and _is_inside(value, folder):
@@ -113,18 +119,6 @@ def _check(recipe: Recipe, wanted: str) -> None:
                 f"{recipe.path}: {key} is {value!r}, which overwrite_output_dir would delete from output_dir "
                 f"{str(folder)!r}. Set another output_dir."
             )
-
-
-def _refuse_earlier_run(recipe: Recipe, checkpoints: list[Path]) -> None:
-    """RecipeError if there are `checkpoints` in `output_dir`, or the model of a finished run."""
-    folder = Path(recipe.training.output_dir)
-    if found := checkpoints + matches(folder, (*WEIGHTS, "trainer_state.json")):
-        names = ", ".join(path.name for path in found)
-        raise RecipeError(
-            f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another "
-            "output_dir, or resume_from_checkpoint: true to go on from the last checkpoint of that run, or "
-            "overwrite_output_dir: true to delete it when this one begins."
-        )
 
 
 def _lock(folder: Path, recipe: Recipe) -> Any:
@@ -219,13 +213,14 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
                 say(f"{'; '.join(faults)}. Resuming from {path.name}.")
             return _begin_at(path, found, facts)
         faults.append(f"{path.name} {fault}")
-    if wanted == "true":
+    model = ", ".join(path.name for path in matches(folder, _MODEL))
+    if wanted == "true" or model:
         whole = f" that is whole: {'; '.join(faults)}" if faults else ""
+        over = f", with overwrite_output_dir: true over the earlier run there ({model})" if model else ""
         raise RecipeError(
-            f"resume_from_checkpoint is true, but output_dir {str(folder)!r} has no checkpoint{whole}. Train without "
-            "it first, or give the path of a checkpoint."
+            f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no checkpoint{whole}. Give the "
+            f"path of a checkpoint, or leave it out to begin anew{over}."
         )
-    _refuse_earlier_run(recipe, [])
     if faults:
         say(f"{'; '.join(faults)}. The run begins anew.")
     return Beginning()
@@ -262,15 +257,15 @@ def _fault_without_manifest(path: Path, recipe: Recipe) -> str | None:
 def _begin_at(path: Path, found: dict[str, Any], facts: dict[str, Any]) -> Beginning:
     for name in manifest.lost_random_states(path, found):
         say(f"{path.name} has lost {name}, so dropout and sampling differ from the uninterrupted run.")
-    for line in what_changes(path, found, facts):
+    for line in manifest.what_changes(path, found, facts):
         say(line)
     return Beginning(str(path), found["run"])
 
 
 def _fault(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str, Any]) -> str | None:
     """Why a run cannot go on from `path`, to which the manifest `found` belongs. RecipeError if it is another run's."""
-    refuse_another_run(path, found, facts)
-    if not has_optimizer(found) and not recipe.training.save_only_model:
+    manifest.refuse_another_run(path, found, facts)
+    if not manifest.has_optimizer(found) and not recipe.training.save_only_model:
         raise RecipeError(
             f"resume_from_checkpoint means {path}, which was saved without its optimizer (save_only_model). Set "
             "save_only_model: true to go on from it with a new optimizer, or begin a new run in another output_dir."

@@ -138,8 +138,8 @@ class _OfRun:
     def _load_best_model(self: Any) -> None:
         self.keeper.wait()
         best = Path(self.state.best_model_checkpoint)
-        found = manifest.read(best)
-        if fault := on_main_for_all(self.args, lambda: None if found is None else manifest.fault_of(best, found)):
+        found = manifest.read(best) if self.is_world_process_zero() else None
+        if found is not None and (fault := manifest.fault_of(best, found)) is not None:
             raise RunError(
                 f"The best checkpoint {best} is not whole ({fault}), so its model cannot be loaded. To save the model "
                 "of the last step in its place, set load_best_model_at_end: false and resume_from_checkpoint: true."
