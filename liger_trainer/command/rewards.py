@@ -45,7 +45,7 @@ def find_reward(name: str, folder: Path | None = None) -> Callable:
         if not hasattr(holder, attribute):
             reason = f"{module} ({getattr(holder, '__file__', 'built in')}) has no attribute {attribute!r}"
         elif inspect.isclass(found := getattr(holder, attribute)) or inspect.isbuiltin(found) or not callable(found):
-            reason = f"it is of the type {type(found).__name__}; name a function in Python, or an object like one"
+            reason = f"it is of the type {type(found).__name__}; name a function, or an object that can be called"
         else:
             return found
     raise _unknown(name, reason)

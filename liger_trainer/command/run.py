@@ -12,9 +12,9 @@ from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
 from liger_trainer.command.rewards import check_columns, find_reward
-from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids, counting
+from liger_trainer.command.row_counts import KeepsUncutRows, account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.rows import load_rows
-from liger_trainer.command.saving import Keeper, of_run, train_and_save
+from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
 from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
 from liger_trainer.errors import RecipeError
 
@@ -92,6 +92,9 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = _teacher(training)
     training.model_init_kwargs = None if source.is_gguf else source.options | init
+    plain = getattr(liger_trainer, recipe.entry.trainer)
+    uncut = (KeepsUncutRows,) if issubclass(plain, trl.SFTTrainer) else ()
+    named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     try:
         if source.is_gguf:  # TRL's trainers cannot load one themselves
             given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
@@ -100,7 +103,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         else:
             given["model"] = source.path
             given["quantization_config"] = trl.get_quantization_config(recipe.model)
-        trainer = of_run(counting(getattr(liger_trainer, recipe.entry.trainer)))(args=training, **given)
+        trainer = type(plain.__name__, (SavesWithManifest, *uncut, plain), named)(args=training, **given)
     except RecipeError:
         raise
     except (OSError, ValueError, ImportError) as error:

@@ -82,13 +82,9 @@ class Keeper:
                 manifest.remove(path)
 
 
-def of_run(trainer_class: type) -> type:
-    """A subclass of `trainer_class` for a run of the command, whose instances get a `keeper` and a `stop`."""
-    named = {"__doc__": trainer_class.__doc__, "__module__": trainer_class.__module__}
-    return type(trainer_class.__name__, (_OfRun, trainer_class), named)
+class SavesWithManifest:
+    """What a run of the command changes in a trainer: its checkpoints, its stop at a SIGTERM, and what it resumes."""
 
-
-class _OfRun:
     beginning: Beginning
     keeper: Keeper
     stop: SaveOnSigterm
@@ -247,35 +243,41 @@ def _keep_last_step(trainer: Any, recipe: Recipe) -> str:
         except _CannotSave as error:
             shutil.rmtree(last, ignore_errors=True)
             reason = _reason(error.__cause__, trainer)
-            elsewhere = _keep_elsewhere(trainer)
+            elsewhere = _keep_model(trainer, here=False)
             left = what_is_left(recipe)
             return f"A checkpoint of the last step cannot be written there either: {reason}. {elsewhere} {left}"
     return f"The last step is saved as a checkpoint: {last}. Make room on the disk. {_how_to_resume(recipe)}"
 
 
-def _keep_model(trainer: Any) -> str:
-    """After a checkpoint could not be written, save the model alone, which is smaller, in `output_dir` or elsewhere.
+def _keep_model(trainer: Any, here: bool = True) -> str:
+    """After a save has failed, save the model alone, which is smaller: in `output_dir` if `here`, or elsewhere.
 
-    Checkpoints without a manifest are deleted first, because their space is needed. If an earlier run has left a model
-    in `output_dir`, that model is kept, and this one is saved elsewhere.
+    Elsewhere is the system's folder for temporary files, which may be on another disk. If an earlier run has left a
+    model in `output_dir`, it stays. Checkpoints without a manifest are deleted, because their space is needed.
 
     Returns:
         `str`: Where the model is saved, as a sentence for the user; empty if it cannot be saved by one process.
     """
-    if _is_sharded(trainer) or not trainer.is_world_process_zero():
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
         return ""  # each process has a part of the model, and the others do not come here to save theirs
     folder = Path(trainer.args.output_dir)
-    for path in checkpoints_in(folder):
+    for path in checkpoints_in(folder) if here else ():
         if (path / manifest.BEGUN).exists():
             shutil.rmtree(path, ignore_errors=True)
-    if not matches(folder, WEIGHTS):
+    if here and not matches(folder, WEIGHTS):
         try:
             trainer._save(str(folder))
         except Exception:  # the disk again, which the message is about already
             _remove_half_model(folder, {})
         else:
             return f"The model of step {trainer.state.global_step} is saved in {folder}, without its optimizer."
-    return _keep_elsewhere(trainer)
+    elsewhere = tempfile.mkdtemp(prefix="liger-trainer-")
+    try:
+        trainer._save(elsewhere)
+    except Exception:
+        shutil.rmtree(elsewhere, ignore_errors=True)
+        return f"The model cannot be written to {tempfile.gettempdir()} either."
+    return f"The trained model is in {elsewhere}; move it away from there."
 
 
 def _remove_half_model(folder: Path, before: dict[Path, int]) -> None:
@@ -286,25 +288,8 @@ def _remove_half_model(folder: Path, before: dict[Path, int]) -> None:
                 path.unlink()
 
 
-def _keep_elsewhere(trainer: Any) -> str:
-    """Save the model in the system's folder for temporary files, which may be on another disk, and say where it is."""
-    if _is_sharded(trainer) or not trainer.is_world_process_zero():
-        return ""
-    folder = tempfile.mkdtemp(prefix="liger-trainer-")
-    try:
-        trainer._save(folder)
-    except Exception:
-        shutil.rmtree(folder, ignore_errors=True)
-        return f"The model cannot be written to {tempfile.gettempdir()} either."
-    return f"The trained model is in {folder}; move it away from there."
-
-
 def _checkpoint_of(trainer: Any) -> Path:
     return Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
-
-
-def _is_sharded(trainer: Any) -> bool:
-    return trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:
