@@ -3,11 +3,16 @@
 import os
 import signal
 import sys
+import time
+import uuid
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from liger_trainer.errors import RecipeError, without_tokens
 from liger_trainer.world import fault_of_world
+
+_ATTEMPT = "liger_trainer/attempt"  # a key in the store of torchrun
 
 
 def is_main_process() -> bool:
@@ -77,8 +82,6 @@ def say_error(line: str) -> None:
     """
     line, said = without_tokens(line), 1
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launched_processes() > 1:
-        from datetime import timedelta
-
         import torch.distributed as dist
 
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -148,3 +151,55 @@ def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None
         "with fp8 every process reads the model and holds it whole until it is sharded. "
         "fsdp_cpu_ram_efficient_loading: true of accelerate's config has no effect."
     )
+
+
+def join_this_attempt(timeout: float | None = None, backend: str | None = None) -> None:
+    """Let processes that torchrun may start again find each other, and not those that have died. Call before parsing.
+
+    torchrun keeps one store of addresses for all attempts (seen in torch 2.11 and 2.13), in which a process may find
+    what one of the last attempt has left. So each attempt gets a part of the store for itself. accelerate takes a
+    group that is there already.
+
+    Args:
+        timeout (`float`, *optional*): How many seconds a collective may take, `ddp_timeout`; half an hour if unset.
+        backend (`str`, *optional*): `ddp_backend`; torch's own choice for the device if unset.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or launched_processes() == 1:
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    limit = timedelta(seconds=1800 if timeout is None else timeout)
+    store, rank, processes = next(dist.rendezvous("env://", timeout=limit))
+    store = dist.PrefixStore(name_of_attempt(store, rank, processes, limit.total_seconds()), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
+
+
+def name_of_attempt(store: Any, rank: int, processes: int, limit: float) -> str:
+    """A name that the processes of this attempt agree on, and that no other attempt has.
+
+    The number of restarts is none. torchrun counts them for each machine: the one whose process has died counts one,
+    and another, which starts anew only because the first one does, may count none. So the process of rank 0 makes a
+    name up. The others may find that of an earlier attempt at first. They go by a name once rank 0 has answered to
+    them under it.
+
+    Raises:
+        TimeoutError: A process does not come within `limit` seconds.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        name = f"{_ATTEMPT}/{own}"
+        store.set(_ATTEMPT, name)
+        callers = [store.get(f"{name}/{other}") for other in range(1, processes)]
+        store.set(f"{name}/all", b" ".join(callers))
+        return name
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        name = store.get(_ATTEMPT).decode()
+        store.set(f"{name}/{rank}", own)
+        if store.check([f"{name}/all"]) and own.encode() in store.get(f"{name}/all").split():
+            return name
+        time.sleep(0.1)
+    raise TimeoutError(f"The process of rank 0 has not answered within {limit:g} seconds.")

@@ -5,15 +5,14 @@ import contextlib
 import os
 import sys
 import warnings
-from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
-from liger_trainer.command.attempts import join_this_attempt
 from liger_trainer.command.fit import add_fit_command
 from liger_trainer.command.launch import (
     end_with_launcher,
     is_main_process,
     join_processes_without_gpu,
+    join_this_attempt,
     read_on_every_process,
     say,
     say_error,
@@ -22,7 +21,7 @@ from liger_trainer.command.launch import (
 from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
 from liger_trainer.command.options import take_options
-from liger_trainer.command.recipe import parse_recipe
+from liger_trainer.command.recipe import parse_recipe, read_recipe
 from liger_trainer.command.recipe_parser import TRAIN_USAGE
 from liger_trainer.command.shipped_files import add_shipped_commands
 from liger_trainer.command.verify import add_verify_command
@@ -127,7 +126,11 @@ def _train_as_launched(args: argparse.Namespace) -> int:
     os.environ.setdefault("TQDM_DELAY", "2")
     join_processes_without_gpu()
     end_with_launcher()
-    recipe = parse_recipe(args.recipe, words, settle_launch=_settle_launch)
+    chosen, parse = read_recipe(args.recipe, words)
+    settle_precision(chosen.get("bf16"), chosen.get("fp16"))
+    read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
+    join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
+    recipe = parse()
     from liger_trainer.command.preemption import SaveOnSigterm, Terminated, sigterm_ends
     from liger_trainer.command.run import run
     from liger_trainer.command.saving import what_is_left
@@ -157,12 +160,6 @@ def _train_as_launched(args: argparse.Namespace) -> int:
     if summary is not None:
         print(f"\n{summary}")
     return 0
-
-
-def _settle_launch(chosen: dict[str, Any]) -> None:
-    settle_precision(chosen.get("bf16"), chosen.get("fp16"))
-    read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
-    join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
 
 
 def _rows_to_preview(given: str | None) -> int | None:

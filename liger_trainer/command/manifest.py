@@ -1,9 +1,13 @@
 """The manifest of a checkpoint: the file that is written last, and names every other file with its size and checksums.
 
-A checkpoint of `liger-trainer train` without a manifest was cut off. The manifest also has the facts of the run
-(`resuming.py`), so that nothing else in a checkpoint has to be read before it is known whose it is.
+A checkpoint of `liger-trainer train` without a manifest was cut off. The manifest also has the facts of the run: the
+keys of the recipe that decide what is trained, and fingerprints of the rows and the models. So whether a run may go on
+from a checkpoint is known before anything else in it is read.
 """
 
+import dataclasses
+import enum
+import fnmatch
 import json
 import os
 import shutil
@@ -13,10 +17,40 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from liger_trainer.command.model_source import ModelSource, find_model
+from liger_trainer.command.recipe import Recipe
+from liger_trainer.errors import RecipeError, without_tokens
+
 NAME = "liger_manifest.json"
 BEGUN = "liger_manifest.begun.json"  # stands in a checkpoint from before its first file until its manifest
 _BLOCK = 1 << 24  # bytes of a checksum: a 100 GB checkpoint has 6,000 of them
 _THREADS = 8  # zlib frees the interpreter's lock: 3 GB/s a core were measured
+# Keys that do not decide what is trained: where and what is written, what is measured, and how memory is used. The
+# rows and models have fingerprints instead of names.
+_WITHOUT_EFFECT = (
+    "output_dir", "do_*", "eval_*", "*_eval", "*eval*batch*", "prediction_*", "batch_eval_*", "log_*", "logging_*",
+    "save_*", "hub_*", "push_to_hub", "report_to", "run_name", "project", "trackio_*", "disable_tqdm", "debug",
+    "resume_*", "overwrite_*", "load_best_*", "metric_for_*", "greater_is_better", "include_*", "skip_memory_*",
+    "dataset_config", "dataset_*_split", "dataset_n*", "dataloader_num_*", "dataloader_p*", "dataloader_m*",
+    "dataloader_in_order", "max_rows", "prompt_template", "ddp_*", "fsdp*", "deepspeed", "parallelism_config",
+    "accelerate_*", "use_cpu", "local_rank", "torch_compile*", "torch_empty_*", "gradient_checkpointing*",
+    "activation_*", "use_cache", "*memory_budget", "use_liger*", "liger_*", "optimizer_in_backward", "restore_*",
+    "enable_jit_*", "ignore_data_skip", "trust_*", "attn_implementation", "*model_name_or_path", "*model_revision",
+    "label_names", "remove_unused_*", "auto_find_*", "vllm_[!is]*", "vllm_server_*", "medusa_eval_*",
+    "num_completions_to_print", "transformers_*", "cache_implementation",
+)  # fmt: skip
+# With another value of these, the states in a checkpoint do not fit the weights or the optimizer any more.
+_REFUSED = (
+    "trainer", "optim", "optim_args", "optim_target_modules", "use_peft", "lora_r", "lora_alpha", "lora_target_*",
+    "lora_modules_to_save", "use_rslora", "use_dora", "load_in_*", "medusa_num_*", "medusa_tied",
+)  # fmt: skip
+_SAME_STATES = {"adamw_torch", "adamw_torch_fused"}
+# The states of optimizer and scheduler hold these, and loading the states overwrites what the recipe has set.
+_IN_THE_STATES = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# A fingerprint, and the key that says what it was taken of.
+_PRINTS = {"base": "model_name_or_path", "teacher": "teacher_model_name_or_path", "rows": "dataset_name"}
+_FILES_OF_A_MODEL = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt")
+_MOST_BYTES = 1 << 32  # of the rows: of larger data, only each second, third, ... batch is read
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -34,7 +68,7 @@ def files_in(checkpoint: Path) -> list[str]:
 def begin(checkpoint: Path, facts: dict[str, Any]) -> None:
     """Mark `checkpoint` as begun. What an earlier attempt has left there is deleted."""
     if (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists():
-        shutil.rmtree(checkpoint)
+        remove(checkpoint)
     checkpoint.mkdir(parents=True, exist_ok=True)
     _put(checkpoint / BEGUN, facts)
 
@@ -48,6 +82,21 @@ def write(checkpoint: Path, names: Iterable[str], facts: dict[str, Any]) -> None
     sizes = {name: (checkpoint / name).stat().st_size for name in names}
     _put(checkpoint / BEGUN, facts | {"files": _checksums(checkpoint, sizes)})
     os.replace(checkpoint / BEGUN, checkpoint / NAME)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint, or a link to one. Its mark goes last, so what a crash leaves is still known as begun."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    if (folder / NAME).exists():
+        os.replace(folder / NAME, folder / BEGUN)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != BEGUN:
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 def read(checkpoint: Path) -> dict[str, Any] | None:
@@ -106,3 +155,131 @@ def _checksums(checkpoint: Path, sizes: dict[str, int]) -> dict[str, list[int]]:
         for (name, _), found in zip(blocks, pool.map(sum_of, blocks), strict=True):
             sums[name].append(found)
     return sums
+
+
+def facts_of(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
+    """What the checkpoints of a run say of it. They hold no value of a key that names a token.
+
+    Args:
+        recipe (`Recipe`): The recipe, before the run changes anything in it.
+        source (`ModelSource`): Where the base model comes from.
+        rows (`datasets.Dataset`): The training rows that the trainer gets.
+    """
+    keys: dict[str, Any] = {}
+    for part in (recipe.args, recipe.training, recipe.model):
+        keys |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    kept = {key: _plain(value) for key, value in keys.items() if not _matches(key, _WITHOUT_EFFECT)}
+    facts: dict[str, Any] = {"processes": recipe.training.world_size, "recipe": kept}
+    if not recipe.training.should_save:
+        return facts  # which writes no manifest, and decides nothing
+    facts["base"] = [recipe.model.model_name_or_path, _print_of_model(source)]
+    if teacher := keys.get("teacher_model_name_or_path"):
+        facts["teacher"] = [teacher, _print_of_model(find_model(teacher, revision=keys["teacher_model_revision"]))]
+    facts["rows"] = [_plain(recipe.args.dataset_name), _print_of_rows(rows)]
+    return facts
+
+
+def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """RecipeError if a run with the facts `now` cannot go on from `checkpoint`, whose manifest is `then`."""
+    differences = [
+        f"{key} is {value!r} and was {old!r}"
+        for key, value, old in _differences(then, now)
+        if _matches(key, _REFUSED) and not (key == "optim" and {value, old} == _SAME_STATES)
+    ]
+    for kind, key in _PRINTS.items():
+        if then.get(kind, [None])[-1] != now.get(kind, [None])[-1]:
+            new, old = (" ".join(map(str, facts.get(kind, ("unset",)))) for facts in (now, then))
+            differences.append(f"{key} is {new} and was {old}")
+    if differences:
+        raise RecipeError(
+            f"resume_from_checkpoint means {checkpoint}, which was saved by another run: {'; '.join(differences)}. "
+            "Give the former values to go on with that run. To train its model further in another way, begin a new run "
+            "in another output_dir."
+        )
+
+
+def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a run with the facts `now` changes where it goes on from `checkpoint`, as lines for the user."""
+    lines, changed = [], _differences(then, now)
+    if has_optimizer(then):
+        kept = [f"{key} stays {old} and not {value}" for key, value, old in changed if key in _IN_THE_STATES]
+        changed = [change for change in changed if change[0] not in _IN_THE_STATES]
+        if kept:
+            lines.append(
+                f"{', '.join(kept)}, because the optimizer's state in {checkpoint} decides. To use other values, begin "
+                "a new run with the model of that checkpoint."
+            )
+    else:
+        lines.append(
+            f"{checkpoint} was saved without its optimizer (save_only_model), so optimizer and learning rate begin "
+            "anew."
+        )
+    if changed:
+        said = ", ".join(f"{key} is {value!r} and was {old!r}" for key, value, old in changed)
+        lines.append(f"The run goes on from {checkpoint} in another way: {said}.")
+    before, processes = then["processes"], now["processes"]
+    if before != processes:
+        lines.append(
+            f"{checkpoint} was saved by {before} process{'' if before == 1 else 'es'}, and this run has {processes}. A "
+            f"step has {processes}/{before} of its rows now, and the rows of this epoch are dealt out anew, so some "
+            "are learned twice or not at all in it. Change gradient_accumulation_steps to keep the rows of a step."
+        )
+    return lines
+
+
+def has_optimizer(manifest: dict[str, Any]) -> bool:
+    return any(name.startswith(("optimizer", "global_step")) for name in manifest["files"])
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The keys with other values, each with the new and the old one. A key that one side lacks is not compared."""
+    old, new = then["recipe"], now["recipe"]
+    return [(key, new[key], old[key]) for key in sorted(old.keys() & new.keys()) if new[key] != old[key]]
+
+
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, (int, float, type(None))) else without_tokens(str(value))
+
+
+def _print_of_model(source: ModelSource) -> str:
+    """A model of the Hub has its commit; of the files of a folder, 64 samples and the size are read of each."""
+    if not os.path.isdir(source.path):
+        from transformers.utils.hub import cached_file, extract_commit_hash
+
+        name, revision = source.options.get("gguf_file", "config.json"), source.options.get("revision")
+        return f"(commit {extract_commit_hash(cached_file(source.path, name, revision=revision), None)})"
+    total = 0
+    for path in sorted(Path(source.path).iterdir()):
+        if path.suffix in _FILES_OF_A_MODEL and path.is_file():
+            size = path.stat().st_size
+            total = zlib.crc32(f"{path.name} {size}".encode(), total)
+            with path.open("rb") as file:
+                for i in range(64):
+                    file.seek(i * size // 64)
+                    total = zlib.crc32(file.read(4096), total)
+    return f"(crc32 {total:08x})"
+
+
+def _print_of_rows(rows: Any) -> str:
+    import pyarrow as pa
+
+    total, every = 0, 1 + rows.data.nbytes // _MOST_BYTES
+    rows = rows.with_format("arrow")
+    for start in range(0, len(rows), 10_000 * every):
+        table = rows[start : start + 10_000].combine_chunks().replace_schema_metadata(None)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        total = zlib.crc32(sink.getvalue(), total)
+    return f"({len(rows)} rows, crc32 {total:08x})"

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from liger_trainer.command import manifest
 from liger_trainer.command.launch import on_all, on_main_for_all, say
 from liger_trainer.command.manifest import checkpoints_in
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.resuming import has_optimizer, refuse_another_run, what_changes
 from liger_trainer.errors import RecipeError
 
 # What a finished run leaves next to its checkpoints, as glob patterns: the model itself, and the files that go with it.
@@ -24,6 +22,7 @@ _WITH_WEIGHTS = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "generation_config.json",
     "adapter_config.json", "trainer_state.json", "liger_report.json",
 )  # fmt: skip
+_MODEL = (*WEIGHTS, "trainer_state.json")
 _LOCK = "_liger_trainer.lock"  # push_to_hub leaves out names that begin with _
 # Schedulers count the restarts of a job in these: Slurm, Flyte and torchrun, which may itself be restarted by them.
 _RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")
@@ -52,20 +51,23 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
     Raises:
         RecipeError: `output_dir` cannot be written, or another run is in it, with which this one would be mixed.
     """
-    folder, wanted = Path(recipe.training.output_dir or "."), _wanted(recipe)
+    if not recipe.training.output_dir:
+        raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
+    folder, wanted = Path(recipe.training.output_dir), _wanted(recipe)
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     held: list[Any] = []
 
     def prepare() -> None:
-        _check(recipe, wanted)
         held.append(_lock(folder, recipe))
+        _check(recipe, wanted)
 
     try:
         on_main_for_all(recipe.training, prepare)
         yield wanted
     finally:
         for lock in held:
-            (folder / _LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the run has ended, whatever has become of its folder
+                (folder / _LOCK).unlink()
             lock.close()
         if recipe.training.process_index == 0:
             for path in new:
@@ -96,8 +98,6 @@ def _wanted(recipe: Recipe) -> str:
 
 def _check(recipe: Recipe, wanted: str) -> None:
     """RecipeError if `output_dir` holds another run, or cannot be overwritten as the recipe says."""
-    if not recipe.training.output_dir:
-        raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
     folder, overwrite = Path(recipe.training.output_dir), recipe.args.overwrite_output_dir
     if overwrite and wanted != "false":
         raise RecipeError(
@@ -105,7 +105,13 @@ def _check(recipe: Recipe, wanted: str) -> None:
             "what the other needs. Keep one of them."
         )
     if not overwrite and wanted not in ("true", "auto") and not _is_inside(wanted, folder):
-        _refuse_earlier_run(recipe, checkpoints_in(folder))
+        if found := checkpoints_in(folder) + matches(folder, _MODEL):
+            raise RecipeError(
+                f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run "
+                f"({', '.join(path.name for path in found)}). Set another output_dir, or resume_from_checkpoint: true "
+                "to go on from the last checkpoint of that run, or overwrite_output_dir: true to delete it when this "
+                "one begins."
+            )
     for key in ("model_name_or_path", "teacher_model_name_or_path", "medusa_init_heads_from") if overwrite else ():
         value = getattr(recipe.model, key, None) or getattr(recipe.training, key, None)
         if value and os.path.exists(os.path.expanduser(value)) and _is_inside(value, folder):
@@ -115,66 +121,56 @@ def _check(recipe: Recipe, wanted: str) -> None:
             )
 
 
-def _refuse_earlier_run(recipe: Recipe, checkpoints: list[Path]) -> None:
-    """RecipeError if there are `checkpoints` in `output_dir`, or the model of a finished run."""
-    folder = Path(recipe.training.output_dir)
-    if found := checkpoints + matches(folder, (*WEIGHTS, "trainer_state.json")):
-        names = ", ".join(path.name for path in found)
-        raise RecipeError(
-            f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another "
-            "output_dir, or resume_from_checkpoint: true to go on from the last checkpoint of that run, or "
-            "overwrite_output_dir: true to delete it when this one begins."
-        )
-
-
 def _lock(folder: Path, recipe: Recipe) -> Any:
     """An open file on which this process holds a lock that ends with it, however it ends. RecipeError if another does.
 
     The kernel keeps the lock, or the server of a network file system. So a lock that a killed process has left is
     none, and its host and pid in the file are only for the message.
     """
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / _LOCK, "a+", encoding="utf-8")
+        file = open(folder / _LOCK, "a+b", buffering=0)
+        file.seek(0)
+        found = file.read()
+        owner = json.loads(found) if found.startswith(b"{") and found.endswith(b"}") else here
+        if _is_held(file, folder):
+            file.close()
+            raise RecipeError(
+                f"{recipe.path}: output_dir is {str(folder)!r}, in which another run is at work (process "
+                f"{owner['pid']} on {owner['host']}). Set another output_dir, or wait for the end of that run."
+            )
+        if not os.path.exists(folder / _LOCK) or not os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
+            file.close()  # its owner has just ended, and has deleted it
+            return _lock(folder, recipe)
+        file.truncate(0)
+        file.write(json.dumps(here).encode())
     except OSError as error:
         reason = "it is a file" if folder.is_file() else error.strerror
         raise RecipeError(
             f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {reason}. Set another output_dir."
         ) from error
-    file.seek(0)
-    try:
-        owner = json.loads(file.read() or "{}")
-    except ValueError:
-        owner = {}
-    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    if owner["host"] != here["host"]:
+        say(
+            f"the run of process {owner['pid']} on {owner['host']} has not left {folder} in order. If it is not dead, "
+            "stop it: not every network file system shares its locks."
+        )
+    return file
+
+
+def _is_held(file: Any, folder: Path) -> bool:
+    """Whether another process holds a lock on `file`; if not, this one does from now on."""
     try:
         import fcntl
 
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, whose locks the workers of a data loader inherit
     except ImportError:  # Windows
-        return file
+        return False
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            say(f"{folder} cannot be locked ({error.strerror}). Start no second run in it.")
-            return file
-        file.close()
-        raise RecipeError(
-            f"{recipe.path}: output_dir is {str(folder)!r}, in which another run is at work (process "
-            f"{owner.get('pid', 'unknown')} on {owner.get('host', 'a host that does not say its name')}). Set another "
-            "output_dir, or wait for the end of that run."
-        ) from error
-    if not os.path.exists(folder / _LOCK) or os.fstat(file.fileno()).st_ino != os.stat(folder / _LOCK).st_ino:
-        file.close()  # its owner has just ended, and has deleted it
-        return _lock(folder, recipe)
-    if owner.get("host", here["host"]) != here["host"]:
-        say(
-            f"the run of process {owner.get('pid')} on {owner['host']} has not left {folder} in order. If it is not "
-            "dead, stop it: not every network file system shares its locks."
-        )
-    file.truncate(0)
-    file.write(json.dumps(here))
-    file.flush()
-    return file
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return True
+        say(f"{folder} cannot be locked ({error.strerror}). Start no second run in it.")
+    return False
 
 
 def find_beginning(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
@@ -217,13 +213,14 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
                 say(f"{'; '.join(faults)}. Resuming from {path.name}.")
             return _begin_at(path, found, facts)
         faults.append(f"{path.name} {fault}")
-    if wanted == "true":
+    model = ", ".join(path.name for path in matches(folder, _MODEL))
+    if wanted == "true" or model:
         whole = f" that is whole: {'; '.join(faults)}" if faults else ""
+        over = f", with overwrite_output_dir: true over the earlier run there ({model})" if model else ""
         raise RecipeError(
-            f"resume_from_checkpoint is true, but output_dir {str(folder)!r} has no checkpoint{whole}. Train without "
-            "it first, or give the path of a checkpoint."
+            f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no checkpoint{whole}. Give the "
+            f"path of a checkpoint, or leave it out to begin anew{over}."
         )
-    _refuse_earlier_run(recipe, [])
     if faults:
         say(f"{'; '.join(faults)}. The run begins anew.")
     return Beginning()
@@ -260,16 +257,19 @@ def _fault_without_manifest(path: Path, recipe: Recipe) -> str | None:
 def _begin_at(path: Path, found: dict[str, Any], facts: dict[str, Any]) -> Beginning:
     for name in manifest.lost_random_states(path, found):
         say(f"{path.name} has lost {name}, so dropout and sampling differ from the uninterrupted run.")
-    for line in what_changes(path, found, facts):
+    for line in manifest.what_changes(path, found, facts):
         say(line)
     return Beginning(str(path), found["run"])
 
 
 def _fault(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str, Any]) -> str | None:
     """Why a run cannot go on from `path`, to which the manifest `found` belongs. RecipeError if it is another run's."""
-    refuse_another_run(path, found, facts)
-    if not has_optimizer(found) and not recipe.training.save_only_model:
-        return "was saved without its optimizer (save_only_model)"
+    manifest.refuse_another_run(path, found, facts)
+    if not manifest.has_optimizer(found) and not recipe.training.save_only_model:
+        raise RecipeError(
+            f"resume_from_checkpoint means {path}, which was saved without its optimizer (save_only_model). Set "
+            "save_only_model: true to go on from it with a new optimizer, or begin a new run in another output_dir."
+        )
     fault = manifest.fault_of(path, found)
     return None if fault is None else f"is not whole ({fault})"
 
@@ -310,8 +310,8 @@ def remove_earlier_run(output_dir: str) -> None:
     if model:  # without a model, a config.json in that folder does not come from a run
         model += matches(folder, _WITH_WEIGHTS)
     for path in checkpoints_in(folder) + model:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+        if path.is_dir():
+            manifest.remove(path)
         else:
             path.unlink()
 

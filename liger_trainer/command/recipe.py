@@ -85,20 +85,24 @@ def find_recipe(name: str) -> Path:
     )
 
 
-def parse_recipe(
-    name: str,
-    overrides: Sequence[str] = (),
-    usage: str = TRAIN_USAGE,
-    settle_launch: Callable[[dict[str, Any]], None] = lambda chosen: None,
-) -> Recipe:
+def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE) -> Recipe:
     """Read the recipe `name` (a path or a shipped name), with `overrides` such as `["--max_steps", "5"]` on top.
 
-    The help of its keys begins with `usage`. `settle_launch` gets the keys that are set, before the trainer's config is
-    made of them, which joins the processes of a launch.
+    The help of its keys begins with `usage`.
 
     Raises:
         RecipeError: A key is unknown, repeated or misplaced, a value has the wrong type, or values exclude each other.
         SystemExit: 0, after `--help`.
+    """
+    return read_recipe(name, overrides, usage)[1]()
+
+
+def read_recipe(
+    name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE
+) -> tuple[dict[str, Any], Callable[[], Recipe]]:
+    """`parse_recipe` in two steps: the keys that are set, and a function that makes the recipe of them.
+
+    That function makes the trainer's config, which joins the processes of a launch.
     """
     path, words = find_recipe(name), list(overrides)
     values = load_yaml(path)
@@ -112,7 +116,12 @@ def parse_recipe(
     _check_two_names(path, values, given)
     chosen = settle(path, values, given, defaults)
     sharding = _settle_sharding(path, chosen)
-    settle_launch(chosen)
+    return chosen, lambda: _parsed(path, entry, parser, chosen, (str(name), *words), sharding)
+
+
+def _parsed(
+    path: Path, entry: TrainerEntry, parser: Any, chosen: dict[str, Any], words: tuple[str, ...], sharding: str | None
+) -> Recipe:
     try:
         args, training, model = parser.parse_dict(chosen)
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -124,7 +133,7 @@ def parse_recipe(
         # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
         # layer has the full name q_proj.
         model.lora_target_modules = [model.lora_target_modules]
-    return Recipe(path, entry, args, training, model, chosen, (str(name), *words), sharding)
+    return Recipe(path, entry, args, training, model, chosen, words, sharding)
 
 
 def _trainer_entry(path: Path, values: dict[str, Any], words: list[str]) -> TrainerEntry:

@@ -111,11 +111,8 @@ _RANGES = (
 )
 
 
-# What an option needs: the module that is imported, and the package that has to be installed.
-_FLASH_ATTENTION = {
-    "flash_attention_2": ("flash_attn", "flash-attn"),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-}
+# What an option needs: the module that is imported, and the package that has to be installed. Without these, training
+# fails when it begins. What a model needs, such as bitsandbytes or flash-attn, transformers checks itself.
 _OPTIMIZERS = (
     (("*bnb*", "paged_*", "adamw_8bit", "lion_*", "ademamix*", "galore_*_8bit*"), "bitsandbytes", "bitsandbytes"),
     (("galore_*",), "galore_torch", "galore-torch"),
@@ -127,9 +124,6 @@ _OPTIMIZERS = (
     (("stable_adamw",), "torch_optimi", "torch-optimi"),
 )
 _FLAGS = {
-    "load_in_4bit": ("bitsandbytes", "bitsandbytes"),
-    "load_in_8bit": ("bitsandbytes", "bitsandbytes"),
-    "deepspeed": ("deepspeed", "deepspeed"),
     "use_vllm": ("vllm", "vllm"),
     "use_liger_kernel": ("liger_kernel", "liger-kernel"),
 }
@@ -225,14 +219,6 @@ def _check_packages(path: Path, value: Value) -> None:
     for patterns, module, package in _OPTIMIZERS:
         if any(fnmatch.fnmatchcase(value("optim"), pattern) for pattern in patterns):
             need("optim", value("optim"), package, importlib.util.find_spec(module))
-    init = value("model_init_kwargs")
-    attention = (init.get("attn_implementation") if isinstance(init, dict) else None) or value("attn_implementation")
-    if attention in _FLASH_ATTENTION:
-        from transformers.utils import is_kernels_available
-
-        if not is_kernels_available():  # with the package kernels, transformers takes the kernel from the Hub
-            module, package = _FLASH_ATTENTION[attention]
-            need("attn_implementation", attention, package, importlib.util.find_spec(module))
     _check_reports(path, value("report_to"), need)
 
 

@@ -75,14 +75,7 @@ def _plain(value: Any) -> Any:
 
 
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a mapping"}
-_YAML_NAMES = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    dict: "a mapping",
-    list: "a list",
-}
+_YAML_NAMES = _TYPE_NAMES | {bool: "a boolean", list: "a list"}
 
 
 def _options(hint: Any) -> tuple:

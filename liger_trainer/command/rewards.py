@@ -44,27 +44,15 @@ def find_reward(name: str, folder: Path | None = None) -> Callable:
             raise _unknown(name, reason) from error
         if not hasattr(holder, attribute):
             reason = f"{module} ({getattr(holder, '__file__', 'built in')}) has no attribute {attribute!r}"
-        elif (unfit := _not_a_reward(found := getattr(holder, attribute))) is None:
-            return found
+        elif inspect.isclass(found := getattr(holder, attribute)) or inspect.isbuiltin(found) or not callable(found):
+            reason = f"it is of the type {type(found).__name__}; name a function, or an object that can be called"
         else:
-            reason = unfit
+            return found
     raise _unknown(name, reason)
 
 
 def _unknown(name: str, reason: str) -> RecipeError:
     return RecipeError(f"reward_funcs has {name!r}: {reason}. Known by name: {', '.join(REWARDS)}.")
-
-
-def _not_a_reward(found: object) -> str | None:
-    """Why an attribute of a module is no reward function; None if it is one."""
-    if inspect.ismodule(found):
-        return "it is a module, not a function"
-    if inspect.isclass(found):
-        return "it is a class; name a function, or an object that can be called"
-    if inspect.isbuiltin(found):
-        return "it is a function built into Python, which takes no columns"
-    kind = type(found).__name__
-    return None if callable(found) else f"it is {'an' if kind[0] in 'aeiou' else 'a'} {kind}, not a function"
 
 
 def _place(error: Exception) -> str:

@@ -58,18 +58,8 @@ class RowCounts:
         return "; ".join(parts)
 
 
-def counting(trainer_class: type) -> type:
-    """`trainer_class` itself, or, if it prepares rows as TRL's SFT does, a subclass that also keeps the uncut rows."""
-    from trl import SFTTrainer
-
-    if not issubclass(trainer_class, SFTTrainer):
-        return trainer_class
-    named = {"__doc__": trainer_class.__doc__, "__module__": trainer_class.__module__}
-    return type(trainer_class.__name__, (_KeepsUncutRows, trainer_class), named)
-
-
-class _KeepsUncutRows:
-    """Prepares rows in two steps: the first tokenises and labels them, the second cuts, drops, packs and shuffles."""
+class KeepsUncutRows:
+    """Has TRL's SFT prepare rows in two steps: tokenise and label them, then cut, drop, pack and shuffle them."""
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         uncut = copy.copy(args)
@@ -85,7 +75,7 @@ def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
     """Count what the trainer has made of its rows, and log it if some are cut, are dropped or have nothing to learn.
 
     Args:
-        trainer (`transformers.Trainer`): A trainer of a class that `counting` returned, before it trains.
+        trainer (`transformers.Trainer`): A trainer before it trains, one of SFT with `KeepsUncutRows`.
         train_rows (`datasets.Dataset`): The rows that it was given to train on.
         eval_rows (`datasets.Dataset`, *optional*): The rows that it was given to evaluate on.
 

@@ -4,17 +4,17 @@ import inspect
 import os
 
 from liger_trainer.command.launch import check_world, say_where_spread
+from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.output_dir import find_beginning, own_folder, remove_earlier_run
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
-from liger_trainer.command.resuming import facts_of
 from liger_trainer.command.rewards import check_columns, find_reward
-from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids, counting
+from liger_trainer.command.row_counts import KeepsUncutRows, account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.rows import load_rows
-from liger_trainer.command.saving import Keeper, of_run, train_and_save
+from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
 from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
 from liger_trainer.errors import RecipeError
 
@@ -85,28 +85,27 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         given["callbacks"].append(recorder.early_stopping)
-    if source.is_gguf:  # TRL's trainers cannot load one themselves
-        training.model_init_kwargs = None
-        try:
-            given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
-            if _needs_reference(recipe):
-                given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
-        except TypeError as error:
-            if not _names_one_of(error, init):
-                raise
-            raise _unknown_to_the_model("model_init_kwargs", error, recipe) from error
-    else:
-        training.model_init_kwargs = source.options | init
-        given["model"] = source.path
-        given["quantization_config"] = trl.get_quantization_config(recipe.model)
     if recipe.args.reward_funcs:
         given["reward_funcs"] = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs]
         for reward in given["reward_funcs"]:
             check_columns(reward, train_rows.column_names)
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = _teacher(training)
+    training.model_init_kwargs = None if source.is_gguf else source.options | init
+    plain = getattr(liger_trainer, recipe.entry.trainer)
+    uncut = (KeepsUncutRows,) if issubclass(plain, trl.SFTTrainer) else ()
+    named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     try:
-        trainer = of_run(counting(getattr(liger_trainer, recipe.entry.trainer)))(args=training, **given)
+        if source.is_gguf:  # TRL's trainers cannot load one themselves
+            given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
+            if _needs_reference(recipe):
+                given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
+        else:
+            given["model"] = source.path
+            given["quantization_config"] = trl.get_quantization_config(recipe.model)
+        trainer = type(plain.__name__, (SavesWithManifest, *uncut, plain), named)(args=training, **given)
+    except RecipeError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(f"{recipe.path}: {error}{_template_hint(error, recipe)}") from error
     except TemplateError as error:
@@ -115,10 +114,11 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
             "chat_template_path to another template, where the trainer has that key."
         ) from error
     except TypeError as error:
-        keys = ("model_init_kwargs", "teacher_model_init_kwargs")
-        if not (unknown := [key for key in keys if _names_one_of(error, getattr(training, key, None))]):
-            raise
-        raise _unknown_to_the_model(unknown[0], error, recipe) from error
+        teacher = "teacher_model_init_kwargs"
+        for key, options in {"model_init_kwargs": init, teacher: getattr(training, teacher, None)}.items():
+            if any(f"unexpected keyword argument '{name}'" in str(error) for name in options or ()):
+                raise RecipeError(f"{recipe.path}: {key} has a key that the model does not know: {error}") from error
+        raise
     except RuntimeError as error:
         if "assistant_only_loss" not in str(error):
             raise
@@ -139,8 +139,8 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
             remove_earlier_run(training.output_dir)
         trainer.accelerator.wait_for_everyone()
     recipe.began = True
-    trainer.keeper, trainer.stop = keeper, stop
-    train_and_save(trainer, beginning, recipe)
+    trainer.beginning, trainer.keeper, trainer.stop = beginning, keeper, stop
+    train_and_save(trainer, recipe)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
     summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
@@ -149,15 +149,6 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     return summary
-
-
-def _names_one_of(error: TypeError, options: dict | None) -> bool:
-    """Whether `error` says that one of `options` is no keyword of the function that was called."""
-    return any(f"unexpected keyword argument '{key}'" in str(error) for key in options or ())
-
-
-def _unknown_to_the_model(key: str, error: TypeError, recipe: Recipe) -> RecipeError:
-    return RecipeError(f"{recipe.path}: {key} has a key that the model does not know: {error}")
 
 
 def _check_modules_to_save(model, recipe: Recipe) -> None:

@@ -1,7 +1,6 @@
 """How a run saves: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
 
 import contextlib
-import os
 import shlex
 import shutil
 import tempfile
@@ -10,6 +9,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from transformers import EarlyStoppingCallback
 
 from liger_trainer.command import manifest
 from liger_trainer.command.launch import launched_processes, on_all, on_main_for_all
@@ -69,26 +70,25 @@ class Keeper:
 
     def _write(self, checkpoint: Path, names: Iterable[str], facts: dict[str, Any], best: str | None) -> None:
         manifest.write(checkpoint, names, facts)
+        if self._limit is None:
+            return
         here = checkpoints_in(checkpoint.parent)
         found = {path: manifest.read(path) for path in here[: here.index(checkpoint) + 1]}  # later ones are damaged
         own = [path for path, said in found.items() if said is not None and said["run"] == facts["run"]]
         kept = {checkpoint, *(path for path in own if best is not None and path.name == Path(best).name)}
-        surplus = 0 if self._limit is None else max(0, len(own) - max(self._limit, len(kept)))
-        for path in [path for path in own if path not in kept][:surplus]:
+        surplus = [path for path in own if path not in kept][: max(0, len(own) - max(self._limit, len(kept)))]
+        for path in [*surplus, *(path for path in found if (path / manifest.BEGUN).exists())]:
             with contextlib.suppress(OSError):  # one that cannot be deleted does no harm
-                os.replace(path / manifest.NAME, path / manifest.BEGUN)  # half of it is never taken for a whole one
-                shutil.rmtree(path)
+                manifest.remove(path)
 
 
-def of_run(trainer_class: type) -> type:
-    """A subclass of `trainer_class` for a run of the command, whose instances get a `keeper` and a `stop`."""
-    named = {"__doc__": trainer_class.__doc__, "__module__": trainer_class.__module__}
-    return type(trainer_class.__name__, (_OfRun, trainer_class), named)
+class SavesWithManifest:
+    """What a run of the command changes in a trainer: its checkpoints, its stop at a SIGTERM, and what it resumes."""
 
-
-class _OfRun:
+    beginning: Beginning
     keeper: Keeper
     stop: SaveOnSigterm
+    _stopped_early = False  # before this start of the run
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         self.keeper.wait()
@@ -119,6 +119,29 @@ class _OfRun:
         self.stop.any_asked()  # so that no process ends, and has the launcher end the others, while another one saves
         raise Terminated
 
+    def _load_callback_state(self: Any) -> None:
+        """After the state: find the best checkpoint if the folder was moved, and count patience on where it was."""
+        super()._load_callback_state()  # type: ignore[misc]
+        best = Path(self.beginning.checkpoint).parent / f"checkpoint-{self.state.best_global_step}"
+        if best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        kept = self.state.stateful_callbacks.get("EarlyStoppingCallback")
+        for callback in self.callback_handler.callbacks if kept else ():
+            if isinstance(callback, EarlyStoppingCallback):
+                callback.early_stopping_patience_counter = kept["attributes"]["early_stopping_patience_counter"]
+                self._stopped_early = callback.early_stopping_patience_counter >= callback.early_stopping_patience
+
+    def _load_best_model(self: Any) -> None:
+        self.keeper.wait()
+        best = Path(self.state.best_model_checkpoint)
+        found = manifest.read(best) if self.is_world_process_zero() else None
+        if found is not None and (fault := manifest.fault_of(best, found)) is not None:
+            raise RunError(
+                f"The best checkpoint {best} is not whole ({fault}), so its model cannot be loaded. To save the model "
+                "of the last step in its place, set load_best_model_at_end: false and resume_from_checkpoint: true."
+            )
+        super()._load_best_model()  # type: ignore[misc]
+
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         plain = self.args.optim.startswith("adamw_torch") and not self.is_deepspeed_enabled
@@ -129,11 +152,12 @@ class _OfRun:
                 )
 
     def _run_epoch(self: Any, **kwargs: Any) -> None:
-        if self.state.global_step < self.state.max_steps:  # the stock loop trains one more step of a finished run
+        # The stock loop trains one more step of a finished run.
+        if self.state.global_step < self.state.max_steps and not self._stopped_early:
             super()._run_epoch(**kwargs)  # type: ignore[misc]
 
 
-def train_and_save(trainer: Any, beginning: Beginning, recipe: Recipe) -> None:
+def train_and_save(trainer: Any, recipe: Recipe) -> None:
     """Train, and save the model in `output_dir`.
 
     Raises:
@@ -142,6 +166,7 @@ def train_and_save(trainer: Any, beginning: Beginning, recipe: Recipe) -> None:
         RunError: A checkpoint or the model cannot be written. What was trained is saved if possible: as the model
             without its optimizer, or, if the checkpoints could be written, as a checkpoint of the last step.
     """
+    beginning = trainer.beginning
     try:
         trainer.train(resume_from_checkpoint=beginning.checkpoint)
         trainer.keeper.wait()
@@ -166,7 +191,7 @@ def train_and_save(trainer: Any, beginning: Beginning, recipe: Recipe) -> None:
     folder, failure = Path(trainer.args.output_dir), None
     before = {path: path.stat().st_mtime_ns for path in matches(folder, WEIGHTS)}
     try:
-        trainer.save_model(trainer.args.output_dir)
+        trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push, whose errors are no disk's
         trainer.save_state()
     except Exception as error:
         failure = error
@@ -218,35 +243,41 @@ def _keep_last_step(trainer: Any, recipe: Recipe) -> str:
         except _CannotSave as error:
             shutil.rmtree(last, ignore_errors=True)
             reason = _reason(error.__cause__, trainer)
-            elsewhere = _keep_elsewhere(trainer)
+            elsewhere = _keep_model(trainer, here=False)
             left = what_is_left(recipe)
             return f"A checkpoint of the last step cannot be written there either: {reason}. {elsewhere} {left}"
     return f"The last step is saved as a checkpoint: {last}. Make room on the disk. {_how_to_resume(recipe)}"
 
 
-def _keep_model(trainer: Any) -> str:
-    """After a checkpoint could not be written, save the model alone, which is smaller, in `output_dir` or elsewhere.
+def _keep_model(trainer: Any, here: bool = True) -> str:
+    """After a save has failed, save the model alone, which is smaller: in `output_dir` if `here`, or elsewhere.
 
-    Checkpoints without a manifest are deleted first, because their space is needed. If an earlier run has left a model
-    in `output_dir`, that model is kept, and this one is saved elsewhere.
+    Elsewhere is the system's folder for temporary files, which may be on another disk. If an earlier run has left a
+    model in `output_dir`, it stays. Checkpoints without a manifest are deleted, because their space is needed.
 
     Returns:
         `str`: Where the model is saved, as a sentence for the user; empty if it cannot be saved by one process.
     """
-    if _is_sharded(trainer) or not trainer.is_world_process_zero():
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
         return ""  # each process has a part of the model, and the others do not come here to save theirs
     folder = Path(trainer.args.output_dir)
-    for path in checkpoints_in(folder):
+    for path in checkpoints_in(folder) if here else ():
         if (path / manifest.BEGUN).exists():
             shutil.rmtree(path, ignore_errors=True)
-    if not matches(folder, WEIGHTS):
+    if here and not matches(folder, WEIGHTS):
         try:
             trainer._save(str(folder))
         except Exception:  # the disk again, which the message is about already
             _remove_half_model(folder, {})
         else:
             return f"The model of step {trainer.state.global_step} is saved in {folder}, without its optimizer."
-    return _keep_elsewhere(trainer)
+    elsewhere = tempfile.mkdtemp(prefix="liger-trainer-")
+    try:
+        trainer._save(elsewhere)
+    except Exception:
+        shutil.rmtree(elsewhere, ignore_errors=True)
+        return f"The model cannot be written to {tempfile.gettempdir()} either."
+    return f"The trained model is in {elsewhere}; move it away from there."
 
 
 def _remove_half_model(folder: Path, before: dict[Path, int]) -> None:
@@ -257,25 +288,8 @@ def _remove_half_model(folder: Path, before: dict[Path, int]) -> None:
                 path.unlink()
 
 
-def _keep_elsewhere(trainer: Any) -> str:
-    """Save the model in the system's folder for temporary files, which may be on another disk, and say where it is."""
-    if _is_sharded(trainer) or not trainer.is_world_process_zero():
-        return ""
-    folder = tempfile.mkdtemp(prefix="liger-trainer-")
-    try:
-        trainer._save(folder)
-    except Exception:
-        shutil.rmtree(folder, ignore_errors=True)
-        return f"The model cannot be written to {tempfile.gettempdir()} either."
-    return f"The trained model is in {folder}; move it away from there."
-
-
 def _checkpoint_of(trainer: Any) -> Path:
     return Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
-
-
-def _is_sharded(trainer: Any) -> bool:
-    return trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -13,8 +14,9 @@ import pytest
 from preempted_cli import Hit
 from recipe_fixtures import SAVING, command, losses, steps_of, write_recipe, write_rows
 from transformers import Trainer, trainer
+from transformers.trainer import CallbackHandler
 
-from liger_trainer.command import manifest
+from liger_trainer.command import manifest, output_dir
 from liger_trainer.command.saving import Keeper
 
 
@@ -81,7 +83,9 @@ def test_no_whole_checkpoint_at_all(saved_run, folder, capsys):
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
     assert code == 2 and "checkpoint-2" in err and "checkpoint-4" in err
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
-    assert code == 2 and "model.safetensors" in err, "a finished model is not trained over"
+    assert code == 2 and re.search(
+        "checkpoint-2 is not whole .* over the earlier run there .*model.safetensors", err
+    ), "not by itself"
     for name in ("model.safetensors", "trainer_state.json"):
         (folder / "out" / name).unlink()
     code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
@@ -269,18 +273,97 @@ def test_old_checkpoints_go_by_their_steps(clock, saved_run, folder, capsys):
     assert code == 0 and steps_of(folder / "out") == [6, 8], err
 
 
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "eval_fraction": 0.2, "load_best_model_at_end": True}
+
+
+def evaluate_to(monkeypatch, *values):
+    """Have the evaluations after steps 2, 4, ... give these losses."""
+    plain = CallbackHandler.on_evaluate
+
+    def on_evaluate(self, args, state, control, metrics):
+        metrics["eval_loss"] = values[state.global_step // 2 - 1]
+        return plain(self, args, state, control, metrics)
+
+    monkeypatch.setattr(CallbackHandler, "on_evaluate", on_evaluate)
+
+
 def test_the_best_and_the_newest_checkpoint_stay(folder, capsys, monkeypatch):
-    best = iter([1.0, 3.0, 2.0, 4.0])
-    plain = Trainer.evaluate
-    monkeypatch.setattr(
-        Trainer, "evaluate", lambda self, *args, **kwargs: plain(self, *args, **kwargs) | {"eval_loss": next(best)}
-    )
-    keys = {"eval_strategy": "steps", "eval_steps": 2, "eval_fraction": 0.2, "load_best_model_at_end": True}
-    path = write_recipe(folder, **SAVING, **keys, max_steps=8, save_total_limit=1)
+    evaluate_to(monkeypatch, 1.0, 3.0, 2.0, 4.0)
+    path = write_recipe(folder, **SAVING, **BEST, max_steps=8, save_total_limit=1)
     code, _, err = command(capsys, "train", path)
     assert code == 0 and steps_of(folder / "out") == [2, 8], err
     code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
     assert code == 0 and "steps    0, resumed at step 8" in out, "a run that is finished"
+
+
+def test_the_best_model_of_a_folder_that_was_moved(folder, capsys, monkeypatch):
+    """Its state names the best checkpoint where it was. A run that goes on elsewhere finds it too."""
+    evaluate_to(monkeypatch, 1.0, 3.0, 3.0)
+    path = write_recipe(folder, **SAVING, **BEST, learning_rate=1.0)
+    assert command(capsys, "train", path)[0] == 0
+    best = (folder / "out" / "model.safetensors").read_bytes()
+    assert best == (folder / "out" / "checkpoint-2" / "model.safetensors").read_bytes()
+    (folder / "out").rename(folder / "moved")
+    elsewhere = ("--resume_from_checkpoint", folder / "moved" / "checkpoint-4", "--max_steps", "6")
+    for options in (("--resume_from_checkpoint", "auto", "--output_dir", folder / "moved"), elsewhere):
+        code, _, err = command(capsys, "train", path, *options)
+        assert code == 0, err
+    assert (
+        best
+        == (folder / "moved" / "model.safetensors").read_bytes()
+        == (folder / "out" / "model.safetensors").read_bytes()
+    )
+    flip(folder / "moved" / "checkpoint-2" / "model.safetensors")
+    shutil.rmtree(folder / "out")
+    code, _, err = command(capsys, "train", path, *elsewhere)
+    assert code == 1 and "checkpoint-2 is not whole (model.safetensors has changed" in err, err
+    code, _, err = command(
+        capsys, "train", path, "--load_best_model_at_end", "false", "--resume_from_checkpoint", "auto"
+    )
+    assert code == 0 and "steps    0" in _, err
+
+
+def test_patience_is_counted_on(folder, capsys, monkeypatch):
+    """As in the uninterrupted run; and a run that has stopped early is finished."""
+    evaluate_to(monkeypatch, 1.0, 2.0, 3.0, 0.5, 0.4, 0.3)
+    path = write_recipe(folder, **SAVING, **BEST, max_steps=12, early_stopping_patience=2)
+    assert "steps    6 of 12, stopped early" in command(capsys, "train", path)[1]
+    model = (folder / "out" / "model.safetensors").read_bytes()
+    for done, resumed in ((0, 6), (2, 4)):
+        if done:
+            shutil.rmtree(folder / "out" / "checkpoint-6")
+        code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
+        assert code == 0 and f"steps    {done}, resumed at step {resumed} of 12, stopped early" in out, err
+        assert (folder / "out" / "model.safetensors").read_bytes() == model
+
+
+def test_weights_without_their_optimizer_are_not_overwritten(folder, capsys):
+    """A run that cannot go on from them would begin anew, and delete them one by one."""
+    assert command(capsys, "train", write_recipe(folder, **SAVING, save_only_model=True))[0] == 0
+    for name in ("model.safetensors", "trainer_state.json"):
+        (folder / "out" / name).unlink()
+    code, _, err = command(capsys, "train", write_recipe(folder, **SAVING), "--resume_from_checkpoint", "auto")
+    assert code == 2 and "checkpoint-4, which was saved without its optimizer" in err
+
+
+def test_a_crash_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):
+    """What is left of it is known as begun, and goes when the next one has been saved."""
+    said = {"recipe": {}, "processes": 1, "run": "a run"}
+    names = ["config.json", "model.safetensors", "trainer_state.json"]
+    checkpoint, plain = tmp_path / "checkpoint-2", os.unlink
+    for stop in range(len(names) + 1):
+        checkpoint.mkdir(exist_ok=True)
+        for name in names:
+            (checkpoint / name).write_text(name)
+        manifest.write(checkpoint, names, said)
+        left = iter([None] * stop)
+        with monkeypatch.context() as patch, pytest.raises(StopIteration):
+            patch.setattr(os, "unlink", lambda *args, left=left, **kwargs: next(left) or plain(*args, **kwargs))
+            manifest.remove(checkpoint)
+        assert (checkpoint / manifest.BEGUN).exists() and not (checkpoint / manifest.NAME).exists()
+    (tmp_path / "checkpoint-4").mkdir()
+    Keeper({}, limit=1)._write(tmp_path / "checkpoint-4", [], said, None)
+    assert steps_of(tmp_path) == [4]
 
 
 def test_a_damaged_later_checkpoint_does_not_push_out_a_new_one(tmp_path):
@@ -300,8 +383,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_new_one(tmp_path):
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_sigterm_keeps_its_checkpoint(strategy, folder, capsys, monkeypatch):
     """With load_best_model_at_end and save_total_limit 1, and where the evaluation of that step is not the best."""
-    keys = {"eval_strategy": "steps", "eval_steps": 2, "eval_fraction": 0.2, "load_best_model_at_end": True}
-    keys |= {"save_strategy": strategy, "save_steps": 2 if strategy == "steps" else None, "learning_rate": 1.0}
+    keys = BEST | {"save_strategy": strategy, "save_steps": 2 if strategy == "steps" else None, "learning_rate": 1.0}
     recipe = write_recipe(folder, **keys, max_steps=12, save_total_limit=1)
     monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, Hit])
     monkeypatch.setenv("HIT", "0:9:15")
@@ -372,6 +454,23 @@ def test_two_runs_in_one_folder(folder, capsys, monkeypatch):
     assert not lock.exists()
 
 
+def test_a_disk_that_is_full_at_the_start(folder, capsys, monkeypatch):
+    """A limit on the size of files stands for it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def lock(*args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            return plain(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    plain = output_dir._lock
+    monkeypatch.setattr(output_dir, "_lock", lock)
+    code, _, err = command(capsys, "train", write_recipe(folder))
+    assert code == 2 and "cannot be written: File too large" in err
+
+
 def test_a_lock_of_another_machine(folder, capsys):
     (folder / "out").mkdir()
     (folder / "out" / "_liger_trainer.lock").write_text('{"host": "node7", "pid": 12}')
@@ -408,14 +507,20 @@ def test_reading_rows_is_not_taken_for_saving(folder, capsys, monkeypatch):
 def test_a_checkpoint_goes_to_the_hub_with_its_manifest(folder, capsys, monkeypatch):
     """A folder of the Hub that has none could not be gone on from. What the Hub refuses is no full disk."""
 
-    def push(self, checkpoint):
-        assert manifest.fault_of(Path(checkpoint), manifest.read(Path(checkpoint))) is None
+    def push(self, checkpoint=None, **kwargs):
+        assert not checkpoint or manifest.fault_of(Path(checkpoint), manifest.read(Path(checkpoint))) is None
         raise OSError("the Hub is away")
 
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
     monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
     with pytest.raises(OSError, match="the Hub is away"):
         command(capsys, "train", write_recipe(folder, **SAVING, push_to_hub=True, hub_strategy="checkpoint"))
+    shutil.rmtree(folder / "out")
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, checkpoint: None)
+    monkeypatch.setattr(Trainer, "push_to_hub", push)
+    with pytest.raises(OSError, match="the Hub is away"):
+        command(capsys, "train", write_recipe(folder, **SAVING, push_to_hub=True))
+    assert (folder / "out" / "model.safetensors").exists(), "it was saved, and is no half model"
 
 
 def test_a_token_is_not_shown(folder, capsys, monkeypatch):
@@ -424,7 +529,8 @@ def test_a_token_is_not_shown(folder, capsys, monkeypatch):
     assert code == 0 and secret not in out + err and "# hub_token is set, and not shown" in out
     options = ("--hub_token", secret, "--push_to_hub", "false")
     monkeypatch.setattr(Trainer, "training_step", interrupt)
-    code, out, err = command(capsys, "train", write_recipe(folder, **SAVING), *options)
+    path = write_recipe(folder, **SAVING, model_init_kwargs={"token": secret})
+    code, out, err = command(capsys, "train", path, *options)
     assert code == 130 and secret not in out + err
     assert secret not in "".join(path.read_text() for path in (folder / "out").rglob("*.json"))
     code, _, err = command(capsys, "train", write_recipe(folder), "--hub_tokn", secret)
@@ -443,12 +549,23 @@ PLAIN_STEP = Trainer.training_step
 
 
 def test_a_linked_checkpoint_is_unlinked(saved_run, folder, capsys):
-    shutil.copytree(saved_run / "checkpoint-2", folder / "elsewhere")
-    (folder / "out").mkdir()
-    (folder / "out" / "checkpoint-2").symlink_to(folder / "elsewhere")
-    code, _, err = command(capsys, "train", write_recipe(folder), "--overwrite_output_dir", "true")
-    assert code == 0, err
-    assert not (folder / "out" / "checkpoint-2").exists() and (folder / "elsewhere" / "model.safetensors").is_file()
+    """Where it is deleted, saved again or pushed out. What it leads to belongs to another folder, and stays whole."""
+    elsewhere, link = folder / "elsewhere", folder / "out" / "checkpoint-4"
+    shutil.copytree(saved_run / "checkpoint-4", elsewhere)
+    link.parent.mkdir()
+    resume = ("--resume_from_checkpoint", "auto", "--save_total_limit", "1", "--max_steps", "5")
+    for options, steps in ((("--overwrite_output_dir", "true"), [2, 4]), (resume, [5])):
+        link.symlink_to(elsewhere)
+        code, _, err = command(capsys, "train", write_recipe(folder, **SAVING), *options)
+        assert code == 0 and steps_of(folder / "out") == steps, err
+        assert not link.is_symlink() and manifest.fault_of(elsewhere, manifest.read(elsewhere)) is None
+        shutil.rmtree(link.parent)
+        link.parent.mkdir()
+    shutil.copytree(saved_run / "checkpoint-2", folder / "out" / "checkpoint-2")
+    (elsewhere / "optimizer.pt").unlink()
+    link.symlink_to(elsewhere)
+    code, _, err = command(capsys, "train", write_recipe(folder, **SAVING), *resume[:2])
+    assert code == 0 and not link.is_symlink() and (elsewhere / manifest.NAME).exists(), err
 
 
 def test_dry_run_leaves_the_process_as_it_was(folder, capsys, monkeypatch):

@@ -76,10 +76,10 @@ def test_what_counts_as_a_function(tmp_path, module):
     assert find_reward(f"{name}.length", tmp_path)(["a"]) == [0.0]
     assert find_reward(f"{name}.half", tmp_path).keywords == {"scale": 0.5}
     for attribute, message in (
-        ("Length", "it is a class; name a function, or an object that can be called"),
-        ("os", "it is a module"),
-        ("system", "it is a function built into Python"),
-        ("number", "it is an int, not a function"),
+        ("Length", "it is of the type type; name a function"),
+        ("os", "it is of the type module"),
+        ("system", "it is of the type builtin_function_or_method"),
+        ("number", "it is of the type int"),
         ("missing", "has no attribute 'missing'"),
     ):
         with pytest.raises(RecipeError, match=message):

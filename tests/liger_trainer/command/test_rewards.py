@@ -38,9 +38,9 @@ def test_found_by_name_or_dotted_path():
         ("boxed_anser", "'boxed_anser': a function of your own is named by its dotted path.*boxed_answer"),
         ("no_such_module.reward", "No module named 'no_such_module'"),
         ("liger_trainer.rewards.length", "has no attribute 'length'"),
-        ("liger_trainer.rewards.REWARDS", "it is a dict, not a function"),
-        ("math.pi", "it is a float, not a function"),
-        ("sys.maxsize", "it is an int, not a function"),
+        ("liger_trainer.rewards.REWARDS", "it is of the type dict"),
+        ("math.pi", "it is of the type float"),
+        ("sys.maxsize", "it is of the type int"),
     ):
         with pytest.raises(RecipeError, match=message):
             find_reward(name)

@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 from transformers import trainer
 
 from liger_trainer.command import manifest
-from liger_trainer.command.attempts import name_of_attempt
+from liger_trainer.command.launch import name_of_attempt
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.errors import RecipeError
 
