@@ -112,6 +112,7 @@ def test_commands_name_what_exists(page, capsys):
 
 
 def test_every_page_is_in_the_site():
+    """Eighteen of them at most: a subject that is new gets a section first."""
     pages = []
 
     def walk(nav):
@@ -119,18 +120,16 @@ def test_every_page_is_in_the_site():
             pages.append(entry) if isinstance(entry, str) else walk(entry)
 
     walk(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(pages) == sorted(path.name for path in DOCS.glob("*.md"))
+    assert sorted(pages) == sorted(path.name for path in DOCS.glob("*.md")) and len(pages) <= 18
 
 
 def test_the_reference_has_every_public_name():
-    names = re.findall(r"^::: ([\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
-    where = {f"{getattr(liger_trainer, name).__module__}.{name}" for name in liger_trainer.__all__}
-    assert where <= set(names), f"docs/reference.md lacks {where - set(names)}"
-    for name in names:
+    listed = set()
+    for name in re.findall(r"^::: ([\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE):
         module, _, member = name.rpartition(".")
-        assert hasattr(importlib.import_module(module), member), name
-    kernels = re.findall(r"^::: ([\w.]+)$", (DOCS / "reference_kernels.md").read_text(), re.MULTILINE)
-    assert {f"liger_triton.{name}" for name in liger_triton.__all__} == set(kernels)
+        listed.add(id(getattr(importlib.import_module(module), member)))
+    for package in (liger_trainer, liger_triton):
+        assert not [name for name in package.__all__ if id(getattr(package, name)) not in listed]
 
 
 def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
