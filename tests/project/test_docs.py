@@ -158,3 +158,40 @@ def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("package", [liger_trainer, liger_triton], ids=lambda package: package.__name__)
 def test_type_checkers_may_read_the_hints(package):
     assert (Path(package.__file__).parent / "py.typed").exists()
+
+
+# Errors that troubleshooting quotes and other packages raise: the module whose source has them.
+FOREIGN = {
+    "Your setup doesn't support bf16/gpu": "transformers.training_args",
+    "The chat template is not training-compatible": "trl.chat_template_utils",
+    "torchao with FSDP2 and cpu_ram_efficient_loading is not supported": "accelerate.accelerator",
+}
+OF_PYTHON = {"'NoneType' object is not subscriptable", "not enough values to unpack"}
+
+
+def messages():
+    """Every string of the packages' source, of an f-string what stands between its values."""
+    for folder in (ROOT / "liger_trainer", ROOT / "kernels"):
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "\0".join(part.value for part in node.values if isinstance(part, ast.Constant))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_troubleshooting_quotes_errors_that_exist():
+    titles = re.findall(r'^\*\*(".*?")\.?\*\*', (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    quotes = [quote for title in titles for quote in re.findall(r'"([^"]+)"', title)]
+    known, missing = list(messages()), []
+    for quote in quotes:
+        if quote in OF_PYTHON:
+            continue
+        if quote in FOREIGN:
+            known_there = re.sub(r'"\s*\n\s*f?"', "", Path(importlib.import_module(FOREIGN[quote]).__file__).read_text())
+            assert quote in known_there, f"{FOREIGN[quote]} no longer says {quote!r}"
+            continue
+        parts = [part.strip() for part in quote.split("...") if part.strip()]
+        if not any(all(part in message for part in parts) for message in known):
+            missing.append(quote)
+    assert len(quotes) >= 10 and not missing
