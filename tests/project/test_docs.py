@@ -160,6 +160,14 @@ def test_type_checkers_may_read_the_hints(package):
     assert (Path(package.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.parametrize("page", by_name(PAGES))
+def test_sentences_name_who_acts(page):
+    """By these words a sentence says less than the reader needs."""
+    words = r"\b(?:nobody|somebody|whoever|reckon\w*|numbers are others|that of which)\b"
+    found = re.findall(words, prose(page), re.IGNORECASE)
+    assert not found, "say which code, which user or which number"
+
+
 # Errors that troubleshooting quotes and other packages raise: the module whose source has them.
 FOREIGN = {
     "Your setup doesn't support bf16/gpu": "transformers.training_args",
