@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # engine that is built from source.
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-kernels test-trainer test-all test-deploy check lint types format docs figures clean
+.PHONY: quickstart test test-kernels test-trainer test-all test-deploy check lint types format docs test-docs figures clean
 
 quickstart: $(READY)
 	$(BIN)/liger-trainer train quickstart --overwrite_output_dir true
@@ -65,8 +65,14 @@ format: $(READY)
 
 # The site, into site/. A link that leads nowhere is an error.
 docs: $(READY)
-	$(BIN)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(PIP) --editable ".[docs]"
+	$(BIN)/python -c "import material, mkdocstrings" 2>/dev/null || $(PIP) --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
+
+# The site in a browser, wide and on a phone. BROWSER=/path/to/chromium, if playwright cannot download its own.
+test-docs: docs
+	$(PIP) playwright
+	test -n "$(BROWSER)" || $(BIN)/playwright install chromium
+	BROWSER=$(BROWSER) $(BIN)/python -m pytest -q -m slow tests/project/test_site.py
 
 # The tables and charts of README.md and docs/, from the records that benchmarks/published.yaml lists.
 figures: $(READY)

@@ -53,6 +53,38 @@ def trainers(records, axis):
     return figure
 
 
+def cases(records, names):
+    """Bars of tokens/s and peak memory of three trainers: one group a record, with the speed over Trainer + Liger."""
+    figure, panels = plt.subplots(1, 2, figsize=(7, 0.62 * len(records) + 1.1), layout="constrained", sharey=True)
+    height = 0.27
+    for panel, (key, form) in zip(panels, (("tokens_per_s", "{:,.0f}"), ("gib", "{:.1f}")), strict=True):
+        for k, record in enumerate(records):
+            values = {role(row["arm"]): row[key] for row in record["rows"] if key in row}
+            for place, (name, (color, _, label)) in enumerate(TRAINERS.items()):
+                if name in values:
+                    text = form.format(values[name])
+                    if name == "ours" and key == "tokens_per_s":
+                        text += f"  ({values[name] / values['liger']:.2f} x)"
+                    at = k + height * (place - 1)
+                    panel.barh(at, values[name], height * 0.95, color=color, label=label if k == 0 else None)
+                    panel.text(values[name], at, f" {text}", va="center", fontsize=7)
+        panel.set_xlim(0, 1.3 * max(bar.get_width() for bar in panel.patches))
+        panel.set_xticks([])
+        panel.tick_params(axis="y", length=0)
+        panel.spines[["top", "right", "bottom"]].set_visible(False)
+    panels[0].set_yticks(range(len(records)), names, fontsize=8)
+    panels[0].set_ylim(len(records) - 0.5, -0.5)
+    panels[0].set_title("tokens/s  (over Trainer + Liger)", loc="left", fontsize=9)
+    panels[1].set_title("peak memory, GiB", loc="left", fontsize=9)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    days = sorted({record["date"][:10] for record in records})
+    (gpu,) = {record["gpu"] for record in records}
+    model, when = records[0]["options"]["model"], " and ".join(days)
+    figure.suptitle(f"{model} in bf16, SFTTrainer, one {gpu}, {when}", fontsize=9)
+    return figure
+
+
 def operations(records):
     """Bars of the fraction of the floor: one group an operation and size, of the last run that has it in bf16."""
     groups = {}

@@ -6,7 +6,7 @@ Importing this package imports neither of them: each public name is imported whe
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what editors and type checkers see; a test compares these names with those of `_WHERE`
+if TYPE_CHECKING:  # what editors and type checkers see; a test compares these names with `_WHERE`
     from liger_trainer import losses as losses
     from liger_trainer.auto import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_trainer.medusa.config import MedusaConfig as MedusaConfig
@@ -67,7 +67,7 @@ _WHERE = {  # public name: module below this package
     "remove_liger": "patching",
     "AutoLigerKernelForCausalLM": "auto",
 }
-_MODULES = (  # those of `liger_triton.modules`, which need neither transformers nor trl
+_MODULES = (  # of `liger_triton.modules`, which need neither transformers nor trl
     "LigerRMSNorm",
     "LigerLayerNorm",
     "LigerSwiGLUMLP",

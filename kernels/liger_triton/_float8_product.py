@@ -2,7 +2,7 @@
 y_mn = (sum_k a_mk b_nk) * s_m * s_n.
 
 Shapes  a (M, K), b (N, K), y (M, N), with K and N multiples of 16.
-Bytes   beside those of the product, none where it multiplies by the scales itself; otherwise 2b per element of y.
+Bytes   in addition to the product's: none where it multiplies by the scales itself; otherwise 2b per element of y.
 """
 
 import functools

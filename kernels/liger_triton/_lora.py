@@ -33,7 +33,7 @@ class Layer(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a group of layers is beside its tensors.
+    """What defines a group of layers, apart from its tensors.
 
     Attributes:
         scalings (`tuple`): Of the LoRA of each layer; None where a layer has none.
@@ -192,7 +192,7 @@ def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[L
     for k, layer in enumerate(layers):
         if layer.adapter is not None:
             stop = start + layer.adapter.a.shape[0]
-            if needs[4 * k + 2] and dys[k] is not None:  # None, not zeros, for a layer that nobody has used
+            if needs[4 * k + 2] and dys[k] is not None:  # None, not zeros, for a layer whose output is unused
                 found.tensors[4 * k + 2] = da[start:stop]
             start = stop
 

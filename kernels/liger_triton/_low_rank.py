@@ -1,4 +1,4 @@
-"""The products of rank r beside a frozen matrix product, and the order in which the large tensors are passed over.
+"""The products of rank r next to a frozen matrix product, and the order in which the large tensors are passed over.
 
 For T rows, a layer (K -> N) and an adapter of rank r, whose h (T, r) is x A^T, where s is the scaling:
 

@@ -14,7 +14,7 @@ Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. The numb
         summed over, zeros are added.
 Dtypes  x and W bf16, fp16, fp32. y and dx have the dtype of x, under autocast that of autocast. dW has that of W; by
         row it is rounded to the dtype of y first, as a linear layer does it.
-Bytes   b per element, beside the products, which move half of what those in 16 bits do: x and W are read twice and
+Bytes   b per element, without the products, which move half of what products in 16 bits do: x and W are read twice and
         written once in the forward pass; dy is read twice and written twice, and W read and written once more, in the
         backward pass. By row x is written twice. Layers of one x share its cast. A W in eight bits is not cast.
         Kept for backward: the transpose of x, one byte an element, or x itself where that costs nothing, or with

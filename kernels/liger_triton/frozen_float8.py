@@ -8,7 +8,7 @@ The sum of dx runs over n, so that the scales s_n cannot be taken out of it and 
 
 Shapes  x (..., K), W (N, K), y (..., N), with N and K multiples of 16. The number of tokens is free.
 Dtypes  x bf16, fp16, fp32. y and dx have the dtype of x, under autocast that of autocast; sums are in fp32.
-Bytes   b per element of x, beside the products: x is read once or twice, the second time from the cache, and written in
+Bytes   b per element of x, apart from products: x is read once or twice, the second time from the cache, and written in
         one byte. The same for dy. The weight is read and written in one byte for dx, since the matrix units want both
         factors contiguous along the sum. Kept for backward: nothing but the weight.
 """

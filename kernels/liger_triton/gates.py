@@ -392,7 +392,7 @@ def swiglu(
         gate_scale (`float`, *optional*, defaults to 1.0): Multiplies the gate before anything else.
         reuse_inputs (`bool`, *optional*, defaults to `False`): The backward pass may write the two gradients over
             `gate` and `up` if they are contiguous or the halves or pairs of a contiguous tensor, which saves two
-            tensors of their size. Allow it only if nobody reads the two any more, neither later code nor the backward
+            tensors of their size. Allow it only if nothing reads the two any more, neither later code nor the backward
             pass of what made them. It does nothing with `retain_graph=True`, for leaf tensors, under torch.compile and
             on the PyTorch twin.
 

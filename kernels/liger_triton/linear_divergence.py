@@ -118,7 +118,7 @@ def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
     """Divergence (T,), entropy (T,), and the gradients in `needs` of sum(g * divergence), g (T,) or None for ones."""
     total, vocab, dtype = student.x.shape[0], student.weight.shape[0], spec.student.dtype
     chunks = Chunks(total, kept, spec.chunk_rows, 2 * vocab, torch.float32, student.x.device.type)  # of two heads
-    # These are two tensors, because halves of one would be views, which autograd allows nobody to change in place.
+    # These are two tensors, because halves of one would be views, which autograd forbids to change in place.
     divergence, entropy = (torch.zeros(total, dtype=torch.float32, device=student.x.device) for _ in range(2))
     gradients = HeadGradients(student, needs, spec.lean, chunks.number, fill=False)
     wide, wide_teacher = spec.student.tensors(student), spec.teacher.tensors(teacher)

@@ -144,7 +144,7 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
 class LoRAGroup:
     """`lora_linears` whose outputs are computed one by one, where each is asked for by a call of its own.
 
-    An output that nobody asks for costs no large product, and the tensors of its layer get no gradient.
+    An unused output costs no large product, and the tensors of its layer get no gradient.
 
     Args:
         x, layers: As in `lora_linears`.

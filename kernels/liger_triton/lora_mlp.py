@@ -4,7 +4,7 @@
 
 Shapes  x (..., K), gate and up (I, K), down (N, I); a LoRA on one of them or more, of any ranks.
 Dtypes  As in `lora_linears` and `swiglu`.
-Bytes   b per element of the width I, beside the large products: forward reads g, u and a, and writes a. Backward reads
+Bytes   b per element of the width I, apart from large products: forward reads g, u and a, and writes a. Backward reads
         da, g and u, writes dg, du and a in their place, and reads each of these once. The adapters are added in these
         passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.
 """
@@ -27,7 +27,7 @@ Projection = tuple[Weight, torch.Tensor | None, Lora | None]
 
 
 class Plan(NamedTuple):
-    """How an MLP is computed, beside its tensors.
+    """How an MLP is computed, apart from its tensors.
 
     Attributes:
         forms (`tuple`): Of the group of gate and up, and of down.

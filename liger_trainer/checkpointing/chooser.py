@@ -1,4 +1,4 @@
-"""The life of `activation_checkpointing: auto` in one training: measure, choose, and see what it has taken."""
+"""Runs `activation_checkpointing: auto` in one training: measures, chooses a plan, and sees what it took."""
 
 import math
 from collections.abc import Callable, Iterator

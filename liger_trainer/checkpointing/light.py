@@ -91,7 +91,7 @@ class _Call:
     def value_of(self, kept: _Kept) -> torch.Tensor:
         """What `kept` stands for, once in each backward pass."""
         backward = torch._C._current_graph_task_id()
-        if backward != self.backward or backward == -1:  # -1: somebody looks at what is kept
+        if backward != self.backward or backward == -1:  # -1: other code looks at what is kept
             with contextlib.nullcontext() if self.around is None else self.around():
                 self._run_again()
             self.backward = backward

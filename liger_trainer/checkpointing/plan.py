@@ -228,7 +228,7 @@ class _Filling:
         return fits
 
     def plan(self, plan: Plan, long: bool) -> Plan:
-        """`plan` and all that fits beside it: the results of attention if rows are long, then whole layers."""
+        """`plan` and what else fits: the results of attention if rows are long, then whole layers."""
         rest = _Filling(self.seen, self.moments, self.limit, self.share)
         able = {layer: calls for layer, calls in self.seen.choosable.items() if layer not in plan.on_host}
         attention: dict[int, dict[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun or `accelerate launch` says through the environment, settled with the recipe."""
+"""Reads what torchrun, `accelerate launch` or another launcher put into the environment, and checks the recipe."""
 
 import os
 import signal

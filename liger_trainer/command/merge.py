@@ -107,7 +107,7 @@ def _load_base(args, config):
 
 
 def _find_base(name: str | None, adapter: str) -> str:
-    """The base that an adapter names. A relative path is looked up in the working directory and beside the adapter.
+    """The base that an adapter names. A relative path is looked up in the working directory and next to the adapter.
 
     Raises:
         RecipeError: The adapter names no base, or names it by a relative path that neither place has.

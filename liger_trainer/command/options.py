@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def take_options(words: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
-    """The values of those of the options `names` that are given, "" for one without a value, and the other words."""
+    """The given values of the options `names`, "" for one without a value, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))

@@ -39,7 +39,7 @@ class Recipe:
     began: bool = False
 
     def to_yaml(self) -> str:
-        """The recipe as it runs. It can be saved anywhere, because data found beside the recipe gets its full path."""
+        """The recipe as it runs. It can be saved anywhere, because data found next to the recipe gets its full path."""
         values = dict(self.chosen)
         for key in ("dataset_name", "eval_dataset_name"):
             if (named := values.get(key)) is not None:

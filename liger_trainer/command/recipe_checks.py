@@ -142,7 +142,7 @@ def values_of(chosen: dict[str, Any], defaults: dict[str, Any]) -> Value:
 
 
 def settle(path: Path, filed: dict[str, Any], given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The keys that are set: those of the file, `filed`, and those of the command line, `given`, which beat them.
+    """The keys that are set: in the file, `filed`, and on the command line, `given`, which override the file.
 
     If the command line turns off what keys of the file depend on, as `--use_peft false` does with `lora_r`, these keys
     are meant to have no effect, and are left out.

@@ -1,4 +1,4 @@
-"""The keys that a recipe has beside those of the trainer's config and of TRL's `ModelConfig`, with their help texts."""
+"""The keys that a recipe adds to the trainer's config and TRL's `ModelConfig`, with their help texts."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -35,7 +35,7 @@ def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[
 
     import liger_trainer
 
-    if entry.experimental:  # whoever names this trainer has chosen it, and needs no warning that TRL may change it
+    if entry.experimental:  # naming the trainer is a choice: no warning that TRL may change it
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
     parser = TrlParser(

@@ -125,7 +125,7 @@ def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
         return "no"  # `save_strategy: no` is the boolean false in YAML
     if key in ("resume_from_checkpoint", "activation_checkpointing") and isinstance(value, bool):
         return str(value).lower()  # strings for the parser, which are switches as well
-    # If an enum stands beside str, only its members are allowed: any other string fails later, far from the recipe.
+    # If enum and str are both allowed, only its members are allowed: any other string fails later, far from the recipe.
     allowed = [o for o in options if o is not str] if enums else options
     if any(_fits(value, o) for o in allowed):
         return value

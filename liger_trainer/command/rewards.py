@@ -1,4 +1,4 @@
-"""Reward functions that a recipe names: those of `liger_trainer.rewards`, or any function by its dotted path."""
+"""Reward functions that a recipe names: of `liger_trainer.rewards`, or any function by its dotted path."""
 
 import importlib
 import inspect
@@ -10,7 +10,7 @@ from pathlib import Path
 from liger_trainer.errors import RecipeError
 from liger_trainer.rewards import REWARDS
 
-# What TRL passes to every reward function, beside the columns of the rows.
+# What TRL passes to every reward function, in addition to the columns of the rows.
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _GIVEN = {*_ALWAYS_GIVEN, "environments"}
 

@@ -109,7 +109,7 @@ def _init(args) -> int:
 
 
 def _rows_beside(recipe: Path, folder: Path) -> dict[Path, Path]:
-    """The files of rows that ship beside a recipe, and for each the path below `folder` where the copy looks for it."""
+    """The files of rows that ship with a recipe, and for each the path below `folder` where the copy looks for it."""
     values = load_yaml(recipe)
     named = [values.get(key) or [] for key in ("dataset_name", "eval_dataset_name")]
     names = [name for value in named for name in ([value] if isinstance(value, str) else value)]

@@ -13,7 +13,7 @@ ALIGNED = 512  # the allocator of a GPU gives multiples of these bytes
 
 
 class CountedMemory(TorchDispatchMode):
-    """Counts the memory of tensors that operations make while the mode is active, until nobody holds them any more.
+    """Counts the memory of tensors that operations make while the mode is active, until they are freed.
 
     It is a `Memory` by which `activation_checkpointing: auto` can choose.
 

@@ -21,7 +21,7 @@ class Shape:
         config (`PretrainedConfig`): The model's.
         dtype (`torch.dtype`): Of its weights.
         peft_config (`PeftConfig`, *optional*): The adapter that is trained in its place.
-        fp8 (`bool`): Whether the frozen layers beside the adapter are in eight bits.
+        fp8 (`bool`): Whether the frozen layers under the adapter are in eight bits.
         liger_config (`dict`, *optional*): What of the patches is switched off, as in `apply_liger`.
         trust_remote_code (`bool`): Whether its code comes with it.
     """

@@ -1,4 +1,4 @@
-"""The states of optimizers, and what their step takes beside them."""
+"""The states of optimizers, and what their step takes in addition."""
 
 from typing import Any
 

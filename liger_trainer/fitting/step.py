@@ -1,7 +1,7 @@
 """A few training steps of a model without values, and the memory that they take.
 
 The forward and the backward pass are those of the model, its patches and PyTorch's autograd, on tensors that have sizes
-only. So what is kept for the backward pass, what is computed again, and what kernels allocate beside is found by doing
+only. So what is kept for the backward pass, what is computed again, and what kernels allocate is found by doing
 it. Only three things stand for others: attention (`attention.py`), communication (`sharding.py`), and the states of
 8-bit optimizers (`optimizers.py`).
 """

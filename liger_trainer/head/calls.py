@@ -87,7 +87,7 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
         **kwargs: Any,
     ) -> Any:
         options = head_options(self)
-        if options is None:  # the head has been removed, but somebody's wrapper still calls this forward
+        if options is None:  # the head has been removed, but a wrapper still calls this forward
             return call_previous(self, FusedHeadBinding, args, kwargs)
         leaves_out = leaves_padding_out(self)
         shown: str | None = None  # what the answer has of every position
@@ -183,7 +183,7 @@ def _without_stand_ins(outputs: Any) -> Any:
 
 
 def _has_more(outputs: ModelOutput) -> bool:
-    """Whether somebody has given `outputs` a key or an attribute that its class does not have."""
+    """Whether `outputs` was given a key or an attribute that its class does not have."""
     return vars(outputs).keys() != getattr(outputs, "__dataclass_fields__", {}).keys()
 
 

@@ -48,7 +48,7 @@ class _Origin:
         self.reference: Callable = (lambda made: lambda: made) if traced else weakref.ref
 
     def under_autocast(self) -> contextlib.AbstractContextManager:
-        """The autocast of the call. RuntimeError if its input has changed: logits would not be those of the call."""
+        """The autocast of the call. RuntimeError if its input has changed: the logits would differ from the call's."""
         if self.version is not None and self.hidden._version != self.version:
             raise RuntimeError(
                 f"The input of the LM head was changed in place between the call of the head and the loss. {_OTHERWISE}"

@@ -17,7 +17,7 @@ class FusedHeadBinding(Binding):
     """What `install_fused_head` binds to a model.
 
     Attributes:
-        options (`HeadOptions` or `None`): None once the head has been removed while somebody's wrapper still calls our
+        options (`HeadOptions` or `None`): None once the head has been removed while a user's wrapper still calls our
             forward. The binding is kept then, so that a later install does not bind a second forward around the
             wrapper.
     """

@@ -50,7 +50,7 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
 def remove_fused_head(model: nn.Module) -> None:
     """Undo `install_fused_head`: the `__dict__` of the model and of its head are as before.
 
-    Where somebody has wrapped the forward since, as accelerate does, the wrapper stays. The forward inside it then
+    Where the forward has been wrapped since, as by accelerate, the wrapper stays. The forward inside it then
     calls the model's own.
     """
     model = base_model_of(model)

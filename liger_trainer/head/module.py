@@ -170,7 +170,7 @@ def _call_inside(owners: list[nn.Module], hidden: torch.Tensor, run: Callable[[]
 
     These are the units of FSDP, and under ZeRO-3 all modules. Their hooks have seen `hidden` in the call that was
     captured, and here they get it detached. Otherwise FSDP2 would take the gradient of this argument for the end of
-    the unit's backward pass. Where the unit holds a norm beside the head, the norm's weight would then be freed before
+    the unit's backward pass. Where the unit holds a norm and the head, the norm's weight would then be freed before
     the norm's own backward pass.
 
     A unit that is gathered already is not called, because a unit of several modules would take the call for the start

@@ -55,10 +55,10 @@ class Binding:
 
     Attributes:
         key (`str`): The key under which the `__dict__` of the instance has the binding a second time, where it stays
-            if somebody wraps the method.
+            if the method is wrapped.
         previous: What the slot held before, or None where the class's own method was in effect.
         aside (`bool`): Whether calls go to the class's own method, because something would be missed otherwise, or
-            because ours was removed while somebody else's wrapper still calls it. It stays aside for good, since a
+            because ours was removed while a foreign wrapper still calls it. It stays aside for good, since a
             checkpoint that recomputes a call must take the same path again.
     """
 
@@ -153,14 +153,14 @@ def bind(module: nn.Module, binding: BindingT) -> BindingT:
 
 
 def is_bound(module: nn.Module, binding: Binding) -> bool:
-    """Whether a call reaches the method of `binding` first. It does not where somebody has wrapped the method since."""
+    """Whether a call reaches the method of `binding` first. It does not where the method has been wrapped since."""
     return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
 
 
 def unbind(module: nn.Module, kind: type[Binding]) -> None:
     """Undo `bind`: the `__dict__` of the instance is as before.
 
-    Where somebody has wrapped our method since, the wrapper stays, and so does the method inside it, which steps aside.
+    Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which steps aside.
     """
     binding = kind.of(module)
     module.__dict__.pop(kind.key, None)

@@ -25,7 +25,7 @@ _OF_LIBRARIES = ("torch.", "transformers.", "peft.", "trl.")  # which read no lo
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks beside its forward, in the forward or in the backward pass."""
+    """Whether a call of `module` runs hooks around its forward, in the forward or in the backward pass."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -39,7 +39,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:
-    """Describe what somebody has attached to `module` that the model's own code would run: a hook, or a forward.
+    """Describe what was attached to `module` that the model's own code would run: a hook, or a forward.
 
     Hooks that gather sharded weights do not count.
 
@@ -64,7 +64,7 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
 
 
 def replaced_forward(module: nn.Module, forward: Any, allowed: tuple[str, ...] = ()) -> str | None:
-    """Describe `forward`, which `module` has in place of its class's own one; None where that is nobody's code."""
+    """Describe `forward`, which `module` has in place of its class's own one; None where it is the module's code."""
     function = _function(forward)
     not_counted = (*_HOOKS_THAT_MISS_NOTHING, *allowed)
     if forward is None or function is type(module).forward or home(function).startswith(not_counted):
@@ -73,7 +73,7 @@ def replaced_forward(module: nn.Module, forward: Any, allowed: tuple[str, ...] =
 
 
 def output_seen_by(module: nn.Module, ours: Binding | None) -> str | None:
-    """Describe a hook, or a forward around `ours`, by which somebody gets what `module` returns; None without."""
+    """Describe a hook, or a forward around `ours`, which gets what `module` returns; None without."""
     forward = module.__dict__.get("forward")
     if forward is not None and (ours is None or not is_bound(module, ours)):
         if (replaced := replaced_forward(module, forward, _OF_LIBRARIES)) is not None:

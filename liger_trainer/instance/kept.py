@@ -1,4 +1,4 @@
-"""Tensors that hooks for autograd's tensors keep as they are, with the check that autograd itself makes of them."""
+"""Tensors that saved-tensor hooks leave unchanged, with autograd's own check that they were not written to."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def hooks_in_force() -> Hooks | None:
-    """The functions by which autograd keeps a tensor now and finds it again; None if nobody has set hooks for that."""
+    """The pair of saved-tensor hooks in force, pack and unpack; None without hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 

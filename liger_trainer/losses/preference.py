@@ -17,7 +17,7 @@ _SMOOTHED = ("sigmoid", "robust")
 
 
 def sequence_logprobs(log_probs: torch.Tensor, mask: torch.Tensor, average: bool = False) -> torch.Tensor:
-    """Log-probability of each sequence (B,) from those of its tokens.
+    """Log-probability of each sequence (B,) from its tokens' log-probabilities.
 
     Args:
         log_probs (`torch.Tensor`): Those of the tokens (B, S), as in `outputs.log_probs` of a patched model.

@@ -36,7 +36,7 @@ Device: TypeAlias = torch.device | str | None
 
 @dataclass(frozen=True)
 class MedusaHeadsConfig:
-    """The shape of the heads, as `config.json` beside their weights has it.
+    """The shape of the heads, as in the `config.json` next to their weights.
 
     Args:
         num_heads (`int`): K, the number of heads, 1 or more. Key in the file: `medusa_num_heads`.
@@ -149,7 +149,7 @@ class MedusaHeads(nn.ModuleList):
 
     Args:
         config (`MedusaHeadsConfig`): Their shape.
-        dtype, device: Those of the parameters, which should be those of the LM head.
+        dtype, device: Of the parameters; they should be the LM head's.
     """
 
     def __init__(self, config: MedusaHeadsConfig, dtype: torch.dtype | None = None, device: Device = None) -> None:

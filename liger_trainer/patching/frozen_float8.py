@@ -1,4 +1,4 @@
-"""A linear layer of a frozen base model in eight bits, for adapters beside it. What multiplies is `liger_triton`."""
+"""A linear layer of a frozen base model in eight bits, for adapters on top of it. `liger_triton` multiplies."""
 
 from collections.abc import Callable
 from typing import Any, Self

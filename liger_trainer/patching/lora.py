@@ -5,7 +5,7 @@ scalings, dropout. What the layer does is asked of PEFT's own state in every cal
 merged, added and removed after the swap. Where it is anything but a sum of plain LoRAs beside a plain linear layer, as
 with DoRA, the layer's own code runs for that call.
 
-Our forward reads weights without calling the modules that own them. Where a hook is on one of these, of somebody's own
+Our forward reads weights without calling the modules that own them. Where a hook is on one of these, of the user's own
 or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own code from then on.
 """
 
@@ -215,7 +215,7 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
     """(weight, bias, adapter or None) of a linear layer, or of a LoRA that is swapped, for code that calls neither.
 
     None where a call of `module` with `x`, or with something of its dtype and another width, would be anything but the
-    sum of their products now, or would show somebody's hook what it computes, or has too little to do.
+    sum of their products now, or would show a user's hook what it computes, or has too little to do.
     """
     if has_hooks(module) or not _pays(x):
         return None

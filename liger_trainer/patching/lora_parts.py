@@ -1,4 +1,4 @@
-"""The tensors of a linear layer and of PEFT's LoRA beside it, as they are now, for code that does not call the layer.
+"""The tensors of a linear layer and of PEFT's LoRA on it, as they are now, for code that does not call the layer.
 
 The layer has a weight of 16 or 32 bits, or one of eight bits (`frozen_float8.py`). What is asked of it in each call is
 read from the dictionaries of the modules, since an attribute of a module takes a call of Python.
@@ -47,7 +47,7 @@ def active_parts(layer: nn.Module) -> list[Part] | None:
             if name in state["lora_variant"]:
                 return None
             scaling = state["scaling"][name]
-            if getattr(scaling, "requires_grad", False):  # somebody trains it
+            if getattr(scaling, "requires_grad", False):  # it is trained
                 return None
             parts.append(Part(a_of[name], b_of[name], dropout_of[name], scaling))
     return parts or None
@@ -72,7 +72,7 @@ def is_linear(module: nn.Module) -> bool:
 def is_base(module: nn.Module) -> bool:
     """Whether this is a linear layer as LoRA has it for its base: with plain tensors, or with a weight of eight bits.
 
-    The latter is a class of this package, of which nobody makes anything else.
+    The latter is a class of this package, which has no subclasses.
     """
     return type(module) is FrozenFloat8Linear or is_linear(module)
 

@@ -194,7 +194,7 @@ class Cases:
 
     Args:
         module (`nn.Module`): The norm.
-        gates (`int`, *optional*, defaults to 0): How many inputs it has beside the rows, of the same shape.
+        gates (`int`, *optional*, defaults to 0): How many inputs it has in addition to the rows, of the same shape.
         channels_first (`bool`, *optional*, defaults to `False`): Whether it is given (1, N, rows / 2, 2).
     """
 

@@ -20,7 +20,7 @@ _RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 
 def why_rows_mix(model) -> str | None:
     """Why packed rows would see each other in `model`, or None where they do not, or where it cannot be shown.
 
-    It is shown on a small copy with random weights: a packed row beside its rows one by one.
+    It is shown on a small copy with random weights: a packed row is compared with its rows one by one.
     """
     model = base_model_of(model)
     backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None

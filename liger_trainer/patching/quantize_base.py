@@ -95,7 +95,7 @@ def _is(module: nn.Module, names: tuple[str, str]) -> bool:
 def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
     """The name of each linear layer of the base, and the modules around it. Layers of adapters are none of it.
 
-    The layers themselves are not returned, so that nobody holds one whose place has been taken.
+    The layers themselves are not returned, so that no caller holds a layer that was replaced.
     """
     modules, found = dict(base.named_modules()), {}
     for name, module in modules.items():

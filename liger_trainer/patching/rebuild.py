@@ -5,7 +5,7 @@ gradient of their product, and the product for the gradient of `down`'s weight. 
 output of a norm would be kept by the projections after it. The norm keeps its own input anyway, so that its output is
 computed again, once for all the projections that need it.
 
-In addition, the gradients of gate and up are written over gate and up where nobody else reads these. A layer's backward
+In addition, the gradients of gate and up are written over gate and up where nothing else reads them. A layer's backward
 pass then holds four tensors of the intermediate width at its peak, not five.
 
 Nothing of this happens under torch.compile, which does as much by itself, nor inside the saved-tensor hooks of others,
@@ -35,7 +35,7 @@ _PROJECTIONS = (
 )  # fmt: skip
 _INSIDE = (*_PROJECTIONS, "torch.nn.modules.dropout", "torch.nn.modules.module")
 _PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor, FakeTensor)
-REBUILD_ABOVE_BYTES = 16 << 20  # smaller tensors, and those of just this size, are kept unless a caller says otherwise
+REBUILD_ABOVE_BYTES = 16 << 20  # tensors of up to this size are kept unless a caller says otherwise
 
 
 class _Rebuilt:
@@ -167,7 +167,7 @@ def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
     """Whether the caller alone reads this `output` of `projection`, in the backward pass too.
 
     A matrix product does not keep its result, nor does the sum that adds the output of an adapter. A forward hook may
-    keep it, and so may a forward of somebody else, or a weight that is more than a tensor.
+    keep it, and so may a replaced forward, or a weight that is more than a tensor.
     """
     if torch.compiler.is_compiling() or torch.nn.modules.module._global_forward_hooks or output.grad_fn is None:
         return False
@@ -182,7 +182,7 @@ def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
 
 
 def _hooks() -> kept.Hooks:
-    """The functions by which a tensor is kept and found again: those of the hooks in which this runs, or our own."""
+    """The functions by which a tensor is kept and found again: the active saved-tensor hooks, or our own."""
     return kept.hooks_in_force() or (kept.keep, kept.unchanged)
 
 

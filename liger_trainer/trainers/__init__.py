@@ -1,1 +1,1 @@
-"""The trainers, one file each with its config beside it, and what they share."""
+"""The trainers, one file each with its config, and what they share."""

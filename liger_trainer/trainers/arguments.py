@@ -1,4 +1,4 @@
-"""The fields that every arguments class of this package has beside those of the stock one."""
+"""The fields that every arguments class of this package adds to the stock one's."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal

@@ -54,7 +54,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     ```
 
     Attributes:
-        token_outputs (`tuple[str, ...]`): The fields of `FusedLMOutput` that `token_loss` needs beside `log_probs` and
+        token_outputs (`tuple[str, ...]`): The fields of `FusedLMOutput` that `token_loss` needs besides `log_probs` and
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
@@ -237,7 +237,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         init_checks.refuse_before_patching(self, model)
         if not self.uses_liger:
             return
-        frozen = frozen_base.quantize(self, model)  # first, while nobody holds on to the layers that it replaces
+        frozen = frozen_base.quantize(self, model)  # first, before anything holds the layers that it replaces
         self._patched.about_to_patch(model)
         config, unfused = getattr(self.args, "liger_config", None), None
         if self._wants("fused_linear_cross_entropy") and (unfused := self._why_unfused(model)) is not None:
@@ -320,7 +320,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         return forward
 
     def _refuse_a_second_loss(self) -> None:
-        """ValueError if an option that decides the loss is set beside the user's own: one of them would be ignored.
+        """ValueError if an option and the user's own method both decide the loss: one of them would be ignored.
 
         This is about `token_loss`. A trainer with another `loss_hook` overrides it.
         """

@@ -42,7 +42,7 @@ def settle(args: Any) -> None:
 
 
 def check_options(args: Any) -> None:
-    """Refuse options of checkpointing that `auto` would reckon without. To be called when they are a dict."""
+    """Refuse options of checkpointing that `auto` does not take into account. To be called when they are a dict."""
     options = args.gradient_checkpointing_kwargs
     if args.activation_checkpointing == AUTO and isinstance(options, dict) and options.get("offload"):
         raise ValueError(

@@ -4,7 +4,7 @@ launcher, and `fp8_recipe`, which is a name of torchao's.
 For a model with adapters it means something else, which `frozen_base.py` does.
 
 `accelerate launch` hands its `mixed_precision` on in a variable, which the trainer's own `bf16` overrides. TRL's
-configs set `bf16` where nobody has, so that fp8 would be lost without a word.
+configs set `bf16` by default, so that fp8 would be lost without a word.
 """
 
 import functools

@@ -97,7 +97,7 @@ def refuse_fp8_elsewhere(trainer: "LigerTrainerMixin") -> None:
 
 
 def _refuse_no_or_another_conversion(trainer: "LigerTrainerMixin", config: Any) -> None:
-    """ValueError if accelerate would convert no layer to fp8, or anew those that somebody has converted with another
+    """ValueError if accelerate would convert no layer to fp8, or anew those that were converted with another
     config or filter. What an earlier trainer has converted in the same way may be converted again."""
     model = trainer.model
     chosen = fp8_fields.layers_to_convert(trainer.accelerator, model)
@@ -118,7 +118,7 @@ def _refuse_no_or_another_conversion(trainer: "LigerTrainerMixin", config: Any) 
 
 
 def refuse_a_second_loss(trainer: "LigerTrainerMixin") -> None:
-    """ValueError if an option that decides the loss is set beside `token_loss`: one of them would be ignored."""
+    """ValueError if an option that decides the loss is set together with `token_loss`: one of them would be ignored."""
     args = trainer.args
     others = {
         "label_smoothing_factor": args.label_smoothing_factor or None,

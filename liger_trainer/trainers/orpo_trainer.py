@@ -32,5 +32,5 @@ class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
     def _chosen_labels(
         self, labels: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> torch.Tensor:
-        """`labels`, with those of the prompt added, since ORPO's likelihood term covers the prompt too."""
+        """`labels` with the prompt's labels added, since ORPO's likelihood term covers the prompt too."""
         return torch.where(labels != -100, labels, torch.where(attention_mask == 1, input_ids, -100))

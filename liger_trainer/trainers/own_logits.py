@@ -1,4 +1,4 @@
-"""The models whose own logits are not those of TRL's fused head.
+"""The models whose own logits differ from TRL's fused head.
 
 TRL multiplies the hidden states of the backbone with the weight of the head, and scales and caps the result by fields
 of the config. Here the model's own forward runs, so the losses of these models differ. A test scores every model type
@@ -21,7 +21,7 @@ NOT_APPLIED = {  # a field of the text config that TRL applies and the model doe
 
 
 def differs_from_trl(model: nn.Module) -> bool:
-    """Whether the own forward of `model` computes logits that differ from those of TRL's fused head."""
+    """Whether the own forward of `model` computes logits that differ from TRL's fused head."""
     config = base_model_of(model).config
     field = NOT_APPLIED.get(config.model_type, "")
     return config.model_type in OTHER_LOGITS or getattr(config.get_text_config(), field, None) not in (None, 1)

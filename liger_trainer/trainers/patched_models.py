@@ -13,7 +13,7 @@ from liger_trainer.patching import remove_liger
 
 # When our head has been removed, another forward takes the place of ours, and holds ours in this attribute.
 STANDS_IN = "_liger_stands_in_for"
-# The attributes that a module may get while a trainer is built, beside those whose names begin with _liger. Patching
+# The attributes that a module may get while a trainer is built, in addition to names that begin with _liger. Patching
 # sets some of them. Accelerate sets the others, and puts its autocast around the forward once and never again.
 _BOUND = ("forward", "_old_forward", "_apply_gate", "_original_forward", "_is_accelerate_prepared")
 

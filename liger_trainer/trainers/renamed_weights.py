@@ -1,4 +1,4 @@
-"""Checkpoints whose weights have other names than those of the model.
+"""Checkpoints whose weights have other names than the model's.
 
 transformers saves some models in the form of their files on the Hub: the experts of a mixture one by one, where the
 model has them in one tensor, or the head of GPT-NeoX as `embed_out`. `from_pretrained` reads both forms. `Trainer`

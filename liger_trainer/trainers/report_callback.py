@@ -1,4 +1,4 @@
-"""The callback by which every Liger trainer writes its report beside its checkpoints."""
+"""The callback by which every Liger trainer writes its report next to its checkpoints."""
 
 import os
 from typing import TYPE_CHECKING, Any

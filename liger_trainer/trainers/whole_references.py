@@ -46,7 +46,7 @@ def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> N
 def _give_memory(model: nn.Module) -> None:
     """Put an empty tensor on the CPU in the place of each parameter and buffer that has no memory.
 
-    Buffers that are not in the state dict stay as they are, since nobody sends their values. Transformers computes them
+    Buffers that are not in the state dict stay as they are, since their values are not sent. Transformers computes them
     on every process; without memory, the model will not run.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}

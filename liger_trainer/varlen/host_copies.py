@@ -27,7 +27,7 @@ class _HostCopy:
 
 
 def values_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The values of `tensors` on the host if those of all are known there, else `tensors` as they are."""
+    """The values of `tensors` on the host if all are known there, else `tensors` as they are."""
     known = [_known(x) for x in tensors]
     return tensors if any(x is None for x in known) else tuple(known)
 

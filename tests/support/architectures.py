@@ -1,7 +1,7 @@
 """Every causal LM of the installed transformers, built tiny and trained a step beside itself with everything swapped.
 
 `compare(model_type)` is one of them. As a script this file compares those that are named, or all of them, and with
-`--write` it writes docs/architectures.md:
+`--write` it writes the section "Which models" of docs/architecture.md:
 
     python tests/support/architectures.py [--write] [model type ...]
 """
@@ -9,6 +9,7 @@
 import functools
 import inspect
 import sys
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -33,7 +34,8 @@ LIMIT = 2e-4  # fp32, of the largest element of a gradient; a wrong stand-in is 
 CHUNK = 3  # rows of logits that the fused head has at a time here
 MAX_PARAMETERS = 30_000_000
 MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
-PAGE = ROOT / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = (f"<!-- {word} models -->\n" for word in ("begin", "end"))
 
 # What a config has of these is set: sizes, and scales and caps that show when they are left out.
 SMALL = {
@@ -130,14 +132,17 @@ class Comparison:
     kept: tuple[str, ...] = ()
 
     @property
+    def whole(self) -> bool:
+        """Whether it trains the same step with its head fused and every module of each kind swapped."""
+        cells = {self.norms, self.rope, self.mlp, self.experts}
+        return self.verdict == "same" and self.head == "fused" and cells <= {"", "all"} and not self.kept
+
+    @property
     def line(self) -> str:
-        """Its row in docs/architectures.md, in the table of those that ran or of the others."""
-        if self.verdict in ("does not run", "not built"):
-            cells = (self.model_type, self.verdict, self.detail)
-        else:
-            verdict = self.verdict if self.verdict == "same" else f"**{self.verdict}**"
-            cells = (self.model_type, verdict, self.head, self.norms, self.rope, self.mlp, self.experts)
-            cells += ("; ".join(self.kept),)
+        """Its row in the table of those in which something keeps its own code."""
+        verdict = self.verdict if self.verdict == "same" else f"**{self.verdict}**"
+        cells = (self.model_type, verdict, self.head, self.norms, self.rope, self.mlp, self.experts)
+        cells += ("; ".join(self.kept),)
         return "| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |"
 
 
@@ -278,43 +283,41 @@ def _of(names, report, operations, wanted=lambda name: True) -> str:
 
 
 KINDS = {"head": "LM head", "norms": "norms", "rope": "rotary", "mlp": "gated MLPs", "experts": "experts"}
-TEXT = """# Architectures
-
+TEXT = """\
 Of the {ran} model types of transformers {version} that were compared, {same} have the same loss and the same gradients
-in a training step after `apply_liger` has swapped their modules, and {wrong} have not. In {kept} of them something
-keeps its own code, which is right, only not faster. How many of the model types that have modules of a kind have all of
-them swapped: {counts}.
+in a training step after `apply_liger`, and {wrong} have not. In {kept} of them something keeps its own code, which is
+right, only not faster. All modules of a kind are swapped in: {counts}.
 
-These are all model types that transformers has as causal LMs and as image-text models, but for [those that do not run
-here](#not-compared). Each was built tiny with random weights (two layers, or what its hybrid of layers needs;
-non-trivial scales and caps) and trained one step, in training mode, on a batch padded on the left with labels on part
-of its tokens. The loss and the gradient of every parameter are compared to {limit:g} of the largest element (fp32,
-eager attention, text only: the vision and audio towers are swapped and reported, but not run).
+Compared are all causal LMs and image-text models of transformers that train on text alone. Each is built tiny with
+random weights and trained one step on a batch that is padded on the left. The loss and the gradient of every parameter
+agree to {limit:g} of the largest element (fp32, eager attention). Vision and audio towers are swapped, but not run.
 
-*LM head: fused* means that no tensor held more than {chunk} rows of logits and that the output had none; *in full*,
-that the model's own code does something with its logits for which they were built after all. *all*: every module of the
-kind was swapped; empty: the model has none.
+Everything is swapped, and the LM head is fused with the loss, in:
 
-This page is written by `python tests/support/architectures.py --write` (a minute), and `make test-all` checks it
-line by line.
+{whole}
+
+In these something is not. *In full*: the model's own code does something with its logits, so they are built. An empty
+cell: the model has no such module.
 
 | model type | step | LM head | norms | rotary | gated MLPs | experts | what is kept, and why |
 |---|---|---|---|---|---|---|---|
 {lines}
 
-## Not compared
+Not compared, because they need pixels or audio, a package that is not installed, or a configuration by hand:
 
-Of the {others} others, those that do not run need pixels or audio; those that are not built need a package that is not
-installed, or a configuration by hand.
+{others}
 
-| model type | | what was said |
-|---|---|---|
-{other_lines}
+`python tests/support/architectures.py --write` writes this section (a minute), and `make test-all` checks it.
 """
 
 
-def page(results) -> str:
-    """docs/architectures.md."""
+def names(results) -> str:
+    """A paragraph of the model types, in code, so that each can be searched for."""
+    return textwrap.fill(", ".join(f"`{one.model_type}`" for one in results), 140, break_on_hyphens=False)
+
+
+def section(results) -> str:
+    """The section of docs/architecture.md."""
     others = [one for one in results if one.verdict in ("does not run", "not built")]
     ran = [one for one in results if one not in others]
     counts = []
@@ -323,10 +326,15 @@ def page(results) -> str:
         counts.append(f"{name} {sum(cell in ('all', 'fused') for cell in having)} of {len(having)}")
     same = sum(one.verdict == "same" for one in ran)
     return TEXT.format(
-        version=transformers.__version__, limit=LIMIT, chunk=CHUNK, ran=len(ran), same=same, wrong=len(ran) - same,
-        kept=sum(bool(one.kept) for one in ran), counts=", ".join(counts), others=len(others),
-        lines="\n".join(one.line for one in ran), other_lines="\n".join(one.line for one in others),
+        version=transformers.__version__, limit=LIMIT, ran=len(ran), same=same, wrong=len(ran) - same,
+        kept=sum(bool(one.kept) for one in ran), counts=", ".join(counts), others=names(others),
+        whole=names(one for one in ran if one.whole), lines="\n".join(one.line for one in ran if not one.whole),
     )  # fmt: skip
+
+
+def written() -> str:
+    """The section as the page has it."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
 if __name__ == "__main__":
@@ -339,5 +347,5 @@ if __name__ == "__main__":
     print(Counter(one.verdict for one in results))
     if "--write" in sys.argv:
         if len(results) < len(MODEL_TYPES):
-            sys.exit("--write makes the whole page: name no model types with it.")
-        PAGE.write_text(page(results))
+            sys.exit("--write makes the whole section: name no model types with it.")
+        PAGE.write_text(PAGE.read_text().replace(written(), section(results)))

@@ -14,7 +14,7 @@ from trl import DPOTrainer
 
 from liger_trainer import LigerDPOTrainer
 
-DOCS = ROOT / "docs" / "custom_loss.md"
+DOCS = ROOT / "docs" / "trainers.md"
 
 
 def margin_dpo():
