@@ -180,10 +180,9 @@ def join_this_attempt(timeout: float | None = None, backend: str | None = None) 
 def name_of_attempt(store: Any, rank: int, processes: int, limit: float) -> str:
     """A name that the processes of this attempt agree on, and that no other attempt has.
 
-    The number of restarts is none. torchrun counts them for each machine: the one whose process has died counts one,
-    and another, which starts anew only because the first one does, may count none. So the process of rank 0 makes a
-    name up. The others may find that of an earlier attempt at first. They go by a name once rank 0 has answered to
-    them under it.
+    The number of restarts cannot be that name. torchrun counts them per machine: the machine whose process died counts
+    one, and another, which restarts only because the first one does, may count none. So rank 0 makes a name up. Other
+    ranks may first find the name of an earlier attempt. They use a name once rank 0 has answered them under it.
 
     Raises:
         TimeoutError: A process does not come within `limit` seconds.
