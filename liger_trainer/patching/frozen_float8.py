@@ -5,10 +5,38 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from liger_triton.frozen_float8 import Float8Weight, dequantized, frozen_float8_linear, quantized
 
+_WRITES = ("__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")))
+_NO_WRITES = ("requires_grad_", "detach_")
 _CODES = torch.uint8  # what holds the bits: no conversion of a model to another dtype touches it, and NCCL sends it
+
+
+class _ReadOnly(torch.Tensor):
+    """A tensor that raises where it, or something that shares its memory, is written to. Results are plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        in_place = name in _WRITES or (name.endswith("_") and name.strip("_") + "_" == name and name not in _NO_WRITES)
+        if isinstance(kwargs.get("out"), cls) or (in_place and isinstance(args[0], cls)):
+            raise RuntimeError(
+                f"{name} would write to a copy of the weight of a frozen layer in eight bits, and be lost. Set fp8 to "
+                "false to change the weights of the base model."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = {t.untyped_storage()._cdata for t in args if isinstance(t, cls)}
+            return tree_map_only(
+                torch.Tensor,
+                lambda t: t.as_subclass(cls) if t.untyped_storage()._cdata in memory else t,
+                func(*args, **kwargs),
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).clone()
 
 
 class FrozenFloat8Linear(nn.Module):
@@ -62,8 +90,8 @@ class FrozenFloat8Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """(N, K) in `compute_dtype`, made anew each time that it is read. What is written to it is lost."""
-        return dequantized(self.float8, self.compute_dtype)
+        """(N, K) in `compute_dtype`, computed each time that it is read. Writing to it raises a `RuntimeError`."""
+        return dequantized(self.float8, self.compute_dtype).as_subclass(_ReadOnly)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return frozen_float8_linear(x, self.float8, self.bias)

@@ -266,3 +266,31 @@ def test_code_that_reads_the_weight_gets_numbers():
         with pytest.raises((AttributeError, KeyError), match="weight"):
             layer.weight = value
     assert all(p is layer.get_parameter(name) for name, p in layer.named_parameters())
+
+
+WRITES = {
+    "in place": lambda w: w.add_(1),
+    "through data": lambda w: w.data.copy_(torch.zeros_like(w)),
+    "to data": lambda w: setattr(w, "data", torch.zeros_like(w)),
+    "a row": lambda w: w.__setitem__(0, 0.0),
+    "a view": lambda w: w.T[0].zero_(),
+    "a part": lambda w: w.chunk(2)[0].mul_(2),
+    "an operator": lambda w: w.__iadd__(1),
+    "an output": lambda w: torch.add(w, 1, out=w),
+    "an initialisation": nn.init.zeros_,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writing_to_the_weight_raises(write):
+    layer = FrozenFloat8Linear.of(nn.Linear(32, 16))
+    with pytest.raises(RuntimeError, match="would write to a copy"), torch.no_grad():
+        write(layer.weight)
+
+
+def test_what_is_computed_from_the_weight_can_be_written():
+    weight = FrozenFloat8Linear.of(nn.Linear(32, 16)).weight
+    for result in (weight + 1, weight @ weight.T, weight.clone(), copy.deepcopy(weight), nn.Parameter(weight.clone())):
+        assert type(result) in (torch.Tensor, nn.Parameter)
+        with torch.no_grad():
+            result.add_(1)
