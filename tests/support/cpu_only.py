@@ -13,8 +13,8 @@ from accelerate.utils import modeling  # noqa: E402
 
 torch.set_num_threads(1)
 
-# A fifth of the time of the trainers' tests: each seed is kept for GPUs that may yet begin, with the stack of its call, and
-# each step reads the metadata of installed packages to learn whether PEFT is one of them.
+# A fifth of the time of the trainers' tests: PyTorch keeps each seed, with the stack of its call, for GPUs that may yet
+# begin, and accelerate reads the metadata of installed packages in each step to learn whether PEFT is one of them.
 torch.cuda.traceback = torch.xpu.traceback = torch.mtia.traceback = types.SimpleNamespace(format_stack=list)
 modeling.is_peft_available = functools.cache(modeling.is_peft_available)
 
