@@ -126,3 +126,12 @@ def test_a_proof_is_of_the_code_that_was_proven(monkeypatch):
     rotary._proven(lambda q, k, cos, sin: (q, k))
     rotary._proven(lambda q, k, cos, sin: (q, k))
     assert len(proven) == 5, "code that is not known is not remembered"
+
+
+def test_proofs_are_on_the_cpu_whatever_the_default_device():
+    model = gpt_neox(1.0)
+    want = {name: part.swapped for name, part in apply_liger(model).operations.items()}
+    rotary._proven_at.cache_clear()
+    with torch.device("meta"):
+        got = {name: part.swapped for name, part in apply_liger(model).operations.items()}
+    assert got == want and want["rope"] and want["layer_norm"]
