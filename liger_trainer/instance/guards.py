@@ -148,13 +148,30 @@ def code_guards_of(cls: type[nn.Module], *others: type[nn.Module]) -> Guards:
 
 def lookups_of(function: Any) -> tuple[Lookup, ...]:
     """What a rotary function, or a module in place of it, looks up by name. Raises `NotProven` as `guards_of` does."""
-    if isinstance(function, nn.Module):
-        return guards_of(function).lookups
+    return guards_of(function).lookups if isinstance(function, nn.Module) else _read_by(function)[1]
+
+
+def key_of(function: types.FunctionType) -> tuple:
+    """What a proof of `function` rests on: its code, that of the functions that it calls, and what all of them look up.
+
+    Raises:
+        NotProven: As from `guards_of`.
+        TypeError: Something of it has no hash.
+    """
+    functions, lookups = _read_by(function)
+    codes = [(one, one.__code__, one.__defaults__, repr(one.__kwdefaults__)) for one in functions]
+    key = (*codes, *((*lookup, type(lookup[2])) for lookup in lookups))
+    hash(key)
+    return key
+
+
+def _read_by(function: Any) -> tuple[dict[types.FunctionType, None], tuple[Lookup, ...]]:
+    """The functions whose code runs in a call of `function`, and what they look up."""
     functions: dict[types.FunctionType, None] = {}
     _walk(function, [], functions)
     lookups = tuple(itertools.chain(*map(_function_lookups, functions)))
     _check(lookups, functions)
-    return lookups
+    return functions, lookups
 
 
 def global_lookups(function: types.FunctionType) -> list[Lookup]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from liger_trainer.instance import guards
 from liger_trainer.instance.binding import Binding, Weakly, bind, own_class
-from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, lookups_of
+from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
 from liger_trainer.instance.hooks import comes_from, hook_on
 from liger_trainer.instance.report import LigerReport, Place
 from liger_trainer.patching import probe
@@ -71,7 +71,7 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
     operation = report["rope"]
     modules = dict(model.named_modules())
     layouts = {name: layouts_of(module) for name, module in modules.items() if makes_angles(module)}
-    prove_once = functools.cache(functools.partial(probe.attempt, prove))
+    prove_once = functools.cache(_proven)
     for name, module in modules.items():
         if rotary_names(inspect.unwrap(type(module).forward)):
             makers = _nearest_embeddings(name, layouts)
@@ -138,6 +138,20 @@ def _binding_of(
     if (reason := binding.broken(module)) is not None:
         raise NotProven(reason)
     return binding, f"{', '.join(names)}: {' | '.join(dict.fromkeys(texts))}"
+
+
+def _proven(function: Callable) -> tuple[Any, str | None]:
+    """What `prove` finds. Of code that is known it finds it once in a process, for each state of that code."""
+    try:
+        key = key_of(function) if isinstance(function, types.FunctionType) else None
+    except (NotProven, TypeError):
+        key = None
+    return probe.attempt(prove, function) if key is None else _proven_at(function, key)
+
+
+@functools.lru_cache(maxsize=64)
+def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
+    return probe.attempt(prove, function)
 
 
 def _is_without_grad(forward: Callable) -> bool:

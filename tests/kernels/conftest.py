@@ -1,11 +1,15 @@
 """The kernels run on the GPU where there is one, else on the CPU through Triton's interpreter: TRITON_INTERPRET=1."""
 
 import importlib
+import os
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import fast_interpreter  # noqa: F401
 
 # Relative error against float64, see check_close. Triton's interpreter truncates to bf16 where a GPU rounds: twice it.
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 5e-3 if torch.cuda.is_available() else 1e-2, torch.float16: 1e-3}

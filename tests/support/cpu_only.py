@@ -1,14 +1,22 @@
 """The trainer tests run with no hub, no GPU and one thread, which every conftest.py of theirs imports from here."""
 
+import functools
 import gc
 import os
+import types
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # these tests compare fp32 on CPU; the kernels' own tests use the GPU
 
 import torch  # noqa: E402
+from accelerate.utils import modeling  # noqa: E402
 
 torch.set_num_threads(1)
+
+# A fifth of the time of the trainers' tests: PyTorch keeps each seed, with the stack of its call, for GPUs that may yet
+# begin, and accelerate reads the metadata of installed packages in each step to learn whether PEFT is one of them.
+torch.cuda.traceback = torch.xpu.traceback = torch.mtia.traceback = types.SimpleNamespace(format_stack=list)
+modeling.is_peft_available = functools.cache(modeling.is_peft_available)
 
 
 def pytest_collection_finish():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -103,39 +104,41 @@ def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, mon
     assert (folder / "out" / "model.safetensors").is_file()
 
 
-def run_with_files_up_to(limit, folder, **keys):
+@pytest.fixture
+def run_with_files_up_to(folder, capsys, monkeypatch):
     """A limit on the size of files stands for the full disk: safetensors and torch raise errors of their own for it."""
-    recipe = write_recipe(folder, **keys)
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -f {limit // 1024}; exec {sys.executable} -m liger_trainer train {recipe}"],
-        cwd=folder, capture_output=True, text=True, timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    (last,) = (line for line in done.stderr.splitlines() if line.startswith("liger-trainer: error: "))
-    assert last.startswith("liger-trainer: error: A checkpoint cannot be written")
-    assert "No checkpoint was saved" in last and "inline_container" not in last and str(folder / "out") in last
-    assert not steps_of(folder / "out"), "half a checkpoint fills the disk"
-    return last
+
+    def run(limit, **keys):
+        recipe, (before, hard) = write_recipe(folder, **keys), resource.getrlimit(resource.RLIMIT_FSIZE)
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            code, _, err = command(capsys, "train", recipe)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+        assert code == 1, err
+        (last,) = (line for line in err.splitlines() if line.startswith("liger-trainer: error: "))
+        assert last.startswith("liger-trainer: error: A checkpoint cannot be written")
+        assert "No checkpoint was saved" in last and "inline_container" not in last and str(folder / "out") in last
+        assert not steps_of(folder / "out"), "half a checkpoint fills the disk"
+        return last
+
+    return run
 
 
-def test_a_disk_that_takes_neither_checkpoint_nor_model(saved_run, folder):
+def test_a_disk_that_takes_neither_checkpoint_nor_model(saved_run, folder, run_with_files_up_to):
     limit = (saved_run / "checkpoint-2" / "model.safetensors").stat().st_size // 2
-    last = run_with_files_up_to(limit, folder, **SAVING)
+    last = run_with_files_up_to(limit, **SAVING)
     assert f"The model cannot be written to {folder} either" in last
     assert not (folder / "out" / "model.safetensors").exists() and not list(folder.glob("liger-trainer-*"))
 
 
-@pytest.mark.parametrize(
-    "saving",
-    [SAVING, pytest.param({"save_strategy": None}, marks=pytest.mark.slow)],
-    ids=["every two steps", "by default"],
-)
-def test_a_disk_that_takes_the_model_without_its_optimizer(saving, saved_run, folder):
+@pytest.mark.parametrize("saving", [SAVING, {"save_strategy": None}], ids=["every two steps", "by default"])
+def test_a_disk_that_takes_the_model_without_its_optimizer(saving, saved_run, folder, run_with_files_up_to):
     from transformers import AutoModelForCausalLM
 
     sizes = [(saved_run / "checkpoint-2" / name).stat().st_size for name in ("model.safetensors", "optimizer.pt")]
-    last = run_with_files_up_to(sum(sizes) // 2, folder, **saving)
+    last = run_with_files_up_to(sum(sizes) // 2, **saving)
     assert f"The model of step {2 if saving == SAVING else 4} is saved in {folder / 'out'}" in last
     AutoModelForCausalLM.from_pretrained(folder / "out")
 

@@ -104,3 +104,34 @@ def test_what_fits_is_taken_and_is_the_same(name, monkeypatch):
                 assert a.shape == b.shape and a.dtype == b.dtype, where
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=where)
     assert compared > 50 and len(calls) > 20
+
+
+def test_a_proof_is_of_the_code_that_was_proven(monkeypatch):
+    """It is looked up for a second model, and found anew when a function that the first one calls has other code."""
+    from transformers.models.glm.modeling_glm import rotate_half as interleaved
+
+    function, proofs, proven = modeling_llama.apply_rotary_pos_emb, [], []
+    monkeypatch.setattr(rotary, "prove", lambda one: proven.append(one) or prove(one))
+    rotary._proven_at.cache_clear()
+    for owner, name, value in (
+        (modeling_llama, "rotate_half", modeling_llama.rotate_half),
+        (modeling_llama, "rotate_half", interleaved),
+        (modeling_llama.rotate_half, "__code__", interleaved.__code__),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            proofs.append(rotary._proven(function)[0])
+            assert rotary._proven(function)[0] is proofs[-1]
+    assert len(proven) == 3 and proofs[1] == proofs[2] != proofs[0]
+    rotary._proven(lambda q, k, cos, sin: (q, k))
+    rotary._proven(lambda q, k, cos, sin: (q, k))
+    assert len(proven) == 5, "code that is not known is not remembered"
+
+
+def test_proofs_are_on_the_cpu_whatever_the_default_device():
+    model = gpt_neox(1.0)
+    want = {name: part.swapped for name, part in apply_liger(model).operations.items()}
+    rotary._proven_at.cache_clear()
+    with torch.device("meta"):
+        got = {name: part.swapped for name, part in apply_liger(model).operations.items()}
+    assert got == want and want["rope"] and want["layer_norm"]
