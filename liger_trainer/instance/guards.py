@@ -78,7 +78,8 @@ class Guards:
         if type(module) is not self.cls and own_class(module) is not self.cls:
             return f"{label} is a {type(module).__name__} now; it was a {self.cls.__name__}"
         state = module.__dict__
-        if not self._finds_the_same(state):  # as hardly ever: then look at one after the other
+        # torch.compile traces a loop, and guards on what it reads; else it is hardly ever run
+        if torch.compiler.is_compiling() or not self._finds_the_same(state):
             for owner, name, value in self.lookups:
                 now = state.get(name, _ABSENT) if owner is None else getattr(owner, name, _ABSENT)
                 if now is not value and not _is_same(now, value):
