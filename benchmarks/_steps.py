@@ -277,7 +277,7 @@ def flop_per_token(model, run, length):
     `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
     what attention costs a token on average.
     """
-    from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
+    from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | FrozenFloat8Linear)]
     linear = [m.bits if isinstance(m, FrozenFloat8Linear) else m.weight for m in layers]

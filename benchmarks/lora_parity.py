@@ -19,7 +19,7 @@ from _measure import DEVICE, Record, table
 from medusa_real import load
 
 from liger_trainer import LigerSFTConfig, LigerSFTTrainer
-from liger_trainer.patching import lora
+from liger_trainer.lora import layers as lora
 from liger_trainer.templates import alpaca_row
 
 

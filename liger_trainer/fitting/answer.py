@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from liger_trainer._logging import logger
-from liger_trainer.checkpointing.memory import GIB, RESERVE, limit_of
 from liger_trainer.fitting.search import largest
 from liger_trainer.fitting.step import Job, Need, need
-from liger_trainer.trainers.auto_checkpointing import AUTO
+from liger_trainer.memory.feature import AUTO
+from liger_trainer.memory.memory import GIB, RESERVE, limit_of
 
 UNIT = 128  # tokens: rows are tried in multiples of it
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from liger_trainer.checkpointing import keep_attention
+from liger_trainer.memory import keep_attention
 
 NAME = "counted"
 _OPERATION = "liger_trainer::counted_attention"

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from liger_trainer.fitting import attention
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.fp8.quantize_base import quantize_base
 from liger_trainer.patching import apply_liger
-from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
-from liger_trainer.patching.quantize_base import quantize_base
 
 
 @dataclass

@@ -19,13 +19,13 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_trainer.checkpointing.chooser import Chooser
-from liger_trainer.checkpointing.outcome import Outcome
 from liger_trainer.fitting.counting import CountedMemory
 from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_values
 from liger_trainer.fitting.losses import without_adapter
 from liger_trainer.fitting.sharding import Sharding, Units
-from liger_trainer.trainers.auto_checkpointing import AUTO
+from liger_trainer.memory.chooser import Chooser
+from liger_trainer.memory.feature import AUTO
+from liger_trainer.memory.outcome import Outcome
 from liger_trainer.trainers.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 

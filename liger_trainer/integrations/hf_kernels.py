@@ -6,8 +6,9 @@ import weakref
 import torch
 from torch import nn
 
+from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, Weakly
-from liger_trainer.patching import norms, probe
+from liger_trainer.patching import norms
 from liger_trainer.patching.apply import prove_module
 
 LAYERS = ("RMSNorm",)

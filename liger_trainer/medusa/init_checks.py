@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
+from liger_trainer.fp8 import fields as fp8_fields
 from liger_trainer.medusa.config import MedusaConfig
 from liger_trainer.medusa.heads import HEADS_NAME
-from liger_trainer.trainers import fp8_fields
 
 
 def check_args(args: MedusaConfig, kwargs: dict[str, Any]) -> None:

@@ -8,28 +8,20 @@ a function `swap(model, report, wanted)`.
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from liger_trainer.fp8 import layers as float8
 from liger_trainer.head.find import output_head
 from liger_trainer.head.install import remove_fused_head
 from liger_trainer.head.module import modules_called_by
 from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, bind, unbind
 from liger_trainer.instance.guards import Guards, NotProven
+from liger_trainer.instance.kind import Kind, Proven
 from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.patching import (
-    experts,
-    float8,
-    gated_norms,
-    head,
-    lora,
-    lora_groups,
-    mlps,
-    norms,
-    probe,
-    rotary,
-    varlen,
-)
+from liger_trainer.lora import groups as lora_groups
+from liger_trainer.lora import layers as lora
+from liger_trainer.patching import experts, gated_norms, head, mlps, norms, rotary, varlen
 from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
-from liger_trainer.patching.kind import Kind, Proven
 
 KINDS: tuple[Kind, ...] = (norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, lora.KIND, float8.KIND)
 _Proof = tuple[Proven | None, Guards | None, str | None]

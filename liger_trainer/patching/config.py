@@ -3,7 +3,7 @@
 import difflib
 
 from liger_trainer.instance.report import OPERATIONS
-from liger_trainer.patching import rebuild
+from liger_trainer.memory import rebuild
 
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_trainer.instance import probe
 from liger_trainer.instance.guards import guards_of
-from liger_trainer.patching import probe
+from liger_trainer.instance.kind import Kind
 from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation
-from liger_trainer.patching.kind import Kind
 from liger_triton.halves import halves, pairs
 
 PARTS: dict[str, Callable] = {"halves": halves, "pairs": pairs}  # how gate and up lie in one tensor

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from liger_trainer.instance import probe
 from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.patching import probe
-from liger_trainer.patching.kind import Kind
+from liger_trainer.instance.kind import Kind
+from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, rebuildable
 from liger_trainer.patching.norms import Cases, autocast_of, eps_of, groups_of, looks_like_a_norm
-from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, rebuildable
 from liger_triton import gated_rms_norm
 
 # (gate_first, activation, cast), ordered by how many families of models have them, most first

@@ -19,8 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from liger_trainer.instance import probe
 from liger_trainer.instance.guards import Guards, guards_of
-from liger_trainer.patching import probe
+from liger_trainer.instance.kind import Kind
+from liger_trainer.lora.layers import tensors_now
+from liger_trainer.lora.parts import Tensors
+from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, nobody_else_reads, rebuilding
 from liger_trainer.patching.gates import (
     SCALES,
     Gate,
@@ -29,10 +33,6 @@ from liger_trainer.patching.gates import (
     numbers,
     scale_names,
 )
-from liger_trainer.patching.kind import Kind
-from liger_trainer.patching.lora import tensors_now
-from liger_trainer.patching.lora_parts import Tensors
-from liger_trainer.patching.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, nobody_else_reads, rebuilding
 from liger_triton import lora_mlp
 from liger_triton.halves import halves
 

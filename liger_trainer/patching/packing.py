@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head.find import base_model_of
-from liger_trainer.patching import probe
+from liger_trainer.instance import probe
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen.padding import BackboneBinding, backbone_of
 

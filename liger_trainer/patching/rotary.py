@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.instance import guards
+from liger_trainer.instance import guards, probe
 from liger_trainer.instance.binding import Binding, Weakly, bind, own_class
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
 from liger_trainer.instance.hooks import comes_from, hook_on
 from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.patching import probe
-from liger_trainer.patching.rebuild import forward_rebuilding
+from liger_trainer.memory.rebuild import forward_rebuilding
 from liger_trainer.patching.rotary_proof import Proof, Signature, layouts_of, makes_angles, prove, size_of
 from liger_triton import rope
 from liger_triton.rope import misfit

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, head_options
+from liger_trainer.instance import probe
 from liger_trainer.instance.report import Place
-from liger_trainer.patching import probe
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
 from liger_trainer.varlen.decide import code_of, loss_of, plan_of, unknown_forward, why_not_theirs

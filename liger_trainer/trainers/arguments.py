@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.memory import fields as checkpointing_fields
 from liger_trainer.patching import check_config
-from liger_trainer.trainers import checkpointing_fields, fp8_fields, in_backward_checks
+from liger_trainer.trainers import in_backward_checks
 
 if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
     from transformers import TrainingArguments as StockArguments

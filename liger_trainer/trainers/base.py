@@ -14,17 +14,18 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from liger_trainer._logging import logger
-from liger_trainer.checkpointing.chooser import Chooser
-from liger_trainer.checkpointing.memory import Memory
-from liger_trainer.checkpointing.outcome import Outcome
+from liger_trainer.fp8 import frozen_base, fsdp2
 from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.instance.hooks import comes_from
+from liger_trainer.memory.chooser import Chooser
+from liger_trainer.memory.feature import Lightly, checkpointing_of
+from liger_trainer.memory.memory import Memory
+from liger_trainer.memory.outcome import Outcome
 from liger_trainer.patching import LigerReport, apply_liger
 from liger_trainer.patching.apply import swap_converted
-from liger_trainer.trainers import frozen_base, fsdp2, in_backward_checks, init_checks, optimizer_in_backward
-from liger_trainer.trainers.auto_checkpointing import Lightly, checkpointing_of
+from liger_trainer.trainers import in_backward_checks, init_checks, optimizer_in_backward
 from liger_trainer.trainers.logged_loss import filtering_losses
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights

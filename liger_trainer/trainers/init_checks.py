@@ -12,12 +12,12 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.fp8 import layers as float8
 from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.patching import float8
 from liger_trainer.patching.packing import why_rows_mix
-from liger_trainer.trainers import fp8_fields
 from liger_trainer.world import fault_of_world
 
 if TYPE_CHECKING:

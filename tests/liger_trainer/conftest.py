@@ -3,7 +3,7 @@
 import pytest
 from cpu_only import pytest_collection_finish  # noqa: F401
 
-from liger_trainer.patching import lora
+from liger_trainer.lora import layers as lora
 
 
 @pytest.fixture(autouse=True)

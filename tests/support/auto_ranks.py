@@ -16,9 +16,9 @@ from counted_memory import Carries, CountedMemory
 from launching import shard_on_cpus
 from tiny_models import tiny_model
 
-from liger_trainer.checkpointing import keep_attention
-from liger_trainer.checkpointing.agreement import Ranks
-from liger_trainer.checkpointing.memory import RESERVE
+from liger_trainer.memory import keep_attention
+from liger_trainer.memory.agreement import Ranks
+from liger_trainer.memory.memory import RESERVE
 
 
 def whole(weights):

@@ -9,7 +9,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.checkpointing.chooser import Chooser
+from liger_trainer.memory.chooser import Chooser
 
 LAYERS = 6
 

@@ -21,7 +21,7 @@ from torchao.float8 import (
 )
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import float8
+from liger_trainer.fp8 import layers as float8
 
 NAMES = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("self_attn.k_proj", "mlp.down_proj")]
 OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.command.launch import read_on_every_process
-from liger_trainer.patching import float8
+from liger_trainer.fp8 import layers as float8
 
 OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
 SAVES = {"save_strategy": "steps", "save_steps": 2}

@@ -7,7 +7,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.patching.quantize_base import quantize_base
+from liger_trainer.fp8.quantize_base import quantize_base
 
 LAYERS = 14  # two layers of seven projections
 

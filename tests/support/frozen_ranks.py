@@ -14,8 +14,8 @@ from tiny_models import collate, ragged_rows
 from two_ranks import SaveGradients
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.patching.frozen_float8 import FrozenFloat8Linear
-from liger_trainer.trainers import fp8_fields
+from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 
 
 def main(folder, world):

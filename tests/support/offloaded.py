@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from liger_trainer.checkpointing.host_memory import HostMemory
-from liger_trainer.checkpointing.offload import Offload
+from liger_trainer.memory.host_memory import HostMemory
+from liger_trainer.memory.offload import Offload
 
 GPU = torch.device("cuda") if torch.cuda.is_available() else None
 

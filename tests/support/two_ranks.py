@@ -165,7 +165,7 @@ def fsdp2_lora(out):
     from peft import LoraConfig, get_peft_model
     from torch.distributed.fsdp import fully_shard
 
-    from liger_trainer.patching import lora as patched_lora
+    from liger_trainer.lora import layers as patched_lora
 
     patched_lora.LEAST_WORK = 0
     dist.init_process_group("gloo")

@@ -7,11 +7,11 @@ import yaml
 from recipe_fixtures import command
 from transformers import LlamaConfig
 
-from liger_trainer.checkpointing.memory import GIB
 from liger_trainer.command.fit_job import job_of
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
 from liger_trainer.fitting.step import need
+from liger_trainer.memory.memory import GIB
 from liger_triton import _dispatch
 
 

@@ -8,11 +8,11 @@ from benchmark_scripts import benchmarks_on_path  # noqa: F401 - a fixture
 from checkout import ROOT
 from recorded_runs import newest
 
-from liger_trainer.checkpointing.memory import GIB
 from liger_trainer.fitting import losses
 from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.sharding import Sharding
 from liger_trainer.fitting.step import Job, need
+from liger_trainer.memory.memory import GIB
 from liger_triton import _dispatch
 
 RECORDS = newest()

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from liger_trainer.checkpointing.keep_attention import LONG
 from liger_trainer.errors import RecipeError
 from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.sharding import Sharding
 from liger_trainer.fitting.step import Job, need
+from liger_trainer.memory.keep_attention import LONG
 from liger_triton import _dispatch, linear_cross_entropy
 from liger_triton.sizes import computes_nothing, sizes_only
 

@@ -113,7 +113,7 @@ CHANGES = {
 @pytest.mark.parametrize("change, kind, kept", CHANGES.values(), ids=CHANGES)
 def test_code_that_is_replaced_after_patching(change, kind, kept, monkeypatch):
     """The module's own code runs from then on, with what it has become, and the report names it."""
-    monkeypatch.setattr("liger_trainer.patching.lora.LEAST_WORK", 0)
+    monkeypatch.setattr("liger_trainer.lora.layers.LEAST_WORK", 0)
     models = []
     for _ in range(2):
         model = tiny_model(kind.split()[0])

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from liger_trainer.instance import guards
+from liger_trainer.instance import guards, probe
 from liger_trainer.instance.binding import Binding
-from liger_trainer.patching import apply_liger, experts, gated_norms, mlps, norms, probe, remove_liger
+from liger_trainer.patching import apply_liger, experts, gated_norms, mlps, norms, remove_liger
 from liger_triton import reference
 
 

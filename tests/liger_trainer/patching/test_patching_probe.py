@@ -11,9 +11,9 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers.activations import ACT2FN
 
-from liger_trainer.instance import guards
+from liger_trainer.instance import guards, probe
 from liger_trainer.instance.report import LigerReport, compress
-from liger_trainer.patching import OPERATIONS, apply_liger, check_config, mlps, norms, probe, remove_liger, rotary_proof
+from liger_trainer.patching import OPERATIONS, apply_liger, check_config, mlps, norms, remove_liger, rotary_proof
 
 
 @pytest.fixture(autouse=True)

@@ -185,7 +185,7 @@ def test_a_frozen_base_in_eight_bits(tmp_path):
     """Losses near those of bf16, half of the memory of the frozen layers, and no second copy while they are made."""
     from peft import LoraConfig, get_peft_model
 
-    from liger_trainer.patching.quantize_base import quantize_base
+    from liger_trainer.fp8.quantize_base import quantize_base
     from liger_triton.float8_cast import fault_of_device
 
     if (fault := fault_of_device(torch.device("cuda", torch.cuda.current_device()))) is not None:

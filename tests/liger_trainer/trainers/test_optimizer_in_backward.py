@@ -16,7 +16,7 @@ from trainer_runs import lora
 from transformers import TrainerCallback
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
-from liger_trainer.checkpointing.memory import GIB
+from liger_trainer.memory.memory import GIB
 
 SHORT = {"max_steps": 3}
 PATCHED = SHORT | {"use_liger": True, "liger_config": {"rebuild_above_mib": 0}}

@@ -21,7 +21,7 @@ from transformers.trainer_utils import set_seed
 from trl_trainers import STOCK as OF_TRL
 
 import liger_trainer
-from liger_trainer.patching import rebuild
+from liger_trainer.memory import rebuild
 from liger_trainer.varlen import padding
 
 STOCK = {"Trainer": (Trainer, StockArguments)} | OF_TRL

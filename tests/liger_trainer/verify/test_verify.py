@@ -12,7 +12,7 @@ from verify_setups import failed, lora, setup_of
 
 from liger_trainer import LigerSFTTrainer
 from liger_trainer.command.recipe import recipe_names
-from liger_trainer.patching import lora as lora_kind
+from liger_trainer.lora import layers as lora_kind
 from liger_trainer.verify import verify
 from liger_trainer.verify.figures import MOST, RTOL, errors, worst
 from liger_trainer.verify.runs import OtherOrder, as_at_real_size

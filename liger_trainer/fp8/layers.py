@@ -1,0 +1,203 @@
+"""torchao's `Float8Linear`, nominated by its class: the same products in eight bits with fewer passes over memory.
+
+torchao's code is written for torch.compile, which puts its casts together; in eager code each is five passes. Ours are
+the kernels of `liger_triton.float8_cast`. What is converted, with which recipe and which filter, is torchao's and
+accelerate's business, and so are the state dict and FSDP2's gathering of weights in eight bits: a weight that has been
+gathered so is multiplied with the bits and the scale that it arrives with.
+
+The formula is proven on a small copy with the instance's own config, on the CPU, where torchao multiplies in fp32
+(`emulate`). torchao's recipes are known: a scale for a whole tensor ("tensorwise", its default), and scales by row
+("rowwise", "rowwise_with_gw_hp"; `recipes.py`). Modules with another recipe keep their own code.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from liger_trainer.fp8.recipes import form_of
+from liger_trainer.instance import probe
+from liger_trainer.instance.binding import Binding, own_class
+from liger_trainer.instance.guards import code_guards_of
+from liger_trainer.instance.hooks import has_hooks
+from liger_trainer.instance.kind import Kind, names_of
+from liger_triton.float8_cast import E4M3, MULTIPLE
+from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
+
+_CLASS = ("torchao.float8.float8_linear", "Float8Linear")
+OPERATION = "float8"
+_WIDTHS, _TOKENS = (32, 48), 5  # of the small copy
+_PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)
+# What enable_fsdp_float8_all_gather makes of a weight, around its values, which are not in eight bits yet; and what
+# FSDP2 puts in its place for a call of the layer, where they are.
+_WRAPPER = ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
+_GATHERED = ("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AliasBackward0")
+_KEEPS_ITS_RESULT = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
+
+
+@dataclass(frozen=True)
+class Float8:
+    """What a layer was proven to compute. `config` is torchao's, and what is proven holds for equal ones."""
+
+    form: Float8Form | Float8RowwiseForm
+    config: Any
+    bias: bool
+    operation: str = OPERATION
+
+    def __str__(self) -> str:
+        if isinstance(self.form, Float8RowwiseForm):
+            recipe = "rowwise_with_gw_hp" if self.form.gw_hp else "rowwise"
+        else:
+            recipe = f"tensorwise, gradients in {'e4m3' if self.form.grad_dtype == E4M3 else 'e5m2'}"
+        scale = ", scales in powers of 2" if self.form.power_of_2 else ""
+        return f"{recipe}{scale}{', with bias' if self.bias else ''}"
+
+
+def nominated(module: nn.Module) -> bool:
+    return names_of(own_class(module)) == _CLASS
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """torchao's configs of the fp8 layers in `model`."""
+    return [module.config for module in model.modules() if nominated(module)]
+
+
+def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
+    """(what this layer computes, None), or (None, why it is none of ours)."""
+    form = form_of(module.config)
+    if form is None:
+        return None, "its recipe is none of torchao's: tensorwise, rowwise, rowwise_with_gw_hp"
+    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        return None, f"its widths {module.in_features} and {module.out_features} are no multiples of {MULTIPLE}"
+    for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
+        if not _computes_alike(module, form, dtype, rtol):
+            return None, "it does not compute x8 W8^T, dy8 W8 and dy8^T x8 with the scales of its recipe"
+        gathers = module.config.enable_fsdp_float8_all_gather
+        if gathers and not _computes_alike(module, form, dtype, rtol, gathered=True):
+            return None, "it does not compute with the bits and the scale of a weight that is gathered in fp8"
+    return Float8(form, module.config, module.bias is not None), None
+
+
+def _computes_alike(
+    module: nn.Module, form: Float8Form | Float8RowwiseForm, dtype: torch.dtype, rtol: float, gathered: bool = False
+) -> bool:
+    """Whether our function and the layer's own code give the same output and gradients, of a weight in `dtype`, or of
+    one that has been gathered in eight bits."""
+    results = []
+    for ours in (True, False):
+        source = probe.generator()
+        copy = _small_copy(module, source, dtype)
+        bits_of = None
+        if gathered:
+            copy.__dict__["_parameters"]["weight"], bits_of = _as_gathered(copy, dtype), bits_of_gathered
+        x = probe.randn((2, _TOKENS, _WIDTHS[0]), source, dtype).requires_grad_()
+        if ours:
+            y = float8_linear(x, copy.weight, copy.bias, form=form, bits_of=bits_of)
+        else:
+            y = type(module).forward(copy, x)
+        leaves = [x, *(p for p in (copy.weight, copy.bias) if p is not None)]
+        dy = probe.randn((2, _TOKENS, _WIDTHS[1]), source, dtype)
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+    return all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True))
+
+
+def _as_gathered(copy: nn.Module, dtype: torch.dtype) -> nn.Parameter:
+    """The weight of `copy` as FSDP2 would gather it from one process: torchao's own code does it.
+
+    The scale is not the one that the weight's values lead to, so that it cannot be found from them. It is given
+    beforehand, since torchao would ask the other processes for it.
+    """
+    module, name = _WRAPPER
+    scale, target = torch.tensor(37.0), copy.config.cast_config_weight.target_dtype
+    wrapper = getattr(importlib.import_module(module), name)(copy.weight.detach(), copy.linear_mm_config, target, scale)
+    bits, scales = wrapper.fsdp_pre_all_gather(None)
+    return nn.Parameter(wrapper.fsdp_post_all_gather(bits, scales, dtype)[0])
+
+
+def _small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
+    """A narrow layer with the attributes of `module` and random weights, which multiplies on the CPU in fp32."""
+    copy = probe.clone(module, source, parameters=False)
+    shapes = {"weight": (_WIDTHS[1], _WIDTHS[0]), "bias": None if module.bias is None else (_WIDTHS[1],)}
+    copy.__dict__["_parameters"] = {
+        name: None if shape is None else nn.Parameter(probe.randn(shape, source, dtype))
+        for name, shape in shapes.items()
+    }
+    products = module.linear_mm_config
+    copy.__dict__["linear_mm_config"] = type(products)(*(product._replace(emulate=True) for product in products))
+    return copy
+
+
+@functools.cache
+def build(proven: Float8) -> Callable:
+    """The `forward` to bind to a layer.
+
+    An input that a norm or a gate can compute again is kept as it is, which costs nothing there (`memory/rebuild.py`),
+    and so is the output of an attention, which keeps it too. Another one is kept in eight bits.
+    """
+    form, config = proven.form, proven.config
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        own = args or kwargs or torch.compiler.is_compiling()
+        own = own or not (self.config is config or self.config == config)  # a copy has a config of its own
+        weight, bits_of = (None, None) if own else _weight_of(self)
+        if weight is None or not _computes(self, input, weight):
+            return type(self).forward(self, input, *args, **kwargs)
+        keeps_input = hasattr(input, "_liger_rebuilt") or _attention_keeps(input)
+        given = shared_input(input, form, keeps_input, alone=has_hooks(self))
+        return float8_linear(input, weight, self.bias, given=given, bits_of=bits_of)
+
+    return forward
+
+
+def _weight_of(module: nn.Module) -> tuple[torch.Tensor | None, BitsOf | None]:
+    """(the weight, None) as a plain tensor with the gradient of the parameter; where it has been gathered in eight bits
+    (the parameter itself, how to read these); (None, None) where it is sharded."""
+    weight = module.weight
+    if type(weight) in _PLAIN_TENSORS:
+        return weight, None
+    if names_of(type(weight)) == _WRAPPER:
+        return weight.t().t(), None  # as torchao's own code turns it, which leaves the wrapper behind
+    if names_of(type(weight)) == _GATHERED:
+        return weight, bits_of_gathered
+    if isinstance(weight, torch.Tensor) and (binding := Binding.of(module)) is not None:
+        binding.step_aside(f"its weight is a {type(weight).__name__}, and was not gathered for the call")
+    return None, None
+
+
+def bits_of_gathered(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of a weight that FSDP2 has gathered, and what they have to be multiplied by.
+
+    FSDP2 frees the bits after the forward pass and gathers them again, into the same tensor, for the backward pass. So
+    what is kept is the parameter, as autograd keeps any other, and the bits are read when they are needed.
+    """
+    return weight._data, weight._scale.reciprocal()
+
+
+def _attention_keeps(x: torch.Tensor) -> bool:
+    """Whether x is the output of an attention of PyTorch's, which keeps it for its own backward pass, in another
+    shape."""
+    node = x.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith(_KEEPS_ITS_RESULT)
+
+
+def _computes(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether our function takes these tensors. Where it does not, torchao's code runs, or raises."""
+    if type(x) not in _PLAIN_TENSORS or (module.bias is not None and type(module.bias) not in _PLAIN_TENSORS):
+        return False
+    if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        return False
+    if x.device != weight.device or module.config.emulate is x.is_cuda:  # emulated products are for CPUs
+        return False
+    return x.is_cuda or result_dtype(x) == x.dtype  # torchao asks for CUDA's autocast alone
+
+
+KIND = Kind(nominated, prove, build, lambda module: OPERATION, guards=lambda module: code_guards_of(own_class(module)))

@@ -1,0 +1,143 @@
+"""The frozen linear layers of a model with adapters, put into eight bits, one after the other.
+
+Each becomes a `FrozenFloat8Linear` in its place, so that half of its memory is free before the next one is looked at.
+What is trained or shared stays as it is.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from liger_trainer.fp8 import adapter_guards
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.head.find import base_model_of, output_head
+from liger_trainer.head.module import modules_called_by
+from liger_trainer.instance.binding import own_class
+from liger_trainer.instance.kind import names_of
+from liger_trainer.instance.probe import slot_of
+from liger_trainer.instance.report import OperationReport
+from liger_triton.float8_cast import MULTIPLE
+
+OPERATION = "frozen_float8"
+
+# PEFT's methods whose own code reads no weight of the base but by calls of its layers. LoRA's is in `adapter_guards`.
+KNOWN_METHODS = ("LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+
+_LORA = ("peft.tuners.lora.layer", "Linear")
+_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
+_WRAPPER = ("peft.utils.other", "AuxiliaryTrainingWrapper")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_READ_BY_MIXERS = ("x_proj", "dt_proj", "out_proj")  # of state-space models such as Mamba, by kernels for the GPU
+_ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, and parts of the names of their owners
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def quantize_base(model: nn.Module) -> OperationReport:
+    """Put the frozen linear layers of `model`, which has adapters of PEFT, into eight bits.
+
+    Those that are in eight bits already count as swapped.
+
+    Raises:
+        ValueError: The adapters are of a method that may read the weights, or one of them is merged into the weights.
+    """
+    adapters: Any = model.peft_config
+    for name, config in adapters.items():
+        method = str(getattr(config.peft_type, "value", config.peft_type))
+        if method not in KNOWN_METHODS:
+            raise ValueError(
+                f"The adapter {name!r} is of PEFT's method {method}, whose code may read the weights of frozen layers, "
+                f"so that they cannot be put into eight bits. Use one of {', '.join(KNOWN_METHODS)}, or leave out fp8."
+            )
+    report, base = OperationReport(), base_model_of(model)
+    output = output_head(model)
+    head = [] if output is None else modules_called_by(output)
+    owners = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
+    found = _layers_of_base(base)
+    for name, chain in found.items():
+        adapter_guards.refuse_merged(chain[-1], name)
+    for name, chain in found.items():
+        linear = base.get_submodule(name)
+        if linear in head:
+            reason: str | None = "it is the LM head, which is fused with the loss"
+        elif type(linear) is not nn.Linear:
+            reason = f"it is a {type(linear).__name__}, whose product may be another"
+        elif owners[id(linear.weight)] > 1:
+            reason = "its weight is shared with another module"
+        else:
+            reason = _why_left(name, chain, linear)
+        if reason is None:
+            parent, _, child = name.rpartition(".")
+            base.get_submodule(parent)._modules[child] = FrozenFloat8Linear.of(linear)
+        else:
+            report.skipped[name] = reason
+    report.swapped = quantized_before(model).swapped
+    if report.swapped:
+        adapter_guards.guard(model)
+    return report
+
+
+def quantized_before(model: nn.Module) -> OperationReport:
+    """The layers of `model` that have been put into eight bits."""
+    report = OperationReport()
+    for name, module in base_model_of(model).named_modules():
+        if type(module) is FrozenFloat8Linear:
+            report.swapped[name] = f"e4m3 with a scale for each row, from {str(module.compute_dtype)[6:]}"
+    return report
+
+
+def _is(module: nn.Module, names: tuple[str, str]) -> bool:
+    return any(names_of(cls) == names for cls in type(module).__mro__)
+
+
+def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
+    """The name of each linear layer of the base, and the modules around it. Layers of adapters are none of it.
+
+    The layers themselves are not returned, so that no caller holds a layer that was replaced.
+    """
+    modules, found = dict(base.named_modules()), {}
+    for name, module in modules.items():
+        if not isinstance(module, (nn.Linear, Conv1D)):
+            continue
+        parts = name.split(".")
+        chain = [modules[".".join(parts[:k])] for k in range(len(parts))]
+        inside = zip(chain, parts, strict=True)
+        of_adapter = any(
+            (_is(around, _LAYER) and part != "base_layer") or (_is(around, _WRAPPER) and part != "original_module")
+            for around, part in inside
+        )
+        if not of_adapter:
+            found[name] = chain
+    return found
+
+
+def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | None:
+    """Why a layer that is neither the LM head nor shared stays as it is; None where it need not."""
+    weight, parent = linear.weight, chain[-1]
+    if any(_is(around, _WRAPPER) for around in chain):
+        return "modules_to_save has a trained copy of it"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.requires_grad:
+        return "it is trained"
+    if weight.dtype not in _DTYPES:
+        return f"its weight is {str(weight.dtype)[6:]}"
+    if any(width % MULTIPLE for width in weight.shape):
+        return f"its widths, {weight.shape[1]} and {weight.shape[0]}, are not both multiples of {MULTIPLE}"
+    if "_hf_hook" in linear.__dict__ or hasattr(weight, "ds_id") or any(getattr(linear, hooks) for hooks in _HOOKS):
+        return "a hook on it gathers its weight, or would be lost"
+    if (replaced := slot_of(linear)[1]) is not None:
+        return replaced
+    around = [module for module in chain if _is(module, _LAYER)]
+    if around and (around != [parent] or names_of(own_class(parent)) != _LORA):
+        return f"{'.'.join(names_of(own_class(around[0])))} of PEFT has code of its own for it"
+    if around and (variant := adapter_guards.unknown_variant(parent)) is not None:
+        return f"its adapter is a LoRA variant ({variant}), which may read its weight"
+    called, caller = name.split(".")[-2 if around else -1], chain[-2] if around else parent
+    if called in _ROUTERS[0] or any(word in own_class(caller).__name__ for word in _ROUTERS[1]):
+        return "it chooses experts, and a rounding may change which"
+    if called in _READ_BY_MIXERS and hasattr(caller, "ssm_state_size"):
+        return "a state-space mixer hands its weight to a kernel, which would take numbers in 16 bits"
+    return None

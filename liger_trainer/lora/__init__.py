@@ -1,0 +1,1 @@
+"""PEFT's LoRA on linear layers: recognised, proven, and computed with the base layer."""

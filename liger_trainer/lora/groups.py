@@ -1,0 +1,112 @@
+"""LoRA layers on bases of eight bits that get the same input one after the other, q, k and v of an attention: their
+adapters and the gradient of the input are computed at once. Bases of 16 bits would gain less than 2 % of a step.
+
+Each layer is still called by the model's own code, when it likes, and returns its own output. The first of them that
+is called with some tensor computes the r-wide products of all. The next one takes its own if everything that these
+depend on is as it was (`_state`). In any other case it computes for itself, so that nothing depends on whether the
+layers really share their input: that they have the names of q, k and v only makes it worth while.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.instance.binding import Binding
+from liger_trainer.instance.hooks import has_hooks
+from liger_trainer.lora.layers import LoRABinding, tensors_now
+from liger_trainer.lora.parts import Tensors
+from liger_triton.lora_linear import Float8Weight, LoRAGroup
+
+NAMES = ("q_proj", "k_proj", "v_proj")
+_PARAMETERS = (nn.Parameter, FakeTensor)  # a parameter without values has the second type
+
+
+def form_groups(model: nn.Module) -> None:
+    """Tell the swapped LoRA layers of each attention of each other, where all its bases have eight bits."""
+    for module in model.modules():
+        layers = [module._modules[name] for name in NAMES if module._modules.get(name) is not None]
+        bindings = [binding for layer in layers if isinstance(binding := Binding.of(layer), LoRABinding)]
+        bases = {type(layer._modules.get("base_layer", layer)) for layer in layers}
+        if len(bindings) > 1 and bases == {FrozenFloat8Linear}:
+            group = InputGroup(layers)
+            for binding in bindings:
+                binding.group = group
+
+
+class _Begun:
+    """What has been computed for the layers that are not called yet.
+
+    Attributes:
+        outputs (`tuple` or `None`): What computes them, and the tensors whose ids are in the states. None once they
+            are used up, or something has changed.
+        waiting (`dict`): The layers to come: module -> (its number in `outputs`, the state that these are of).
+    """
+
+    def __init__(self, x: torch.Tensor, members: dict[nn.Module, Tensors]):
+        self.outputs: tuple | None = (LoRAGroup(x, list(members.values())), x, members)
+        self.waiting = {layer: (k, _state(x, tensors)) for k, (layer, tensors) in enumerate(members.items())}
+
+    def take(self, layer: nn.Module, state: tuple) -> torch.Tensor | None:
+        """The output of `layer`; None where something is not as it was when the first layer was called."""
+        outputs, self.outputs = self.outputs, None
+        k, expected = self.waiting.pop(layer, (0, None))
+        if outputs is None or state != expected or outputs[0].is_spent():
+            return None
+        y = outputs[0].output(k)
+        if self.waiting and y.grad_fn is not None:  # else the next layer begins anew
+            self.outputs = outputs
+            y.grad_fn.metadata[_Begun] = self  # which lives as long as the graph, and not after an exception
+        return y
+
+
+class InputGroup:
+    """Layers of one parent that nearly always get the same input."""
+
+    def __init__(self, layers: list[nn.Module]):
+        self.layers = layers
+        self.begun: weakref.ref[_Begun] | None = None
+
+    def output(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> torch.Tensor | None:
+        """y of one of the layers; None where it has to compute for itself."""
+        if not torch.is_grad_enabled() or any(map(has_hooks, self.layers)):  # a hook may change x behind its version
+            return None
+        if not isinstance(tensors[0], Float8Weight) or any(t.is_inference() for t in _tensors_of(x, tensors)):
+            return None  # another base since; or no version
+        state = _state(x, tensors)
+        begun = None if self.begun is None else self.begun()
+        y = None if begun is None else begun.take(layer, state)
+        if y is None and (begun := self._begin(layer, x, tensors)) is not None:
+            self.begun = weakref.ref(begun)
+            y = begun.take(layer, state)
+        return y
+
+    def _begin(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> _Begun | None:
+        """Compute the adapters of `layer` and of those that follow it; None where it has none to share with."""
+        members = {}
+        for other in self.layers[self.layers.index(layer) :]:
+            of_other = tensors if other is layer else tensors_now(other, x)
+            weight, _, adapter = of_other or (None, None, None)
+            if of_other and isinstance(weight, Float8Weight) and adapter and type(adapter[0]) in _PARAMETERS:
+                members[other] = of_other
+        return _Begun(x, members) if layer in members and len(members) > 1 else None
+
+
+def _tensors_of(x: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
+    weight, bias, adapter = tensors
+    assert isinstance(weight, Float8Weight) and adapter is not None, "no other is a member"
+    return [t for t in (x, *weight, bias, *adapter[:2]) if t is not None]
+
+
+def _state(x: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
+    """What the output of a layer depends on: which tensors, in which versions, and in which mode."""
+    adapter, device = tensors[2], x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    found: list[Any] = [threading.get_ident(), autocast, adapter and adapter[2]]
+    for k, t in enumerate(_tensors_of(x, tensors)):
+        found += (k == 1 or id(t), t.data_ptr(), t._version, t.requires_grad)  # the bits are a new view in each call
+    return tuple(found)

@@ -1,0 +1,243 @@
+"""PEFT's LoRA on linear layers, `peft.tuners.lora.Linear`, nominated by its class.
+
+Its formula is the same for all sizes, so it is proven on a small copy that has the instance's own attributes: adapters,
+scalings, dropout. What the layer does is asked of PEFT's own state in every call: adapters can be switched, disabled,
+merged, added and removed after the swap. Where it is anything but a sum of plain LoRAs beside a plain linear layer, as
+with DoRA, the layer's own code runs for that call.
+
+Our forward reads weights without calling the modules that own them. Where a hook is on one of these, of the user's own
+or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own code from then on.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.head.module import CaptureBinding
+from liger_trainer.instance import probe
+from liger_trainer.instance.binding import Binding, is_bound, own_class
+from liger_trainer.instance.guards import code_guards_of
+from liger_trainer.instance.hooks import has_hooks, hook_on
+from liger_trainer.instance.kind import Kind, names_of
+from liger_trainer.lora.parts import (
+    Part,
+    Tensors,
+    active_parts,
+    called_by,
+    computes,
+    is_base,
+    is_plain,
+    tensors_of,
+    without_dropped,
+)
+from liger_triton import lora_linear
+
+if TYPE_CHECKING:
+    from liger_trainer.lora.groups import InputGroup
+
+_CLASS = ("peft.tuners.lora.layer", "Linear")
+_BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
+_WIDTHS, _FLOAT8_WIDTHS, _RANK, _TOKENS = (6, 10), (16, 32), 3, 5  # of the small copy
+
+# The least product of tokens, width and width for which our function runs without autocast: 2048 tokens of a width of
+# 4096. With fewer, the GPU is done before the host has launched the next layer, and PEFT's own code, which multiplies
+# in fp32 there, launches less than ours. Under autocast, which has it cast every factor, it launches more: for a layer
+# of a checkpointed Llama with a LoRA on everything, forward and backward, 224 kernels where ours launches 130.
+LEAST_WORK = 2**35
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """What a layer was proven to compute, with the adapters that it had then."""
+
+    adapters: tuple[str, ...]
+    bias: bool
+    float8: bool = False
+    operation: str = "lora"
+
+    def __str__(self) -> str:
+        bits, bias = " in eight bits" if self.float8 else "", " with bias" if self.bias else ""
+        return f"linear{bits}{bias} + {', '.join(self.adapters)}"
+
+
+def nominated(module: nn.Module) -> bool:
+    """Whether `module` is PEFT's LoRA on a linear layer, or one of its own on a layer of another kind.
+
+    The latter, those of quantised layers for example, are not proven, and keep their code. Those of embeddings,
+    convolutions and parameters, which stand in the same file as the former, are none of this kind.
+    """
+    cls = own_class(module)
+    return names_of(cls) == _CLASS or (
+        cls.__module__ != _CLASS[0] and any(names_of(c) == _BASE_CLASS for c in cls.__mro__)
+    )
+
+
+def _attached(modules: list[nn.Module]) -> str | None:
+    """What is attached to one of `modules` and would be missed if it is not called."""
+    for module in modules:
+        if not has_hooks(module) and "forward" not in module.__dict__:
+            continue
+        attached = hook_on(module, CaptureBinding.of(module))
+        if attached is not None:
+            return f"{attached} on a part of the layer would not be called"
+        if has_hooks(module) or CaptureBinding.of(module) is None:
+            return "hooks on a part of the layer gather its weights in calls of it"
+    return None
+
+
+def why_not(layer: nn.Module) -> str | None:
+    """Why `layer`, with the adapters that are active now, has to run its own code; None where it need not."""
+    active = layer.__dict__["_active_adapter"]
+    for name in (active,) if isinstance(active, str) else active:
+        if name in layer.__dict__["lora_variant"]:
+            return f"its adapter is a LoRA variant ({type(layer.__dict__['lora_variant'][name]).__name__})"
+    base = layer._modules["base_layer"]
+    if type(base) not in (nn.Linear, FrozenFloat8Linear):
+        return f"its base is a {type(base).__name__}, not a linear layer"
+    parts = active_parts(layer)
+    if parts is None:
+        return _attached([base])
+    if any(part.b.bias is not None for part in parts):
+        return "its LoRA has a bias (lora_bias=True)"
+    return _attached(called_by(layer, parts))
+
+
+def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
+    """(what this layer computes, None), or (None, why it is none of ours)."""
+    cls = own_class(layer)
+    if names_of(cls) != _CLASS:
+        base = type(layer._modules.get("base_layer")).__name__
+        return None, f"its base is a {base}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
+    if (reason := why_not(layer)) is not None:
+        return None, reason
+    base = layer._modules["base_layer"]
+    float8 = type(base) is FrozenFloat8Linear
+    widths = _FLOAT8_WIDTHS if float8 else _WIDTHS
+    proven = LoRA(tuple(layer._modules["lora_A"]._modules), base.bias is not None, float8)
+    for training in (True, False):
+        for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
+            results = []
+            for forward in (fused, type(layer).forward):
+                source = probe.generator()
+                copy = _small_copy(layer, source, dtype, widths)
+                probe.set_training(copy, training)
+                x = probe.randn((2, _TOKENS, widths[0]), source, dtype).requires_grad_()
+                torch.manual_seed(probe.SEED)  # of the dropout, which draws from the global generator
+                y = forward(copy, x)
+                leaves = [x, *(p for p in copy.parameters() if p.requires_grad)]
+                dy = probe.randn((2, _TOKENS, widths[1]), source, dtype)
+                grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+                results.append([y, *(torch.zeros(()) if g is None else g for g in grads)])
+            if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
+                return None, "it is not x W^T + b + the sum of s (x A^T) B^T"
+    return proven, None
+
+
+def _small_copy(
+    layer: nn.Module, source: torch.Generator, dtype: torch.dtype, widths: tuple[int, int] = _WIDTHS
+) -> nn.Module:
+    """A layer with the attributes of `layer`, narrow, with fp32 adapters of a small rank and random weights."""
+
+    def linear(width_in: int, width_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+        module = nn.Linear(width_in, width_out, bias=bias, device="meta", dtype=dtype)
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = nn.Parameter(probe.randn(p.shape, source, dtype))
+        return module
+
+    of_layer = layer._modules["base_layer"]
+    base = linear(*widths, of_layer.bias is not None, dtype)
+    if type(of_layer) is FrozenFloat8Linear:
+        base = FrozenFloat8Linear.of(base)
+    children = {"base_layer": base}
+    for name, of_adapter in (("lora_A", (widths[0], _RANK)), ("lora_B", (_RANK, widths[1]))):
+        adapters = layer._modules[name]._modules
+        children[name] = nn.ModuleDict({key: linear(*of_adapter, False, torch.float32) for key in adapters})
+    copy = probe.clone(layer, source, children=children)
+    copy.__dict__ |= {"_disable_adapters": False, "merged_adapters": []}
+    return copy
+
+
+@functools.cache
+def build(proven: LoRA) -> Callable:
+    """The `forward` to bind to a layer. It is the same for all layers."""
+    return forward
+
+
+def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The forward of PEFT's layer: ours where the call has enough to do, else its own."""
+    if args or kwargs or not _pays(x) or torch.compiler.is_compiling():
+        return type(self).forward(self, x, *args, **kwargs)
+    return fused(self, x)
+
+
+def _pays(x: torch.Tensor) -> bool:
+    return x.ndim > 0 and (torch.is_autocast_enabled(x.device.type) or x.numel() * x.shape[-1] >= LEAST_WORK)
+
+
+def _parts_now(layer: nn.Module, x: torch.Tensor, width: int | None = None) -> tuple[list[Part] | None, str | None]:
+    """(the adapters of `layer` in a call with `x`, None) where it is plain then; else (None, why it is for good)."""
+    parts = active_parts(layer)
+    if parts is None or not is_plain(layer, parts):
+        return None, None
+    if (reason := _attached(called_by(layer, parts))) is not None:
+        return None, reason
+    return (parts if computes(x, layer._modules["base_layer"], parts, width) else None), None
+
+
+def fused(self, x: torch.Tensor) -> torch.Tensor:
+    """The layer, with the adapter added to the product in place where the layer is plain now."""
+    (parts, reason), dropped, binding = _parts_now(self, x), None, Binding.of(self)
+    if reason is not None and binding is not None:
+        binding.step_aside(reason)
+    if parts is not None and any([part.drops() for part in parts]):
+        # Each adapter has a mask of its own; 1 / (1 - p) may be infinite
+        alone = len(parts) == 1 and parts[0].dropout.p != 1
+        dropped, parts = without_dropped(x, parts[0]) if alone else (None, None)
+    if parts is None:
+        return type(self).forward(self, x)
+    tensors = tensors_of(self._modules["base_layer"], parts)
+    if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:
+        y = binding.group.output(self, x, tensors)
+        if y is not None:
+            return y
+    weight, bias, adapter = tensors
+    assert adapter is not None, "there are parts"
+    return lora_linear(x, weight, bias, lora=adapter, lora_input=dropped)
+
+
+def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) -> Tensors | None:
+    """(weight, bias, adapter or None) of a linear layer, or of a LoRA that is swapped, for code that calls neither.
+
+    None where a call of `module` with `x`, or with something of its dtype and another width, would be anything but the
+    sum of their products now, or would show a user's hook what it computes, or has too little to do.
+    """
+    if has_hooks(module) or not _pays(x):
+        return None
+    if type(module) in (nn.Linear, FrozenFloat8Linear):
+        plain = "forward" not in module.__dict__ and is_base(module) and computes(x, module, [], width)
+        return tensors_of(module, []) if plain else None
+    binding = Binding.of(module)
+    if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
+        return None
+    parts, _ = _parts_now(module, x, width)
+    if parts is None or any([part.drops() for part in parts]):
+        return None
+    return tensors_of(module._modules["base_layer"], parts)
+
+
+class LoRABinding(Binding):
+    """What is bound to a LoRA layer. `group` has those that nearly always get its input, on bases of eight bits."""
+
+    group: "InputGroup | None" = None
+
+
+KIND = Kind(
+    nominated, prove, build, lambda module: "lora", why_not=why_not, binding=LoRABinding,
+    guards=lambda module: code_guards_of(own_class(module), nn.Linear, nn.Dropout),
+)  # fmt: skip

@@ -1,0 +1,140 @@
+"""The tensors of a linear layer and of PEFT's LoRA on it, as they are now, for code that does not call the layer.
+
+The layer has a weight of 16 or 32 bits, or one of eight bits (`fp8/frozen_layer.py`). What is asked of it in each call
+is read from the dictionaries of the modules, since an attribute of a module takes a call of Python.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.instance.guards import linear_is_torchs
+from liger_triton.lora_linear import Weight
+
+Tensors: TypeAlias = tuple[Weight, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
+
+_KNOWN_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+_PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
+
+
+class Part(NamedTuple):
+    """One adapter of a layer, as the layer calls it."""
+
+    a: nn.Module
+    b: nn.Module
+    dropout: nn.Module
+    scaling: float
+
+    def drops(self) -> bool:
+        """Whether the dropout changes its input now."""
+        return type(self.dropout) is nn.Dropout and self.dropout.training and self.dropout.p > 0
+
+
+def active_parts(layer: nn.Module) -> list[Part] | None:
+    """The plain adapters whose results `layer` adds to that of its base now; None where it does anything else."""
+    state = layer.__dict__
+    if state["_disable_adapters"] or state["merged_adapters"] or not state.get("cast_input_dtype_enabled", True):
+        return None
+    modules = state["_modules"]
+    a_of, b_of, dropout_of = (modules[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
+    active = state["_active_adapter"]
+    parts = []
+    for name in (active,) if isinstance(active, str) else active:
+        if name in a_of:
+            if name in state["lora_variant"]:
+                return None
+            scaling = state["scaling"][name]
+            if getattr(scaling, "requires_grad", False):  # it is trained
+                return None
+            parts.append(Part(a_of[name], b_of[name], dropout_of[name], scaling))
+    return parts or None
+
+
+def called_by(layer: nn.Module, parts: list[Part]) -> list[nn.Module]:
+    """The modules that the layer's own code calls, and ours does not."""
+    called = [layer._modules["base_layer"]]
+    for part in parts:
+        called += part[:3]
+    return called
+
+
+def is_linear(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear or not linear_is_torchs():
+        return False
+    parameters = module._parameters  # `module.weight` takes a call of Python
+    bias = parameters["bias"]
+    return type(parameters["weight"]) in _PLAIN_TENSORS and (bias is None or type(bias) in _PLAIN_TENSORS)
+
+
+def is_base(module: nn.Module) -> bool:
+    """Whether this is a linear layer as LoRA has it for its base: with plain tensors, or with a weight of eight bits.
+
+    The latter is a class of this package, which has no subclasses.
+    """
+    return type(module) is FrozenFloat8Linear or is_linear(module)
+
+
+def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
+    """Whether base and adapters are linear layers with plain tensors, adapters without a bias."""
+    if not is_base(layer._modules["base_layer"]):
+        return False
+    for a, b, dropout, _ in parts:
+        if not (is_linear(a) and is_linear(b) and type(dropout) in (nn.Identity, nn.Dropout)):
+            return False
+        if a._parameters["bias"] is not None or b._parameters["bias"] is not None:
+            return False
+    return True
+
+
+def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | None = None) -> bool:
+    """Whether x, or something of its dtype and another width, is what the layer's own code multiplies without an error.
+
+    Where it is not, that code runs and raises.
+    """
+    if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
+        return False
+    float8 = type(base) is FrozenFloat8Linear  # its weight has no dtype that x has to have
+    weight, device, dtype = base._parameters["bits" if float8 else "weight"], x.device, x.dtype
+    if (x.shape[-1] if width is None else width) != weight.shape[1]:
+        return False
+    tensors = [] if float8 else [weight]
+    for part in parts:
+        tensors += (part.a._parameters["weight"], part.b._parameters["weight"])
+    for t in tensors:
+        if t.dtype not in _KNOWN_DTYPES or t.device != device:
+            return False
+        if t.dtype == torch.float64 != dtype:  # PEFT computes in it, we do not
+            return False
+    autocast = torch.is_autocast_enabled(device.type)
+    if not float8:
+        return weight.dtype == dtype or (dtype != torch.float64 and autocast)
+    if dtype == torch.float16 and not autocast and any([t.dtype == torch.float32 for t in tensors]):
+        return False  # our function computes this in plain PyTorch, and not in eight bits
+    return dtype in _KNOWN_DTYPES and dtype != torch.float64 and weight.device == device
+
+
+def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Part]]:
+    """x with zeros where the dropout of `part` puts them, and `part` with a scaling that makes up for them.
+
+    The module itself draws the mask. What it multiplies the others by goes into the scaling, since in 16 bits x times
+    that number would be rounded. The zeros of x have a gradient, so that they are kept, or not, like all others.
+    """
+    with torch.no_grad():
+        kept = part.dropout(torch.ones_like(x, dtype=part.a.weight.dtype)) != 0
+    return torch.where(kept, x, 0), [part._replace(scaling=part.scaling / (1 - part.dropout.p))]
+
+
+def tensors_of(base: nn.Module, parts: list[Part]) -> Tensors:
+    """What our functions take in place of `base` and its adapters. Those of several adapters become one: their A over
+    one another, their scaled B side by side."""
+    weight = base.float8 if type(base) is FrozenFloat8Linear else base._parameters["weight"]
+    adapter = None
+    if len(parts) == 1:
+        adapter = parts[0].a._parameters["weight"], parts[0].b._parameters["weight"], parts[0].scaling
+    elif parts:
+        a = torch.cat([part.a.weight for part in parts])
+        adapter = a, torch.cat([part.scaling * part.b.weight for part in parts], 1), 1.0
+    return weight, base._parameters["bias"], adapter  # type: ignore[return-value]  # none of them is None

@@ -1,0 +1,266 @@
+"""Layers whose activations wait for their backward pass in the host's memory.
+
+What autograd keeps of such a layer is copied to the host when the layer has returned, while the GPU computes the next
+layers, and copied back while it computes the backward pass of those behind. So a layer that lies between others costs
+neither the GPU's memory nor its time, as long as the copies keep up with the layers. `plan.py` chooses these layers.
+
+What is kept is copied as a whole: several tensors that share memory, such as views, share the copy. Weights, small
+tensors, and what the layer was given besides its hidden states stay where they are. A tensor that is changed in place
+after it was kept is an error, as without this.
+
+PyTorch's `save_on_cpu` and TRL's `OffloadActivations` fetch a tensor when the backward pass asks for it, which then
+waits for longer than it takes to compute the layer again.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from liger_trainer.instance.kept import Kept, hooks_in_force, how_modified, keep, unchanged
+from liger_trainer.memory.host_memory import HostMemory, Slot
+from liger_trainer.memory.tensors import tensors_in
+
+
+class _Storage:
+    """The memory of one or several tensors that autograd keeps of a call."""
+
+    def __init__(self, call: "_Call", storage: torch.UntypedStorage):
+        self.call, self.size = call, storage.nbytes()
+        self.storage: torch.UntypedStorage | None = storage  # as long as it is on the GPU
+        self.seen: list[Kept] = []  # the tensors in it, as long as it is on the GPU
+        self.slot: Slot | None = None  # where the copy is
+        self.back: torch.Tensor | None = None  # uint8 (size,), what came back from the host
+        self.broken: str | None = None  # why the copy is worth nothing
+        self.parts = 0  # how many times autograd has kept a tensor of it
+        self.asked = set[int]()  # which of these it has asked for in this backward pass
+
+    def __del__(self) -> None:
+        if self.back is not None:
+            self.call.wait()  # the memory may go to another tensor, and must not be written to any more
+
+    def leave_gpu(self) -> None:
+        """The copy is there."""
+        for x, version in self.seen:
+            if x._version != version:
+                self.broken = how_modified((x, version))
+            elif x.untyped_storage().nbytes() != self.size:
+                self.broken = f"The memory of a tensor {tuple(x.shape)} was freed while it was copied to the host. "
+                self.broken += "Set host_memory_budget: 0, so that activations stay on the GPU, and please report this."
+        self.seen, self.storage = [], None
+
+
+class _Part:
+    """What autograd keeps in place of a tensor: where its values are, and its form."""
+
+    __slots__ = ("form", "number", "storage")
+
+    def __init__(self, storage: _Storage, kept: Kept):
+        x, _ = kept
+        self.storage, self.number, storage.parts = storage, storage.parts, storage.parts + 1
+        self.form = (x.dtype, x.storage_offset(), x.shape, x.stride())
+        storage.seen.append(kept)
+
+    def value(self) -> torch.Tensor:
+        storage = self.storage
+        if storage.storage is not None:  # it has not left the GPU
+            return unchanged(storage.seen[self.number])
+        found = storage.call.fetched(storage)
+        dtype, offset, shape, stride = self.form
+        x = torch.empty(0, dtype=dtype, device=found.device).set_(found.untyped_storage(), offset, shape, stride)
+        storage.asked.add(self.number)
+        if len(storage.asked) == storage.parts:  # until there is another backward pass
+            storage.back, storage.asked = None, set()
+        return x
+
+
+class _Call:
+    """One call of a layer, which is also the function by which autograd keeps its tensors.
+
+    Attributes:
+        keeps_values (`bool`): Tells others who have hooks for kept tensors that what they leave to this one, and ask of
+            it again, has the same values.
+    """
+
+    keeps_values = True
+
+    def __init__(self, host: HostMemory, stream: torch.cuda.Stream | None, module: nn.Module | None, given: Any):
+        self.host, self.stream, self._module = host, stream, module
+        self._elsewhere = {x.untyped_storage()._cdata for x in _plain_in(given)}
+        self._storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        self.stays = 0  # bytes of large tensors that are not copied
+        self._event: torch.cuda.Event | None = None  # the end of the copies
+        self._compute: torch.cuda.Stream | None = None
+
+    # While the layer runs
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        """What autograd keeps in place of `x`."""
+        if self._module is not None:  # the weights that FSDP has gathered are there now
+            tensors = (*self._module.parameters(), *self._module.buffers())
+            self._elsewhere |= {weight.untyped_storage()._cdata for weight in _plain_in(tensors)}
+            self._module = None
+        kept = keep(x)
+        if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or (x.is_leaf and x.requires_grad):
+            return kept
+        plain = type(x) is torch.Tensor and x.layout == torch.strided
+        key = x.untyped_storage()._cdata if plain else 0
+        if key in self._elsewhere or (x.untyped_storage().nbytes() if plain else x.nbytes) < self.host.small:
+            return kept
+        if not plain or (self.stream is not None and x.device != self.stream.device):
+            self.stays += x.nbytes
+            return kept
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = _Storage(self, x.untyped_storage())
+        return _Part(storage, kept)
+
+    def send(self) -> None:
+        """Begin to copy to the host. To be called when the layer has returned."""
+        with self._copying():
+            for kept in list(self._storages.values()):
+                here = kept.storage
+                if here is not None and here.nbytes() == kept.size:
+                    kept.slot = self.host.take(kept.size)
+                if here is None or kept.slot is None:
+                    self.stays += kept.size
+                else:
+                    on_gpu = torch.empty(0, dtype=torch.uint8, device=here.device).set_(here)
+                    kept.slot.bytes.copy_(on_gpu, non_blocking=True)
+
+    def settle(self) -> None:
+        """Give back the GPU's memory, as soon as the copies are there."""
+        self.wait()
+        for kept in list(self._storages.values()):
+            if kept.slot is not None:
+                kept.leave_gpu()
+
+    # In the backward pass
+
+    def fetch(self) -> None:
+        """Begin to copy back from the host what has left the GPU."""
+        device = torch.device("cpu") if self.stream is None else self.stream.device
+        absent = [kept for kept in self._storages.values() if kept.storage is None and kept.back is None]
+        room = [torch.empty(kept.size, dtype=torch.uint8, device=device) for kept in absent]  # may be too much
+        if absent:
+            with self._copying():
+                for kept, back in zip(absent, room, strict=True):
+                    assert kept.slot is not None
+                    kept.back = back.copy_(kept.slot.bytes, non_blocking=True)
+
+    def fetched(self, kept: _Storage) -> torch.Tensor:
+        """uint8 (size,), what came back from the host, for the stream that is about to read it."""
+        if kept.broken is not None:
+            raise RuntimeError(kept.broken)
+        if kept.back is None:
+            self.fetch()
+        assert kept.back is not None
+        self.wait()
+        if self.stream is not None and self._compute is not None:
+            reader = torch.cuda.current_stream(self.stream.device)
+            if reader != self._compute:  # a part of the layer has run on a stream of its own
+                reader.wait_stream(self._compute)
+                kept.back.record_stream(reader)
+        return kept.back
+
+    def wait(self) -> None:
+        """Let the GPU wait for the copies that have begun."""
+        event, self._event = self._event, None
+        if event is not None and self._compute is not None:
+            self._compute.wait_event(event)
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        """A context in which copies go on while the GPU computes, after what it has been given until now."""
+        if self.stream is None:
+            yield
+            return
+        self.wait()
+        self._compute = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(self._compute)
+        with torch.cuda.stream(self.stream):
+            yield
+            self._event = self.stream.record_event()
+
+
+class Offload:
+    """The calls of one micro-batch whose activations wait on the host.
+
+    Args:
+        host (`HostMemory`): Where they wait.
+        stream (`torch.cuda.Stream`, *optional*): On which they are copied. None on a device that copies at once.
+        lag (`int`): How many calls later the copies of a call are waited for.
+        ahead (`int`): How many calls before its own backward pass a call is fetched.
+
+    Attributes:
+        stays (`int`): Bytes of the calls that are not copied.
+    """
+
+    def __init__(self, host: HostMemory, stream: torch.cuda.Stream | None, lag: int, ahead: int):
+        self.host, self.stream, self.lag, self.ahead = host, stream, lag, ahead
+        self.stays = 0
+        self._copied: dict[int, _Call] = {}  # by the call that waits for it
+        self._fetched: defaultdict[int, list[_Call]] = defaultdict(list)  # by the call whose backward pass begins it
+
+    def call(
+        self, number: int, module: nn.Module | None, run: Callable[..., Any], args: tuple[Any, ...], given: Any
+    ) -> Any:
+        """Return `run(*args)`, of which autograd keeps on the host what it needs.
+
+        Args:
+            number (`int`): Of the call.
+            module (`nn.Module` or `None`): The layer, whose weights stay where they are.
+            run (`Callable`), args (`tuple`): The function to be called, and what it is given.
+            given: Tensors that stay on the GPU, because all layers are given them.
+        """
+        call = _Call(self.host, self.stream, module, given)
+        self._copied[number + 1 + self.lag] = call
+        self._fetched[number + self.ahead].append(call)
+        with saved_tensors_hooks(call, _value_of):
+            output = run(*args)
+        call.send()
+        self.stays += call.stays
+        return output
+
+    def begins(self, number: int) -> None:
+        """To be called before each call of a layer."""
+        if number in self._copied:
+            self._copied.pop(number).settle()
+
+    def returned(self, number: int, outputs: Iterable[torch.Tensor]) -> None:
+        """To be called after each call of a layer, with what it has returned."""
+        calls = self._fetched.pop(number, ())
+        node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
+        if calls and node is not None:
+            node.register_prehook(functools.partial(_fetch, calls))
+
+
+def _fetch(calls: Iterable[_Call], _: Any) -> None:
+    for call in calls:
+        call.fetch()
+
+
+def is_possible() -> bool:
+    """Whether there are no saved-tensor hooks yet."""
+    return hooks_in_force() is None
+
+
+def _value_of(found: Any) -> torch.Tensor:
+    return found.value() if type(found) is _Part else unchanged(found)
+
+
+def _plain_in(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors in `value`; of wrappers such as DTensor, the tensors that they are made of."""
+    for x in tensors_in(value):
+        if is_traceable_wrapper_subclass(x):
+            for name in x.__tensor_flatten__()[0]:
+                yield from _plain_in(getattr(x, name))
+        else:
+            yield x

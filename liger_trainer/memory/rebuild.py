@@ -1,0 +1,192 @@
+"""Tensors that the backward pass can compute again by elementwise work are not kept for it.
+
+There are two of them. `down(act(gate) * up)` would keep three tensors of the intermediate width: gate and up for the
+gradient of their product, and the product for the gradient of `down`'s weight. The product is computed again. The
+output of a norm would be kept by the projections after it. The norm keeps its own input anyway, so that its output is
+computed again, once for all the projections that need it.
+
+In addition, the gradients of gate and up are written over gate and up where nothing else reads them. A layer's backward
+pass then holds four tensors of the intermediate width at its peak, not five.
+
+Nothing of this happens under torch.compile, which does as much by itself, nor inside the saved-tensor hooks of others,
+such as checkpointing and TRL's offloading, which decide for themselves what is kept. The hooks of
+`offload.py` keep what is left to be kept, as their attribute `keeps_values` says. Small tensors are left
+alone. To compute one again costs the host about 0.1 ms, which a step of few rows would wait for, and the memory of such
+a step is taken by its weights.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from liger_trainer.instance import kept
+from liger_trainer.instance.binding import Binding, is_bound
+from liger_trainer.instance.hooks import has_hooks, home
+
+# The Python modules of forwards that keep nothing of what they return: linear layers, LoRA and what is inside it.
+_PROJECTIONS = (
+    "torch.nn.modules.linear", "peft.tuners.lora.layer", "transformers.pytorch_utils",
+    "liger_trainer.fp8.frozen_layer",
+)  # fmt: skip
+_INSIDE = (*_PROJECTIONS, "torch.nn.modules.dropout", "torch.nn.modules.module")
+_PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor, FakeTensor)
+REBUILD_ABOVE_BYTES = 16 << 20  # tensors of up to this size are kept unless a caller says otherwise
+
+
+class _Rebuilt:
+    """What autograd keeps in place of a tensor that can be computed again.
+
+    Attributes:
+        kept (`int`): How many operations keep this for their backward pass.
+        used (`int`): How many of them have asked for the value since it was computed.
+    """
+
+    def __init__(self, tensor: torch.Tensor, make: Callable, parents: tuple[torch.Tensor | None, ...]):
+        self.tensor, self.version = weakref.ref(tensor), tensor._version
+        self.make = make
+        keep, self.value_of = _hooks()
+        self.parents = [None if t is None else keep(t.detach()) for t in parents]  # detached, of the same version
+        self.numel = tensor.numel()
+        self.kept = self.used = 0
+        self.value: torch.Tensor | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Become None in a pickle, since pickle stores the attributes of a tensor too, and this is one of them."""
+        return type(None), ()
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is this one, or a view of all of it, and still has the values that `make` gives."""
+        same = tensor is self.tensor() or (tensor._base is not None and tensor._base is self.tensor())
+        return same and tensor.numel() == self.numel and tensor.is_contiguous() and tensor._version == self.version
+
+    def get(self, shape: torch.Size) -> torch.Tensor:
+        """The value, which is computed for the first operation that asks, and dropped after the last."""
+        if self.value is None:
+            with torch.no_grad():
+                self.value = self.make(*(None if parent is None else self.value_of(parent) for parent in self.parents))
+        value = self.value
+        self.used += 1
+        if self.used == self.kept:
+            self.value, self.used = None, 0
+        return value.view(shape)
+
+
+def rebuildable(
+    tensor: torch.Tensor, make: Callable, *parents: torch.Tensor | None, above: int = REBUILD_ABOVE_BYTES
+) -> torch.Tensor:
+    """Return `tensor` with the note that `make(*parents)` computes it again, so that `rebuilding` need not keep it.
+
+    `make` must compute the same bits from `parents`, which are kept anyway, and which it gets detached. A tensor of no
+    more than `above` bytes gets no note.
+    """
+    if _applies(tensor) and tensor.nbytes > above:
+        tensor._liger_rebuilt = _Rebuilt(tensor, make, parents)
+    return tensor
+
+
+def _applies(tensor: torch.Tensor) -> bool:
+    """Whether what autograd keeps of `tensor` is ours to decide."""
+    return not torch.compiler.is_compiling() and tensor.requires_grad and not _other_hooks_active()
+
+
+def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.AbstractContextManager:
+    """A context in which autograd keeps the note of `rebuildable` and not `tensor` itself or a view of all of it.
+
+    The context does nothing where one of the `consumers`, the modules to which `tensor` goes, or a module inside them
+    has a hook, because a hook may change the values without autograd seeing it, through `tensor.data` or NumPy.
+
+    A tensor that has been changed in place since the note was made is kept as it is, like all others. Changing a kept
+    tensor in place before the backward pass is an error, as without this context.
+    """
+    rebuilt = None if torch.compiler.is_compiling() else getattr(tensor, "_liger_rebuilt", None)
+    if rebuilt is None or not _applies(tensor) or any(map(_has_hooks_inside, consumers)):
+        return contextlib.nullcontext()
+
+    keep, value_of = _hooks()
+
+    def pack(x: torch.Tensor) -> Any:
+        if rebuilt.is_of(x):
+            rebuilt.kept += 1
+            return x.shape
+        return keep(x)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return rebuilt.get(packed) if isinstance(packed, torch.Size) else value_of(packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _has_hooks_inside(module: torch.nn.Module) -> bool:
+    """Whether `module`, or one inside it such as a part of its LoRA, has hooks."""
+    if has_hooks(module):
+        return True
+    return any(_has_hooks_inside(child) for child in module._modules.values() if child is not None)
+
+
+@functools.cache
+def forward_rebuilding(forward: Callable) -> Callable:
+    """The method `forward`, called so that an argument that can be computed again is not kept."""
+
+    @functools.wraps(forward)
+    def call(self, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, torch.Tensor) and hasattr(given, "_liger_rebuilt"):
+                    with rebuilding(given, self):
+                        return forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return call
+
+
+def call_rebuilding(
+    module: Callable,
+    gate: Callable,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    reuse: bool = False,
+    above: int = REBUILD_ABOVE_BYTES,
+) -> torch.Tensor:
+    """Return `module(gate(a, b))`, keeping a and b for the backward pass but not the product, whatever `module` is.
+
+    With `reuse`, the gradients of a and b may be written over a and b, see `nobody_else_reads`. A product of no more
+    than `above` bytes is kept.
+    """
+    x = gate(a, b, reuse_inputs=reuse)
+    consumers = [module] if isinstance(module, torch.nn.Module) else []
+    with rebuilding(rebuildable(x, gate, a, b, above=above), *consumers):
+        return module(x)
+
+
+def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool:
+    """Whether the caller alone reads this `output` of `projection`, in the backward pass too.
+
+    A matrix product does not keep its result, nor does the sum that adds the output of an adapter. A forward hook may
+    keep it, and so may a replaced forward, or a weight that is more than a tensor.
+    """
+    if torch.compiler.is_compiling() or torch.nn.modules.module._global_forward_hooks or output.grad_fn is None:
+        return False
+    for module in projection.modules():
+        ours = Binding.of(module)
+        replaced = "forward" in module.__dict__ and (ours is None or not is_bound(module, ours))
+        known = home(type(module).forward) in (_PROJECTIONS if module is projection else _INSIDE)
+        plain = all(p is None or type(p) in _PLAIN_TENSORS for p in module._parameters.values())
+        if module._forward_hooks or replaced or not known or not plain:
+            return False
+    return not isinstance(projection, torch.nn.Identity)
+
+
+def _hooks() -> kept.Hooks:
+    """The functions by which a tensor is kept and found again: the active saved-tensor hooks, or our own."""
+    return kept.hooks_in_force() or (kept.keep, kept.unchanged)
+
+
+def _other_hooks_active() -> bool:
+    """Whether it is for others to decide what is kept."""
+    hooks = kept.hooks_in_force()
+    return hooks is not None and not getattr(hooks[0], "keeps_values", False)

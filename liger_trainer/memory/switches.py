@@ -1,0 +1,132 @@
+"""The place in a model where it is decided, for each call of a layer, whether its activations are kept.
+
+A model of transformers that checkpoints its layers calls each through a function, `_gradient_checkpointing_func`. A
+`Switch` takes the place of that function while a trainer trains, and leaves each call to the trainer's decision. No
+hook is added, so that everything inside the layers stays as it is.
+"""
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_trainer.memory.plan import Size
+
+_ATTRIBUTE = "_gradient_checkpointing_func"
+_SETTER = "_set_gradient_checkpointing"
+Decide = Callable[["Switch", Callable[..., Any], tuple[Any, ...]], Any]
+
+
+class Switch:
+    """In the place of the function by which the layer `module` is checkpointed.
+
+    In a copy or a pickle of the model there is the plain function of torch instead.
+
+    Attributes:
+        checkpointed (`Callable`): The function that was there before.
+        group: Layers of one group are built alike.
+        layer (`int`): Tells the layer from all others, also from one switch of it to the next.
+        casts (`int`): Bytes of its fp32 weights in 16 bits, which autocast makes.
+        module (`Callable`): Returns the layer, or None if there is no such module any more.
+    """
+
+    def __init__(self, decide: Decide, module: nn.Module, checkpointed: Callable[..., Any]):
+        self.decide, self.checkpointed, self.layer, self.module = decide, checkpointed, id(module), weakref.ref(module)
+        weights = list(module.parameters())
+        sizes = tuple(getattr(p, "ds_shape", p.shape) for p in weights)
+        learns = any(p.requires_grad for p in weights)  # one that does not learn holds less
+        self.casts = sum(p.numel() * 2 for p in weights if p.dtype == torch.float32)
+        self.group = (type(module).__qualname__, sizes, learns)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.decide(self, function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _plain, ()
+
+
+def _plain() -> Callable[..., Any]:
+    return functools.partial(checkpoint, use_reentrant=False)
+
+
+def install(model: nn.Module, decide: Decide) -> None:
+    """Put switches into `model`. They come back when checkpointing is turned off and on again."""
+    remove(model)
+    for module in model.modules():
+        method = getattr(module, _SETTER, None)
+        if getattr(method, "__self__", None) is module:  # a wrapper shows the methods of the model that it wraps
+            module.__dict__[_SETTER] = _Setter(module, decide)
+    _put(model, decide)
+
+
+def switches_of(model: nn.Module) -> list[Switch]:
+    """All switches in `model`, in the order of its modules."""
+    found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
+    return [switch for switch in found if isinstance(switch, Switch)]
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `install`. The layers are checkpointed as before."""
+    for module in model.modules():
+        if isinstance(vars(module).get(_SETTER), _Setter):
+            del module.__dict__[_SETTER]
+        if isinstance(switch := vars(module).get(_ATTRIBUTE), Switch):
+            setattr(module, _ATTRIBUTE, switch.checkpointed)
+
+
+def _put(model: nn.Module, decide: Decide) -> None:
+    for module in model.modules():
+        function = vars(module).get(_ATTRIBUTE)
+        if function is not None and not isinstance(function, Switch):
+            setattr(module, _ATTRIBUTE, Switch(decide, module, function))
+
+
+class _Setter:
+    """In the place of the method by which `model` turns checkpointing on and off: it puts the switches in again."""
+
+    def __init__(self, model: nn.Module, decide: Decide):
+        self.model, self.decide = model, decide
+        self.__signature__ = inspect.signature(_setter_of(model))  # transformers looks for a parameter of an older form
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        _setter_of(self.model)(*args, **kwargs)
+        _put(self.model, self.decide)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _setter_of, (self.model,)
+
+
+def _setter_of(model: nn.Module) -> types.MethodType:
+    return types.MethodType(getattr(type(model), _SETTER), model)
+
+
+def hidden_of(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The hidden states (rows, length, ...) that a layer is given; None if there are none."""
+    return next((x for x in given(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
+
+
+def size_of(hidden: torch.Tensor) -> Size:
+    return Size(1, hidden.shape[0]) if hidden.ndim == 2 else Size(hidden.shape[0], hidden.shape[1])
+
+
+def longest_of(function: Callable[..., Any], args: tuple[Any, ...], hidden: torch.Tensor) -> int:
+    """How many tokens a token of the layer attends to at most.
+
+    Where rows lie one after the other in one, the layer is given a mask that knows them (`RowMask` in `varlen/`, of
+    which nothing but its attributes is known here). Other masks leave all pairs of tokens to be computed.
+    """
+    for x in given(function, args):
+        if hasattr(x, "rows") and hasattr(x, "window"):
+            return x.rows.longest if x.window is None else min(x.rows.longest, x.window)
+    return size_of(hidden).length
+
+
+def given(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that a layer is given."""
+    return (*args, *getattr(function, "keywords", {}).values())

@@ -1,0 +1,176 @@
+"""`fp8` for models with adapters: trainers put the frozen base into eight bits. There is no GPU and no torchao."""
+
+import json
+import os
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from frozen_bases import LAYERS, adapted, built, fresh_state
+from peft import LoraConfig, VeraConfig, get_peft_model
+from sft_runs import run as run_sft
+from tiny_models import collate, ragged_rows, tiny_model
+from trainer_runs import run
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+
+from liger_trainer import LigerSFTTrainer, LigerTrainer
+from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator", "no_torchao")
+
+
+def layers_of(model):
+    return [module for module in model.modules() if type(module) is FrozenFloat8Linear]
+
+
+def near(got, want, rtol):
+    """Near the numbers of 16 bits, and not the same."""
+    torch.testing.assert_close(got, want, rtol=rtol, atol=0)
+    assert not torch.equal(got, want)
+
+
+@pytest.mark.parametrize("asked", ["by fp8: true", "by the launcher", "by the launcher, with the stock arguments"])
+def test_losses_are_near_those_of_bf16(asked, any_device, tmp_path, monkeypatch):
+    """No matrix of an adapter is converted, the base does not change, and what was done is in the report."""
+    want, _ = run(LigerTrainer, adapted(), tmp_path, bf16=True)
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    options = {}
+    if asked == "by fp8: true":
+        options["fp8"] = True
+    else:
+        monkeypatch.setitem(os.environ, "ACCELERATE_MIXED_PRECISION", "fp8")
+    if "stock" in asked:
+        monkeypatch.setattr("trainer_runs.LigerTrainingArguments", TrainingArguments)
+    model = adapted()
+    got, trainer = run(LigerTrainer, model, tmp_path, **options)
+    near(got[:, 0], want[:, 0], 0.03)
+    near(got[:1, 1], want[:1, 1], 0.05)  # the norm of the gradients of the first step
+    assert str(trainer.accelerator.mixed_precision) == "bf16" and trainer.args.mixed_precision == "fp8"
+    assert len(layers_of(trainer.model)) == len(trainer.liger_report["frozen_float8"].swapped) == LAYERS
+    written = json.loads((tmp_path / "LigerTrainer" / "liger_report.json").read_text())["operations"]["frozen_float8"]
+    assert written["found"] == LAYERS + 1 and "LM head" in written["skipped"][0]["reason"]
+    assert f"frozen_float8 {LAYERS}/{LAYERS + 1}" in trainer.liger_report.one_line()
+    assert len(trainer.liger_report["lora"].swapped) == LAYERS
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * LAYERS and all("lora_" in name for name in trained)
+    assert all(p.dtype == torch.float32 and not torch.equal(p, model.get_parameter(n)) for n, p in trained.items())
+    again = FrozenFloat8Linear.of(model.get_base_model().model.layers[0].mlp.up_proj.base_layer)
+    assert torch.equal(layers_of(trainer.model)[5].bits, again.bits)
+
+
+@pytest.mark.parametrize("bf16", [None, True, False])
+def test_sft_and_the_precision_of_autocast(bf16, any_device, tmp_path):
+    """What the user says of `bf16` holds; with False there is no autocast, and the dtype of the base decides."""
+    given = {"trainer_options": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}}
+    want, _ = run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, bf16=bf16 is not False, **given)
+    fresh_state()
+    got, trainer = run_sft(LigerSFTTrainer, tiny_model("llama"), tmp_path, fp8=True, bf16=bf16, **given)
+    near(got[:, 0], want[:, 0], 0.03)
+    assert str(trainer.accelerator.mixed_precision) == ("no" if bf16 is False else "bf16")
+    assert len(layers_of(trainer.model)) == LAYERS
+
+
+def test_the_same_arguments_for_a_model_without_adapters(any_device, tmp_path):
+    """Its fp8 is that of torchao, which is missing here."""
+    trainer = built(adapted(), tmp_path)
+    args = trainer.args
+    assert trainer.freezes_in_eight_bits and args.mixed_precision == "fp8"
+    with pytest.raises(ValueError, match="fp8 is true, which needs torchao for a model without adapters"):
+        LigerTrainer(tiny_model("llama"), args, train_dataset=ragged_rows(), data_collator=collate)
+
+
+def test_a_later_trainer_of_the_model(any_device, tmp_path):
+    """It need not ask for fp8, which cannot be taken back, and says what the base is."""
+    _, trainer = run(LigerTrainer, adapted(), tmp_path, fp8=True)
+    model = trainer.model
+    before = [layer.bits for layer in layers_of(model)]
+    for options in ({"fp8": True}, {"bf16": True}):
+        _, trainer = run(LigerTrainer, model, tmp_path, **options)
+        assert len(trainer.liger_report["frozen_float8"].swapped) == LAYERS
+    assert all(torch.equal(a.bits, b) for a, b in zip(layers_of(trainer.model), before, strict=True))
+    fresh_state()
+    _, trainer = run(LigerTrainer, adapted(), tmp_path)
+    assert "frozen_float8" not in trainer.liger_report.operations
+
+
+def test_without_a_gpu_it_is_refused_at_construction(tmp_path):
+    model = adapted()
+    with pytest.raises(ValueError, match="fp8 is asked for, but cpu is no GPU. Use bf16"):
+        built(model, tmp_path)
+    assert not layers_of(model)
+
+
+class Sharding:
+    """Says after the accelerator is made that it would shard the model."""
+
+    def _apply_liger(self, *args, **kwargs):
+        setattr(self, self.flag, True)
+        super()._apply_liger(*args, **kwargs)
+
+
+class FullySharding(Sharding, LigerTrainer):
+    flag = "is_fsdp_enabled"
+
+
+class Speeding(Sharding, LigerTrainer):
+    flag = "is_deepspeed_enabled"
+
+
+@pytest.mark.parametrize("trainer_class, name", [(FullySharding, r"FSDP \(fsdp\)"), (Speeding, r"DeepSpeed \(deepsp")])
+def test_sharded_weights_are_refused(trainer_class, name, any_device, tmp_path):
+    model = adapted()
+    with pytest.raises(ValueError, match=f"{name}.* is to shard the weights.*one GPU or with DDP, or leave out fp8"):
+        built(model, tmp_path, trainer_class)
+    assert not layers_of(model)
+
+
+@pytest.mark.parametrize("flag", ["is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit"])
+def test_a_base_that_is_quantised_already_is_refused(flag, any_device, tmp_path, monkeypatch):
+    model = adapted()
+    base = type(model.get_base_model())
+    monkeypatch.setattr(base, flag, True, raising=False)
+    monkeypatch.setattr(base, "hf_quantizer", MagicMock(), raising=False)
+    with pytest.raises(ValueError, match="the base is quantised already.*without load_in_4bit, load_in_8bit"):
+        built(model, tmp_path)
+    assert not layers_of(model)
+
+
+def test_vllm_is_refused(any_device, tmp_path):
+    """TRL would merge the adapters into the base, to send it."""
+    with pytest.raises(ValueError, match="use_vllm is True.*Set use_vllm to False"):
+        built(adapted(), tmp_path, use_vllm=True)
+
+
+def test_another_method_is_refused(any_device, tmp_path):
+    model = get_peft_model(tiny_model("llama"), VeraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="PEFT's method VERA"):
+        built(model, tmp_path)
+
+
+def test_a_model_of_which_nothing_can_be_converted_is_refused(any_device, tmp_path):
+    model = tiny_model("llama", hidden_size=24, intermediate_size=40)
+    with pytest.raises(ValueError, match="no layer of the base of LlamaForCausalLM can be put into eight bits.*of 16"):
+        built(adapted(model=model), tmp_path)
+
+
+def test_layers_of_gpt2_are_none_of_torch_s(any_device, tmp_path):
+    sizes = {"vocab_size": 131, "n_embd": 32, "n_layer": 1, "n_head": 4, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+    with pytest.raises(ValueError, match=r"no layer of the base of GPT2LMHeadModel.*\(it is a Conv1D, whose product"):
+        built(model, tmp_path)
+
+
+def test_a_model_init_with_adapters_is_refused(any_device, tmp_path, monkeypatch):
+    """accelerate has been told to convert before the model is there."""
+    monkeypatch.setattr(fp8_fields, "refuse_without_torchao", lambda args: None)
+    monkeypatch.setattr(fp8_fields, "prepare", lambda args, accelerator: None)
+    config = type("Config", (), {"emulate": True})
+    handler = type("Handler", (), {"module_filter_func": None, "config": config})
+    monkeypatch.setattr(fp8_fields, "handler_of", lambda accelerator: handler)
+    monkeypatch.setattr(fp8_fields, "apply", lambda args: None)  # accelerate would ask for torchao
+    with pytest.raises(ValueError, match="comes from model_init, has adapters.*Pass the model itself"):
+        built(lambda: adapted(), tmp_path)

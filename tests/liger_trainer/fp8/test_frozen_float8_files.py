@@ -1,0 +1,103 @@
+"""Weights of a base in eight bits that are saved, loaded, or copied to be trained."""
+
+import pytest
+import torch
+from frozen_bases import LAYERS, adapted, frozen, step
+from peft import LoraConfig
+from tiny_models import tiny_model
+
+from liger_trainer.fp8.quantize_base import quantize_base
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_numbers_are_not_loaded_as_bits(strict):
+    """PyTorch would round each number to an integer, which is the bits of another one."""
+    model, numbers = frozen(), adapted().state_dict()
+    want, before = step(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(
+        RuntimeError,
+        match=r"q_proj.base_layer has eight bits.*its weight is \(32, 32\) torch.float32 and scale is missing",
+    ):
+        model.load_state_dict(numbers, strict=strict)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert step(model)["loss"] == want["loss"]
+
+
+def test_bits_and_a_part_of_the_weights_are_loaded():
+    """A state with neither weight nor scale of a layer, as that of an adapter is, changes neither."""
+    model = frozen()
+    want, state = step(model), model.state_dict()
+    model.load_state_dict(state)
+    model.load_state_dict({name: tensor for name, tensor in state.items() if "lora_" in name}, strict=False)
+    assert step(model)["loss"] == want["loss"]
+    converted = {name: tensor.bfloat16() if name.endswith("scale") else tensor for name, tensor in state.items()}
+    with pytest.raises(RuntimeError, match=r"and scale is \(32,\) torch.bfloat16"):
+        model.load_state_dict(converted)
+    for left_out in ("weight", "scale"):
+        part = {name: tensor for name, tensor in state.items() if not name.endswith(f"base_layer.{left_out}")}
+        with pytest.raises(RuntimeError, match=f"its .*{left_out} is missing"):
+            model.load_state_dict(part, strict=False)
+    assert step(model)["loss"] == want["loss"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_bits_are_not_loaded_as_numbers(strict):
+    """PyTorch would make the number 100 of the byte 100."""
+    model, bits = adapted(), frozen().state_dict()
+    want, before = step(model)["loss"], {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"size mismatch for .*q_proj.base_layer.weight.*\[1, 32, 32\]"):
+        model.load_state_dict(bits, strict=strict)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert step(model)["loss"] == want
+
+
+def test_a_state_takes_no_memory_of_its_own():
+    """PEFT asks for that of the whole model each time that it saves an adapter."""
+    model = frozen()
+    weights = [p.data_ptr() for p in model.parameters() if p.dtype == torch.uint8]
+    assert len(weights) == LAYERS
+    assert [t.data_ptr() for t in model.state_dict().values() if t.dtype == torch.uint8] == weights
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_no_part_of_the_base_is_saved(inside, tmp_path):
+    """The decoder of a model is a model of transformers, too, and writes bits as if they were weights."""
+    if inside:
+        base = model = tiny_model("llama")
+        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+        quantize_base(model)
+    else:
+        model = frozen()
+        base = model.get_base_model()
+    with pytest.raises(RuntimeError, match="eight bits.*Save the adapter"):
+        base.model.save_pretrained(tmp_path / "decoder")
+    assert not (tmp_path / "decoder").exists()
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_part_that_is_trained_is_saved(tmp_path):
+    """A vision tower without a layer in eight bits."""
+    model = adapted(model=tiny_model("qwen2_5_vl"), target_modules=r".*language_model.*q_proj")
+    parts = model.get_base_model().model
+    parts.visual.requires_grad_(True)
+    quantize_base(model)
+    parts.visual.save_pretrained(tmp_path / "tower")
+    assert (tmp_path / "tower" / "model.safetensors").exists()
+    with pytest.raises(RuntimeError, match="eight bits"):
+        parts.language_model.save_pretrained(tmp_path / "decoder")
+
+
+@pytest.mark.parametrize("copied", ["v_proj", "self_attn"])
+def test_no_copy_of_bits_is_trained(copied):
+    """PyTorch would say that integers have no gradients, when the adapter is there already."""
+    model = frozen(target_modules=["q_proj"])
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[copied])
+    with pytest.raises(ValueError, match=f"modules_to_save has '{copied}' for the adapter 'more'.*before the trainer"):
+        model.add_adapter("more", config)
+    assert list(model.peft_config) == ["default"]
+    model.add_adapter("more", LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    model.set_adapter("more")
+    assert "embed_tokens.modules_to_save.more.weight" in " ".join(step(model))

@@ -1,0 +1,277 @@
+"""LoRA layers over a base in eight bits, swapped: beside PEFT's own code over the same base.
+
+A layer by itself rounds the same tensors with the same scales, and so agrees to fp32. q, k and v together, and a whole
+MLP, round the gradients of their outputs with one scale for all of them, so that the gradient of their input differs by
+a rounding to eight bits.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from frozen_bases import LAYERS, adapted, distance, frozen, step
+from peft import LoraConfig
+from tiny_models import collate, ragged_rows, tiny_model
+from torch import nn
+
+from liger_trainer import apply_liger, remove_liger
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.lora import groups as lora_groups
+from liger_trainer.lora import layers as lora
+from liger_trainer.lora.layers import LoRA
+from liger_trainer.patching import mlps
+from liger_triton import Float8Weight
+
+OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False) | {"rebuild_above_mib": 0}
+OPTIONS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"lora_dropout": 0.3}, id="dropout"),
+    pytest.param({"bias": "all"}, id="bias"),
+    pytest.param({"rank_pattern": {"q_proj": 2, "down_proj": 7}}, id="mixed-ranks"),
+    pytest.param({"modules_to_save": ["lm_head"]}, id="modules-to-save"),
+    pytest.param({"target_modules": ["q_proj", "up_proj"]}, id="some-layers"),
+    pytest.param({"init_lora_weights": "pissa"}, id="pissa"),
+]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The weights beside which our functions have computed an adapter."""
+    seen = []
+
+    def counted(x, weight, bias, own=lora.lora_linear, **options):
+        if x.shape[1:] not in ((5, 6), (5, 16)):  # not that of a proof
+            seen.append(weight)
+        return own(x, weight, bias, **options)
+
+    def counted_mlp(x, *projections, own=mlps.lora_mlp, **options):
+        seen.extend(weight for weight, _, adapter in projections if adapter is not None)
+        return own(x, *projections, **options)
+
+    class Counted(lora_groups.LoRAGroup):
+        def __init__(self, x, layers):
+            super().__init__(x, layers)
+            self.weights = [weight for weight, _, _ in layers]
+
+        def output(self, k):
+            seen.append(self.weights[k])
+            return super().output(k)
+
+    monkeypatch.setattr(lora_groups, "LoRAGroup", Counted)
+    monkeypatch.setattr(lora, "lora_linear", counted)
+    monkeypatch.setattr(mlps, "lora_mlp", counted_mlp)
+    return seen
+
+
+def alone(model):
+    """Patch `model`, so that each of its layers computes by itself."""
+    report = apply_liger(model, OTHERS)
+    for module in model.modules():
+        if isinstance(binding := lora.LoRABinding.of(module), lora.LoRABinding):
+            binding.group = None
+    return report
+
+
+def assert_same(got, want, rtol):
+    assert list(got) == list(want)
+    for name, w in want.items():
+        assert got[name].dtype == w.dtype
+        assert (got[name] - w).norm() <= rtol * w.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_each_layer_alone(options, calls):
+    stock, model = frozen(**options), frozen(**options)
+    report = alone(model)["lora"]
+    expected = 2 * len(options.get("target_modules", range(7)))
+    assert len(report.swapped) == expected and not report.skipped
+    assert set(report.swapped.values()) == {"linear in eight bits + default"}
+    assert_same(step(model), step(stock), 1e-4)  # a sum in another order may be rounded to the other neighbour
+    assert len(calls) == expected and all(isinstance(weight, Float8Weight) for weight in calls)
+
+
+@pytest.mark.parametrize("mlp", [False, True], ids=["groups", "mlp"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_layers_together(options, mlp, calls):
+    """The loss is that of the layers alone, but for dropout, whose layers are alone anyhow."""
+    stock, model = frozen(**options), frozen(**options)
+    apply_liger(model, OTHERS | {"swiglu": mlp})
+    got, want = step(model), step(stock)
+    loss, gradients = distance(got, want)
+    assert loss < 1e-4 and gradients < 0.05
+    assert len(calls) == 2 * len(options.get("target_modules", range(7)))
+    in_16_bits = distance(step(adapted(**options)), want)[1]
+    assert gradients < in_16_bits, "no further from PEFT's code in eight bits than that is from 16"
+
+
+def test_q_k_and_v_are_one_group(monkeypatch):
+    """One for each attention, which gives the outputs of all three, each with its own weight."""
+    begun, given = [], []
+
+    class Seen(lora_groups.LoRAGroup):
+        def __init__(self, x, layers):
+            super().__init__(x, layers)
+            begun.append(len(layers))
+
+        def output(self, k):
+            given.append(k)
+            return super().output(k)
+
+    monkeypatch.setattr(lora_groups, "LoRAGroup", Seen)
+    model = frozen()
+    apply_liger(model)
+    step(model)
+    assert begun == [3, 3] and given == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_dtypes(dtype, autocast, calls):
+    """Whatever the dtype of x is, which the weight has no part in."""
+    stock, model = frozen(dtype), frozen(dtype)
+    apply_liger(model, OTHERS | {"swiglu": True})
+    loss, gradients = distance(step(model, autocast), step(stock, autocast))
+    assert loss < 3e-3 and gradients < 0.1
+    # fp32 adapters beside fp16 have no function of ours that multiplies in eight bits, and keep PEFT's code
+    assert len(calls) == (0 if dtype == torch.float16 and autocast is None else LAYERS)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_layers_in_16_bits_beside_those_in_eight(autocast, calls):
+    """k and v are too narrow for eight bits; they have their input, and so its gradient, in common with q."""
+
+    def narrow():
+        return tiny_model("llama", num_key_value_heads=1)
+
+    stock, model = frozen(model=narrow()), frozen(model=narrow())
+    apply_liger(model, OTHERS | {"swiglu": True})
+    attention = model.get_base_model().model.layers[0].self_attn
+    assert [type(p.base_layer) for p in (attention.q_proj, attention.k_proj)] == [FrozenFloat8Linear, nn.Linear]
+    loss, gradients = distance(step(model, autocast), step(stock, autocast))
+    assert loss < 3e-3 and gradients < 0.05
+    assert sum(isinstance(weight, Float8Weight) for weight in calls) == LAYERS - 4 and len(calls) == LAYERS
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "not-reentrant"])
+def test_checkpointing_and_two_backward_passes(checkpointing, calls):
+    model, other = frozen(), frozen()
+    apply_liger(model)
+    apply_liger(other)
+    want = step(other)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    once = step(model)
+    if checkpointing is True:  # its first pass has no graph, so that q, k and v are computed one by one
+        loss, gradients = distance(once, want)
+        assert loss < 1e-5 and gradients < 0.02
+        return
+    assert distance(once, want) == (0, 0)
+    twice = step(model, backwards=2)
+    assert_same(twice, {n: g if n == "loss" else 2 * g for n, g in want.items()}, 1e-5)
+
+
+def test_steps_without_backward_and_in_eval_between():
+    model, other = frozen(), frozen()
+    apply_liger(model)
+    apply_liger(other)
+    model(**collate(ragged_rows(4)))
+    with torch.no_grad():
+        model.eval()(**collate(ragged_rows(4)))
+    assert distance(step(model.train()), step(other)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda m: m.base_model.disable_adapter_layers(), id="disabled"),
+        pytest.param(lambda m: m.set_adapter("other"), id="switched"),
+        pytest.param(lambda m: m.base_model.set_adapter(["default", "other"]), id="two"),
+        pytest.param(lambda m: m.delete_adapter("other"), id="deleted"),
+    ],
+)
+def test_adapters_are_changed_after_patching(change):
+    found = []
+    for patched in (True, False):
+        model = frozen()
+        torch.manual_seed(5)
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+        if patched:
+            alone(model)
+        change(model)
+        with torch.no_grad():
+            found.append(model(**collate(ragged_rows(4))).loss)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("part", ["base_layer", "lora_A"])
+def test_somebody_s_hook(part, calls):
+    """The layer runs PEFT's code, in which the hook is called."""
+    seen, model = [], frozen()
+    apply_liger(model)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    hooked = layer.base_layer if part == "base_layer" else layer.lora_A["default"]
+    hooked.register_forward_hook(lambda *args: seen.append(1))
+    step(model)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_and_unpatching(make, calls):
+    model = frozen()
+    want = step(model)
+    apply_liger(model)
+    ours = step(model)
+    other = make(model)
+    apply_liger(other)
+    assert distance(step(other), ours) == (0, 0)
+    remove_liger(model)
+    calls.clear()
+    assert distance(step(model), want) == (0, 0) and not calls
+
+
+def test_x_of_another_kind_runs_peft_s_code():
+    model = frozen()
+    apply_liger(model)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    with pytest.raises(ValueError, match=r"x is \(3, 32\) torch.int64"):
+        layer(torch.ones(3, 32, dtype=torch.int64))
+    x = torch.randn(3, 32, dtype=torch.float64)
+    assert (layer(x) - layer(x.float())).norm() < 0.1 * layer(x).norm()
+
+
+def test_the_proof_is_of_a_layer_in_eight_bits():
+    layer = frozen().get_base_model().model.layers[0].self_attn.q_proj
+    assert lora.prove(layer) == (LoRA(("default",), False, True), None)
+    copied = lora._small_copy(layer, torch.Generator().manual_seed(0), torch.float32, (16, 32))
+    assert type(copied._modules["base_layer"]) is FrozenFloat8Linear
+
+    class Wrong(type(layer)):
+        def forward(self, x):
+            return super().forward(x) * 1.01
+
+    Wrong.__module__, Wrong.__qualname__ = type(layer).__module__, type(layer).__qualname__
+    layer.__class__ = Wrong
+    assert lora.prove(layer) == (None, "it is not x W^T + b + the sum of s (x A^T) B^T")
+
+
+def test_an_mlp_without_adapters_calls_its_layers(monkeypatch):
+    """As modules, with our gate between them, whose inputs nobody else reads."""
+    seen, own = [], FrozenFloat8Linear.forward
+    monkeypatch.setattr(FrozenFloat8Linear, "forward", lambda self, x: seen.append(self) or own(self, x))
+    stock, model = frozen(target_modules=["q_proj"]), frozen(target_modules=["q_proj"])
+    report = apply_liger(model, OTHERS | {"swiglu": True})
+    assert len(report["swiglu"].swapped) == 2
+    want = step(stock)
+    seen.clear()
+    assert_same(step(model), want, 1e-4)
+    mlp = model.get_base_model().model.layers[0].mlp
+    assert all(layer in seen for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+
+
+def test_gate_and_up_are_written_over():
+    from liger_trainer.memory.rebuild import nobody_else_reads
+
+    layer = FrozenFloat8Linear.of(nn.Linear(32, 48).requires_grad_(False))
+    assert nobody_else_reads(layer, layer(torch.randn(2, 3, 32).requires_grad_()))
