@@ -123,7 +123,7 @@ def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
     """
     configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     wanted = "fp16" if fp16 else "no" if bf16 is False else "bf16"  # bf16 is the default of TRL's configs
-    if configured in ("no", wanted) or (configured == "fp8" and bf16 is None and not fp16):  # see `fp8/fields.py`
+    if configured in ("no", wanted) or (configured == "fp8" and bf16 is None and not fp16):  # see `fp8/feature.py`
         return
     if wanted == "no":
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"

@@ -26,7 +26,7 @@ from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.outcome import Outcome
-from liger_trainer.trainers.optimizer_in_backward import step_alone
+from liger_trainer.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 
 WORKSPACE = 32 << 20  # of cuBLAS, on one stream

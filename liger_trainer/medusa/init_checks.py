@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.fp8 import feature as fp8_fields
 from liger_trainer.medusa.config import MedusaConfig
 from liger_trainer.medusa.heads import HEADS_NAME
 

@@ -1,52 +1,158 @@
-"""How layers are checkpointed in one training of a trainer: by the `Chooser` of `auto`, or by `light.checkpoint`."""
+"""The options of activation checkpointing, and how layers are checkpointed in one training.
 
-from collections.abc import Callable
+Transformers 5.23 has `activation_checkpointing` as a switch, with `gradient_checkpointing` for its old name.
+Transformers 5.17 has the old name alone, which TRL sets to True. The new name counts wherever it is given.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
+from liger_trainer.feature import Feature, Run
 from liger_trainer.memory import light, switches
 from liger_trainer.memory.chooser import Chooser
-from liger_trainer.memory.memory import Memory, memory_of
+from liger_trainer.memory.memory import memory_of
 
 AUTO = "auto"
+KNOWS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
+_WORDS = {"true": True, "false": False, AUTO: AUTO}
 
 
-class Lightly:
-    """Has layers that are checkpointed in the plain way cost the host less, see `light.py`."""
+@dataclass
+class MemoryFields:
+    """The fields of activation checkpointing."""
 
-    outcome = None
-    model: nn.Module | None = None
+    activation_checkpointing: str | None = field(
+        default=None,
+        metadata={
+            "help": "true: the layers' activations are computed again in the backward pass, which takes less memory "
+            "and more time. false: they are kept. 'auto': they are kept in as many layers as memory_budget allows, "
+            "as measured in the first steps. Newer name of gradient_checkpointing.",
+            "nargs": "?",
+            "const": "true",
+        },
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Newer name of gradient_checkpointing_kwargs."}
+    )
+    memory_budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "With activation_checkpointing 'auto': how many GiB of the GPU's memory tensors may take up. By "
+            "default, what the GPU has, less a reserve."
+        },
+    )
+    host_memory_budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "With activation_checkpointing 'auto': in how many GiB of the host's memory each process may keep "
+            "activations that the GPU has no room for. By default, half of what is free, shared by the processes of "
+            "the machine. 0: none are kept there."
+        },
+    )
 
-    def run(self, model: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.model is None:
+
+class Checkpointing(Feature):
+    """Activation checkpointing: by the `Chooser` of `auto`, or by `light.py`."""
+
+    fields = MemoryFields
+
+    def settle(self, args: Any) -> None:
+        """Give both names of checkpointing their values."""
+        value = args.activation_checkpointing
+        if isinstance(value, str):
+            value = _WORDS.get(value.lower(), value)
+        if value is not None and not isinstance(value, bool) and value != AUTO:
+            raise ValueError(f"activation_checkpointing is {value!r}; expected true, false or auto.")
+        args.activation_checkpointing = value
+        _check_budget(args)
+        if value == AUTO and args.torch_compile:
+            raise ValueError(
+                "activation_checkpointing is 'auto', which runs each layer in one way or another from step to step, "
+                "and torch_compile would compile the model anew each time. Set activation_checkpointing to true or "
+                "false, or remove torch_compile."
+            )
+        if value == AUTO and getattr(args, "activation_offloading", False):
+            raise ValueError(
+                "activation_checkpointing is 'auto' and activation_offloading is true, and each of them decides what "
+                "waits in the host's memory. Remove activation_offloading, or set activation_checkpointing to true or "
+                "false."
+            )
+        if not KNOWS_NEW_NAME and value is not None:
+            args.gradient_checkpointing = bool(value)
+        if not KNOWS_NEW_NAME and args.activation_checkpointing_kwargs is not None:
+            args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs
+
+    def check(self, args: Any) -> None:
+        options = args.gradient_checkpointing_kwargs  # a dict, now that the stock class has looked
+        if args.activation_checkpointing == AUTO and isinstance(options, dict) and options.get("offload"):
+            raise ValueError(
+                "activation_checkpointing is 'auto' and its option offload is true, and each of them decides what "
+                "waits in the host's memory. Remove offload from activation_checkpointing_kwargs, or set "
+                "activation_checkpointing: true."
+            )
+
+    @contextmanager
+    def around_training(self, trainer: Any) -> Iterator[Run | None]:
+        args, memory = trainer.args, None
+        # What is kept of sharded parameters would have to be gathered again
+        lightly = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+        auto = getattr(args, "activation_checkpointing", None) == AUTO
+        if auto:
+            memory = trainer.device_memory or memory_of(args.device)
+            if memory is None and args.process_index == 0:
+                logger.info(
+                    "activation_checkpointing: auto goes by the memory of a CUDA GPU. There is none, so every layer is "
+                    "checkpointed."
+                )
+        if memory is not None:
+            chooser = Chooser(memory, args.memory_budget, args.host_memory_budget, lightly)
+            trainer.checkpointing = chooser.outcome
+            try:
+                yield lambda step, *given, **named: chooser.run(trainer.model, step, given, named)
+            finally:
+                chooser.end()
+        elif lightly and trainer.uses_liger:
+            with _lightly(trainer) as run:
+                yield run
+        else:
+            yield None
+
+
+@contextmanager
+def _lightly(trainer: Any) -> Iterator[Run]:
+    """A context in which layers that are checkpointed in the plain way cost the host less, see `light.py`."""
+    model = None
+
+    def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal model
+        if model is None:  # with `model_init` there is none before training has begun
+            model = trainer.model
             switches.install(model, light.light)
-            self.model = model
         return step(*args, **kwargs)
 
-    def end(self) -> None:
-        if self.model is not None:
-            switches.remove(self.model)
+    try:
+        yield run
+    finally:
+        if model is not None:
+            switches.remove(model)
 
 
-def checkpointing_of(trainer: Any, memory: Memory | None) -> Chooser | Lightly | None:
-    """What runs the micro-batches of one training; None if layers are checkpointed by PyTorch's function.
-
-    Args:
-        trainer (`LigerTrainerMixin`): The trainer, which is about to train. It may not have its model yet.
-        memory (`Memory` or `None`): Another memory than that of the trainer's device.
-    """
-    args = trainer.args
-    # What is kept of sharded parameters would have to be gathered again
-    lightly = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
-    if getattr(args, "activation_checkpointing", None) == AUTO:
-        memory = memory or memory_of(args.device)
-        if memory is not None:
-            return Chooser(memory, args.memory_budget, args.host_memory_budget, lightly)
-        if args.process_index == 0:
-            logger.info(
-                "activation_checkpointing: auto goes by the memory of a CUDA GPU. There is none, so every layer is "
-                "checkpointed."
+def _check_budget(args: Any) -> None:
+    for name, least in (("memory_budget", "above 0, such as 70"), ("host_memory_budget", "of 0 or more, such as 32")):
+        budget = getattr(args, name)
+        if budget is None:
+            continue
+        number = isinstance(budget, int | float) and not isinstance(budget, bool) and budget < float("inf")
+        if not number or budget < 0 or (budget == 0 and name == "memory_budget"):
+            raise ValueError(f"{name} is {budget!r}; expected a number of GiB {least}.")
+        if args.activation_checkpointing != AUTO:
+            raise ValueError(
+                f"{name} is {budget}, which only activation_checkpointing: auto reads, and that is "
+                f"{args.activation_checkpointing!r}. Set activation_checkpointing: auto, or remove {name}."
             )
-    return Lightly() if lightly and trainer.uses_liger else None

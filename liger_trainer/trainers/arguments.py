@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from liger_trainer.fp8 import fields as fp8_fields
-from liger_trainer.memory import fields as checkpointing_fields
 from liger_trainer.patching import check_config
-from liger_trainer.trainers import in_backward_checks
+from liger_trainer.trainers.features import FEATURES, FeatureFields
 
 if TYPE_CHECKING:  # it always goes before a class of arguments of transformers or TRL
     from transformers import TrainingArguments as StockArguments
@@ -17,7 +15,7 @@ else:
 
 
 @dataclass
-class LigerArguments(StockArguments):
+class LigerArguments(FeatureFields, StockArguments):
     """The fields that every arguments class of this package adds to the stock one.
 
     One stock option gets another default with `use_liger`, so that a step does not wait for the GPU: where there is a
@@ -50,71 +48,14 @@ class LigerArguments(StockArguments):
         },
     )
 
-    activation_checkpointing: str | None = field(
-        default=None,
-        metadata={
-            "help": "true: the layers' activations are computed again in the backward pass, which takes less memory "
-            "and more time. false: they are kept. 'auto': they are kept in as many layers as memory_budget allows, "
-            "as measured in the first steps. Newer name of gradient_checkpointing.",
-            "nargs": "?",
-            "const": "true",
-        },
-    )
-    activation_checkpointing_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Newer name of gradient_checkpointing_kwargs."}
-    )
-    memory_budget: float | None = field(
-        default=None,
-        metadata={
-            "help": "With activation_checkpointing 'auto': how many GiB of the GPU's memory tensors may take up. By "
-            "default, what the GPU has, less a reserve."
-        },
-    )
-    host_memory_budget: float | None = field(
-        default=None,
-        metadata={
-            "help": "With activation_checkpointing 'auto': in how many GiB of the host's memory each process may keep "
-            "activations that the GPU has no room for. By default, half of what is free, shared by the processes of "
-            "the machine. 0: none are kept there."
-        },
-    )
-
-    optimizer_in_backward: bool = field(
-        default=False,
-        metadata={
-            "help": "Run the optimizer step of each weight in the backward pass, as soon as its gradient is there, and "
-            "free the gradient, so that the gradients of all weights never exist together. Needs max_grad_norm: 0 and "
-            "gradient_accumulation_steps: 1."
-        },
-    )
-
-    fp8: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute most products in eight bits: these are not the same numbers. accelerate converts all "
-            "linear layers but the first and the last, which is the LM head, to those of torchao when training starts. "
-            "With adapters, the weights of the frozen base are put into eight bits instead, which needs no torchao. "
-            "It needs a GPU of compute capability 8.9 or later."
-        },
-    )
-    fp8_recipe: str | None = field(
-        default=None,
-        metadata={
-            "help": "With fp8, and without adapters: a recipe of torchao, by its name. 'tensorwise', the default: one "
-            "scale for a tensor, gradients in e5m2. 'rowwise': scales by row, gradients in e4m3. 'rowwise_with_gw_hp': "
-            "the same, with the gradients of weights computed in 16 bits."
-        },
-    )
-
     def __post_init__(self) -> None:
-        checkpointing_fields.settle(self)
-        fp8_fields.settle(self)
+        for feature in FEATURES:
+            feature.settle(self)
         if self.use_liger and torch.cuda.is_available() and isinstance(self.accelerator_config, dict | None):
             self.accelerator_config: Any = {"non_blocking": True} | (self.accelerator_config or {})
         super().__post_init__()
-        checkpointing_fields.check_options(self)
-        in_backward_checks.check_fields(self)
-        fp8_fields.apply(self)
+        for feature in FEATURES:
+            feature.check(self)
         if not isinstance(self.use_liger, bool):
             raise ValueError(f"use_liger is {self.use_liger!r}; expected true or false.")
         if self.eval_predictions not in ("logits", "tokens"):

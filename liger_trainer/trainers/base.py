@@ -1,8 +1,8 @@
 """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +14,19 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from liger_trainer._logging import logger
-from liger_trainer.fp8 import frozen_base, fsdp2
+from liger_trainer.feature import Run
 from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.instance.hooks import comes_from
-from liger_trainer.memory.chooser import Chooser
-from liger_trainer.memory.feature import Lightly, checkpointing_of
 from liger_trainer.memory.memory import Memory
 from liger_trainer.memory.outcome import Outcome
 from liger_trainer.patching import LigerReport, apply_liger
-from liger_trainer.patching.apply import swap_converted
-from liger_trainer.trainers import in_backward_checks, init_checks, optimizer_in_backward
-from liger_trainer.trainers.logged_loss import filtering_losses
+from liger_trainer.trainers import init_checks
+from liger_trainer.trainers.features import FEATURES
+from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
-from liger_trainer.trainers.report_callback import ReportCallback
 from liger_trainer.varlen.host_copies import remembering
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
@@ -65,6 +62,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         freezes_in_eight_bits (`bool`): Whether the base of a model with adapters is put into eight bits, as `fp8` asks.
         checkpointing (`Outcome` or `None`): What `activation_checkpointing: auto` has chosen, in the last training.
         device_memory (`Memory` or `None`): Another memory than the GPU's, by which it chooses.
+        grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
     """
 
     token_outputs: tuple[str, ...] = ()
@@ -76,8 +74,8 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     freezes_in_eight_bits: bool = False
     checkpointing: Outcome | None = None
     device_memory: Memory | None = None
-    _layers: Chooser | Lightly | None = None  # what runs micro-batches while training
-    _in_backward: optimizer_in_backward.OptimizerInBackward | None = None  # while training with `optimizer_in_backward`
+    grad_norm_of_step: Callable[[], torch.Tensor] | None = None
+    _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
         """Loss of each label; the trainer sums it and divides by the number of labels that count.
@@ -129,14 +127,16 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         return self.liger_report is not None and has_fused_head(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        with frozen_base.settled(self):
+        with ExitStack() as stack:
+            for feature in FEATURES:
+                stack.enter_context(feature.around_accelerator(self))
             super().create_accelerator_and_postprocess()
         if self.uses_liger:
-            fsdp2.keep_losses_in_fp32(self.accelerator)
+            keep_losses_in_fp32(self.accelerator)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        if self.uses_liger:
-            fsdp2.before_wrapping(self.accelerator, self.model)
+        for feature in FEATURES:
+            feature.before_optimizer(self)
         return super().create_optimizer(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
@@ -154,16 +154,14 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._use_own_heads()
         step = super().training_step
-        if self._in_backward is not None:
-            step = partial(self._in_backward.run, step)
+        for run in reversed(self._runs):
+            step = partial(run, step)
         with self._explaining_missing_logits():
-            if self._layers is None:
-                return step(*args, **kwargs)
-            return self._layers.run(self.model, step, args, kwargs)
+            return step(*args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        steps = self._in_backward
-        return super()._get_grad_norm(model, grad_norm) if steps is None else steps.grad_norm()
+        norm = self.grad_norm_of_step
+        return super()._get_grad_norm(model, grad_norm) if norm is None else norm()
 
     def _use_own_heads(self) -> None:
         """Give the heads the options of this trainer, since another one may have been built on the same models.
@@ -214,18 +212,13 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         """Have the stock trainer's code run on `model`, which has lost its fused head since it was patched."""
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as the stock trainer does, but filter logged losses (`logging_nan_inf_filter`) without waiting."""
+        """Train as the stock trainer does, with the features that the arguments ask for."""
         self._use_own_heads()  # now, because TRL may score rows while it loads the data
-        self._layers = layers = checkpointing_of(self, self.device_memory)
-        if layers is not None and layers.outcome is not None:
-            self.checkpointing = layers.outcome
-        try:
-            with filtering_losses(self), optimizer_in_backward.while_training(self) as self._in_backward:
-                return super().train(*args, **kwargs)
-        finally:
-            self._layers = self._in_backward = None
-            if layers is not None:
-                layers.end()
+        with ExitStack() as stack:
+            runs = [stack.enter_context(feature.around_training(self)) for feature in FEATURES]
+            self._runs = [run for run in runs if run is not None]
+            stack.callback(self._runs.clear)
+            return super().train(*args, **kwargs)
 
     def _wants(self, part: str) -> bool:
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
@@ -238,7 +231,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         init_checks.refuse_before_patching(self, model)
         if not self.uses_liger:
             return
-        frozen = frozen_base.quantize(self, model)  # first, before anything holds the layers that it replaces
+        changed = [feature.before_patch(model, self) for feature in FEATURES]
         self._patched.about_to_patch(model)
         config, unfused = getattr(self.args, "liger_config", None), None
         if self._wants("fused_linear_cross_entropy") and (unfused := self._why_unfused(model)) is not None:
@@ -246,7 +239,8 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         if self._splits_rows:
             config = (config or {}) | {"varlen_attention": False}
         self.liger_report = apply_liger(model, config, head_options=options)
-        self.liger_report.operations |= frozen
+        for operations in changed:
+            self.liger_report.operations |= operations
         if unfused is not None:
             part = self.liger_report["fused_linear_cross_entropy"]
             part.enabled, part.skipped = True, {"lm_head": unfused}
@@ -254,13 +248,6 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             self._patched.remember(model, options or HeadOptions(), instead=self.model_init is not None)
         if self.args.process_index == 0:
             logger.info(self.liger_report.one_line())
-
-    def _swap_converted(self) -> None:
-        """Swap the fp8 layers that accelerate has made of linear ones since (`mixed_precision: fp8`)."""
-        report = self.liger_report
-        if report is not None and swap_converted(self.model, report, getattr(self.args, "liger_config", None)):
-            if self.args.process_index == 0:
-                logger.info(report.one_line())
 
     @property
     def _splits_rows(self) -> bool:
@@ -332,10 +319,10 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         init_checks.refuse_token_predictions(self)
 
     def _finish_init(self) -> None:
-        in_backward_checks.check_trainer(self)
         if self.uses_liger:
             init_checks.refuse_processes_apart(self)
-            init_checks.refuse_fp8_elsewhere(self)
+        for feature in FEATURES:
+            feature.check_trainer(self)
         if self.has_own_loss:
             self._refuse_a_second_loss()
             init_checks.refuse_unknown_outputs(self)
@@ -344,8 +331,6 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             self._refuse_token_predictions()
         if self.uses_liger:
             init_checks.refuse_packed_rows_that_mix(self)
-        if self.liger_report is not None:
-            self.add_callback(ReportCallback(self))
         if self.head_is_ours and self._overrides_compute_loss:
             logger.info(self._ways_to_a_loss_of_logits())
         if self.head_is_ours and self.compute_loss_func is not None:

@@ -20,8 +20,8 @@ from trl import DistillationConfig, DistillationTrainer
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.find import head_reason, output_head
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin, _NoAdapterIsRefused, with_globals
-from liger_trainer.trainers.whole_references import give_weights_of_first_process
 from liger_triton import linear_divergence
 
 

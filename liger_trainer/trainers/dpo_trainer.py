@@ -10,8 +10,8 @@ from torch import nn
 from trl import DPOConfig, DPOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin
-from liger_trainer.trainers.whole_references import give_weights_of_first_process
 
 _SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in which TRL reads label_smoothing
 

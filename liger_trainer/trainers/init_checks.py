@@ -6,22 +6,17 @@ Each function here raises a ValueError that says what to change, or does nothing
 
 import difflib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import DataCollatorWithFlattening
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from liger_trainer.fp8 import fields as fp8_fields
-from liger_trainer.fp8 import layers as float8
 from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.patching.packing import why_rows_mix
 from liger_trainer.world import fault_of_world
-
-if TYPE_CHECKING:
-    from liger_trainer.trainers.base import LigerTrainerMixin
 
 IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
 WHAT_FUSED_LAYERS_KEEP = (
@@ -31,7 +26,7 @@ WHAT_FUSED_LAYERS_KEEP = (
 )
 
 
-def refuse_before_patching(trainer: "LigerTrainerMixin", model: nn.Module) -> None:
+def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
     """ValueError if `model` cannot be patched as the arguments say, or if the user's own loss would stay unused."""
     name, args = type(trainer).__name__, trainer.args
     if not trainer.uses_liger:
@@ -67,57 +62,14 @@ def refuse_before_patching(trainer: "LigerTrainerMixin", model: nn.Module) -> No
         )
 
 
-def refuse_processes_apart(trainer: "LigerTrainerMixin") -> None:
+def refuse_processes_apart(trainer: Any) -> None:
     """ValueError if the launcher has promised processes, machines or sharding that accelerate does not have."""
     sharding = "FSDP" if getattr(trainer.args, "fsdp", None) else None
     if fault := fault_of_world(os.environ, trainer.accelerator, sharding):
         raise ValueError(fault)
 
 
-def refuse_fp8_elsewhere(trainer: "LigerTrainerMixin") -> None:
-    """ValueError if torchao's fp8 is asked for where nothing multiplies in eight bits, or would round adapters."""
-    converts = fp8_fields.handler_of(trainer.accelerator)
-    configs = [*float8.configs_of(trainer.model), *([] if converts is None else [converts.config])]
-    device = trainer.args.device
-    if any(not config.emulate for config in configs):
-        if (fault := fp8_fields.fault_of_device(device)) is not None:
-            raise ValueError(
-                f"torchao's fp8 is asked for (fp8, mixed_precision, or convert_to_float8_training), but {fault}. Use "
-                "bf16, or take a GPU of compute capability 8.9 or later: Ada, Hopper, Blackwell."
-            )
-    if converts is not None and converts.module_filter_func is None and getattr(trainer.model, "peft_config", None):
-        raise ValueError(
-            "fp8 is asked for, and the model, which comes from model_init, has adapters. accelerate was told to "
-            "convert linear layers before that was known, and would convert those of the adapters too. Pass the model "
-            "itself to the trainer, in place of model_init."
-        )
-
-    if converts is not None:
-        _refuse_no_or_another_conversion(trainer, converts.config)
-
-
-def _refuse_no_or_another_conversion(trainer: "LigerTrainerMixin", config: Any) -> None:
-    """ValueError if accelerate would convert no layer to fp8, or anew those that were converted with another
-    config or filter. What an earlier trainer has converted in the same way may be converted again."""
-    model = trainer.model
-    chosen = fp8_fields.layers_to_convert(trainer.accelerator, model)
-    converted = [name for name, module in model.named_modules() if float8.nominated(module)]
-    if not chosen and not converted:
-        raise ValueError(
-            f"fp8 is asked for, but accelerate would convert no layer of {type(base_model_of(model)).__name__}: it "
-            "takes linear layers whose widths are multiples of 16, but for the first and the last. Leave out fp8."
-        )
-    others = [name for name, m in chosen.items() if not (float8.nominated(m) and m.config == config)]
-    if converted and others:
-        raise ValueError(
-            f"fp8 is asked for, and layers of the model are in torchao's fp8 already, such as {converted[0]}. When "
-            f"training starts, accelerate would convert {len(others)} layers to a config of its own, such as "
-            f"{others[0]}, whatever you have chosen for them. Leave out fp8 to train the layers as they are, or pass a "
-            "model that is not converted."
-        )
-
-
-def refuse_a_second_loss(trainer: "LigerTrainerMixin") -> None:
+def refuse_a_second_loss(trainer: Any) -> None:
     """ValueError if an option that decides the loss is set together with `token_loss`: one of them would be ignored."""
     args = trainer.args
     others = {
@@ -133,7 +85,7 @@ def refuse_a_second_loss(trainer: "LigerTrainerMixin") -> None:
             )
 
 
-def refuse_unknown_outputs(trainer: "LigerTrainerMixin") -> None:
+def refuse_unknown_outputs(trainer: Any) -> None:
     """ValueError if `token_outputs` is no tuple of names, or has a name that `FusedLMOutput` does not have."""
     names, known = trainer.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
     if isinstance(names, str):
@@ -146,7 +98,7 @@ def refuse_unknown_outputs(trainer: "LigerTrainerMixin") -> None:
             )
 
 
-def what_token_loss_gets(trainer: "LigerTrainerMixin") -> str:
+def what_token_loss_gets(trainer: Any) -> str:
     """What to say where `token_loss` has read an output that is not there."""
     others = [name for name in (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS) if name != "log_probs"]
     return (
@@ -157,7 +109,7 @@ def what_token_loss_gets(trainer: "LigerTrainerMixin") -> str:
     )
 
 
-def refuse_a_model_unfit_for_own_loss(trainer: "LigerTrainerMixin") -> None:
+def refuse_a_model_unfit_for_own_loss(trainer: Any) -> None:
     """ValueError if the model keeps its plain head, or if its labels are not those that `token_loss` is to score."""
     name = type(trainer).__name__
     if (why := trainer._why_unfused(trainer.model)) is not None:
@@ -172,7 +124,7 @@ def refuse_a_model_unfit_for_own_loss(trainer: "LigerTrainerMixin") -> None:
         )
 
 
-def refuse_token_predictions(trainer: "LigerTrainerMixin") -> None:
+def refuse_token_predictions(trainer: Any) -> None:
     """ValueError if `eval_predictions="tokens"` has no meaning for `trainer`."""
     why = None
     if not trainer.gives_token_predictions:
@@ -186,7 +138,7 @@ def refuse_token_predictions(trainer: "LigerTrainerMixin") -> None:
         raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
 
 
-def refuse_packed_rows_that_mix(trainer: "LigerTrainerMixin") -> None:
+def refuse_packed_rows_that_mix(trainer: Any) -> None:
     """ValueError if batches are several rows in one, and the model would let them see each other."""
     flattens = isinstance(trainer.data_collator, DataCollatorWithFlattening)
     packs = flattens or bool(getattr(trainer, "padding_free", False))

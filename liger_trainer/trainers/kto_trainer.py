@@ -8,8 +8,8 @@ from torch import nn
 from trl import KTOConfig, KTOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin
-from liger_trainer.trainers.whole_references import give_weights_of_first_process
 
 
 @dataclass

@@ -31,9 +31,9 @@ from liger_trainer.head.find import base_model_of, has_fused_head, why_peft_need
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import apply_liger
 from liger_trainer.trainers.base import LigerTrainerMixin
+from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.own_logits import differs_from_trl
 from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
-from liger_trainer.trainers.whole_references import give_weights_of_first_process
 
 
 class _NoAdapterIsRefused:

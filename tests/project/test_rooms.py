@@ -8,10 +8,10 @@ from checkout import ROOT
 
 LAYERS = (  # a module imports from its own layer and from those before it
     ("liger_triton",),
-    ("_logging", "errors", "paths", "world"),
+    ("_logging", "errors", "feature", "paths", "world"),
     ("rewards", "templates"),
     ("instance",),
-    ("memory",),
+    ("memory", "optimizer_in_backward"),
     ("varlen",),
     ("head",),
     ("fp8",),
@@ -31,7 +31,6 @@ REASONS = {
     "kernels/liger_triton/float8_cast.py": "all casts to eight bits share their scales and their rounding",
     "kernels/liger_triton/float8_linear.py": "both forms of a layer in eight bits run through one function",
     "kernels/liger_triton/gates.py": "all gates of gated MLPs, with a LoRA and without",
-    "liger_trainer/trainers/base.py": "the one mixin of all trainers; a feature has its code in a room of its own",
 }
 
 

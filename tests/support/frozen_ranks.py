@@ -14,7 +14,7 @@ from tiny_models import collate, ragged_rows
 from two_ranks import SaveGradients
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.fp8 import feature as fp8_fields
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 
 

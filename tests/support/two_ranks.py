@@ -143,7 +143,7 @@ def fsdp2(out):
 
 def references():
     """What a process has of a reference that only the first has read: the others have zeros, or no memory for it."""
-    from liger_trainer.trainers.whole_references import give_weights_of_first_process
+    from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2))

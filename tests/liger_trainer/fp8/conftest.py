@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from frozen_bases import fresh_state
 
-from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.fp8 import feature as fp8_fields
 
 
 @pytest.fixture

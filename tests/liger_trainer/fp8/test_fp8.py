@@ -21,7 +21,7 @@ from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 from liger_trainer.command.launch import settle_precision
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
-from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.fp8 import feature as fp8_fields
 
 LAYERS = 13  # two layers of seven projections, without the first
 OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)

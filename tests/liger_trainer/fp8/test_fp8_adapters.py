@@ -1,5 +1,6 @@
 """`fp8` for models with adapters: trainers put the frozen base into eight bits. There is no GPU and no torchao."""
 
+import importlib.util
 import json
 import os
 from unittest.mock import MagicMock
@@ -14,7 +15,7 @@ from trainer_runs import run
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from liger_trainer import LigerSFTTrainer, LigerTrainer
-from liger_trainer.fp8 import fields as fp8_fields
+from liger_trainer.fp8 import feature as fp8_fields
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator", "no_torchao")
@@ -166,11 +167,12 @@ def test_layers_of_gpt2_are_none_of_torch_s(any_device, tmp_path):
 
 def test_a_model_init_with_adapters_is_refused(any_device, tmp_path, monkeypatch):
     """accelerate has been told to convert before the model is there."""
-    monkeypatch.setattr(fp8_fields, "refuse_without_torchao", lambda args: None)
+    own = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "torchao" or own(name, *rest))
     monkeypatch.setattr(fp8_fields, "prepare", lambda args, accelerator: None)
     config = type("Config", (), {"emulate": True})
     handler = type("Handler", (), {"module_filter_func": None, "config": config})
     monkeypatch.setattr(fp8_fields, "handler_of", lambda accelerator: handler)
-    monkeypatch.setattr(fp8_fields, "apply", lambda args: None)  # accelerate would ask for torchao
+    monkeypatch.setattr(fp8_fields.Fp8, "check", lambda self, args: None)  # accelerate would ask for torchao
     with pytest.raises(ValueError, match="comes from model_init, has adapters.*Pass the model itself"):
         built(lambda: adapted(), tmp_path)

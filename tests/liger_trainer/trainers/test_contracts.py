@@ -132,7 +132,7 @@ def test_saved_tensor_hooks_of_others_can_be_seen():
 
 
 def test_trainer_filters_losses_where_we_do():
-    """From the training step to `floating_point_ops`, in which time the argument is off: see `logged_loss.py`."""
+    """From the training step to `floating_point_ops`, in which time the argument is off: see `LossFilter`."""
     source = inspect.getsource(Trainer)
     first, last = (
         "tr_loss_step = self.training_step(model, inputs, num_items_in_batch)",

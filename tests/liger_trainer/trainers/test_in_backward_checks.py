@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from in_backward_runs import make
 from tiny_models import collate, ragged_rows, tiny_model
 from transformers.optimization import Adafactor
 
 from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
-from liger_trainer.trainers import in_backward_checks
+from liger_trainer.optimizer_in_backward import InBackward
 
 
 @pytest.mark.parametrize(
@@ -86,12 +87,12 @@ def test_arguments_that_change_after_the_trainer_was_built(tmp_path):
 @pytest.mark.parametrize("kind", ["MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"])
 def test_several_devices(kind, tmp_path):
     trainer = trainer_of(tmp_path)
-    trainer.accelerator.state.distributed_type = in_backward_checks.DistributedType[kind]
+    trainer.accelerator.state.distributed_type = DistributedType[kind]
     try:
         with pytest.raises(ValueError, match=rf"runs on several devices or is sharded \({kind}\).*one process"):
-            in_backward_checks.check_trainer(trainer)
+            InBackward().check_trainer(trainer)
     finally:
-        trainer.accelerator.state.distributed_type = in_backward_checks.DistributedType.NO
+        trainer.accelerator.state.distributed_type = DistributedType.NO
 
 
 def test_transformers_asks_for_the_norm_where_it_is_answered(tmp_path, monkeypatch):

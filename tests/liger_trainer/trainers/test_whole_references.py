@@ -3,7 +3,7 @@
 import torch
 from tiny_models import tiny_model
 
-from liger_trainer.trainers import whole_references
+from liger_trainer.trainers import fsdp2 as whole_references
 
 
 def test_memory_for_what_is_sent_and_for_nothing_else():

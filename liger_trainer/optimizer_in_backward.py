@@ -14,17 +14,28 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback
+from transformers.optimization import Adafactor
 
-from liger_trainer.trainers import in_backward_checks
+from liger_trainer.feature import Feature, Run
 
-if TYPE_CHECKING:
-    from liger_trainer.trainers.base import LigerTrainerMixin
-
+# Optimizers whose step of one weight depends on nothing but that weight, its gradient, its state and its group
+_CLASSES = (
+    torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, Adafactor,
+)  # fmt: skip
+_NAMES = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor")
+_OF_BITSANDBYTES = (
+    "adamw_bnb_8bit", "adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "rmsprop_bnb",
+    "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
+    "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit",
+)  # fmt: skip
 _NO_WEIGHT = types.SimpleNamespace(grad=None)  # what optimizers pass over
 # What may be asked of a weight that has been stepped: it depends neither on its value nor on its gradient
 _ABOUT_A_WEIGHT = {
@@ -34,6 +45,105 @@ _ABOUT_A_WEIGHT = {
     getattr(torch.Tensor, name)
     for name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex")
 }  # fmt: skip
+
+
+@dataclass
+class InBackwardFields:
+    """The field of `optimizer_in_backward`."""
+
+    optimizer_in_backward: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the optimizer step of each weight in the backward pass, as soon as its gradient is there, and "
+            "free the gradient, so that the gradients of all weights never exist together. Needs max_grad_norm: 0 and "
+            "gradient_accumulation_steps: 1."
+        },
+    )
+
+
+class InBackward(Feature):
+    """`optimizer_in_backward`. It is refused with all that would train wrongly."""
+
+    fields = InBackwardFields
+
+    def check(self, args: Any) -> None:
+        if not isinstance(args.optimizer_in_backward, bool):
+            raise ValueError(f"optimizer_in_backward is {args.optimizer_in_backward!r}; expected true or false.")
+        if not args.optimizer_in_backward:
+            return
+        optim = getattr(args.optim, "value", args.optim)
+        refused = (  # (field, its value, whether that is refused, why, and what to set)
+            (
+                "max_grad_norm", args.max_grad_norm, args.max_grad_norm > 0,
+                "gradients can only be clipped when all of them are there. Set max_grad_norm: 0 (its default is 1.0)",
+            ),
+            (
+                "gradient_accumulation_steps", args.gradient_accumulation_steps, args.gradient_accumulation_steps > 1,
+                "gradients that are freed are not added to. Set gradient_accumulation_steps: 1, and a larger "
+                "per_device_train_batch_size",
+            ),
+            ("fp16", True, args.fp16, "its gradients are scaled until all of them are there. Set bf16: true"),
+            (
+                "auto_find_batch_size", True, args.auto_find_batch_size,
+                "a step that has run out of memory cannot be run again, because weights have changed. Remove it",
+            ),
+            (
+                "enable_jit_checkpoint", True, getattr(args, "enable_jit_checkpoint", False),
+                "it saves before the optimizer step, when weights have changed already. Remove it",
+            ),
+            (
+                "optim", optim, optim not in (*_NAMES, *_OF_BITSANDBYTES),
+                "it may look at several weights at once, or steps by hooks of its own. Set optim to one of "
+                f"{', '.join(_NAMES)}, or to one of bitsandbytes",
+            ),
+        )  # fmt: skip
+        for name, value, is_refused, why in refused:
+            if is_refused:
+                raise _refusal(f"{name} is {value}: {why}")
+
+    def check_trainer(self, trainer: Any) -> None:
+        if not getattr(trainer.args, "optimizer_in_backward", False):
+            return
+        self.check(trainer.args)
+        if (kind := trainer.accelerator.distributed_type) != DistributedType.NO or trainer.args.n_gpu > 1:
+            raise _refusal(
+                f"the training runs on several devices or is sharded ({kind.value}), so that a gradient is not whole "
+                "when it arrives. Start one process on one GPU, without FSDP and DeepSpeed"
+            )
+        if trainer.accelerator.scaler is not None:
+            raise _refusal(
+                "accelerate's mixed_precision is fp16, whose gradients are scaled until all of them are there. Set "
+                "bf16: true"
+            )
+        own = trainer.optimizer_cls_and_kwargs
+        kind = type(_plain(trainer.optimizer)) if trainer.optimizer is not None else own[0] if own is not None else None
+        if not (kind is None or kind in _CLASSES or kind.__module__.startswith("bitsandbytes.optim.")):
+            known = ", ".join(each.__name__ for each in _CLASSES)
+            raise _refusal(
+                f"the optimizer is a {kind.__module__}.{kind.__qualname__}, of which it is not known whether it can "
+                f"step one weight at a time. Use {known} or one of bitsandbytes, none of them subclassed"
+            )
+
+    @contextmanager
+    def around_training(self, trainer: Any) -> Iterator[Run | None]:
+        if not getattr(trainer.args, "optimizer_in_backward", False):
+            yield None
+            return
+        self.check_trainer(trainer)  # arguments may have been changed since it was built
+        steps = OptimizerInBackward(trainer, self.check_trainer)
+        trainer.grad_norm_of_step = steps.grad_norm
+        try:
+            yield steps.run
+        except BaseException as error:
+            if steps._stepped:
+                error.add_note(
+                    "The step has failed when some weights had taken their optimizer step (optimizer_in_backward: "
+                    "true). Resume from the last checkpoint."
+                )
+            raise
+        finally:
+            trainer.grad_norm_of_step = None
+            steps.close()
 
 
 class SteppedWeight(nn.Parameter):
@@ -60,8 +170,8 @@ class OptimizerInBackward:
     Weights have hooks from the beginning of a training step until its optimizer step, and none in between.
     """
 
-    def __init__(self, trainer: "LigerTrainerMixin"):
-        self.trainer = trainer
+    def __init__(self, trainer: Any, check: Callable[[Any], None]):
+        self.trainer, self._check = trainer, check
         self._stepped: dict[nn.Parameter, tuple[type, torch.Tensor]] = {}  # weight -> (its class, norm of its gradient)
         self._options: list[dict[str, Any]] = []  # of the optimizer's groups, when weights were stepped
         self._lock = threading.Lock()  # autograd has a thread for each device
@@ -70,8 +180,8 @@ class OptimizerInBackward:
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, the forward and backward pass of a training step."""
-        in_backward_checks.check_trainer(self.trainer)  # a callback may have changed arguments or optimizer
-        optimizer = in_backward_checks.plain(self.trainer.optimizer)
+        self._check(self.trainer)  # a callback may have changed arguments or optimizer
+        optimizer = _plain(self.trainer.optimizer)
         if not self._hooks:
             self._begin(optimizer)
         try:
@@ -93,7 +203,7 @@ class OptimizerInBackward:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self.close()
-        in_backward_checks.refuse_listeners(self.trainer, optimizer)
+        _refuse_listeners(self.trainer, optimizer)
         self._end_hook = optimizer.register_step_pre_hook(self._end)
         of_bitsandbytes: Any = optimizer if type(optimizer).__module__.startswith("bitsandbytes.") else None
         if of_bitsandbytes is not None and not of_bitsandbytes.initialized:
@@ -120,7 +230,7 @@ class OptimizerInBackward:
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before the optimizer step of the trainer."""
-        in_backward_checks.refuse_listeners(self.trainer, optimizer, ours=self._end)
+        _refuse_listeners(self.trainer, optimizer, ours=self._end)
         if self._stepped and _options_of(optimizer) != self._options:
             raise RuntimeError(
                 "optimizer_in_backward is true, and options of the optimizer, such as its learning rate, have been "
@@ -139,27 +249,6 @@ class OptimizerInBackward:
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-@contextmanager
-def while_training(trainer: "LigerTrainerMixin") -> Iterator[OptimizerInBackward | None]:
-    """Around one training: what runs its training steps, or None without `optimizer_in_backward`."""
-    if not in_backward_checks.wants(trainer.args):
-        yield None
-        return
-    in_backward_checks.check_trainer(trainer)  # arguments may have been changed since it was built
-    steps = OptimizerInBackward(trainer)
-    try:
-        yield steps
-    except BaseException as error:
-        if steps._stepped:
-            error.add_note(
-                "The step has failed when some weights had taken their optimizer step (optimizer_in_backward: true). "
-                "Resume from the last checkpoint."
-            )
-        raise
-    finally:
-        steps.close()
 
 
 @torch.no_grad()
@@ -185,3 +274,31 @@ def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: 
     weight.grad = None
     # Fused optimizers do not tell autograd, which would have to refuse whatever needs the old values still
     torch.autograd.graph.increment_version(weight)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _refuse_listeners(trainer: Any, optimizer: torch.optim.Optimizer, ours: Any = None) -> None:
+    """ValueError if a callback, or a hook that is not `ours`, runs between backward pass and optimizer step."""
+    found = None
+    for callback in trainer.callback_handler.callbacks:
+        method = getattr(callback.on_pre_optimizer_step, "__func__", callback.on_pre_optimizer_step)
+        # Ours and those of transformers look at neither weights nor gradients there
+        known = method.__module__.partition(".")[0] in ("liger_trainer", "transformers")
+        if method is not TrainerCallback.on_pre_optimizer_step and not known:
+            found = f"the callback {type(callback).__qualname__} has on_pre_optimizer_step"
+    for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
+        if hook != ours:
+            found = f"the optimizer has a step_pre_hook, {hook}"
+    if found is not None:
+        raise _refusal(
+            f"{found}. By then weights have changed and gradients are gone. To see or change a gradient, put a hook on "
+            "the weight with weight.register_hook"
+        )
+
+
+def _refusal(why: str) -> ValueError:
+    return ValueError(f"optimizer_in_backward is true and {why}, or set optimizer_in_backward: false.")

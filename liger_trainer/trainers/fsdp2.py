@@ -1,4 +1,4 @@
-"""Under FSDP2, the weights of a reference or teacher on the processes that have not read its file.
+"""What is set right before FSDP2 shards a model: losses stay in fp32, and references and teachers get their weights.
 
 With `fsdp_cpu_ram_efficient_loading: true` transformers reads a checkpoint on the first process of each machine only.
 The others hold zeros, or tensors without memory, until accelerate sends them the weights of the model that is trained.
@@ -6,6 +6,7 @@ TRL shards references itself and sends nothing: with transformers 5.17 all but t
 zeros, and DPO trains against it without a word.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
+
+
+def keep_losses_in_fp32(accelerator: Any) -> None:
+    """Keep losses and log-probabilities in fp32 under 16-bit FSDP2.
+
+    accelerate has FSDP2 round everything that a unit returns to the 16-bit type. In bf16, a sum of log-probabilities
+    between 512 and 1,024 nats would become a multiple of 4. Hidden states have that type anyhow.
+    """
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy: Any = getattr(plugin, "mixed_precision_policy", None)
+    if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
 
 def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> None:

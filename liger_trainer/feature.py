@@ -1,0 +1,46 @@
+"""What an option of the trainers brings along: its fields, what it is refused with, and what it does in a training."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+Run = Callable[
+    ..., Any
+]  # `run(step, *args, **kwargs)` returns `step(*args, **kwargs)`, a training step, in its own way
+
+
+class Feature:
+    """One feature of the trainers. `FEATURES` in `trainers/features.py` has one of each.
+
+    A subclass overrides what it needs; the methods here do nothing. They are called in the order in which they stand
+    here, for each feature in turn. Those that refuse raise a ValueError with the field, its value and the mend.
+
+    Attributes:
+        fields (`type`): A dataclass with the fields of its options, from which `LigerArguments` inherits.
+    """
+
+    fields: type = object
+
+    def settle(self, args: Any) -> None:
+        """Give the fields of `args` their values, before the stock class looks at them."""
+
+    def check(self, args: Any) -> None:
+        """Refuse fields that do not go together, after the stock class has looked at them."""
+
+    def around_accelerator(self, trainer: Any) -> AbstractContextManager[None]:
+        """A context in which the accelerator of `trainer` is made."""
+        return nullcontext()
+
+    def before_patch(self, model: Any, trainer: Any) -> dict[str, Any]:
+        """Change `model` before it is patched. Returns what goes into the operations of the report."""
+        return {}
+
+    def check_trainer(self, trainer: Any) -> None:
+        """Refuse a trainer that has just been built."""
+
+    def around_training(self, trainer: Any) -> AbstractContextManager[Run | None]:
+        """A context in which `trainer` trains. It may give a function that runs the training steps."""
+        return nullcontext()
+
+    def before_optimizer(self, trainer: Any) -> None:
+        """Prepare the weights for the optimizer that is made next."""

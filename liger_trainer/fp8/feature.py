@@ -1,0 +1,274 @@
+"""The options `fp8` and `fp8_recipe`: torchao's layers by accelerate, or a frozen base in eight bits under adapters.
+
+`fp8` is accelerate's `mixed_precision: fp8` with torchao, asked for in the arguments or by a launcher. `fp8_recipe` is
+a name of torchao's. `accelerate launch` hands its `mixed_precision` on in a variable, which the trainer's own `bf16`
+overrides. TRL's configs set `bf16` by default, so that fp8 would be lost without a word.
+
+With adapters, the frozen base is put into eight bits, once, when the trainer is built. accelerate's own fp8 would
+convert the matrices of the adapters as well, so it is told another precision: that of autocast, bf16 unless the user
+has switched it off.
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from liger_trainer.feature import Feature
+from liger_trainer.fp8.layers import configs_of, nominated
+from liger_trainer.fp8.quantize_base import OPERATION, quantize_base, quantized_before
+from liger_trainer.head.find import base_model_of
+from liger_trainer.instance.report import OperationReport
+from liger_triton.float8_cast import fault_of_device as fault_of_gpu
+
+
+@dataclass
+class Fp8Fields:
+    """The fields of fp8."""
+
+    fp8: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute most products in eight bits: these are not the same numbers. accelerate converts all "
+            "linear layers but the first and the last, which is the LM head, to those of torchao when training starts. "
+            "With adapters, the weights of the frozen base are put into eight bits instead, which needs no torchao. "
+            "It needs a GPU of compute capability 8.9 or later."
+        },
+    )
+    fp8_recipe: str | None = field(
+        default=None,
+        metadata={
+            "help": "With fp8, and without adapters: a recipe of torchao, by its name. 'tensorwise', the default: one "
+            "scale for a tensor, gradients in e5m2. 'rowwise': scales by row, gradients in e4m3. 'rowwise_with_gw_hp': "
+            "the same, with the gradients of weights computed in 16 bits."
+        },
+    )
+
+
+class Fp8(Feature):
+    """`fp8`, of all weights or of a frozen base."""
+
+    fields = Fp8Fields
+
+    def settle(self, args: Any) -> None:
+        """Let a launcher that asks for fp8 be heard where `bf16` is unset."""
+        if not isinstance(args.fp8, bool):
+            raise ValueError(f"fp8 is {args.fp8!r}; expected true or false.")
+        by_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8"
+        if args.use_liger is True and by_launcher and args.bf16 is None and not args.fp16:
+            args.fp8 = True
+        others = {"use_liger": not args.use_liger, "fp16": args.fp16, "deepspeed": getattr(args, "deepspeed", None)}
+        for name, is_refused in others.items():
+            if args.fp8 and is_refused:
+                value = getattr(args, name)
+                raise ValueError(
+                    f"fp8 is true, and {name} is {value!r}, with which it does not work. Remove one of them."
+                )
+
+    def check(self, args: Any) -> None:
+        """Tell accelerate, by way of the arguments."""
+        if args.fp8:
+            args.mixed_precision = "fp8"
+        if args.fp8_recipe is not None:
+            _check_recipe(args)
+
+    @contextmanager
+    def around_accelerator(self, trainer: Any) -> Iterator[None]:
+        """Decide what the fp8 of `trainer` is. Its arguments ask for the precision of autocast meanwhile if the base of
+        its model is to be in eight bits."""
+        args, model = trainer.args, getattr(trainer, "model", None)
+        asked = trainer.uses_liger and str(args.mixed_precision) == "fp8" and _has_adapters(model)
+        trainer.freezes_in_eight_bits = asked
+        if not asked:
+            if getattr(args, "fp8", False) and importlib.util.find_spec("torchao") is None:
+                raise ValueError(
+                    "fp8 is true, which needs torchao for a model without adapters: pip install torchao. Or set fp8 to "
+                    "false."
+                )
+            yield
+            if trainer.uses_liger:
+                prepare(args, trainer.accelerator)
+            return
+        if (recipe := getattr(args, "fp8_recipe", None)) is not None:
+            raise ValueError(
+                f"fp8_recipe is {recipe!r}, and the model has adapters, with which fp8 puts the frozen base into "
+                "eight bits in a way of its own. Remove fp8_recipe, or train all weights."
+            )
+        precision = args.mixed_precision
+        # TRL's configs have None for a `bf16` that is unset, and make True of it, so that False is the user's word
+        switched_off = type(args).__dataclass_fields__["bf16"].default is None and args.bf16 is False
+        args.mixed_precision = "no" if switched_off else "bf16"
+        try:
+            yield
+        finally:
+            args.mixed_precision = precision
+
+    def before_patch(self, model: nn.Module, trainer: Any) -> dict[str, OperationReport]:
+        """Put the base of `model` into eight bits if `trainer` is to do so, before anything holds its layers.
+
+        This cannot be undone, so that all that is refused on its account is refused before. A trainer that fails later,
+        while it is built, leaves the model with such a base, on which another one goes on.
+        """
+        if not trainer.freezes_in_eight_bits:
+            before = quantized_before(model)  # by an earlier trainer
+            return {OPERATION: before} if _has_adapters(model) and before.swapped else {}
+        _refuse_elsewhere(trainer, model)
+        report = quantize_base(model)
+        if not report.swapped:
+            reasons = "; ".join(sorted(set(report.skipped.values()))) or "it has no linear layers"
+            raise ValueError(
+                f"fp8 is asked for, but no layer of the base of {type(base_model_of(model)).__name__} can be put into "
+                f"eight bits ({reasons}). Leave out fp8."
+            )
+        return {OPERATION: report}
+
+    def check_trainer(self, trainer: Any) -> None:
+        """Refuse torchao's fp8 where nothing multiplies in eight bits, or where it would round adapters."""
+        if not trainer.uses_liger:
+            return
+        converts = handler_of(trainer.accelerator)
+        configs = [*configs_of(trainer.model), *([] if converts is None else [converts.config])]
+        fault = fault_of_device(trainer.args.device) if any(not config.emulate for config in configs) else None
+        if fault is not None:
+            raise ValueError(
+                f"torchao's fp8 is asked for (fp8, mixed_precision, or convert_to_float8_training), but {fault}. Use "
+                "bf16, or take a GPU of compute capability 8.9 or later: Ada, Hopper, Blackwell."
+            )
+        if converts is not None and converts.module_filter_func is None and _has_adapters(trainer.model):
+            raise ValueError(
+                "fp8 is asked for, and the model, which comes from model_init, has adapters. accelerate was told to "
+                "convert linear layers before that was known, and would convert those of the adapters too. Pass the "
+                "model itself to the trainer, in place of model_init."
+            )
+        if converts is not None:
+            _refuse_no_or_another_conversion(trainer.model, converts)
+
+    def before_optimizer(self, trainer: Any) -> None:
+        """Do what accelerate leaves undone if it is going to wrap weights for fp8, to be gathered in eight bits.
+
+        - For mixed precision it converts all weights that are trained to fp32, after it has wrapped some. With
+          accelerate 1.15 what is inside a wrapper stays as it was, and a model in 16 bits fails, since FSDP2 wants one
+          dtype. So they are converted here.
+        - After each step it makes the scales of all weights. Those of weights that are loaded later, such as the best
+          ones at the end of a training, would be out of date. So they are dropped then, and made when weights are
+          gathered.
+        """
+        model, handler = trainer.model, handler_of(trainer.accelerator) if trainer.uses_liger else None
+        if handler is None or not (trainer.accelerator.is_fsdp2 and handler.config.enable_fsdp_float8_all_gather):
+            return
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            return  # by an earlier training; some weights may be gathered now, in 16 bits
+        for weight in model.parameters():
+            if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16):
+                weight.data = weight.data.to(torch.float32)
+        model.register_load_state_dict_post_hook(_drop_scales)
+
+
+def _check_recipe(args: Any) -> None:
+    given = f"fp8_recipe is {args.fp8_recipe!r}"
+    if str(args.mixed_precision) != "fp8" or not args.use_liger:
+        missing, mend = ("fp8 is false", "fp8") if args.use_liger else ("use_liger is False", "use_liger and fp8")
+        raise ValueError(f"{given}, and {missing}, so that it has no effect. Set {mend} to true, or remove fp8_recipe.")
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"{given}, which is a name of torchao's: pip install torchao. Or remove fp8_recipe.")
+    names = [recipe.value for recipe in importlib.import_module("torchao.float8").Float8LinearRecipeName]
+    if args.fp8_recipe not in names:
+        raise ValueError(f"{given}; expected one of {', '.join(map(repr, names))}.")
+
+
+def fault_of_device(device: torch.device) -> str | None:
+    """Why nothing should be trained in eight bits on `device`; None where it can be."""
+    return f"{device} is no GPU" if device.type == "cpu" else fault_of_gpu(device)
+
+
+def handler_of(accelerator: Any) -> Any:
+    """accelerate's settings of torchao's fp8, if it is going to convert models; None if it is not."""
+    return getattr(accelerator, "ao_recipe_handler", None) if str(accelerator.mixed_precision) == "fp8" else None
+
+
+def prepare(args: Any, accelerator: Any) -> None:
+    """Have accelerate convert with the recipe that `args` name, and gather weights in fp8 only where some are gathered.
+
+    What else its config says stays as far as the recipe allows. accelerate's default wraps each weight for gathering,
+    sharded or not. Without FSDP2 the wrapper is a new parameter, which the optimizer does not know: with accelerate
+    1.15, no layer in fp8 would be trained, without a sign.
+    """
+    handler, name = handler_of(accelerator), getattr(args, "fp8_recipe", None)
+    if handler is None:
+        return
+    config = before = handler.config
+    if name is not None:
+        config = importlib.import_module("torchao.float8").Float8LinearConfig.from_recipe_name(name)
+    by_tensor = config.cast_config_weight.scaling_granularity.value == "tensorwise"  # others cannot be gathered in fp8
+    gathers = before.enable_fsdp_float8_all_gather and by_tensor and accelerator.is_fsdp2
+    handler.config = replace(config, pad_inner_dim=before.pad_inner_dim, enable_fsdp_float8_all_gather=gathers)
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether `model` has adapters of PEFT, around it or inside."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def _refuse_elsewhere(trainer: Any, model: nn.Module) -> None:
+    args, base = trainer.args, base_model_of(model)
+    fault = fault_of_device(args.device)
+    quantised = any(getattr(base, name, False) for name in ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit"))
+    method = getattr(getattr(base, "quantization_method", None), "value", "a method of its own")
+    shards, one = "is to shard the weights of a model with adapters", "Train on one GPU or with DDP"
+    refused = (
+        (fault, fault, "Use bf16, or take a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell)"),
+        (getattr(trainer, "is_fsdp_enabled", False), f"FSDP (fsdp) {shards}", one),
+        (getattr(trainer, "is_deepspeed_enabled", False), f"DeepSpeed (deepspeed) {shards}", one),
+        (
+            quantised,
+            f"the base is quantised already ({method})",
+            "Load it in 16 bits (without load_in_4bit, load_in_8bit and quantization_config)",
+        ),
+        (
+            getattr(args, "use_vllm", False),
+            "use_vllm is True, for which TRL merges the adapters into the base in every step",
+            "Set use_vllm to False",
+        ),
+    )
+    for is_refused, what, mend in refused:
+        if is_refused:
+            raise ValueError(f"fp8 is asked for, but {what}. {mend}, or leave out fp8.")
+
+
+def _refuse_no_or_another_conversion(model: nn.Module, handler: Any) -> None:
+    """ValueError if accelerate would convert no layer to fp8, or anew those that were converted with another
+    config or filter. What an earlier trainer has converted in the same way may be converted again."""
+    chooses = handler.module_filter_func
+    if chooses is None:
+        ao = importlib.import_module("accelerate.utils.ao")
+        first_and_last = list(ao.find_first_last_linear_layers(model))
+        chooses = functools.partial(ao.filter_linear_layers, layers_to_filter=first_and_last)
+    chosen = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and chooses(m, name)}
+    converted = [name for name, module in model.named_modules() if nominated(module)]
+    if not chosen and not converted:
+        raise ValueError(
+            f"fp8 is asked for, but accelerate would convert no layer of {type(base_model_of(model)).__name__}: it "
+            "takes linear layers whose widths are multiples of 16, but for the first and the last. Leave out fp8."
+        )
+    others = [name for name, m in chosen.items() if not (nominated(m) and m.config == handler.config)]
+    if converted and others:
+        raise ValueError(
+            f"fp8 is asked for, and layers of the model are in torchao's fp8 already, such as {converted[0]}. When "
+            f"training starts, accelerate would convert {len(others)} layers to a config of its own, such as "
+            f"{others[0]}, whatever you have chosen for them. Leave out fp8 to train the layers as they are, or pass a "
+            "model that is not converted."
+        )
+
+
+def _drop_scales(model: nn.Module, incompatible_keys: Any) -> None:
+    for weight in model.parameters():
+        shard: Any = getattr(weight, "_local_tensor", None)
+        if hasattr(shard, "_precomputed_scale"):
+            shard._precomputed_scale = None

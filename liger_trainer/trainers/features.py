@@ -1,0 +1,110 @@
+"""All features of the trainers, and the two without an option of their own: filtering logged losses, and the report."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from liger_trainer._logging import logger
+from liger_trainer.feature import Feature
+from liger_trainer.fp8.feature import Fp8, Fp8Fields
+from liger_trainer.memory.feature import Checkpointing, MemoryFields
+from liger_trainer.optimizer_in_backward import InBackward, InBackwardFields
+from liger_trainer.patching.apply import swap_converted
+
+
+class LossFilter(Feature):
+    """Filters logged losses as `logging_nan_inf_filter` asks, without making the host wait for the GPU.
+
+    `Trainer` asks every loss whether it is NaN or infinite, and adds the mean of the losses before it in place of such
+    a one. For the answer the host waits for the GPU once per micro-batch. Here the device chooses between the two, and
+    the argument is off from the end of `training_step` to the call of `floating_point_ops`, which `Trainer` makes right
+    after it has added the loss. So nothing but its own two statements finds it off.
+    """
+
+    @contextmanager
+    def around_training(self, trainer: Any) -> Iterator[None]:
+        args, step, operations = trainer.args, trainer.training_step, trainer.floating_point_ops
+        if not (trainer.uses_liger and args.logging_nan_inf_filter):
+            yield
+            return
+
+        def filtered_step(*given: Any, **named: Any) -> torch.Tensor:
+            filter_on()  # a callback may have called it before
+            loss = step(*given, **named)  # a subclass that overrides it gets each loss as it is
+            in_place = all(trainer.__dict__.get(name) is method for name, method in ours.items())
+            if args.logging_nan_inf_filter and in_place:
+                steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+                loss = torch.where(torch.isfinite(loss), loss, trainer._tr_loss / steps)
+                args.logging_nan_inf_filter = None
+            return loss
+
+        def counted(*given: Any, **named: Any) -> Any:
+            filter_on()
+            return operations(*given, **named)
+
+        def filter_on() -> None:
+            if args.logging_nan_inf_filter is None:
+                args.logging_nan_inf_filter = True
+
+        ours = {"training_step": filtered_step, "floating_point_ops": counted}
+        before = {name: trainer.__dict__[name] for name in ours if name in trainer.__dict__}
+        trainer.__dict__.update(ours)
+        try:
+            yield
+        finally:
+            filter_on()
+            for name, method in ours.items():
+                if trainer.__dict__.get(name) is method:  # otherwise a callback has wrapped or removed it
+                    del trainer.__dict__[name]
+            trainer.__dict__.update(before)
+
+
+class Report(Feature):
+    """Writes `liger_report.json` into `output_dir`."""
+
+    def check_trainer(self, trainer: Any) -> None:
+        if trainer.liger_report is not None:
+            trainer.add_callback(_ReportCallback(trainer))
+
+
+class _ReportCallback(TrainerCallback):
+    """Writes the report when training starts, and when it ends what was chosen meanwhile."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Swap the fp8 layers that accelerate has made of linear ones since (`mixed_precision: fp8`), and write."""
+        trainer = self.trainer
+        if swap_converted(trainer.model, trainer.liger_report, getattr(args, "liger_config", None)):
+            if args.process_index == 0:
+                logger.info(trainer.liger_report.one_line())
+        self._write(args, state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.trainer.checkpointing is not None:
+            self._write(args, state)
+
+    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
+        report, chosen = self.trainer.liger_report, self.trainer.checkpointing
+        if state.is_world_process_zero and args.output_dir is not None:
+            report.checkpointing = None if chosen is None else chosen.to_dict()
+            os.makedirs(args.output_dir, exist_ok=True)
+            report.to_json(os.path.join(args.output_dir, "liger_report.json"))
+
+
+FEATURES: tuple[Feature, ...] = (Checkpointing(), LossFilter(), InBackward(), Fp8(), Report())
+
+
+@dataclass
+class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields):
+    """The fields of `FEATURES`."""
