@@ -12,7 +12,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -21,8 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from liger_trainer._logging import logger
 from liger_trainer.instance.report import Place
 
-if TYPE_CHECKING:
-    from liger_trainer.instance.guards import Guards
+
+class Rests(Protocol):
+    """What a method rests on: the guards of a proof."""
+
+    def broken(self, module: nn.Module) -> str | None:
+        """Why it does not hold for `module` now, or None."""
 
 
 def _nothing() -> None:
@@ -51,7 +55,7 @@ class Binding:
         function: Our method, unbound. `function.__name__` must be the name of the class's method that it replaces.
         slot (`str`): The attribute of the instance that holds the method.
         place (`Place`, *optional*): The module's place in a report, which is told when the method steps aside.
-        guards (`Guards`, *optional*): What the method rests on. Where it no longer holds, the method steps aside.
+        guards (`Rests`, *optional*): What the method rests on. Where it no longer holds, the method steps aside.
 
     Attributes:
         key (`str`): The key under which the `__dict__` of the instance has the binding a second time, where it stays
@@ -69,7 +73,7 @@ class Binding:
         function: Callable,
         slot: str = "forward",
         place: Place | None = None,
-        guards: "Guards | None" = None,
+        guards: Rests | None = None,
     ):
         self.function, self.slot, self.place, self.guards = function, slot, place, guards
         self.previous: Callable | None = None

@@ -9,33 +9,18 @@ layers really share their input: that they have the names of q, k and v only mak
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
-from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.lora.layers import LoRABinding, tensors_now
 from liger_trainer.lora.parts import Tensors
 from liger_triton.lora_linear import Float8Weight, LoRAGroup
 
-NAMES = ("q_proj", "k_proj", "v_proj")
 _PARAMETERS = (nn.Parameter, FakeTensor)  # a parameter without values has the second type
-
-
-def form_groups(model: nn.Module) -> None:
-    """Tell the swapped LoRA layers of each attention of each other, where all its bases have eight bits."""
-    for module in model.modules():
-        layers = [module._modules[name] for name in NAMES if module._modules.get(name) is not None]
-        bindings = [binding for layer in layers if isinstance(binding := Binding.of(layer), LoRABinding)]
-        bases = {type(layer._modules.get("base_layer", layer)) for layer in layers}
-        if len(bindings) > 1 and bases == {FrozenFloat8Linear}:
-            group = InputGroup(layers)
-            for binding in bindings:
-                binding.group = group
 
 
 class _Begun:
@@ -65,10 +50,10 @@ class _Begun:
 
 
 class InputGroup:
-    """Layers of one parent that nearly always get the same input."""
+    """Layers of one parent that nearly always get the same input. `tensors_now` finds what one of them multiplies."""
 
-    def __init__(self, layers: list[nn.Module]):
-        self.layers = layers
+    def __init__(self, layers: list[nn.Module], tensors_now: Callable[[nn.Module, torch.Tensor], Tensors | None]):
+        self.layers, self.tensors_now = layers, tensors_now
         self.begun: weakref.ref[_Begun] | None = None
 
     def output(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> torch.Tensor | None:
@@ -89,7 +74,7 @@ class InputGroup:
         """Compute the adapters of `layer` and of those that follow it; None where it has none to share with."""
         members = {}
         for other in self.layers[self.layers.index(layer) :]:
-            of_other = tensors if other is layer else tensors_now(other, x)
+            of_other = tensors if other is layer else self.tensors_now(other, x)
             weight, _, adapter = of_other or (None, None, None)
             if of_other and isinstance(weight, Float8Weight) and adapter and type(adapter[0]) in _PARAMETERS:
                 members[other] = of_other

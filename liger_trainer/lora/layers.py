@@ -12,7 +12,7 @@ or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own c
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from liger_trainer.instance.binding import Binding, is_bound, own_class
 from liger_trainer.instance.guards import code_guards_of
 from liger_trainer.instance.hooks import has_hooks, hook_on
 from liger_trainer.instance.kind import Kind, names_of
+from liger_trainer.lora.groups import InputGroup
 from liger_trainer.lora.parts import (
     Part,
     Tensors,
@@ -37,12 +38,11 @@ from liger_trainer.lora.parts import (
 )
 from liger_triton import lora_linear
 
-if TYPE_CHECKING:
-    from liger_trainer.lora.groups import InputGroup
-
 _CLASS = ("peft.tuners.lora.layer", "Linear")
 _BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
 _WIDTHS, _FLOAT8_WIDTHS, _RANK, _TOKENS = (6, 10), (16, 32), 3, 5  # of the small copy
+
+_GROUPED = ("q_proj", "k_proj", "v_proj")
 
 # The least product of tokens, width and width for which our function runs without autocast: 2048 tokens of a width of
 # 4096. With fewer, the GPU is done before the host has launched the next layer, and PEFT's own code, which multiplies
@@ -234,7 +234,19 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
 class LoRABinding(Binding):
     """What is bound to a LoRA layer. `group` has those that nearly always get its input, on bases of eight bits."""
 
-    group: "InputGroup | None" = None
+    group: InputGroup | None = None
+
+
+def form_groups(model: nn.Module) -> None:
+    """Tell the swapped LoRA layers of each attention of each other, where all its bases have eight bits."""
+    for module in model.modules():
+        layers = [module._modules[name] for name in _GROUPED if module._modules.get(name) is not None]
+        bindings = [binding for layer in layers if isinstance(binding := Binding.of(layer), LoRABinding)]
+        bases = {type(layer._modules.get("base_layer", layer)) for layer in layers}
+        if len(bindings) > 1 and bases == {FrozenFloat8Linear}:
+            group = InputGroup(layers, tensors_now)
+            for binding in bindings:
+                binding.group = group
 
 
 KIND = Kind(

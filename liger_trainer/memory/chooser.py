@@ -9,19 +9,47 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from liger_trainer._logging import logger
 from liger_trainer.memory import keep_attention, light, offload, outcome, switches
-from liger_trainer.memory.agreement import Ranks
 from liger_trainer.memory.memory import GIB, Memory, is_out_of_memory, limit_of
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.outcome import Outcome
 from liger_trainer.memory.plan import NOTHING, Call, Link, Seen, Size, Sizes, choose, sizes_of
-from liger_trainer.memory.tensors import tensors_in
 
 STAYS = 0.5  # of its hidden states: as many bytes of a layer on the host may stay on the GPU
 LESS = 0.98  # of the limit, after the allocator has run out of what it had cached
+
+
+class Ranks:
+    """All processes of the training.
+
+    They agree once in a micro-batch, through the host's network. The GPUs do not wait for that, and neither does the
+    host wait for its GPU: it needs the other hosts only, which issue their work at the same pace.
+    """
+
+    def __init__(self) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.group = dist.new_group(backend="gloo") if several else None
+
+    @property
+    def first(self) -> bool:
+        return self.group is None or dist.get_rank() == 0
+
+    def least(self, *numbers: int) -> tuple[int, ...]:
+        """The least of the numbers that all processes give in each place. All have to call this, with as many."""
+        if self.group is None:
+            return numbers
+        least = torch.tensor(numbers)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return tuple(least.tolist())
+
+    def close(self) -> None:
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
 
 class _MicroBatch:
@@ -156,7 +184,7 @@ class Chooser:
             raise
         self._mark(now)
         if now.offload is not None:
-            now.offload.returned(number, tensors_in(output))
+            now.offload.returned(number, switches.tensors_in(output))
         return output
 
     def _way(self, now: _MicroBatch, call: Call, switch: switches.Switch) -> str:

@@ -25,8 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from liger_trainer.instance.kept import Kept, hooks_in_force, how_modified, keep, unchanged
-from liger_trainer.memory.host_memory import HostMemory, Slot
-from liger_trainer.memory.tensors import tensors_in
+from liger_trainer.memory.memory import HostMemory, Slot
+from liger_trainer.memory.switches import tensors_in
 
 
 class _Storage:

@@ -5,11 +5,12 @@ A model of transformers that checkpoints its layers calls each through a functio
 hook is added, so that everything inside the layers stays as it is.
 """
 
+import collections
 import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -130,3 +131,14 @@ def longest_of(function: Callable[..., Any], args: tuple[Any, ...], hidden: torc
 def given(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that a layer is given."""
     return (*args, *getattr(function, "keywords", {}).values())
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """`value` itself if it is a tensor, or all tensors in a list, tuple, deque or dictionary, however deep they lie."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, collections.UserDict)):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, (tuple, list, collections.deque)):
+        for part in value:
+            yield from tensors_in(part)

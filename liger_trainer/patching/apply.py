@@ -18,7 +18,6 @@ from liger_trainer.instance.binding import Binding, bind, unbind
 from liger_trainer.instance.guards import Guards, NotProven
 from liger_trainer.instance.kind import Kind, Proven
 from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.lora import groups as lora_groups
 from liger_trainer.lora import layers as lora
 from liger_trainer.patching import experts, gated_norms, head, mlps, norms, rotary, varlen
 from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
@@ -69,7 +68,7 @@ def apply_liger(
     _unbind_all(model)
     with probe.isolated():
         _swap_kinds(model, report, wanted)
-        lora_groups.form_groups(model)
+        lora.form_groups(model)
         rotary.swap(model, report, wanted)
     head.swap(model, report, wanted, head_options)
     with probe.isolated():

@@ -17,7 +17,7 @@ from launching import shard_on_cpus
 from tiny_models import tiny_model
 
 from liger_trainer.memory import keep_attention
-from liger_trainer.memory.agreement import Ranks
+from liger_trainer.memory.chooser import Ranks
 from liger_trainer.memory.memory import RESERVE
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from liger_trainer.memory.host_memory import HostMemory
+from liger_trainer.memory.memory import HostMemory
 
 
 class CountedMemory(TorchDispatchMode):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from liger_trainer.memory.host_memory import HostMemory
+from liger_trainer.memory.memory import HostMemory
 from liger_trainer.memory.offload import Offload
 
 GPU = torch.device("cuda") if torch.cuda.is_available() else None

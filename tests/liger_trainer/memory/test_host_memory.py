@@ -5,9 +5,8 @@ import gc
 import pytest
 import torch
 
-from liger_trainer.memory import host_memory
-from liger_trainer.memory.host_memory import HostMemory, Transport, room_of
-from liger_trainer.memory.memory import GIB
+from liger_trainer.memory import memory as host_memory
+from liger_trainer.memory.memory import GIB, HostMemory, Transport, room_of
 
 
 def plain(size):
