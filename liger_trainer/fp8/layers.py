@@ -7,7 +7,7 @@ gathered so is multiplied with the bits and the scale that it arrives with.
 
 The formula is proven on a small copy with the instance's own config, on the CPU, where torchao multiplies in fp32
 (`emulate`). torchao's recipes are known: a scale for a whole tensor ("tensorwise", its default), and scales by row
-("rowwise", "rowwise_with_gw_hp"; `recipes.py`). Modules with another recipe keep their own code.
+("rowwise", "rowwise_with_gw_hp"). Modules with another recipe keep their own code.
 """
 
 import functools
@@ -20,13 +20,12 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from liger_trainer.fp8.recipes import form_of
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.guards import code_guards_of
 from liger_trainer.instance.hooks import has_hooks
 from liger_trainer.instance.kind import Kind, names_of
-from liger_triton.float8_cast import E4M3, MULTIPLE
+from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
 from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
 
 _CLASS = ("torchao.float8.float8_linear", "Float8Linear")
@@ -40,6 +39,16 @@ _GATHERED = ("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AliasBackward0")
 _KEEPS_ITS_RESULT = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
+
+# How a recipe casts each factor of the three products: (scaling type, granularity) of torchao
+_CASTS = (
+    "input", "input_for_grad_weight", "weight", "weight_for_grad_input", "grad_output", "grad_output_for_grad_weight",
+)  # fmt: skip
+_BY_ROW, _WHOLE, _LEFT = ("dynamic", "axiswise"), ("dynamic", "tensorwise"), ("disabled", "tensorwise")
+_TENSORWISE, _ROWWISE = dict.fromkeys(_CASTS, _WHOLE), dict.fromkeys(_CASTS, _BY_ROW)
+_GW_HP = _ROWWISE | {
+    "input_for_grad_weight": _LEFT, "weight_for_grad_input": _WHOLE, "grad_output_for_grad_weight": _LEFT,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,25 @@ def nominated(module: nn.Module) -> bool:
 def configs_of(model: nn.Module) -> list[Any]:
     """torchao's configs of the fp8 layers in `model`."""
     return [module.config for module in model.modules() if nominated(module)]
+
+
+def form_of(config: Any) -> Float8Form | Float8RowwiseForm | None:
+    """The form of the recipes "tensorwise", "rowwise" and "rowwise_with_gw_hp"; None if `config` is none of them."""
+    casts = {name: getattr(config, f"cast_config_{name}") for name in _CASTS}
+    kinds = {name: (cast.scaling_type.value, cast.scaling_granularity.value) for name, cast in casts.items()}
+    dtypes = {name: cast.target_dtype for name, cast in casts.items() if kinds[name] != _LEFT}
+    of_gradients = {dtypes.pop(name) for name in _CASTS[4:] if name in dtypes}
+    # Whether the sums of y, dx and dW may have fewer bits than fp32
+    products = (getattr(config, f"gemm_config_{name}") for name in ("output", "grad_input", "grad_weight"))
+    y, dx, dw = (bool(product.use_fast_accum) for product in products)
+    power_of_2 = bool(config.round_scales_to_power_of_2)
+    if set(dtypes.values()) != {E4M3}:
+        return None
+    if kinds == _TENSORWISE and of_gradients in ({E4M3}, {E5M2}):
+        return Float8Form(of_gradients.pop(), power_of_2, (y, dx, dw))
+    if kinds in (_ROWWISE, _GW_HP) and of_gradients == {E4M3}:
+        return Float8RowwiseForm(power_of_2, kinds == _GW_HP, (y, dx, dw))
+    return None
 
 
 def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:

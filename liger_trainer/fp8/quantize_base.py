@@ -2,16 +2,26 @@
 
 Each becomes a `FrozenFloat8Linear` in its place, so that half of its memory is free before the next one is looked at.
 What is trained or shared stays as it is.
+
+PEFT must not write to such a base, since what it writes would be lost. Its LoRA uses the weight of its base layer
+
+- to merge adapters into it: refused here;
+- to begin an adapter from it (PiSSA, OLoRA, CorDA, MiCA, LoftQ, orthogonal, LoRA-GA) or to change it (KaSA), which also
+  writes it: refused here for adapters that are added later. What a model had before its base was quantised stands;
+- to read it, for DoRA, or for its device and dtype when an adapter is added or loaded: works.
+
+All that is put on a model here is found by its name in a pickle, and is copied with the model.
 """
 
+import functools
 from collections import Counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from transformers.integrations import PeftAdapterMixin
 from transformers.pytorch_utils import Conv1D
 
-from liger_trainer.fp8 import adapter_guards
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 from liger_trainer.head.find import base_model_of, output_head
 from liger_trainer.head.module import modules_called_by
@@ -23,7 +33,7 @@ from liger_triton.float8_cast import MULTIPLE
 
 OPERATION = "frozen_float8"
 
-# PEFT's methods whose own code reads no weight of the base but by calls of its layers. LoRA's is in `adapter_guards`.
+# PEFT's methods whose own code reads no weight of the base but by calls of its layers. LoRA's is guarded, see `_guard`.
 KNOWN_METHODS = ("LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 
 _LORA = ("peft.tuners.lora.layer", "Linear")
@@ -33,6 +43,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _READ_BY_MIXERS = ("x_proj", "dt_proj", "out_proj")  # of state-space models such as Mamba, by kernels for the GPU
 _ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, and parts of the names of their owners
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_KNOWN_VARIANTS = ("DoraLinearVariant",)
+_KNOWN_INITS = (True, False, "gaussian", "eva")
+_MERGES = ("merge_and_unload", "merge_adapter")
 
 
 def quantize_base(model: nn.Module) -> OperationReport:
@@ -57,7 +71,7 @@ def quantize_base(model: nn.Module) -> OperationReport:
     owners = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
     found = _layers_of_base(base)
     for name, chain in found.items():
-        adapter_guards.refuse_merged(chain[-1], name)
+        _refuse_merged(chain[-1], name)
     for name, chain in found.items():
         linear = base.get_submodule(name)
         if linear in head:
@@ -75,7 +89,7 @@ def quantize_base(model: nn.Module) -> OperationReport:
             report.skipped[name] = reason
     report.swapped = quantized_before(model).swapped
     if report.swapped:
-        adapter_guards.guard(model)
+        _guard(model)
     return report
 
 
@@ -133,7 +147,7 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
     around = [module for module in chain if _is(module, _LAYER)]
     if around and (around != [parent] or names_of(own_class(parent)) != _LORA):
         return f"{'.'.join(names_of(own_class(around[0])))} of PEFT has code of its own for it"
-    if around and (variant := adapter_guards.unknown_variant(parent)) is not None:
+    if around and (variant := _unknown_variant(parent)) is not None:
         return f"its adapter is a LoRA variant ({variant}), which may read its weight"
     called, caller = name.split(".")[-2 if around else -1], chain[-2] if around else parent
     if called in _ROUTERS[0] or any(word in own_class(caller).__name__ for word in _ROUTERS[1]):
@@ -141,3 +155,89 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
     if called in _READ_BY_MIXERS and hasattr(caller, "ssm_state_size"):
         return "a state-space mixer hands its weight to a kernel, which would take numbers in 16 bits"
     return None
+
+
+def _guard(model: nn.Module) -> None:
+    """Have `model` refuse what would write to the weights of its base."""
+    base = base_model_of(model)
+    for layer in model.modules():
+        if type(layer._modules.get("base_layer")) is FrozenFloat8Linear:
+            layer.__dict__["merge"] = refuse_merge
+    tuner = model._modules.get("base_model")
+    if tuner is not None and hasattr(type(tuner), "inject_adapter"):
+        tuner.__dict__.update(dict.fromkeys(_MERGES, refuse_merge))
+        tuner.__dict__["inject_adapter"] = functools.partial(_inject_adapter, tuner)
+    for module in base.modules():  # also the decoder of a model, or its vision tower
+        if not any(type(part) is FrozenFloat8Linear for part in module.modules()):
+            continue
+        if isinstance(module, PeftAdapterMixin):  # transformers has a way of its own, past the tuner
+            module.__dict__["add_adapter"] = functools.partial(_add_adapter, module)
+        if hasattr(type(module), "save_pretrained") and module is not model:
+            module.__dict__["save_pretrained"] = refuse_saving  # with adapters inside, a model saves these alone
+
+
+def refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
+    """In the place of all methods of PEFT that add an adapter to the weights of the base."""
+    raise RuntimeError(
+        "The base of this model has eight bits (fp8), into which no adapter can be merged. Save the adapter, load the "
+        "original model in 16 bits, and merge there: PeftModel.from_pretrained(original, adapter).merge_and_unload(), "
+        "or liger-trainer merge."
+    )
+
+
+def refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
+    """In the place of the `save_pretrained` of the base, and of models that are parts of it."""
+    raise RuntimeError(
+        "The base of this model has eight bits (fp8), which transformers would load as if they were its weights. Save "
+        "the adapter, with the save_pretrained of the PEFT model or with trainer.save_model; the original model is "
+        "unchanged where it was loaded from."
+    )
+
+
+def _inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's `inject_adapter`, for adapters that do not begin from the weights of the base."""
+    _refuse_reading(model, tuner.peft_config[adapter_name], adapter_name)
+    return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
+
+
+def _add_adapter(model: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
+    """The `add_adapter` of transformers, for the same adapters. PEFT refuses most of the others, too, but when the
+    model has a part of them already."""
+    _refuse_reading(model, adapter_config, adapter_name or "default")
+    type(model).add_adapter(model, adapter_config, adapter_name)
+
+
+def _refuse_reading(model: nn.Module, config: Any, adapter_name: str) -> None:
+    """ValueError if an adapter of `config` begins from the weights of the base, or trains copies of its layers."""
+    begins = getattr(config, "init_lora_weights", True)
+    changes = getattr(config, "kasa_config", None) is not None
+    if begins not in _KNOWN_INITS or changes:
+        what = "kasa_config is set" if changes else f"init_lora_weights is {begins!r}"
+        raise ValueError(
+            f"{what} for the adapter {adapter_name!r}, which reads the weights of the base, but these have eight bits "
+            "(fp8). Add the adapter before the trainer is built, or set init_lora_weights to True."
+        )
+    for copied in getattr(config, "modules_to_save", None) or ():
+        for name, module in model.named_modules():
+            around = name.split(".") if type(module) is FrozenFloat8Linear else []
+            if any(".".join(around[: k + 1]).endswith(copied) for k in range(len(around))):
+                raise ValueError(
+                    f"modules_to_save has {copied!r} for the adapter {adapter_name!r}, which would train a copy of "
+                    f"{name}, but that has eight bits (fp8). Add the adapter before the trainer is built, or give it a "
+                    "LoRA there, by target_modules."
+                )
+
+
+def _unknown_variant(layer: nn.Module) -> str | None:
+    """The name of a variant of LoRA that an adapter of `layer` is, unless that is known to read no bits."""
+    names = [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
+    return next((name for name in names if name not in _KNOWN_VARIANTS), None)
+
+
+def _refuse_merged(layer: nn.Module, name: str) -> None:
+    """ValueError if `layer` holds the base layer `name`, and has an adapter merged into it."""
+    if getattr(layer, "merged_adapters", None):
+        raise ValueError(
+            f"The adapters {layer.merged_adapters} are merged into {name}, from which they could not be taken out in "
+            "eight bits. Call unmerge_adapter() before the trainer is built, or leave out fp8."
+        )

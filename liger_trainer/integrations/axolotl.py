@@ -12,8 +12,7 @@ except ImportError as error:
         "install axolotl` in the environment that trains."
     ) from error
 
-from liger_trainer.patching import apply_liger
-from liger_trainer.patching.config import check_config
+from liger_trainer.patching import apply_liger, check_config
 
 logger = logging.getLogger("axolotl.liger_trainer")  # Axolotl shows no more than warnings of others
 

@@ -1,28 +1,32 @@
 """`apply_liger` and `remove_liger`, which walk over the modules of a model and write the report.
 
 Each pattern that is recognised has a file in this folder. Where it is one kind of module, the file has a `KIND`, which
-is listed in `KINDS` here. Rotary functions and the LM head need more of the model than one module, so their files have
-a function `swap(model, report, wanted)`.
+is listed in `KINDS` here. Rotary functions and rows without padding need more of the model than one module, so their
+files have a function `swap(model, report, wanted)`.
 """
+
+import difflib
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.fp8 import layers as float8
 from liger_trainer.head.find import output_head
-from liger_trainer.head.install import remove_fused_head
+from liger_trainer.head.install import install_fused_head, remove_fused_head
 from liger_trainer.head.module import modules_called_by
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, bind, unbind
 from liger_trainer.instance.guards import Guards, NotProven
 from liger_trainer.instance.kind import Kind, Proven
-from liger_trainer.instance.report import LigerReport, Place
+from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
 from liger_trainer.lora import layers as lora
-from liger_trainer.patching import experts, gated_norms, head, mlps, norms, rotary, varlen
-from liger_trainer.patching.config import REBUILD_ABOVE_MIB, check_config
+from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
+from liger_trainer.patching import experts, gated_norms, mlps, norms, rotary, varlen
 
 KINDS: tuple[Kind, ...] = (norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, lora.KIND, float8.KIND)
+REBUILD_ABOVE_MIB = "rebuild_above_mib"
+_KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)
 _Proof = tuple[Proven | None, Guards | None, str | None]
 
 
@@ -70,7 +74,7 @@ def apply_liger(
         _swap_kinds(model, report, wanted)
         lora.form_groups(model)
         rotary.swap(model, report, wanted)
-    head.swap(model, report, wanted, head_options)
+    _swap_head(model, report, wanted, head_options)
     with probe.isolated():
         varlen.swap(model, report, wanted)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
@@ -149,6 +153,25 @@ def _swap_kinds(
                 operation.skipped[name] = reason
 
 
+def _swap_head(
+    model: nn.Module, report: LigerReport, wanted: dict[str, bool | float], options: HeadOptions | None = None
+) -> None:
+    """Install the fused head in `model`, or remove it where `wanted`, the checked config, switches it off."""
+    if not wanted["fused_linear_cross_entropy"]:
+        remove_fused_head(model)
+        return
+    head = output_head(model)
+    if head is None:
+        return
+    operation = report["fused_linear_cross_entropy"]
+    name = next((name for name, module in model.named_modules() if module is head), type(head).__name__)
+    reason = install_fused_head(model, options, Place(operation, name))
+    if reason is None:
+        operation.swapped[name] = "captured at the head"
+    else:
+        operation.skipped[name] = reason
+
+
 def prove_module(kind: Kind, module: nn.Module) -> _Proof:
     """(what the module was proven to compute, the guards of the proof, None), or why there is none."""
     if any(is_parametrized(part) for part in module.modules()):
@@ -159,3 +182,33 @@ def prove_module(kind: Kind, module: nn.Module) -> _Proof:
         return None, None, str(error)
     proven, reason = probe.attempt(kind.prove, module)
     return proven, guards, reason
+
+
+def check_config(config: dict | None) -> dict[str, bool | float]:
+    """Check a `liger_config` and fill in its defaults.
+
+    Args:
+        config (`dict`, *optional*): Operation -> bool, and `rebuild_above_mib` -> number. Keys that it leaves out have
+            their defaults.
+
+    Returns:
+        `dict`: Every operation and whether it is on, and `rebuild_above_mib`.
+
+    Raises:
+        ValueError: `config` is no dict, or has an unknown key (the message names the nearest known one), or the value
+            of an operation is no bool, or that of `rebuild_above_mib` no number of 0 or more.
+    """
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"liger_config is {config!r}; expected a dict such as {{'rope': False}}, or None.")
+    for key, value in (config or {}).items():
+        if key not in _KNOWN:
+            near = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"liger_config has the unknown key {key!r}; did you mean {near!r}? Known keys: {', '.join(_KNOWN)}."
+            )
+        if key == REBUILD_ABOVE_MIB:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"liger_config[{key!r}] is {value!r}; expected a number of MiB, 0 or more.")
+        elif not isinstance(value, bool):
+            raise ValueError(f"liger_config[{key!r}] is {value!r}; expected True or False.")
+    return dict.fromkeys(OPERATIONS, True) | {REBUILD_ABOVE_MIB: REBUILD_ABOVE_BYTES / 2**20} | (config or {})

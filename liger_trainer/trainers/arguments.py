@@ -48,6 +48,10 @@ class LigerArguments(FeatureFields, StockArguments):
         },
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._VALID_DICT_FIELDS = [*cls._VALID_DICT_FIELDS, "liger_config"]  # which may be JSON on a command line
+
     def __post_init__(self) -> None:
         for feature in FEATURES:
             feature.settle(self)

@@ -96,7 +96,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         return -outputs.log_probs  # type: ignore[operator]  # always asked for, so it is not None
 
     @classmethod
-    def _stock_class(cls) -> type:
+    def stock_class(cls) -> type:
         """The class of transformers or TRL that `cls` extends."""
         return next(base for base in cls.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
 
@@ -147,7 +147,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
 
     def _remembering(self, loader: DataLoader) -> DataLoader:
         """`loader`, of whose batches the host keeps what it needs to find their rows."""
-        if isinstance(loader, DataLoaderShard) and self._wants("varlen_attention"):
+        if isinstance(loader, DataLoaderShard) and self.wants_part("varlen_attention"):
             loader.base_dataloader.collate_fn = remembering(loader.base_dataloader.collate_fn)
         return loader
 
@@ -220,7 +220,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             stack.callback(self._runs.clear)
             return super().train(*args, **kwargs)
 
-    def _wants(self, part: str) -> bool:
+    def wants_part(self, part: str) -> bool:
         return bool(self.uses_liger and (getattr(self.args, "liger_config", None) or {}).get(part, True))
 
     def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
@@ -234,7 +234,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         changed = [feature.before_patch(model, self) for feature in FEATURES]
         self._patched.about_to_patch(model)
         config, unfused = getattr(self.args, "liger_config", None), None
-        if self._wants("fused_linear_cross_entropy") and (unfused := self._why_unfused(model)) is not None:
+        if self.wants_part("fused_linear_cross_entropy") and (unfused := self.why_unfused(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
         if self._splits_rows:
             config = (config or {}) | {"varlen_attention": False}
@@ -259,7 +259,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             )
         return bool(parallelism.cp_enabled)
 
-    def _why_unfused(self, model: nn.Module) -> str | None:
+    def why_unfused(self, model: nn.Module) -> str | None:
         """Why the loss needs the logits of `model`, so that its head stays as it is, or None if it needs none."""
         return None
 
@@ -334,5 +334,5 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         if self.head_is_ours and self._overrides_compute_loss:
             logger.info(self._ways_to_a_loss_of_logits())
         if self.head_is_ours and self.compute_loss_func is not None:
-            also = " and TRL's metrics cost a second forward" if self._stock_class() is not Trainer else ""
+            also = " and TRL's metrics cost a second forward" if self.stock_class() is not Trainer else ""
             logger.info(f"compute_loss_func gets logits, so they are built{also}. Override token_loss to avoid that.")

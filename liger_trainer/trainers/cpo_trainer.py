@@ -12,8 +12,6 @@ from liger_trainer.trainers.scored_pairs import LigerPairMixin
 class LigerCPOConfig(LigerArguments, CPOConfig):
     """[`~trl.experimental.cpo.CPOConfig`] with the fields of [`LigerArguments`], for [`LigerCPOTrainer`]."""
 
-    _VALID_DICT_FIELDS = [*CPOConfig._VALID_DICT_FIELDS, "liger_config"]
-
 
 class LigerCPOTrainer(LigerPairMixin, CPOTrainer):
     """[`~trl.experimental.cpo.CPOTrainer`] with the same losses, gradients and metrics, on fused kernels.

@@ -21,15 +21,13 @@ from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.find import head_reason, output_head
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
-from liger_trainer.trainers.trl import LigerTRLMixin, _NoAdapterIsRefused, with_globals
+from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals
 from liger_triton import linear_divergence
 
 
 @dataclass
 class LigerDistillationConfig(LigerArguments, DistillationConfig):
     """[`~trl.DistillationConfig`] with the fields of [`LigerArguments`], for [`LigerDistillationTrainer`]."""
-
-    _VALID_DICT_FIELDS = [*DistillationConfig._VALID_DICT_FIELDS, "liger_config"]
 
 
 class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
@@ -47,7 +45,6 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     """
 
     loss_hook = None
-    ignored_fields = ("label_smoothing_factor",)
 
     def _replaced_globals(self) -> dict[str, Any]:
         if not self.uses_liger:
@@ -59,8 +56,8 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
             return stock(teacher, accelerator)
 
         replaced: dict[str, Any] = {"prepare_deepspeed": patch_and_prepare}
-        if self._wants("fused_linear_cross_entropy"):
-            replaced |= {"BaseTunerLayer": _NoAdapterIsRefused, "PromptLearningConfig": _NoAdapterIsRefused}
+        if self.wants_part("fused_linear_cross_entropy"):
+            replaced |= {"BaseTunerLayer": NoAdapterIsRefused, "PromptLearningConfig": NoAdapterIsRefused}
         return replaced
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from trl import DPOConfig, DPOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 _SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in which TRL reads label_smoothing
@@ -19,8 +18,6 @@ _SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # the loss types in w
 @dataclass
 class LigerDPOConfig(LigerArguments, DPOConfig):
     """[`~trl.DPOConfig`] with the fields of [`LigerArguments`], for [`LigerDPOTrainer`]."""
-
-    _VALID_DICT_FIELDS = [*DPOConfig._VALID_DICT_FIELDS, "liger_config"]
 
 
 class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
@@ -52,7 +49,6 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     loss_hook = "pair_loss"
     pair_columns: tuple[str, ...] = ()
     gives_token_predictions = True
-    ignored_fields = ("label_smoothing_factor",)  # it is for the labels of tokens; label_smoothing is for pairs
     args: DPOConfig
     data_collator: Callable[[list], dict[str, Any]]
     loss_types: list[str]
@@ -77,11 +73,6 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     @property
     def has_own_loss(self) -> bool:
         return type(self).pair_loss is not LigerDPOTrainer.pair_loss
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        if self.ref_model is None:  # the model is the reference, without its adapter
-            give_weights_of_first_process(self.model, self.accelerator)
-        return super()._precompute_ref_logps(*args, **kwargs)
 
     def compute_loss(
         self,

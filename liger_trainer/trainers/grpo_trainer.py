@@ -13,8 +13,6 @@ from liger_trainer.trainers.trl import LigerTRLMixin
 class LigerGRPOConfig(LigerArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the fields of [`LigerArguments`], for [`LigerGRPOTrainer`]."""
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "liger_config"]
-
 
 class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] with the same losses, gradients and metrics, on fused kernels.
@@ -29,7 +27,6 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
     """
 
     loss_hook = None
-    ignored_fields = ("label_smoothing_factor",)
     args: GRPOConfig
 
     def _finish_init(self) -> None:

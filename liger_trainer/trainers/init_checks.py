@@ -39,12 +39,12 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
                 "would go on computing with the kernels. Load the model anew, or call remove_liger(model) first."
             )
         return
-    if trainer._wants("fused_linear_cross_entropy") and output_head(model) is None:
+    if trainer.wants_part("fused_linear_cross_entropy") and output_head(model) is None:
         raise ValueError(
             f"use_liger=True swaps the loss for a fused LM head, but {head_reason(model)}. For such a model set "
             'liger_config={"fused_linear_cross_entropy": false}, or use_liger=False.'
         )
-    if trainer.has_own_loss and not trainer._wants("fused_linear_cross_entropy"):
+    if trainer.has_own_loss and not trainer.wants_part("fused_linear_cross_entropy"):
         raise ValueError(
             f"{name} overrides {trainer.loss_hook}, which needs the fused LM head, but liger_config has "
             "fused_linear_cross_entropy: false. Remove that entry."
@@ -58,7 +58,7 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
     if args.use_liger_kernel:
         raise ValueError(
             "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. Remove "
-            f"use_liger_kernel, or use {trainer._stock_class().__name__}."
+            f"use_liger_kernel, or use {trainer.stock_class().__name__}."
         )
 
 
@@ -112,7 +112,7 @@ def what_token_loss_gets(trainer: Any) -> str:
 def refuse_a_model_unfit_for_own_loss(trainer: Any) -> None:
     """ValueError if the model keeps its plain head, or if its labels are not those that `token_loss` is to score."""
     name = type(trainer).__name__
-    if (why := trainer._why_unfused(trainer.model)) is not None:
+    if (why := trainer.why_unfused(trainer.model)) is not None:
         raise ValueError(
             f"{name} overrides {trainer.loss_hook}, which needs the fused LM head, but {why}. Override compute_loss "
             "instead."
@@ -130,7 +130,7 @@ def refuse_token_predictions(trainer: Any) -> None:
     if not trainer.gives_token_predictions:
         why = f"{type(trainer).__name__} does not compute metrics of tokens"
     elif not trainer.head_is_ours:
-        unfused = None if trainer.liger_report is None else trainer._why_unfused(trainer.model)
+        unfused = None if trainer.liger_report is None else trainer.why_unfused(trainer.model)
         why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
     elif (other := _why_not_next_tokens(trainer.model)) is not None:
         why = f"{other}, whose labels are not the tokens that follow"

@@ -8,15 +8,12 @@ from torch import nn
 from trl import KTOConfig, KTOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 
 @dataclass
 class LigerKTOConfig(LigerArguments, KTOConfig):
     """[`~trl.KTOConfig`] with the fields of [`LigerArguments`], for [`LigerKTOTrainer`]."""
-
-    _VALID_DICT_FIELDS = [*KTOConfig._VALID_DICT_FIELDS, "liger_config"]
 
 
 class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
@@ -34,12 +31,6 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
 
     loss_hook = None
     gives_token_predictions = True
-    ignored_fields = ("label_smoothing_factor",)
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        if self.ref_model is None:  # the model is the reference, without its adapter
-            give_weights_of_first_process(self.model, self.accelerator)
-        return super()._precompute_ref_logps(*args, **kwargs)
 
     def compute_loss(
         self,

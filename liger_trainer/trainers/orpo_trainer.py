@@ -13,8 +13,6 @@ from liger_trainer.trainers.scored_pairs import LigerPairMixin
 class LigerORPOConfig(LigerArguments, ORPOConfig):
     """[`~trl.experimental.orpo.ORPOConfig`] with the fields of [`LigerArguments`], for [`LigerORPOTrainer`]."""
 
-    _VALID_DICT_FIELDS = [*ORPOConfig._VALID_DICT_FIELDS, "liger_config"]
-
 
 class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
     """[`~trl.experimental.orpo.ORPOTrainer`] with the same losses, gradients and metrics, on fused kernels.

@@ -12,8 +12,6 @@ from liger_trainer.trainers.trl import LigerTRLMixin
 class LigerRLOOConfig(LigerArguments, RLOOConfig):
     """[`~trl.RLOOConfig`] with the fields of [`LigerArguments`], for [`LigerRLOOTrainer`]."""
 
-    _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "liger_config"]
-
 
 class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
     """[`~trl.RLOOTrainer`] with the same losses, gradients and metrics, on fused kernels.
@@ -26,4 +24,3 @@ class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
     """
 
     loss_hook = None
-    ignored_fields = ("label_smoothing_factor",)

@@ -125,7 +125,6 @@ class LigerPairMixin(LigerTRLMixin):
     In `_chosen_labels`, a subclass says which tokens of the chosen rows the likelihood term may ask for.
     """
 
-    ignored_fields = ("label_smoothing_factor",)
     padding_value: int | None
 
     def __init__(
@@ -143,7 +142,7 @@ class LigerPairMixin(LigerTRLMixin):
             kwargs["quantization_config"] = quantization_config
         elif quantization_config is not None:
             raise ValueError(
-                f"quantization_config is {type(quantization_config).__name__}, which {self._stock_class().__name__} "
+                f"quantization_config is {type(quantization_config).__name__}, which {self.stock_class().__name__} "
                 "does not take. Load the model with it (AutoModelForCausalLM.from_pretrained(..., "
                 "quantization_config=...)) and pass the model."
             )
@@ -155,7 +154,7 @@ class LigerPairMixin(LigerTRLMixin):
     def _replaced_globals(self) -> dict[str, Any]:
         return {}
 
-    def _why_unfused(self, model: nn.Module) -> str | None:
+    def why_unfused(self, model: nn.Module) -> str | None:
         if self.is_encoder_decoder:
             name = type(base_model_of(model)).__name__
             return f"{name} is an encoder-decoder model, whose pairs are scored from logits"

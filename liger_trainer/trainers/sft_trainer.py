@@ -19,8 +19,6 @@ from liger_trainer.trainers.trl import LigerTRLMixin
 class LigerSFTConfig(LigerArguments, SFTConfig):
     """[`~trl.SFTConfig`] with the fields of [`LigerArguments`], for [`LigerSFTTrainer`]."""
 
-    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "liger_config"]
-
 
 class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] with the same losses, gradients and metrics, on fused kernels.
@@ -32,6 +30,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     """
 
     gives_token_predictions = True
+    ignored_fields = ()
     # This one warns of full logits and of a second forward pass.
     untrue_warnings = ("`label_smoothing_factor` is deprecated in `SFTTrainer`",)
     args: SFTConfig

@@ -21,8 +21,6 @@ from liger_trainer.trainers.patched_models import PatchedModels
 class LigerTrainingArguments(LigerArguments, TrainingArguments):
     """[`~transformers.TrainingArguments`] with the fields of [`LigerArguments`], for [`LigerTrainer`]."""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "liger_config"]
-
 
 class LigerTrainer(LigerTrainerMixin, Trainer):
     """[`~transformers.Trainer`] with the same losses, gradients and metrics, on fused kernels.
@@ -52,7 +50,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         self._apply_liger(model)
         return model
 
-    def _why_unfused(self, model: nn.Module) -> str | None:
+    def why_unfused(self, model: nn.Module) -> str | None:
         return why_peft_needs_logits(model)
 
     def compute_loss(

@@ -32,11 +32,23 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import apply_liger
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
-from liger_trainer.trainers.own_logits import differs_from_trl
 from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
 
+# Models whose own logits differ from TRL's fused head, which multiplies the hidden states of the backbone with the
+# weight of the head, and scales and caps the result by fields of the config. A test scores every model type of
+# transformers by both, and finds this list.
+OTHER_LOGITS = frozenset(
+    "bert big_bird camembert chameleon data2vec-text electra ernie inkling_text megatron-bert modernbert-decoder "
+    "prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl "
+    "xlstm xmod".split()
+)
+NOT_APPLIED = {  # a field of the text config that TRL applies and the model does not
+    "aya_vision": "logit_scale", "cohere2_vision": "logit_scale", "mpt": "logit_scale",
+    "gemma3": "final_logit_softcapping", "shieldgemma2": "final_logit_softcapping",
+}  # fmt: skip
 
-class _NoAdapterIsRefused:
+
+class NoAdapterIsRefused:
     """Takes the place of classes of PEFT for which TRL checks with `isinstance`. Nothing is an instance of it.
 
     TRL refuses a PEFT layer as the LM head because its fused head reads `lm_head.weight`. Ours calls the module.
@@ -145,6 +157,13 @@ def _naming_columns(given: dict[str, Any]) -> Iterator[None]:
         raise
 
 
+def differs_from_trl(model: nn.Module) -> bool:
+    """Whether the own forward of `model` computes logits that differ from TRL's fused head."""
+    config = base_model_of(model).config
+    field = NOT_APPLIED.get(config.model_type, "")
+    return config.model_type in OTHER_LOGITS or getattr(config.get_text_config(), field, None) not in (None, 1)
+
+
 class LigerTRLMixin(LigerTrainerMixin):
     """Patches the models of a TRL trainer while it is built. It goes before the stock class:
 
@@ -165,22 +184,22 @@ class LigerTRLMixin(LigerTrainerMixin):
             fused head.
     """
 
-    ignored_fields: tuple[str, ...] = ()
+    ignored_fields: tuple[str, ...] = ("label_smoothing_factor",)
     untrue_warnings: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock_init = super().__init__
         given = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
         config: Any = given.get("args")
-        self.args = config  # `uses_liger` and `_wants` read it
+        self.args = config  # `uses_liger` and `wants_part` read it
         if self.uses_liger:
             self._refuse_compute_loss_func(kwargs, stock_init)
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
-            module = sys.modules[self._stock_class().__module__]
+            module = sys.modules[self.stock_class().__module__]
             replaced = _for_fsdp(module) | self._replaced_globals()
             with replaced_in(module, replaced), warnings.catch_warnings():
-                if self._wants("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
+                if self.wants_part("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
                     for beginning in self.untrue_warnings:
                         warnings.filterwarnings("ignore", re.escape(beginning))
                 with _naming_columns(given):
@@ -193,9 +212,9 @@ class LigerTRLMixin(LigerTrainerMixin):
         """The globals of the stock trainer's module to replace while the stock `__init__` runs, and by what."""
         if not self.uses_liger:
             return {}
-        if self._wants("fused_linear_cross_entropy"):
-            return {"add_fused_lm_head": self._add_fused_lm_head, "BaseTunerLayer": _NoAdapterIsRefused}
-        stock = vars(sys.modules[self._stock_class().__module__]).get("add_fused_lm_head")
+        if self.wants_part("fused_linear_cross_entropy"):
+            return {"add_fused_lm_head": self._add_fused_lm_head, "BaseTunerLayer": NoAdapterIsRefused}
+        stock = vars(sys.modules[self.stock_class().__module__]).get("add_fused_lm_head")
         if stock is None:
             return {}
 
@@ -214,13 +233,13 @@ class LigerTRLMixin(LigerTrainerMixin):
     ) -> None:
         if (why := why_peft_needs_logits(self.model)) is not None:
             raise ValueError(
-                f"{self._stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
+                f"{self.stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
                 "LigerTrainer, or another adapter, such as PromptTuningConfig."
             )
         self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
         if self.args.process_index == 0 and differs_from_trl(model):
             logger.warning_once(
-                f"{self._stock_class().__name__} of trl {trl.__version__} computes other logits than "
+                f"{self.stock_class().__name__} of trl {trl.__version__} computes other logits than "
                 f"{type(base_model_of(model)).__name__}, which does more to its hidden states than to multiply them "
                 "with the weight of its head. Here the model's own forward runs, so losses differ from the stock "
                 "trainer's: docs/trainers.md."
@@ -243,7 +262,7 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     def _without_head(self, model: nn.Module, options: HeadOptions) -> None:
         """Give `model` TRL's own fused head, because TRL's trainers go on calling it with `fused_lm_head=True`."""
-        add_fused_lm_head = vars(sys.modules[self._stock_class().__module__]).get("add_fused_lm_head")
+        add_fused_lm_head = vars(sys.modules[self.stock_class().__module__]).get("add_fused_lm_head")
         if add_fused_lm_head is None or hasattr(model.forward, STANDS_IN):
             return
         inner = model.forward
@@ -260,20 +279,26 @@ class LigerTRLMixin(LigerTrainerMixin):
         """ValueError that says what to do, where the stock trainer would only say that it knows no such argument."""
         if "compute_loss_func" in kwargs and "compute_loss_func" not in inspect.signature(stock_init).parameters:
             raise ValueError(
-                f"compute_loss_func is not an argument of {self._stock_class().__name__}, whose loss is not a "
+                f"compute_loss_func is not an argument of {self.stock_class().__name__}, whose loss is not a "
                 f"function of logits and labels. Override {self.loss_hook or 'compute_loss'} instead."
             )
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """What DPO and KTO compute before they train. Without a reference, the model without its adapter is one."""
+        if self.ref_model is None:
+            give_weights_of_first_process(self.model, self.accelerator)
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def _finish_init(self) -> None:
         for name in self.ignored_fields:
             if self.uses_liger and (value := getattr(self.args, name)):
                 other = ", or set label_smoothing instead" if hasattr(self.args, "label_smoothing") else ""
                 raise ValueError(
-                    f"{name} is {value}, which {self._stock_class().__name__} does not use. Remove it{other}."
+                    f"{name} is {value}, which {self.stock_class().__name__} does not use. Remove it{other}."
                 )
         if self.loss_hook != "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss:
             raise ValueError(
-                f"{type(self).__name__} overrides token_loss, which {self._stock_class().__name__} never calls. "
+                f"{type(self).__name__} overrides token_loss, which {self.stock_class().__name__} never calls. "
                 + (f"Override {self.loss_hook} instead." if self.loss_hook else "Override compute_loss instead.")
             )
         super()._finish_init()

@@ -16,7 +16,7 @@ from trl_trainers import one, ours
 
 from liger_trainer._logging import logger
 from liger_trainer.head.install import install_fused_head
-from liger_trainer.trainers.own_logits import NOT_APPLIED, OTHER_LOGITS, differs_from_trl
+from liger_trainer.trainers.trl import NOT_APPLIED, OTHER_LOGITS, differs_from_trl
 
 SECTION = (ROOT / "docs" / "trainers.md").read_text().partition("## Where losses differ")[2].partition("\n## ")[0]
 QUICK = ("llama", "granite", "gemma2", "gemma3", "modernbert-decoder", "opt", "gemma3_text")
