@@ -25,6 +25,7 @@ from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.guards import code_guards_of
 from liger_trainer.instance.hooks import has_hooks
 from liger_trainer.instance.kind import Kind, names_of
+from liger_trainer.memory.rebuild import is_rebuildable
 from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
 from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
 
@@ -177,7 +178,7 @@ def build(proven: Float8) -> Callable:
         weight, bits_of = (None, None) if own else _weight_of(self)
         if weight is None or not _computes(self, input, weight):
             return type(self).forward(self, input, *args, **kwargs)
-        keeps_input = hasattr(input, "_liger_rebuilt") or _attention_keeps(input)
+        keeps_input = is_rebuildable(input) or _attention_keeps(input)
         given = shared_input(input, form, keeps_input, alone=has_hooks(self))
         return float8_linear(input, weight, self.bias, given=given, bits_of=bits_of)
 

@@ -89,6 +89,11 @@ def rebuildable(
     return tensor
 
 
+def is_rebuildable(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has the note of `rebuildable`."""
+    return hasattr(tensor, "_liger_rebuilt")
+
+
 def _applies(tensor: torch.Tensor) -> bool:
     """Whether what autograd keeps of `tensor` is ours to decide."""
     return not torch.compiler.is_compiling() and tensor.requires_grad and not _other_hooks_active()
@@ -136,7 +141,7 @@ def forward_rebuilding(forward: Callable) -> Callable:
     def call(self, *args, **kwargs):
         if not torch.compiler.is_compiling():
             for given in (*args, *kwargs.values()):
-                if isinstance(given, torch.Tensor) and hasattr(given, "_liger_rebuilt"):
+                if isinstance(given, torch.Tensor) and is_rebuildable(given):
                     with rebuilding(given, self):
                         return forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)

@@ -325,8 +325,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             feature.check_trainer(self)
         if self.has_own_loss:
             self._refuse_a_second_loss()
-            init_checks.refuse_unknown_outputs(self)
-            init_checks.refuse_a_model_unfit_for_own_loss(self)
+            init_checks.refuse_unfit_for_own_loss(self)
         if self._wants_tokens:
             self._refuse_token_predictions()
         if self.uses_liger:

@@ -81,7 +81,6 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        model = self._gathering_predictions(model)
         if self.has_own_loss and self.head_is_ours:
             return self._own_loss(model, inputs, return_outputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -85,8 +85,9 @@ def refuse_a_second_loss(trainer: Any) -> None:
             )
 
 
-def refuse_unknown_outputs(trainer: Any) -> None:
-    """ValueError if `token_outputs` is no tuple of names, or has a name that `FusedLMOutput` does not have."""
+def refuse_unfit_for_own_loss(trainer: Any) -> None:
+    """ValueError if `token_outputs` has an unknown name, if the model keeps its plain head, or if its labels are not
+    those that `token_loss` is to score."""
     names, known = trainer.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
     if isinstance(names, str):
         raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
@@ -96,21 +97,6 @@ def refuse_unknown_outputs(trainer: Any) -> None:
             raise ValueError(
                 f"token_outputs has the unknown name {name!r}; did you mean {near!r}? Known names: {', '.join(known)}."
             )
-
-
-def what_token_loss_gets(trainer: Any) -> str:
-    """What to say where `token_loss` has read an output that is not there."""
-    others = [name for name in (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS) if name != "log_probs"]
-    return (
-        f"{type(trainer).__name__} overrides token_loss, whose outputs have log_probs, label_mask and what "
-        f"token_outputs names, which is {trainer.token_outputs!r}. Name there what token_loss reads, any of "
-        f"{', '.join(others)}. There are no logits: a loss that needs them overrides compute_loss and calls "
-        "model(..., skip_logits=False)."
-    )
-
-
-def refuse_a_model_unfit_for_own_loss(trainer: Any) -> None:
-    """ValueError if the model keeps its plain head, or if its labels are not those that `token_loss` is to score."""
     name = type(trainer).__name__
     if (why := trainer.why_unfused(trainer.model)) is not None:
         raise ValueError(
@@ -122,6 +108,17 @@ def refuse_a_model_unfit_for_own_loss(trainer: Any) -> None:
             f"{name} overrides token_loss, which scores each label as the token that follows, but {why}, and its "
             "labels would be off by one. Override compute_loss instead."
         )
+
+
+def what_token_loss_gets(trainer: Any) -> str:
+    """What to say where `token_loss` has read an output that is not there."""
+    others = [name for name in (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS) if name != "log_probs"]
+    return (
+        f"{type(trainer).__name__} overrides token_loss, whose outputs have log_probs, label_mask and what "
+        f"token_outputs names, which is {trainer.token_outputs!r}. Name there what token_loss reads, any of "
+        f"{', '.join(others)}. There are no logits: a loss that needs them overrides compute_loss and calls "
+        "model(..., skip_logits=False)."
+    )
 
 
 def refuse_token_predictions(trainer: Any) -> None:

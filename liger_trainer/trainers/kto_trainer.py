@@ -1,10 +1,7 @@
 """`LigerKTOTrainer`: `trl.KTOTrainer` with our fused head in the place of TRL's own."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import nn
 from trl import KTOConfig, KTOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
@@ -31,12 +28,3 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
 
     loss_hook = None
     gives_token_predictions = True
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        return super().compute_loss(self._gathering_predictions(model), inputs, return_outputs, num_items_in_batch)

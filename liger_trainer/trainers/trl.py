@@ -283,6 +283,9 @@ class LigerTRLMixin(LigerTrainerMixin):
                 f"function of logits and labels. Override {self.loss_hook or 'compute_loss'} instead."
             )
 
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(self._gathering_predictions(model), *args, **kwargs)
+
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """What DPO and KTO compute before they train. Without a reference, the model without its adapter is one."""
         if self.ref_model is None:
