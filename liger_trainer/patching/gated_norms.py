@@ -55,11 +55,6 @@ def nominated(module: nn.Module) -> bool:
     return looks_like_a_norm(module) and len(probe.inputs_of(type(module).forward) or ()) == 2
 
 
-def guessed_operation(module: nn.Module) -> str:
-    """The operation under which a norm with a gate is reported that could not be proven."""
-    return GatedNorm.operation
-
-
 def prove(module: nn.Module) -> tuple[GatedNorm | None, str | None]:
     """(what this norm computes, None), or (None, why it is none of ours)."""
     forward = type(module).forward
@@ -104,4 +99,4 @@ def build(norm: GatedNorm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable
     return forward
 
 
-KIND = Kind(nominated, prove, build, guessed_operation, rebuilds=True)
+KIND = Kind(nominated, prove, build, lambda module: GatedNorm.operation, rebuilds=True)

@@ -5,6 +5,10 @@ one with the model's own code and one with ours. The logits of real tokens, the 
 must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or whose loss
 counts padding, shows it there. Packed rows take our attention too if a packed row agrees with the padded batch that has
 the same rows.
+
+Where nothing is installed, packed rows may see each other. Some models keep them apart, others do not, and none says
+so. transformers finds them by `position_ids` that start anew, where a model hands these to the function that makes
+masks. Models with a state (Mamba) or with masks of their own have no such place.
 """
 
 from typing import Any
@@ -24,6 +28,9 @@ OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
+_PACKED = (7, 5, 11)
+_MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
 
 
 def swap(model, report, wanted: dict) -> None:
@@ -144,3 +151,39 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
 def _asks_for_routers(model) -> dict[str, bool]:
     """For a mixture of experts, that the loss which balances them is computed too."""
     return {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
+
+
+def why_rows_mix(model) -> str | None:
+    """Why packed rows would see each other in `model`, or None where they do not, or where it cannot be shown.
+
+    It is shown on a small copy with random weights: a packed row is compared with its rows one by one.
+    """
+    model = base_model_of(model)
+    backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
+        return None
+    ours = padding.BackboneBinding.of(backbone)
+    if ours is not None and not ours.aside:
+        return None
+    with probe.isolated():
+        apart, _ = probe.attempt(_rows_stay_apart, backbone)
+    if apart is not False:
+        return None
+    return f"in {type(model).__name__} with attn_implementation={attention!r}, packed rows see each other"
+
+
+def _rows_stay_apart(backbone) -> tuple[bool, None]:
+    copy = small_copy(backbone, probe.SEED, backbone.config._attn_implementation).eval()
+    generator = probe.generator()
+    rows = [torch.randint(3, 40, (1, length), generator=generator) for length in _PACKED]
+    row = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(_PACKED))
+    offsets = torch.tensor((0, *_PACKED)).cumsum(0).int()
+    packed = {  # as TRL's collator gives it
+        "input_ids": torch.cat(rows, 1), "position_ids": torch.cat([torch.arange(n) for n in _PACKED])[None],
+        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": max(_PACKED),
+        "max_length_k": max(_PACKED), "seq_idx": row[None],
+    }  # fmt: skip
+    with torch.no_grad():
+        one_by_one = torch.cat([copy(input_ids=ids, use_cache=False)[0] for ids in rows], 1)
+        return probe.same(copy(**packed, use_cache=False)[0], one_by_one, _MIXED_RTOL), None

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.patching.packing import why_rows_mix
+from liger_trainer.patching.varlen import why_rows_mix
 from liger_trainer.world import fault_of_world
 
 IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
