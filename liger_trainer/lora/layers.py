@@ -127,7 +127,7 @@ def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
                 copy = _small_copy(layer, source, dtype, widths)
                 probe.set_training(copy, training)
                 x = probe.randn((2, _TOKENS, widths[0]), source, dtype).requires_grad_()
-                torch.manual_seed(probe.SEED)  # of the dropout, which draws from the global generator
+                torch.default_generator.manual_seed(probe.SEED)  # of the dropout, and of no GPU
                 y = forward(copy, x)
                 leaves = [x, *(p for p in copy.parameters() if p.requires_grad)]
                 dy = probe.randn((2, _TOKENS, widths[1]), source, dtype)

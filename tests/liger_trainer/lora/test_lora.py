@@ -48,6 +48,17 @@ def assert_same(got, want, rtol=1e-5):
         assert (got[name] - w).norm() <= rtol * w.norm() + 1e-7, name
 
 
+def test_a_proof_seeds_no_generator_of_a_gpu(monkeypatch):
+    """What a layer draws in training would depend on the seed of the proof, and not on the user's."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    model = peft_model(lora_dropout=0.1)
+    seeded.clear()
+    state = torch.get_rng_state()
+    only_lora(model, mlp=True)
+    assert not seeded and torch.equal(torch.get_rng_state(), state)
+
+
 def beside_stock(change=lambda model: None, before=False, rtol=1e-5, mlp=False, **options):
     """The report of a patched model whose step is that of stock. `change` is done to both, before or after patching."""
     stock, model = peft_model(**options), peft_model(**options)
