@@ -1,6 +1,5 @@
 """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -236,7 +235,10 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         config, unfused = getattr(self.args, "liger_config", None), None
         if self.wants_part("fused_linear_cross_entropy") and (unfused := self.why_unfused(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
-        if self._splits_rows:
+        parallelism = self.accelerator.parallelism_config
+        if (
+            parallelism is not None and parallelism.cp_enabled
+        ):  # each GPU has a part of every row, and attention of its own
             config = (config or {}) | {"varlen_attention": False}
         self.liger_report = apply_liger(model, config, head_options=options)
         for operations in changed:
@@ -248,16 +250,6 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             self._patched.remember(model, options or HeadOptions(), instead=self.model_init is not None)
         if self.args.process_index == 0:
             logger.info(self.liger_report.one_line())
-
-    @property
-    def _splits_rows(self) -> bool:
-        """Whether context parallelism gives each GPU a part of every row: attention is then that of its own."""
-        parallelism = getattr(self.args, "parallelism_config", None)
-        if parallelism is None:  # accelerate reads it from the environment, where its launcher has put it
-            return os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true" and (
-                os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1"
-            )
-        return bool(parallelism.cp_enabled)
 
     def why_unfused(self, model: nn.Module) -> str | None:
         """Why the loss needs the logits of `model`, so that its head stays as it is, or None if it needs none."""

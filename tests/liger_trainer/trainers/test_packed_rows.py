@@ -1,10 +1,10 @@
 """Packed rows in the trainers: beside TRL's own, and refused where they would see each other."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from datasets import Dataset
 from tiny_models import ragged_rows, text_rows, tiny_model, tiny_tokenizer
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -94,14 +94,16 @@ def test_so_are_flattened_ones(tmp_path):
         LigerTrainer(model=tiny_model("gpt_oss"), args=args, **given)
 
 
-def test_context_parallelism_splits_rows_itself(tmp_path):
+@pytest.mark.parametrize("split", [True, False])
+def test_context_parallelism_splits_rows_itself(split, tmp_path, monkeypatch):
     """Its collectives are SDPA's, for which `Trainer` looks at `attn_implementation`."""
+
+    class Split(LigerTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            monkeypatch.setattr(type(self.accelerator), "parallelism_config", ParallelismConfig(cp_size=1 + split))
+
     model = tiny_model("llama")
     model.set_attn_implementation("sdpa")
-    args = LigerTrainingArguments(**options_of(tmp_path), liger_config={"varlen_attention": True})
-    args.parallelism_config = SimpleNamespace(cp_enabled=True)
-    trainer = LigerTrainer.__new__(LigerTrainer)
-    trainer.args = args
-    assert trainer._splits_rows
-    args.parallelism_config = None
-    assert not trainer._splits_rows
+    trainer = Split(model=model, args=LigerTrainingArguments(**options_of(tmp_path)), train_dataset=ragged_rows(12))
+    assert trainer.liger_report["varlen_attention"].enabled is not split
