@@ -7,7 +7,7 @@ and `layouts_of` runs the module that makes cos, to see which layout it has.
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ HEAD_SIZES = {"equal": ANGLES, "between": ANGLES + 4, "double": 2 * ANGLES, "ove
 
 Call = tuple[int, int, int]
 Dtypes = tuple[torch.dtype, torch.dtype]  # of q and k, and of cos and sin
+Case = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, int]  # [q] or [q, k], cos, sin, unsqueeze_dim
 
 
 def size_of(head_size: int, angles: int) -> str | None:
@@ -111,15 +112,9 @@ class Signature:
         cos, sin = ("cos", "sin") if len(places) == 2 else (None, names[places[0]])
         return cls(names, names[: min(places)], cos, sin, default)
 
-    def call(
-        self,
-        function: Callable,
-        turned: Sequence[torch.Tensor],
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        unsqueeze_dim: int,
-    ) -> tuple[torch.Tensor, ...]:
-        """Call `function` with these tensors under its own names, and return its results as a tuple."""
+    def call(self, function: Callable, case: Case) -> tuple[torch.Tensor, ...]:
+        """Call `function` with the tensors of `case` under its own names, and return its results as a tuple."""
+        turned, cos, sin, unsqueeze_dim = case
         arguments = dict(zip(self.turned, turned, strict=True))
         if self.cos is None:
             arguments[self.sin] = torch.complex(cos.float(), sin.float())
@@ -167,8 +162,8 @@ def prove(function: Callable) -> tuple[tuple[Proof, ...], str | None]:
 
 def _case(
     signature: Signature, call: Call, size: str, layout: str | None, dtypes: Dtypes = (torch.float32, torch.float32)
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, int]:
-    """Random ([q] or [q, k], cos, sin), and unsqueeze_dim. Where `layout` is None, all numbers of cos differ."""
+) -> Case:
+    """Random tensors. Where `layout` is None, all numbers of cos differ."""
     q_dims, cos_dims, unsqueeze_dim = call
     source = probe.generator()
     head_size = HEAD_SIZES[size]
@@ -197,41 +192,31 @@ def _prove_call(
 ) -> Proof | None:
     """The proof for one kind of call and size of head, or None. Layouts that demand less of cos are tried first."""
     for layout in (None, "half", "interleaved"):
-        turned, cos, sin, unsqueeze_dim = _case(signature, call, size, layout)
+        case = _case(signature, call, size, layout)
         try:
-            want = signature.call(function, turned, cos, sin, unsqueeze_dim)
+            want = signature.call(function, case)
         except (RuntimeError, IndexError, TypeError, ValueError):
             return None  # the function does not take this kind of call
-        if len(want) != len(turned) or any(not isinstance(w, torch.Tensor) for w in want):
+        if len(want) != len(case[0]) or any(not isinstance(w, torch.Tensor) for w in want):
             return None
         for geometry in candidates:
-            if layout in (None, geometry.cos_layout) and _matches(geometry, turned, cos, sin, unsqueeze_dim, want):
+            if layout in (None, geometry.cos_layout) and _matches(geometry, case, want):
                 with_cast = _with_cast(function, signature, call, size, layout, geometry)
                 return None if with_cast is None else Proof(call, size, with_cast, layout)
     return None
 
 
-def _turn(
-    geometry: Geometry, turned: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int
-) -> tuple[torch.Tensor, ...]:
+def _turn(geometry: Geometry, case: Case) -> tuple[torch.Tensor, ...]:
     """What our kernel makes of q (and k)."""
-    k = turned[1] if len(turned) > 1 else None
-    q, k = rope(turned[0], k, cos, sin * geometry.sign, unsqueeze_dim=unsqueeze_dim, **geometry.arguments())
-    return (q,) if k is None else (q, k)
+    (q, *k), cos, sin, unsqueeze_dim = case
+    turned = rope(q, k[0] if k else None, cos, sin * geometry.sign, unsqueeze_dim=unsqueeze_dim, **geometry.arguments())
+    return turned[: 1 + len(k)]
 
 
-def _matches(
-    geometry: Geometry,
-    turned: Sequence[torch.Tensor],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    unsqueeze_dim: int,
-    want: tuple[torch.Tensor, ...],
-    rtol: float = probe.FP32_RTOL,
-) -> bool:
+def _matches(geometry: Geometry, case: Case, want: tuple[torch.Tensor, ...], rtol: float = probe.FP32_RTOL) -> bool:
     """Whether our kernel with this geometry gives what is wanted."""
     try:
-        got = _turn(geometry, turned, cos, sin, unsqueeze_dim)
+        got = _turn(geometry, case)
     except ValueError:  # this geometry does not fit the shapes
         return False
     return all(probe.same(g, w, rtol) for g, w in zip(got, want, strict=True))
@@ -241,26 +226,23 @@ def _with_cast(
     function: Callable, signature: Signature, call: Call, size: str, layout: str | None, geometry: Geometry
 ) -> Geometry | None:
     """The geometry with the cast that gives the dtypes of `function` in 16 bit; None if gradients or dtypes differ."""
-    turned, cos, sin, unsqueeze_dim = _case(signature, call, size, layout)
-    turned = [t.requires_grad_() for t in turned]
+    case = _case(signature, call, size, layout)
+    leaves = [t.requires_grad_() for t in case[0]]
     grads = []
-    for result in (
-        _turn(geometry, turned, cos, sin, unsqueeze_dim),
-        signature.call(function, turned, cos, sin, unsqueeze_dim),
-    ):
+    for result in (_turn(geometry, case), signature.call(function, case)):
         dy = [probe.randn(r.shape, probe.generator()) for r in result]
-        grads.append(torch.autograd.grad(result, turned, dy))
+        grads.append(torch.autograd.grad(result, leaves, dy))
     if not all(probe.same(g, w, probe.FP32_RTOL) for g, w in zip(*grads, strict=True)):
         return None
     half, full = torch.bfloat16, torch.float32
     for cast in ("promote", "input"):
         candidate = replace(geometry, cast=cast)
         for dtypes in ((half, half), (half, full), (full, half)):
-            turned, cos, sin, unsqueeze_dim = _case(signature, call, size, layout, dtypes)
-            want = signature.call(function, turned, cos, sin, unsqueeze_dim)
+            case = _case(signature, call, size, layout, dtypes)
+            want = signature.call(function, case)
             if signature.cos is None:
-                cos, sin = cos.float(), sin.float()
-            if not _matches(candidate, turned, cos, sin, unsqueeze_dim, want, rtol=0.03):
+                case = (case[0], case[1].float(), case[2].float(), case[3])
+            if not _matches(candidate, case, want, rtol=0.03):
                 break
         else:
             return candidate
