@@ -176,6 +176,20 @@ def same(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = Fals
     return bool(((got - want).abs() <= rtol * scale).all())
 
 
+def trained(
+    forward: Callable, module: nn.Module, widths: tuple[int, int], source: torch.Generator, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The result of `forward` for random rows, and the gradients of these and of the parameters that learn."""
+    x = randn((2, 5, widths[0]), source, dtype).requires_grad_()
+    torch.default_generator.manual_seed(
+        SEED
+    )  # of a dropout; `torch.manual_seed` would seed the GPUs of the user as well
+    y = forward(module, x)
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    dy = randn((2, 5, widths[1]), source, dtype)
+    return [y, *torch.autograd.grad(y, leaves, dy, materialize_grads=True)]
+
+
 def changed_share(got: torch.Tensor, want: torch.Tensor) -> float:
     """The share of the elements that are not equal bit for bit, or 1.0 if shape or dtype differ."""
     if not isinstance(want, torch.Tensor) or got.shape != want.shape or got.dtype != want.dtype:
