@@ -20,7 +20,7 @@ from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.memory.memory import Memory
 from liger_trainer.memory.outcome import Outcome
-from liger_trainer.patching import LigerReport, apply_liger
+from liger_trainer.patching import LigerReport
 from liger_trainer.trainers import init_checks
 from liger_trainer.trainers.features import FEATURES
 from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
@@ -231,23 +231,18 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         if not self.uses_liger:
             return
         changed = [feature.before_patch(model, self) for feature in FEATURES]
-        self._patched.about_to_patch(model)
         config, unfused = getattr(self.args, "liger_config", None), None
         if self.wants_part("fused_linear_cross_entropy") and (unfused := self.why_unfused(model)) is not None:
             config = (config or {}) | {"fused_linear_cross_entropy": False}
-        parallelism = self.accelerator.parallelism_config
-        if (
-            parallelism is not None and parallelism.cp_enabled
-        ):  # each GPU has a part of every row, and attention of its own
+        parallel = self.accelerator.parallelism_config
+        if parallel is not None and parallel.cp_enabled:  # each GPU has a part of every row, and attention of its own
             config = (config or {}) | {"varlen_attention": False}
-        self.liger_report = apply_liger(model, config, head_options=options)
+        self.liger_report = self._patched.patch(model, config, options, instead=self.model_init is not None)
         for operations in changed:
             self.liger_report.operations |= operations
         if unfused is not None:
             part = self.liger_report["fused_linear_cross_entropy"]
             part.enabled, part.skipped = True, {"lm_head": unfused}
-        if has_fused_head(model):
-            self._patched.remember(model, options or HeadOptions(), instead=self.model_init is not None)
         if self.args.process_index == 0:
             logger.info(self.liger_report.one_line())
 

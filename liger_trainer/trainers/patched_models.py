@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from liger_trainer.head.find import base_model_of, head_options
+from liger_trainer.head.find import base_model_of, has_fused_head, head_options
 from liger_trainer.head.install import install_fused_head
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.patching import remove_liger
+from liger_trainer.patching import LigerReport, apply_liger, remove_liger
 
 # When our head has been removed, another forward takes the place of ours, and holds ours in this attribute.
 STANDS_IN = "_liger_stands_in_for"
@@ -42,17 +42,19 @@ class PatchedModels:
         finally:
             self._before = None
 
-    def about_to_patch(self, model: nn.Module) -> None:
-        """Note what `model` is like. This has to be called before anything is done to it."""
+    def patch(
+        self, model: nn.Module, config: dict | None, options: HeadOptions | None = None, instead: bool = False
+    ) -> LigerReport:
+        """`apply_liger`, whose `options` of the head are remembered. With `instead`, those of other models are not."""
         if self._before is not None:
             bound = {module: _bound_to(module) for module in model.modules()}
             self._before.append((model, head_options(model), bound))
-
-    def remember(self, model: nn.Module, options: HeadOptions, instead: bool = False) -> None:
-        """Note this trainer's `options` for the head of `model`. With `instead`, forget all its other models."""
-        model = base_model_of(model)
-        self._options = [] if instead else [known for known in self._options if known[0] is not model]
-        self._options.append((model, options))
+        report = apply_liger(model, config, head_options=options)
+        if has_fused_head(model):
+            base = base_model_of(model)
+            self._options = [] if instead else [known for known in self._options if known[0] is not base]
+            self._options.append((base, options or HeadOptions()))
+        return report
 
     def use(self) -> list[tuple[nn.Module, HeadOptions]]:
         """Give every head the options of this trainer. Returns the models that have lost their head, with options."""

@@ -27,9 +27,8 @@ from torch import nn
 from transformers.integrations import is_fsdp_enabled
 
 from liger_trainer._logging import logger
-from liger_trainer.head.find import base_model_of, has_fused_head, why_peft_needs_logits
+from liger_trainer.head.find import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.patching import apply_liger
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
@@ -255,10 +254,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     def _patch_frozen(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         """Patch a reference or teacher model, by the same `liger_config`, before anything shards or wraps it."""
         if self.uses_liger:
-            self._patched.about_to_patch(model)
-            apply_liger(model, getattr(self.args, "liger_config", None), head_options=options)
-            if has_fused_head(model):
-                self._patched.remember(model, options or HeadOptions())
+            self._patched.patch(model, getattr(self.args, "liger_config", None), options)
 
     def _without_head(self, model: nn.Module, options: HeadOptions) -> None:
         """Give `model` TRL's own fused head, because TRL's trainers go on calling it with `fused_lm_head=True`."""
