@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.guards import code_guards_of
 from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.instance.kind import Kind, names_of
+from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, names_of
 from liger_trainer.memory.rebuild import is_rebuildable
 from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
 from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
@@ -32,7 +31,6 @@ from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, fl
 _CLASS = ("torchao.float8.float8_linear", "Float8Linear")
 OPERATION = "float8"
 _WIDTHS = (32, 48)  # of the small copy
-_PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)
 # What enable_fsdp_float8_all_gather makes of a weight, around its values, which are not in eight bits yet; and what
 # FSDP2 puts in its place for a call of the layer, where they are.
 _WRAPPER = ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
@@ -185,7 +183,7 @@ def _weight_of(module: nn.Module) -> tuple[torch.Tensor | None, BitsOf | None]:
     """(the weight, None) as a plain tensor with the gradient of the parameter; where it has been gathered in eight bits
     (the parameter itself, how to read these); (None, None) where it is sharded."""
     weight = module.weight
-    if type(weight) in _PLAIN_TENSORS:
+    if type(weight) in PLAIN_TENSORS:
         return weight, None
     if names_of(type(weight)) == _WRAPPER:
         return weight.t().t(), None  # as torchao's own code turns it, which leaves the wrapper behind
@@ -216,7 +214,7 @@ def _attention_keeps(x: torch.Tensor) -> bool:
 
 def _computes(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether our function takes these tensors. Where it does not, torchao's code runs, or raises."""
-    if type(x) not in _PLAIN_TENSORS or (module.bias is not None and type(module.bias) not in _PLAIN_TENSORS):
+    if type(x) not in PLAIN_TENSORS or (module.bias is not None and type(module.bias) not in PLAIN_TENSORS):
         return False
     if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         return False

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.guards import Guards, guards_of
+
+PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
 
 
 class Proven(Hashable, Protocol):

@@ -8,16 +8,15 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 from liger_trainer.instance.guards import linear_is_torchs
+from liger_trainer.instance.kind import PLAIN_TENSORS
 from liger_triton.lora_linear import Weight
 
 Tensors: TypeAlias = tuple[Weight, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
 
 _KNOWN_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
-_PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
 
 
 class Part(NamedTuple):
@@ -66,7 +65,7 @@ def is_linear(module: nn.Module) -> bool:
         return False
     parameters = module._parameters  # `module.weight` takes a call of Python
     bias = parameters["bias"]
-    return type(parameters["weight"]) in _PLAIN_TENSORS and (bias is None or type(bias) in _PLAIN_TENSORS)
+    return type(parameters["weight"]) in PLAIN_TENSORS and (bias is None or type(bias) in PLAIN_TENSORS)
 
 
 def is_base(module: nn.Module) -> bool:
@@ -94,7 +93,7 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
 
     Where it is not, that code runs and raises.
     """
-    if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
+    if type(x) not in PLAIN_TENSORS or not x.is_floating_point():
         return False
     float8 = type(base) is FrozenFloat8Linear  # its weight has no dtype that x has to have
     weight, device, dtype = base._parameters["bits" if float8 else "weight"], x.device, x.dtype

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 
 from liger_trainer.instance import kept
 from liger_trainer.instance.binding import Binding, is_bound
 from liger_trainer.instance.hooks import has_hooks, home
+from liger_trainer.instance.kind import PLAIN_TENSORS
 
 # The Python modules of forwards that keep nothing of what they return: linear layers, LoRA and what is inside it.
 _PROJECTIONS = (
@@ -34,7 +34,6 @@ _PROJECTIONS = (
     "liger_trainer.fp8.frozen_layer",
 )  # fmt: skip
 _INSIDE = (*_PROJECTIONS, "torch.nn.modules.dropout", "torch.nn.modules.module")
-_PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor, FakeTensor)
 REBUILD_ABOVE_BYTES = 16 << 20  # tensors of up to this size are kept unless a caller says otherwise
 
 
@@ -180,7 +179,7 @@ def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
         ours = Binding.of(module)
         replaced = "forward" in module.__dict__ and (ours is None or not is_bound(module, ours))
         known = home(type(module).forward) in (_PROJECTIONS if module is projection else _INSIDE)
-        plain = all(p is None or type(p) in _PLAIN_TENSORS for p in module._parameters.values())
+        plain = all(p is None or type(p) in PLAIN_TENSORS for p in module._parameters.values())
         if module._forward_hooks or replaced or not known or not plain:
             return False
     return not isinstance(projection, torch.nn.Identity)
