@@ -189,7 +189,8 @@ def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: d
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that `module` had before FSDP2 gave it a class of another name that derives from it."""
-    return _without_fsdp(type(module))
+    cls: Any = type(module)
+    return _without_fsdp(cls)
 
 
 @functools.cache
