@@ -1,16 +1,15 @@
 """How our kernels and our fused head get into TRL's trainers, whose losses stay TRL's.
 
 TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the reference model while they
-are built. During that time a function of ours has that name. So TRL still decides which outputs, temperature and
-precision it wants for which model, and each model is patched before anything shards or wraps it.
+are built. What builds them is a copy of their `__init__` that finds a function of ours by that name. So TRL still
+decides which outputs, temperature and precision it wants for which model, and each model is patched before anything
+shards or wraps it.
 `tests/liger_trainer/trainers/test_contracts.py` fails if a TRL release moves a name on which this depends.
 """
 
-import functools
 import inspect
 import re
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -54,62 +53,22 @@ class NoAdapterIsRefused:
     """
 
 
-_building = threading.RLock()
+def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+    """A copy of `function`, one of TRL's, for which the globals in `names` have the values given there.
 
-
-@contextmanager
-def replaced_in(module: types.ModuleType, names: dict[str, Any]) -> Iterator[None]:
-    """Within the block, the globals `names` of `module`, the module of a TRL trainer, have the values given there.
-
-    That holds for this thread. Other threads find the stock values meanwhile, and wait if they enter such a block too.
+    TRL's own function, and its module, stay as they are.
 
     Raises:
-        ImportError: The module has no such global.
+        ImportError: The function has no such global.
     """
-    missing = [name for name in names if not hasattr(module, name)]
+    missing = [name for name in names if name not in function.__globals__]
     if missing:
         raise ImportError(
-            f"{module.__name__} of trl {trl.__version__} has no {', '.join(missing)}, which the fused head depends on. "
-            'Install trl>=1.16,<2, or set liger_config={"fused_linear_cross_entropy": false}.'
+            f"{function.__module__} of trl {trl.__version__} has no {', '.join(missing)}, which the fused head depends "
+            'on. Install trl>=1.16,<2, or set liger_config={"fused_linear_cross_entropy": false}.'
         )
-    with _building:
-        stock = {name: getattr(module, name) for name in names}
-        for name, value in names.items():
-            setattr(module, name, _in_this_thread(value, stock[name]))
-        try:
-            yield
-        finally:
-            for name, value in stock.items():
-                setattr(module, name, value)
-
-
-def _in_this_thread(value: Any, stock: Any) -> Any:
-    """Acts as `value` in this thread and as `stock` in all others: a function to call, or a class for `isinstance`."""
-    owner = threading.get_ident()
-    if isinstance(stock, type):
-
-        class OfThread(type):
-            def __instancecheck__(cls, instance: Any) -> bool:
-                return isinstance(instance, value if threading.get_ident() == owner else stock)
-
-        return OfThread(stock.__name__, (), {})
-
-    @functools.wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (value if threading.get_ident() == owner else stock)(*args, **kwargs)
-
-    return call
-
-
-def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
-    """A copy of `function` for which the globals in `names` have the values given there."""
-    copy = types.FunctionType(
-        function.__code__,
-        function.__globals__ | names,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    code, scope = function.__code__, function.__globals__ | names
+    copy = types.FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -172,7 +131,7 @@ class LigerTRLMixin(LigerTrainerMixin):
     ```
 
     A trainer that calls `add_fused_lm_head` for the models it scores with needs nothing more. One that does not call it
-    overrides `_replaced_globals`, which says what is replaced in TRL's module while the stock `__init__` runs, and
+    overrides `_replaced_globals`, which says what the stock `__init__` finds in place of globals of TRL's module, and
     calls `_patch_frozen` for frozen models that the replacements do not see. `_finish_init`, which runs last, refuses
     what the stock trainer would silently ignore.
 
@@ -195,20 +154,32 @@ class LigerTRLMixin(LigerTrainerMixin):
             self._refuse_compute_loss_func(kwargs, stock_init)
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
-            module = sys.modules[self.stock_class().__module__]
-            replaced = _for_fsdp(module) | self._replaced_globals()
-            with replaced_in(module, replaced), warnings.catch_warnings():
+            replaced = _for_fsdp(sys.modules[self.stock_class().__module__]) | self._replaced_globals()
+            init = with_globals(self._stock_init(stock_init), replaced)
+            with warnings.catch_warnings():
                 if self.wants_part("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
                     for beginning in self.untrue_warnings:
                         warnings.filterwarnings("ignore", re.escape(beginning))
                 with _naming_columns(given):
-                    stock_init(*args, **kwargs)
+                    init(self, *args, **kwargs)
             if self.liger_report is None:
                 self._apply_liger(self.model)
             self._finish_init()
 
+    def _stock_init(self, following: Any) -> types.FunctionType:
+        """The stock `__init__`. TypeError if it is not the `following` one, which would find TRL's own globals."""
+        stock: Any = self.stock_class().__init__  # type: ignore[misc]
+        if following.__func__ is not stock:
+            own = (cls for cls in type(self).__mro__ if vars(cls).get("__init__") is following.__func__)
+            owner = next(own, self.stock_class()).__name__
+            raise TypeError(
+                f"{owner}.__init__ comes between those of {LigerTRLMixin.__name__} and {self.stock_class().__name__}. "
+                f"Put {owner} before the Liger trainer among the bases of {type(self).__name__}."
+            )
+        return stock
+
     def _replaced_globals(self) -> dict[str, Any]:
-        """The globals of the stock trainer's module to replace while the stock `__init__` runs, and by what."""
+        """The globals that the stock `__init__` finds replaced, and by what."""
         if not self.uses_liger:
             return {}
         if self.wants_part("fused_linear_cross_entropy"):

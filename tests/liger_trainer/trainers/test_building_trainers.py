@@ -6,59 +6,44 @@ import pytest
 import torch
 import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.sft_trainer as trl_sft
-from peft import LoraConfig, get_peft_model
 from step_parity import assert_same_training, build
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from trainer_runs import Plain
+from trl import SFTTrainer
 from trl_trainers import STOCK, one, ours, rows_of
 
-from liger_trainer import LigerMedusaTrainer, LigerTrainer, LigerTrainingArguments, MedusaConfig, apply_liger
+from liger_trainer import (
+    LigerMedusaTrainer,
+    LigerSFTTrainer,
+    LigerTrainer,
+    LigerTrainingArguments,
+    MedusaConfig,
+    apply_liger,
+)
 from liger_trainer.head.find import has_fused_head, head_options
 from liger_trainer.head.install import install_fused_head
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.trainers.trl import replaced_in
 
 NAMES = ("add_fused_lm_head", "BaseTunerLayer")
 
 
-def in_thread(function):
-    """The result of `function()` in a thread of its own."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join(60)
-    return results[0]
+def test_a_class_between_ours_and_trls(tmp_path):
+    """Its `__init__` would call TRL's own, with TRL's head. Before ours, it works."""
 
+    class Between(SFTTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
 
-def test_two_threads_leave_the_stock_globals():
-    """The second starts within the first, and ends after it."""
-    stock = [getattr(trl_sft, name) for name in NAMES]
-    second_is_in, first_is_out = threading.Event(), threading.Event()
+    class Wrong(LigerSFTTrainer, Between):
+        pass
 
-    def second():
-        with replaced_in(trl_sft, {"add_fused_lm_head": lambda: "second", "BaseTunerLayer": str}):
-            second_is_in.set()
-            first_is_out.wait(10)
+    class Right(Between, LigerSFTTrainer):
+        pass
 
-    thread = threading.Thread(target=second)
-    with replaced_in(trl_sft, {"add_fused_lm_head": lambda: "first", "BaseTunerLayer": str}):
-        thread.start()
-        second_is_in.wait(0.5)
-        assert trl_sft.add_fused_lm_head() == "first"
-    first_is_out.set()
-    thread.join(10)
-    assert [getattr(trl_sft, name) for name in NAMES] == stock
-
-
-def test_a_stock_trainer_built_meanwhile_in_another_thread_is_stock(tmp_path):
-    layer = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["lm_head"])).get_base_model().lm_head
-    seam = {"add_fused_lm_head": lambda *_, **__: pytest.fail("not this thread's"), "BaseTunerLayer": str}
-    with replaced_in(trl_sft, seam):
-        stock = in_thread(lambda: one("SFT", STOCK["SFT"], tmp_path))
-        assert not isinstance(layer, trl_sft.BaseTunerLayer) and isinstance("", trl_sft.BaseTunerLayer)
-        assert in_thread(lambda: isinstance(layer, trl_sft.BaseTunerLayer))
-    assert not has_fused_head(stock.model)
-    assert_same_training(stock, one("SFT", STOCK["SFT"], tmp_path), rtol=0.0)
+    config = ours("SFT")[1]
+    with pytest.raises(TypeError, match="Between.__init__ comes between.*Put Between before the Liger trainer"):
+        one("SFT", (Wrong, config), tmp_path)
+    assert one("SFT", (Right, config), tmp_path).head_is_ours
 
 
 def test_two_trainers_of_two_threads(tmp_path):
