@@ -9,8 +9,6 @@ Our forward reads weights without calling the modules that own them. Where a hoo
 or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own code from then on.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,12 +153,6 @@ def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, w
     return copy
 
 
-@functools.cache
-def build(proven: LoRA) -> Callable:
-    """The `forward` to bind to a layer. It is the same for all layers."""
-    return forward
-
-
 def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The forward of PEFT's layer: ours where the call has enough to do, else its own."""
     if args or kwargs or not _pays(x) or torch.compiler.is_compiling():
@@ -242,6 +234,6 @@ def form_groups(model: nn.Module) -> None:
 
 
 KIND = Kind(
-    nominated, prove, build, lambda module: "lora", why_not=why_not, binding=LoRABinding,
+    nominated, prove, lambda proven: forward, lambda module: "lora", why_not=why_not, binding=LoRABinding,
     guards=lambda module: code_guards_of(own_class(module), nn.Linear, nn.Dropout),
 )  # fmt: skip
