@@ -33,7 +33,7 @@ from . import reference
 from ._autograd import graph_is_kept, is_of_leaf, once_differentiable, records_graph
 from ._dispatch import INTERPRET, jit, kernel_op, runs_as_op, runs_triton, tl, use_triton
 from ._launch import as_rows, cdiv, launch, next_power_of_2
-from .halves import joined, joined_pairs
+from .halves import joined
 
 APPROXIMATIONS = ("tanh", "none")
 UNCHANGED = (math.inf, 1.0, 0.0, 1.0)  # limit, alpha, up_offset, gate_scale
@@ -250,9 +250,9 @@ def _tiles_of_rows(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int
 def _paired(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, str] | None:
     """(the contiguous tensor whose even and odd columns the two are, which of them is even: "gate" or "up"), or None if
     they are not."""
-    if (whole := joined_pairs(gate, up)) is not None:
+    if (whole := joined(gate, up, pairs=True)) is not None:
         return whole, "gate"
-    if (whole := joined_pairs(up, gate)) is not None:
+    if (whole := joined(up, gate, pairs=True)) is not None:
         return whole, "up"
     return None
 
