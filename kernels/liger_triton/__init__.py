@@ -10,11 +10,9 @@ from .float8_linear import Float8Form, Float8RowwiseForm, float8_linear
 from .frozen_float8 import Float8Weight, frozen_float8_linear
 from .gates import geglu, swiglu
 from .layer_norm import layer_norm
-from .linear_cross_entropy import linear_cross_entropy
 from .linear_divergence import linear_divergence
-from .linear_heads_cross_entropy import linear_heads_cross_entropy
+from .linear_head import linear_cross_entropy, linear_heads_cross_entropy, linear_logprobs
 from .linear_heads_kl import linear_heads_kl
-from .linear_logprobs import linear_logprobs
 from .lora_linear import lora_linear, lora_linears
 from .lora_mlp import lora_mlp
 from .modules import (

@@ -12,7 +12,7 @@ with the ends beta = 0 and 1 as TRL defines them, where the formula of the middl
 
 Rows that do not count are dropped first. Logits are fp32 whatever the inputs are, because a divergence is a small
 difference of large numbers; dl is rounded to the compute dtype before the products with it. The modes are those of
-`_linear_head.py`: four products a chunk where the gradients are computed with the values, one of them the teacher's,
+`linear_head.py`: four products a chunk where the gradients are computed with the values, one of them the teacher's,
 and six with a second walk. Memory beyond inputs and gradients: about six tensors of C * V in fp32.
 """
 
@@ -144,7 +144,7 @@ def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """(divergence, entropy), each of T rows. The modes are those of `_linear_head.py`."""
+    """(divergence, entropy), each of T rows. The modes are those of `linear_head.py`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, teacher, kept, mode, spec):
