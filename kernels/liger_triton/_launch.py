@@ -102,7 +102,7 @@ def row_tile(n: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2 if INTERPRET else 64  # any number gives right results, and the interpreter runs one program after another
@@ -118,17 +118,17 @@ def backward_tile(n: int, device: torch.device, *loaded: torch.Tensor) -> tuple[
     block_n = next_power_of_2(n)
     block_m = max(1, BACKWARD_TILE // block_n)
     tile_bytes = block_m * block_n * sum([t.element_size() for t in loaded])
-    stages = max(1, min(3, _shared_memory(device) // tile_bytes))
+    stages = max(1, min(3, shared_memory(device) // tile_bytes))
     return block_m, block_n, min(MAX_WARPS, max(8, block_m * block_n // 1024)), stages
 
 
 def persistent_grid(tiles: int, device: torch.device) -> int:
     """The number of programs that share the tiles of `backward_tile`: one on each multiprocessor."""
-    return min(tiles, _multiprocessors(device))
+    return min(tiles, multiprocessors(device))
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """The bytes of shared memory that one program may use. Every GPU gives 48 KiB."""
     if device.type != "cuda":
         return 48 << 10

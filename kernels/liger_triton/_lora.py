@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._autograd import computed, in_shape, once_differentiable, records_graph, without_memory
+from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import no_autocast
 from ._launch import as_matrix
 from ._low_rank import added, factors_of, low_rank_gradients, parts_of, scaled_b, sum_of_parts
@@ -288,11 +288,7 @@ class Outputs:
 
     def __getitem__(self, k: int) -> torch.Tensor:
         def compute() -> torch.Tensor:
-            y = output(self.shared, self.layers[k], self.h[k], self.b[k], self.form)
-            return in_shape(y, (*self.shape[:-1], y.shape[1]))
+            return output(self.shared, self.layers[k], self.h[k], self.b[k], self.form)
 
         with no_autocast(self.rows.device.type):
-            if self.stubs is not None:
-                return computed(self.stubs[k], compute)
-            with torch.no_grad():
-                return compute()
+            return computed(compute, self.shape[:-1], None if self.stubs is None else self.stubs[k])

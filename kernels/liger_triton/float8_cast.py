@@ -71,9 +71,7 @@ class Float8Rows(NamedTuple):
     maxima: torch.Tensor | None
 
 
-Turned = tuple[
-    torch.Tensor, torch.Tensor
-]  # a transpose (K, T') in eight bits, and what it, or each row, is multiplied by
+Turned = tuple[torch.Tensor, torch.Tensor]  # a transpose (K, T') in eight bits, and what it or each row is times
 
 
 @functools.cache
@@ -207,14 +205,11 @@ def _byte(y, ROWS):
     return y.to(ROWS.dtype.element_ty).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
-def _packing(dtype: torch.dtype) -> str:
-    """What `_four` rounds and puts together four numbers with."""
-    return "" if INTERPRET else _ptx("e4m3" if dtype == E4M3 else "e5m2")
-
-
-def _ptx(name: str) -> str:
-    """PTX that rounds four numbers to e4m3 or e5m2, the first into the lowest byte. It keeps NaN."""
-    convert = f"cvt.rn.satfinite.{name}x2.f32"
+def packing(dtype: torch.dtype) -> str:
+    """PTX with which `_four` rounds four numbers to e4m3 or e5m2, the first into the lowest byte. It keeps NaN."""
+    if INTERPRET:
+        return ""
+    convert = f"cvt.rn.satfinite.{'e4m3' if dtype == E4M3 else 'e5m2'}x2.f32"
     return f"{{ .reg .b16 low, high; {convert} low, $2, $1; {convert} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
 
 
@@ -428,7 +423,7 @@ def _columns_of(
         _columns_kernel, (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
         x, maxima, as_columns if as_rows is None else as_rows, as_columns.view(torch.int32), inverse,
         t, k, padded(t) // 4, tiles_per_row, LARGEST=torch.finfo(dtype).max, POWER_OF_2=power_of_2, LEAST=LEAST,
-        COUNT=count, KEEP_ROWS=as_rows is not None, PACK=_packing(dtype), BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS,
+        COUNT=count, KEEP_ROWS=as_rows is not None, PACK=packing(dtype), BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS,
         num_warps=TILE_WARPS,
     )  # fmt: skip
     return as_columns

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ._autograd import computed, in_shape, once_differentiable, records_graph, without_memory
+from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import KERNEL_DTYPES, no_autocast, result_dtype
 from ._float8_product import row_product, tensor_product
 from ._launch import as_matrix
@@ -376,14 +376,11 @@ def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input, bit
     def compute() -> torch.Tensor:
         form, (cast, prepared) = given.form, made or (given.in_eight_bits(x, turn=False), None)
         w8 = form.upright(weight, prepared) if bits_of is None else _asked(bits_of, weight)
-        y = form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
-        return in_shape(y, (*x.shape[:-1], y.shape[1]))
+        return form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
 
     with no_autocast(x.device.type):
-        if records_graph(x, weight):
-            return computed(_Kept.apply(given, made, bits_of, x, weight), compute)
-        with torch.no_grad():
-            return compute()
+        stub = _Kept.apply(given, made, bits_of, x, weight) if records_graph(x, weight) else None
+        return computed(compute, x.shape[:-1], stub)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

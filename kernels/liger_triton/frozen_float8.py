@@ -152,7 +152,7 @@ class _Frozen(torch.autograd.Function):
 
 def _forward(x, weight, bias, dtype) -> torch.Tensor:
     y = SharedRows(as_matrix(x, dtype)).times(weight, None if bias is None else bias.to(dtype))
-    return in_shape(y, (*x.shape[:-1], y.shape[1]))
+    return in_shape(y, x.shape[:-1])
 
 
 def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

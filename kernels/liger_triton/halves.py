@@ -28,7 +28,8 @@ def joined(first: torch.Tensor, second: torch.Tensor, pairs: bool = False) -> to
     return first.detach().as_strided(shape, strides)
 
 
-def _parts(x: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def parts_of(x: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The halves of x or, with `pairs`, its even and odd columns."""
     return (x[..., ::2], x[..., 1::2]) if pairs else x.chunk(2, dim=-1)
 
 
@@ -36,7 +37,7 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, pairs):
         ctx.pairs = pairs
-        return _parts(x, pairs)
+        return parts_of(x, pairs)
 
     @staticmethod
     def backward(ctx, da, db):
@@ -48,10 +49,10 @@ class _Parts(torch.autograd.Function):
 
 def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`x.chunk(2, dim=-1)`. Its gradient is not copied if the gradients of the two are halves of one tensor."""
-    return _parts(x, False) if torch.compiler.is_compiling() else _Parts.apply(x, False)
+    return parts_of(x, False) if torch.compiler.is_compiling() else _Parts.apply(x, False)
 
 
 def pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`x[..., ::2], x[..., 1::2]`. Its gradient is not copied if the gradients of the two are such parts of one
     tensor."""
-    return _parts(x, True) if torch.compiler.is_compiling() else _Parts.apply(x, True)
+    return parts_of(x, True) if torch.compiler.is_compiling() else _Parts.apply(x, True)

@@ -148,21 +148,27 @@ class LoRAGroup:
 
     Args:
         x, layers: As in `lora_linears`.
+        lora_input: As in `lora_linear`.
     """
 
-    def __init__(self, x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | None, Lora | None]]):
+    def __init__(
+        self,
+        x: torch.Tensor,
+        layers: list[tuple[Weight, torch.Tensor | None, Lora | None]],
+        lora_input: torch.Tensor | None = None,
+    ):
         found = checked_layers(x, layers)
-        self._twins = (x, as_tensors(layers, x)) if runs_as_twin(x, found) else None
+        self._twins = (x, lora_input, as_tensors(layers, x)) if runs_as_twin(x, found) else None
         if self._twins is None:
-            self._outputs = Outputs(x, None, found, form_of(x, found))
+            self._outputs = Outputs(x, lora_input, found, form_of(x, found))
 
     def output(self, k: int) -> torch.Tensor:
         """y of layer number `k`."""
         if self._twins is None:
             return self._outputs[k]
-        x, layers = self._twins
+        x, lora_input, layers = self._twins
         weight, bias, lora = layers[k]
-        return reference.lora_linear(x, weight, bias, lora=lora)
+        return reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input)
 
     def is_spent(self) -> bool:
         """Whether a backward pass has come through, so that a further output would have none."""
@@ -170,16 +176,9 @@ class LoRAGroup:
 
 
 def _outputs(x, layers, lora_input):
-    found = checked_layers(x, layers)
     if all(lora is None for _, _, lora in layers):
         raise ValueError("no layer has a lora; use torch.nn.functional.linear.")
     if lora_input is not None and lora_input.shape != x.shape:
         raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
-    if runs_as_twin(x, found):
-        layers = as_tensors(layers, x)
-        if len(layers) > 1:
-            return reference.lora_linears(x, layers)
-        weight, bias, lora = layers[0]
-        return (reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input),)
-    outputs = Outputs(x, lora_input, found, form_of(x, found))
-    return tuple(outputs[k] for k in range(len(layers)))
+    group = LoRAGroup(x, layers, lora_input)
+    return tuple([group.output(k) for k in range(len(layers))])

@@ -69,7 +69,7 @@ def seed():
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """One multiprocessor, so that in small tests too each of the persistent programs loops over tiles."""
-    monkeypatch.setattr(importlib.import_module("liger_triton._launch"), "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(importlib.import_module("liger_triton._launch"), "multiprocessors", lambda device: 1)
 
 
 @pytest.fixture(autouse=True)

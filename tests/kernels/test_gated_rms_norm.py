@@ -245,7 +245,7 @@ def test_more_groups_than_a_grid_has_programs(device):
 def test_stages_are_counted_by_the_size_of_each_tensor(monkeypatch):
     """Three tiles of 8192 numbers of dy in fp32, x and z in 16 bits are 192 KiB, which an A100 does not hold."""
     module = importlib.import_module("liger_triton._launch")
-    monkeypatch.setattr(module, "_shared_memory", lambda device: 166912 - 2048)
+    monkeypatch.setattr(module, "shared_memory", lambda device: 166912 - 2048)
     x, dy = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
     assert module.backward_tile(4096, x.device, x, x, x)[3] == 3
     assert module.backward_tile(4096, x.device, x, dy, x)[3] == 2
