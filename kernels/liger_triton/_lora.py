@@ -4,6 +4,7 @@
 from each output, which is computed when it is asked for (`_autograd.py`).
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -105,15 +106,19 @@ def low_rank(source: torch.Tensor, a: torch.Tensor | None, form: Form) -> torch.
     return parts_of(sum_of_parts(wide_product(source, a.t()), 2, 1), form.dtype, 2, 1)
 
 
+def _ranges(layers: list[Layer]) -> list[slice]:
+    """Which of the R numbers of h belong to each layer."""
+    ends = list(accumulate([0 if layer.adapter is None else layer.adapter.a.shape[0] for layer in layers]))
+    return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
 def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[torch.Tensor, ...]]:
     """The columns of h that belong to each layer: (rounded,), or (rounded, rest). Empty where it has no adapter."""
-    found, start, total = [], 0, h.shape[1] // form.parts
-    for layer in layers:
-        rank = 0 if layer.adapter is None else layer.adapter.a.shape[0]
-        firsts = [start + part * total for part in range(form.parts)] if layer.adapter is not None else []
-        found.append(tuple([h[:, first : first + rank] for first in firsts]))
-        start += rank
-    return found
+    parts = (h,) if form.parts == 1 else h.chunk(2, 1)
+    return [
+        () if layer.adapter is None else tuple([part[:, own] for part in parts])
+        for layer, own in zip(layers, _ranges(layers), strict=True)
+    ]
 
 
 def adapter_of_output(
@@ -160,11 +165,9 @@ def gradients(
     """dh, dB and db of a group from the gradients (T, N) of its outputs and `Rounded.b`. `needs` says which tensors
     want a gradient."""
     tensors: list[torch.Tensor | None] = [None] * len(needs)
-    dh, large, start, total = torch.empty_like(h), [], 0, h.shape[1] // form.parts
+    dh, large, ranges = torch.empty_like(h), [], _ranges(layers)
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
-        stop = start if layer.adapter is None else start + layer.adapter.a.shape[0]
-        own = dh[:, start:stop] if form.parts == 1 else dh.view(dh.shape[0], 2, total)[..., start:stop]
-        start = stop
+        own = (dh if form.parts == 1 else dh.unflatten(1, (2, -1)))[..., ranges[k]]
         if dy is None:
             own.zero_()
             continue
@@ -188,13 +191,9 @@ def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[L
     if not any(needs[2::4]):
         return
     da = sum_of_parts(wide_product(found.dh.t(), source), form.parts, 0)
-    start = 0
-    for k, layer in enumerate(layers):
-        if layer.adapter is not None:
-            stop = start + layer.adapter.a.shape[0]
-            if needs[4 * k + 2] and dys[k] is not None:  # None, not zeros, for a layer whose output is unused
-                found.tensors[4 * k + 2] = da[start:stop]
-            start = stop
+    for k, own in enumerate(_ranges(layers)):
+        if needs[4 * k + 2] and dys[k] is not None:  # None, not zeros, for a layer whose output is unused
+            found.tensors[4 * k + 2] = da[own]
 
 
 def adapters_part(found: Gradients, a: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor] | None:

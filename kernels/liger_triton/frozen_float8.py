@@ -99,22 +99,18 @@ class SharedRows:
 
 def input_gradient(grads: Sequence[tuple[torch.Tensor, Float8Weight]]) -> torch.Tensor:
     """The sum of dy W (T, K) over (dy (T, N_i), W (N_i, K)), in the dtype of the first dy."""
+    dy, k = grads[0][0], grads[0][1].shape[1]
+    if dy.numel() == 0:
+        return dy.new_zeros((dy.shape[0], k))
     total: torch.Tensor | None = None
     for start in range(0, len(grads), MOST_PARTS):
-        some = grads[start : start + MOST_PARTS]
-        dx = _input_gradient([dy for dy, _ in some], [weight for _, weight in some])
+        dys, weights = zip(*grads[start : start + MOST_PARTS], strict=True)
+        rows, inverse = row_cast(list(dys), [weight.scale for weight in weights])
+        columns = transposed([weight.bits for weight in weights])
+        dx = row_product(rows, inverse, columns, _ones(k, rows), dy.dtype, fast_sums=FAST_SUMS)
         total = dx if total is None else total.add_(dx)
-    assert total is not None, "grads is empty"
+    assert total is not None
     return total
-
-
-def _input_gradient(dys: list[torch.Tensor], weights: list[Float8Weight]) -> torch.Tensor:
-    k = weights[0].shape[1]
-    if dys[0].numel() == 0:
-        return dys[0].new_zeros((dys[0].shape[0], k))
-    rows, inverse = row_cast(dys, [weight.scale for weight in weights])
-    columns = transposed([weight.bits for weight in weights])
-    return row_product(rows, inverse, columns, _ones(k, rows), dys[0].dtype, fast_sums=FAST_SUMS)
 
 
 _known_ones: dict[tuple[int, torch.device], torch.Tensor] = {}
