@@ -2,6 +2,7 @@
 grids."""
 
 import functools
+from collections.abc import Collection
 
 import torch
 
@@ -62,6 +63,11 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
         known[key] = kernel[grid](*args, **constants)
     else:
         found[*grid, 1, 1](*args, *[constants[name] for name in kernel.arg_names[len(args) :]])
+
+
+def check_in(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
 
 
 def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._dispatch import INTERPRET, is_wrapped, jit, on_cuda, runs_triton, tl
+from ._dispatch import INTERPRET, KERNEL_DTYPES, is_wrapped, jit, on_cuda, runs_triton, tl
 from ._launch import MAX_COLUMNS, backward_tile, cdiv, launch, next_power_of_2, persistent_grid
 from .sizes import computes_nothing
 
@@ -378,7 +378,7 @@ def float8_cast(
     Raises:
         ValueError: `x` is no contiguous matrix of these dtypes, `dtype` is another, or nothing is asked for.
     """
-    if x.ndim != 2 or not x.is_contiguous() or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if x.ndim != 2 or not x.is_contiguous() or x.dtype not in KERNEL_DTYPES:
         raise ValueError(
             f"x is {tuple(x.shape)} {x.dtype} with strides {x.stride()}; expected a contiguous matrix in bfloat16, "
             "float16 or float32."
@@ -491,12 +491,10 @@ def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = Non
     missing = MOST_PARTS - len(parts)
     given = [*parts, *parts[:1] * missing]
     widths = [part.shape[1] for part in parts] + [0] * missing
-    of_columns = (
-        [inverse] * MOST_PARTS if factors is None else [f.contiguous() for f in (*factors, *factors[:1] * missing)]
-    )
+    scales = [inverse] * MOST_PARTS if factors is None else [f.contiguous() for f in (*factors, *factors[:1] * missing)]
     block = sum(blocks)
     launch(
-        _row_cast_kernel, (rows,), *given, *of_columns, out, inverse, *widths,
+        _row_cast_kernel, (rows,), *given, *scales, out, inverse, *widths,
         *[part.stride(0) for part in given], LARGEST=LARGEST, LEAST=LEAST_OF_ROWS, HAS_FACTOR=factors is not None,
         BLOCK_A=blocks[0], BLOCK_B=blocks[1], BLOCK_C=blocks[2],
         num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16 if block <= 2**15 else 32,

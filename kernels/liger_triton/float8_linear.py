@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from . import reference
 from ._autograd import computed, once_differentiable, records_graph, without_memory
-from ._dispatch import KERNEL_DTYPES, no_autocast, result_dtype
-from ._float8_product import row_product, tensor_product
+from ._dispatch import KERNEL_DTYPES, no_autocast, on_cuda, result_dtype
+from ._float8_product import row_product
 from ._launch import as_matrix
 from .float8_cast import (
     E4M3,
@@ -80,8 +81,13 @@ class Float8Form(NamedTuple):
         return False
 
     @staticmethod
-    def product(*factors, fast_sums: bool) -> torch.Tensor:
-        return tensor_product(*factors, fast_sums=fast_sums)
+    def product(a, a_inverse, b, b_inverse, dtype: torch.dtype, *, fast_sums: bool) -> torch.Tensor:
+        """a b^T (M, N) of two factors in eight bits, times what both have to be multiplied by."""
+        if not on_cuda(a):
+            return reference.float8_product(a, a_inverse, b.t(), b_inverse, dtype)
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast_sums
+        )
 
     def cast(self, x: torch.Tensor, dtype: torch.dtype, turn: bool, keeps_input: bool, known: _Cast | None) -> _Cast:
         """x in `dtype`, in eight bits. `turn`: what the gradient of a weight needs of it is there too."""
@@ -132,6 +138,7 @@ class Float8RowwiseForm(NamedTuple):
 
     @staticmethod
     def product(*factors, fast_sums: bool) -> torch.Tensor:
+        """As in `Float8Form`, with a scale for each row of both."""
         return row_product(*factors, fast_sums=fast_sums)
 
     def cast(self, x: torch.Tensor, dtype: torch.dtype, turn: bool, keeps_input: bool, known: _Cast | None) -> _Cast:

@@ -32,7 +32,7 @@ import torch
 from . import reference
 from ._autograd import graph_is_kept, is_of_leaf, once_differentiable, records_graph
 from ._dispatch import INTERPRET, jit, kernel_op, runs_as_op, runs_triton, tl, use_triton
-from ._launch import as_rows, cdiv, launch, next_power_of_2
+from ._launch import as_rows, cdiv, check_in, launch, next_power_of_2
 from .halves import joined, parts_of
 
 APPROXIMATIONS = ("tanh", "none")
@@ -419,8 +419,7 @@ def geglu(
         ValueError: Shape, dtype or device of the two disagree, none is floating point, or `approximate` is unknown.
     """
     _check(gate, up)
-    if approximate not in APPROXIMATIONS:
-        raise ValueError(f"approximate is {approximate!r}; expected one of {', '.join(map(repr, APPROXIMATIONS))}.")
+    check_in("approximate", approximate, APPROXIMATIONS)
     if not runs_triton(gate, up):
         return reference.geglu(gate, up, approximate=approximate)
     return _gated(gate, up, reuse_inputs, "gelu_tanh" if approximate == "tanh" else "gelu", *UNCHANGED)

@@ -32,10 +32,10 @@ from .results import Divergence
 
 
 class _Transform(NamedTuple):
-    """How z is made of l. `scale` and `softcap` are already divided by the temperature."""
+    """How z is made of l. `scale` and `softcap`, where 0.0 is none, are already divided by the temperature."""
 
     scale: float
-    softcap: float | None
+    softcap: float
     dtype: torch.dtype  # of the factors of the product
 
     def tensors(self, head: Head) -> Head:
@@ -52,7 +52,7 @@ class _Transform(NamedTuple):
         if head.u is not None:
             z += _product(head.u[rows], head.lora_b)
         z *= self.scale
-        if self.softcap is None:
+        if not self.softcap:
             return z, None
         tanh = z.div_(self.softcap).tanh_()
         return tanh * self.softcap, tanh
@@ -275,20 +275,13 @@ def linear_divergence(
     needs = student.needs()
     spec = _Spec(
         float(beta),
-        _Transform(logit_scale / temperature, None if softcap is None else softcap / temperature, dtype),
-        _Transform(
-            teacher_logit_scale / temperature,
-            None if teacher_softcap is None else teacher_softcap / temperature,
-            teacher_dtype,
-        ),
+        _Transform(logit_scale / temperature, (softcap or 0.0) / temperature, dtype),
+        _Transform(teacher_logit_scale / temperature, (teacher_softcap or 0.0) / temperature, teacher_dtype),
         needs,
         accumulate == "lean",
         chunk_rows,
     )
     kept = None if mask is None else mask.reshape(-1).to(hidden.device).nonzero().squeeze(1)
-    if uniform_grad:
-        mode = "uniform"
-    else:
-        mode = "recompute" if needs & (DW | DBIAS | DB) else "rows"
+    mode = "uniform" if uniform_grad else "recompute" if needs & (DW | DBIAS | DB) else "rows"
     divergence, entropy = _LinearDivergence.apply(*student, teacher, kept, mode, spec)
     return Divergence(divergence.view(rows), entropy.view(rows))

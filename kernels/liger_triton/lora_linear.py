@@ -122,19 +122,16 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
             raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; convert one of them, or use autocast.")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias is {tuple(bias.shape)}; expected ({weight.shape[0]},) or None.")
-        adapter = None
-        if lora is not None:
-            adapter = Adapter(*lora)
+        adapter = None if lora is None else Adapter(*lora)
+        if adapter is not None:
             rank = adapter.a.shape[0]
             if adapter.a.shape != (rank, width) or adapter.b.shape != (weight.shape[0], rank):
                 raise ValueError(
                     f"lora has A {tuple(adapter.a.shape)} and B {tuple(adapter.b.shape)}; expected A (r, {width}) and "
                     f"B ({weight.shape[0]}, r) for weight {tuple(weight.shape)}."
                 )
-        tensors = [("weight", weight), ("bias", bias)]
-        if lora is not None:
-            tensors += (("lora A", lora[0]), ("lora B", lora[1]))
-        for name, t in tensors:
+        of_lora = zip(("lora A", "lora B"), lora or (), strict=False)
+        for name, t in (("weight", weight), ("bias", bias), *of_lora):
             if t is not None and (t.device != device or not t.dtype.is_floating_point):
                 raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
         found.append(Layer(weight, bias, adapter))

@@ -16,7 +16,7 @@ import torch
 from . import _lora, reference
 from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import no_autocast
-from ._launch import as_matrix
+from ._launch import as_matrix, check_in
 from ._lora import Form, Layer, Rounded
 from .frozen_float8 import SharedRows
 from .gates import TWINS, Product, gate_of_sums, gradients_of_sums, takes
@@ -139,8 +139,7 @@ def lora_mlp(
     Raises:
         ValueError: A shape, dtype or device does not fit, `activation` is unknown, or no projection has a LoRA.
     """
-    if activation not in TWINS:
-        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, TWINS))}.")
+    check_in("activation", activation, TWINS)
     projections = [gate, up, down]
     if not any(lora is not None for _, _, lora in projections):
         raise ValueError("no projection has a lora; use torch.nn.functional.linear and liger_triton.swiglu.")
