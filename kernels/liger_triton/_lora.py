@@ -4,6 +4,7 @@
 from each output, which is computed when it is asked for (`_autograd.py`).
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -159,9 +160,13 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    dys: list[torch.Tensor | None], h: torch.Tensor, layers: list[Layer], all_b: list[torch.Tensor | None], form: Form,
-    needs,
-) -> Gradients:  # fmt: skip
+    dys: list[torch.Tensor | None],
+    h: torch.Tensor,
+    layers: list[Layer],
+    all_b: list[torch.Tensor | None],
+    form: Form,
+    needs: Sequence[bool],
+) -> Gradients:
     """dh, dB and db of a group from the gradients (T, N) of its outputs and `Rounded.b`. `needs` says which tensors
     want a gradient."""
     tensors: list[torch.Tensor | None] = [None] * len(needs)

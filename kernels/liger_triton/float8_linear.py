@@ -252,10 +252,8 @@ class _Kept(torch.autograd.Function):
         elif needs_weight:
             kept = x if cast.narrow is None else cast.narrow
             given.columns.layers += not form.gw_hp
-        ctx.save_for_backward(
-            kept, inverse, cast.maxima if needs_weight else None, weight if needs_x else None,
-            None if prepared is None else prepared.maxima,
-        )  # fmt: skip
+        maxima, w_maxima = cast.maxima if needs_weight else None, None if prepared is None else prepared.maxima
+        ctx.save_for_backward(kept, inverse, maxima, weight if needs_x else None, w_maxima)
         ctx.set_materialize_grads(False)
         ctx.form, ctx.columns, ctx.bits_of = form, given.columns, bits_of
         ctx.dtype, ctx.weight_dtype, ctx.x_dtype, ctx.shape = given.dtype, weight.dtype, x.dtype, x.shape

@@ -156,7 +156,7 @@ def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tens
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32.
-        weight (`Float8Weight`): (N, K), of `quantized`.
+        weight (`Float8Weight`): (N, K), made by `liger_triton.frozen_float8.quantized`.
         bias (`torch.Tensor`, *optional*): (N,).
 
     Returns:

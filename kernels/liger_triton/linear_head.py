@@ -550,16 +550,12 @@ def linear_heads_cross_entropy(
         loss, stats = _head(x, weight, target, flat, spec, accumulate, chunk_rows, may_keep_logits=True)
         stats = stats.view(N_STATS, heads, rows)
     else:
-        losses, per_head = [], []
-        for k in range(heads):
-            early = (
-                weight[k].requires_grad and weight[k].dtype == torch.bfloat16 and accumulate == "fp32"
-                and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            )  # fmt: skip
-            run = _head_and_gradients if early else _head
+        early = accumulate == "fp32" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        per_head = []
+        for k, w in enumerate(weight):
+            run = _head_and_gradients if early and w.requires_grad and w.dtype == torch.bfloat16 else _head
             own = None if share is None else share[k]
-            one, stats = run(hidden[k], weight[k], target[k], own, spec, accumulate, chunk_rows)
-            losses.append(one)
-            per_head.append(stats)
-        loss, stats = torch.stack(losses).sum(), torch.stack(per_head, 1)
+            per_head.append(run(hidden[k], w, target[k], own, spec, accumulate, chunk_rows))
+        losses, all_stats = zip(*per_head, strict=True)
+        loss, stats = torch.stack(losses).sum(), torch.stack(all_stats, 1)
     return HeadsLoss(loss, stats[LOSS].sum(1), (stats[IS_TOP1] > 0).sum(1), counted.sum(1))

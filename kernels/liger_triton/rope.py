@@ -301,10 +301,8 @@ def rope(
     if (message := misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)) is not None:
         raise ValueError(message)
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
-    rows_fit = all(t is None or t.numel() // t.shape[-1] < 2**31 for t in (q, k))
-    if cos.requires_grad or sin.requires_grad or not rows_fit or not runs_triton(q, k, cos, sin) or (
-        k is not None and k.numel() == 0
-    ):  # fmt: skip
+    fits = all(t is None or 0 < t.numel() // t.shape[-1] < 2**31 for t in (q, k))  # the kernel counts rows in int32
+    if not fits or cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin):
         return reference.rope(
             q, k, cos, sin, interleaved=interleaved, out_interleaved=out_interleaved, cos_layout=cos_layout,
             rotate_last=rotate_last, cast=cast, unsqueeze_dim=unsqueeze_dim,
