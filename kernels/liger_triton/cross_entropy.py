@@ -35,16 +35,12 @@ def _pass_over(logits, grad, target, stats, g_loss, spec, do_stats=True):
         )  # fmt: skip
 
 
-def _zeros_for_statistics(logits):
-    return logits.new_zeros((N_STATS, logits.shape[0]), dtype=torch.float32)
-
-
 @kernel_op("cross_entropy_statistics")
 def _statistics(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, scale: float, softcap: float, smoothing: float,
     z_loss: float,
 ) -> torch.Tensor:  # fmt: skip
-    stats = _zeros_for_statistics(logits)
+    stats = logits.new_zeros((N_STATS, logits.shape[0]), dtype=torch.float32)
     _pass_over(as_rows(logits), None, target, stats, None, RowSpec(ignore_index, scale, softcap, smoothing, z_loss))
     return stats
 
@@ -95,7 +91,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
     def forward(ctx, logits, target, fold, later, spec):
         ctx.set_materialize_grads(False)
         ctx.spent = False
-        stats = _zeros_for_statistics(logits)
+        stats = logits.new_zeros((N_STATS, logits.shape[0]), dtype=torch.float32)
         _pass_over(logits, logits, target, stats, fold.expand(target.shape).contiguous(), spec)
         loss = stats[LOSS] * (fold * later)
         # An operation that saved the logits for its own backward now gets PyTorch's error "modified by an inplace

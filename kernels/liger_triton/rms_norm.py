@@ -53,13 +53,15 @@ def _act(z, SILU: tl.constexpr):
 def _rms_norm_fwd_kernel(
     X, OTHER, W, S, Y, RSTD, x_stride, other_stride, y_stride, m, n, eps, offset,
     ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """ROLE says what OTHER is. Without a residual, S is X and gives the dtype of what is normed."""
-    group = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # int64: row * n passes 2**31
     inside = tl.arange(0, BLOCK_N)
-    col = group * n + inside
+    col = inside
+    if GROUPED:
+        col += tl.program_id(1) * n
+        RSTD += tl.program_id(1).to(tl.int64) * m
     mask = (row < m)[:, None] & (inside < n)[None, :]
     w = tl.zeros([1, BLOCK_N], tl.float32)
     if HAS_WEIGHT:
@@ -92,19 +94,22 @@ def _rms_norm_fwd_kernel(
             y = y.to(S.dtype.element_ty).to(tl.float32)
         y *= a
     tl.store(Y + row[:, None] * y_stride + col[None, :], y, mask=mask)
-    tl.store(RSTD + group.to(tl.int64) * m + row, rstd, mask=row < m)
+    tl.store(RSTD + row, rstd, mask=row < m)
 
 
 @jit
 def _rms_norm_bwd_kernel(
     DY, X, OTHER, W, RSTD, DX, DGATE, DW, dy_stride, x_stride, other_stride, d_stride, m, n, offset, tiles,
     ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """OTHER is the gate or, for a residual, the gradient that the sum has from its other uses."""
-    pid, group = tl.program_id(0), tl.program_id(1)
+    pid = tl.program_id(0)
     inside = tl.arange(0, BLOCK_N)
-    col = group * n + inside
+    col = inside
+    if GROUPED:
+        col += tl.program_id(1) * n
+        RSTD += tl.program_id(1).to(tl.int64) * m
     if HAS_WEIGHT:
         w = tl.load(W + col, mask=inside < n, other=0.0)[None, :].to(tl.float32) + offset
     dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -113,7 +118,7 @@ def _rms_norm_bwd_kernel(
         mask = (row < m)[:, None] & (inside < n)[None, :]
         x = tl.load(X + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         d = tl.load(DY + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(RSTD + group.to(tl.int64) * m + row, mask=row < m, other=0.0)[:, None]
+        rstd = tl.load(RSTD + row, mask=row < m, other=0.0)[:, None]
         if ROLE == "gate first" or ROLE == "gate last":
             z = tl.load(OTHER + row[:, None] * other_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
             a, slope = _act(z, SILU)
@@ -147,9 +152,11 @@ def _memory(x: torch.Tensor, weight: torch.Tensor | None, cast: str, group: int,
     return torch.empty(x.shape, dtype=dtype, device=x.device), rstd
 
 
-def _sum_of(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Memory for s."""
-    return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+def _memory_with_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, cast: str):
+    """Memory for y, s and rstd."""
+    s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    y, rstd = _memory(s, weight, cast, x.shape[-1])
+    return y, s, rstd
 
 
 def _launch_forward(x, other, role, activation, weight, s, y, rstd, eps, offset, cast, group) -> None:
@@ -161,7 +168,8 @@ def _launch_forward(x, other, role, activation, weight, s, y, rstd, eps, offset,
         _rms_norm_fwd_kernel, (cdiv(m, block_m), width // group),
         rows, others, rows if weight is None else weight.contiguous(), rows if s is None else s, y, rstd,
         rows.stride(0), others.stride(0), width, m, group, eps, offset, ROLE=role, SILU=activation == "silu",
-        HAS_WEIGHT=weight is not None, CAST=cast, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
+        HAS_WEIGHT=weight is not None, CAST=cast, GROUPED=group < width, BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -184,17 +192,14 @@ def _(x, gate, weight, eps, offset, cast, role, activation, group):
 def _add_forward(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    s, n = _sum_of(x, residual), x.shape[-1]
-    y, rstd = _memory(s, weight, cast, n)
-    _launch_forward(x, residual, RESIDUAL, "", weight, s, y, rstd, eps, offset, cast, n)
+    y, s, rstd = _memory_with_sum(x, residual, weight, cast)
+    _launch_forward(x, residual, RESIDUAL, "", weight, s, y, rstd, eps, offset, cast, x.shape[-1])
     return y, s, rstd
 
 
 @_add_forward.register_fake
 def _(x, residual, weight, eps, offset, cast):
-    s = _sum_of(x, residual)
-    y, rstd = _memory(s, weight, cast, x.shape[-1])
-    return y, s, rstd
+    return _memory_with_sum(x, residual, weight, cast)
 
 
 def _gradients(x: torch.Tensor, other: torch.Tensor | None, role: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,8 +229,8 @@ def _backward(
         _rms_norm_bwd_kernel, (programs, groups),
         dy_rows, rows, others, rows if weight is None else weight.contiguous(), rstd, dx, dgate, dw,
         dy_rows.stride(0), rows.stride(0), others.stride(0), width, m, group, offset, tiles, ROLE=role,
-        SILU=activation == "silu", HAS_WEIGHT=weight is not None, NEED_DW=need_dw, BLOCK_M=block_m, BLOCK_N=block_n,
-        STAGES=stages, num_warps=num_warps,
+        SILU=activation == "silu", HAS_WEIGHT=weight is not None, NEED_DW=need_dw, GROUPED=group < width,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
     return dx, dgate, dw.sum(0).to(weight.dtype) if need_dw else dw
 
