@@ -88,10 +88,10 @@ def test_casts_round_where_they_say(device):
     assert first.dtype == torch.bfloat16
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_bf16_is_bit_equal_to_the_twin(form):
-    given = inputs((64, 4096), torch.bfloat16, "cuda")
+def test_16_bits_are_those_of_the_twin(form, dtype, device):
+    given = inputs((64, 1024), dtype, device)
     got, want = (f(*given, 1e-6, **FORMS[form]) for f in (gated_rms_norm, reference.gated_rms_norm))
     assert (got != want).float().mean() < 2e-3
 
