@@ -202,19 +202,18 @@ def _(x, residual, weight, eps, offset, cast):
     return _memory_with_sum(x, residual, weight, cast)
 
 
-def _gradients(x: torch.Tensor, other: torch.Tensor | None, role: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for dx and dgate, which is empty without a gate."""
-    shape, dtype = (other.shape, other.dtype) if role in (GATE_FIRST, GATE_LAST) else ((0,), x.dtype)
-    dgate = torch.empty(shape, dtype=dtype, device=x.device)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), dgate
+def _gradients(x: torch.Tensor, other: torch.Tensor | None, role: str) -> list[torch.Tensor]:
+    """Memory for dx and, with a gate, for dgate."""
+    wanted = (x, other) if role in (GATE_FIRST, GATE_LAST) else (x,)
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in wanted]
 
 
 @kernel_op("rms_norm_bwd")
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor,
     offset: float, role: str, activation: str, group: int, need_dw: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dx, dgate, dw). dgate is empty without a gate, and dw unless need_dw."""
+) -> list[torch.Tensor]:  # fmt: skip
+    """dx, with a gate dgate, and with need_dw dw."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     others = rows if other is None else as_rows(other)
     m, width = rows.shape
@@ -223,38 +222,40 @@ def _backward(
     block_m, block_n, num_warps, stages = backward_tile(group, x.device, *loaded)
     tiles = cdiv(m, block_m)
     programs = max(1, persistent_grid(tiles * groups, x.device) // groups)
-    dx, dgate = _gradients(x, other, role)
-    dw = torch.empty((programs, width) if need_dw else (0,), dtype=torch.float32, device=x.device)
+    found = _gradients(x, other, role)
+    dw = torch.empty((programs, width), dtype=torch.float32, device=x.device) if need_dw else rstd
     launch(
         _rms_norm_bwd_kernel, (programs, groups),
-        dy_rows, rows, others, rows if weight is None else weight.contiguous(), rstd, dx, dgate, dw,
+        dy_rows, rows, others, rows if weight is None else weight.contiguous(), rstd, found[0], found[-1], dw,
         dy_rows.stride(0), rows.stride(0), others.stride(0), width, m, group, offset, tiles, ROLE=role,
         SILU=activation == "silu", HAS_WEIGHT=weight is not None, NEED_DW=need_dw, GROUPED=group < width,
         BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
-    return dx, dgate, dw.sum(0).to(weight.dtype) if need_dw else dw
+    return [*found, dw.sum(0).to(weight.dtype)] if need_dw else found
 
 
 @_backward.register_fake
 def _(dy, x, other, weight, rstd, offset, role, activation, group, need_dw):
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_dw else rstd.new_empty(0)
-    return *_gradients(x, other, role), dw
+    dw = [torch.empty_like(weight, memory_format=torch.contiguous_format)] if need_dw else []
+    return [*_gradients(x, other, role), *dw]
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, weight, eps, offset, cast, role, activation, group):
-        y, rstd = _forward(x, gate, weight, eps, offset, cast, role, activation, group)
+    def forward(ctx, x, gate, weight, options):
+        y, rstd = _forward(x, gate, weight, *options)
         ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.options = offset, role, activation, group
+        ctx.options = options
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         need_dw = ctx.needs_input_grad[2]
-        dx, dgate, dw = _backward(dy, *ctx.saved_tensors, *ctx.options, need_dw)
-        return dx, dgate if ctx.needs_input_grad[1] else None, dw if need_dw else None, *(None,) * 6
+        _, offset, _, *role_and_groups = ctx.options
+        dx, *found = _backward(dy, *ctx.saved_tensors, offset, *role_and_groups, need_dw)
+        dw = found.pop() if need_dw else None
+        return dx, found[0] if found else None, dw, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -270,9 +271,9 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx, dy, ds):
         s, weight, rstd = ctx.saved_tensors
         need_dw = ctx.needs_input_grad[2]
-        ds, _, dw = _backward(dy, s, ds, weight, rstd, ctx.offset, RESIDUAL, "", s.shape[-1], need_dw)
+        ds, *dw = _backward(dy, s, ds, weight, rstd, ctx.offset, RESIDUAL, "", s.shape[-1], need_dw)
         dx, dresidual = (ds.to(dtype) for dtype in ctx.dtypes)
-        return dx, dresidual, dw if need_dw else None, None, None, None
+        return dx, dresidual, dw[0] if need_dw else None, None, None, None
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor | None, offset: float, cast: str) -> None:
@@ -318,7 +319,7 @@ def rms_norm(
     options = (float(eps), float(offset), cast, "", "", x.shape[-1])
     if not records_graph():
         return _forward(x, None, weight, *options)[0]
-    return _RMSNorm.apply(x, None, weight, *options)
+    return _RMSNorm.apply(x, None, weight, options)
 
 
 def add_rms_norm(
@@ -408,4 +409,4 @@ def gated_rms_norm(
     options = (float(eps), float(offset), cast, role, activation, int(group))
     if not records_graph():
         return _forward(x, gate, weight, *options)[0]
-    return _RMSNorm.apply(x, gate, weight, *options)
+    return _RMSNorm.apply(x, gate, weight, options)
