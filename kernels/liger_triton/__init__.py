@@ -8,14 +8,11 @@ from .cross_entropy import cross_entropy
 from .float8_cast import Float8, float8_cast
 from .float8_linear import Float8Form, Float8RowwiseForm, float8_linear
 from .frozen_float8 import Float8Weight, frozen_float8_linear
-from .gated_rms_norm import gated_rms_norm
 from .gates import geglu, swiglu
 from .layer_norm import layer_norm
-from .linear_cross_entropy import linear_cross_entropy
 from .linear_divergence import linear_divergence
-from .linear_heads_cross_entropy import linear_heads_cross_entropy
+from .linear_head import linear_cross_entropy, linear_heads_cross_entropy, linear_logprobs
 from .linear_heads_kl import linear_heads_kl
-from .linear_logprobs import linear_logprobs
 from .lora_linear import lora_linear, lora_linears
 from .lora_mlp import lora_mlp
 from .modules import (
@@ -27,7 +24,7 @@ from .modules import (
     LigerSwiGLUMLP,
 )
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
-from .rms_norm import add_rms_norm, rms_norm
+from .rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from .rope import rope
 from .token_ranks import linear_token_ranks, token_ranks
 

@@ -56,13 +56,13 @@ def once_differentiable(backward):
 
 class _Computed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, compute, stub):
+    def forward(ctx, compute, shape, stub):
         ctx.set_materialize_grads(False)
-        return compute()
+        return in_shape(compute(), shape)
 
     @staticmethod
     def backward(ctx, dy):
-        return None, dy
+        return None, None, dy
 
 
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -71,10 +71,13 @@ def without_memory(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tenso
 
 
 def in_shape(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A new y in another shape. A function may not return a view of it, which could not be changed in place."""
-    return torch.ops.aten._unsafe_view.default(y, shape)
+    """A new y (T, N) as (*shape, N). A function may not return a view of it, which could not be changed in place."""
+    return torch.ops.aten._unsafe_view.default(y, (*shape, y.shape[1]))
 
 
-def computed(stub: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `compute` returns, whose gradient goes to what made the `stub`."""
-    return _Computed.apply(compute, stub)
+def computed(compute: Callable[[], torch.Tensor], shape: tuple[int, ...], stub: torch.Tensor | None) -> torch.Tensor:
+    """What `compute` returns, (T, N), as (*shape, N). Its gradient goes to what made the `stub`, if there is one."""
+    if stub is not None:
+        return _Computed.apply(compute, shape, stub)
+    with torch.no_grad():
+        return in_shape(compute(), shape)

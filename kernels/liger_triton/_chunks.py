@@ -1,6 +1,6 @@
 """The size of a chunk of logits, the memory for them, and the gradients that are collected from chunk to chunk.
 
-Three loops use this: `_linear_head.py` projects one head into a buffer that a backward pass may keep,
+Three loops use this: `linear_head.py` projects one head into a buffer that a backward pass may keep,
 `linear_divergence.py` needs fp32 logits of two heads at once, and `linear_heads_kl.py` cuts windows in which all heads
 share the rows of a teacher. Chunking: Liger report, arXiv:2410.10989.
 """

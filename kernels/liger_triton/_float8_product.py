@@ -1,5 +1,4 @@
-"""The product of two matrices in eight bits, with one scale for each or one for each row of both:
-y_mn = (sum_k a_mk b_nk) * s_m * s_n.
+"""The product of two matrices in eight bits with a scale for each of their rows: y_mn = (sum_k a_mk b_nk) * s_m * s_n.
 
 Shapes  a (M, K), b (N, K), y (M, N), with K and N multiples of 16.
 Bytes   in addition to the product's: none where it multiplies by the scales itself; otherwise 2b per element of y.
@@ -9,7 +8,6 @@ import functools
 
 import torch
 
-from . import reference
 from ._dispatch import jit, on_cuda, tl, use_triton
 from ._launch import cdiv, launch
 from .sizes import computes_nothing
@@ -80,12 +78,3 @@ def row_product(
     y = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_sums)
     y = scale_(y, a_inverse, b_inverse)
     return (y if bias is None else y.add_(bias)).to(dtype)
-
-
-def tensor_product(a, a_inverse, b, b_inverse, dtype: torch.dtype, *, fast_sums: bool) -> torch.Tensor:
-    """a b^T as in `row_product`, times a_inverse () and b_inverse ()."""
-    if on_cuda(a):
-        return torch._scaled_mm(
-            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast_sums
-        )
-    return reference.float8_product(a, a_inverse, b.t(), b_inverse, dtype)

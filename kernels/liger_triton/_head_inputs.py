@@ -61,11 +61,6 @@ def compute_dtype(hidden, *others) -> torch.dtype:
     return hidden.dtype if to is None else to
 
 
-def weight_dtypes(x) -> tuple[torch.dtype, ...]:
-    """The dtypes that factors of the rows of x may have: fp32, and for x in float64 also float64."""
-    return (torch.float32, torch.float64) if is_float64(x) else (torch.float32,)
-
-
 def check_chunking(accumulate: str, chunk_rows: int | None) -> None:
     """ValueError unless the options of the sum over chunks and of their size are in range."""
     if accumulate not in ("fp32", "lean"):
@@ -241,19 +236,23 @@ def check_per_row(name, t, heads, rows, first) -> None:
     check_device(name, t, "hidden", first)
 
 
+def check_weights(name, weights, shapes, x) -> None:
+    """ValueError unless `weights`, factors of the rows of x, have one of `shapes`, and no gradient."""
+    dtypes = (torch.float32, torch.float64) if is_float64(x) else (torch.float32,)
+    if weights.shape not in shapes or weights.dtype not in dtypes or weights.requires_grad:
+        raise ValueError(
+            f"{name} is {tuple(weights.shape)} {weights.dtype}, requires_grad={weights.requires_grad}; expected "
+            f"torch.float32, {' or '.join(str(tuple(shape)) for shape in shapes)}, without gradient. Convert it "
+            "(.float(), .detach()); to differentiate in weights, multiply what reduction='none' returns by them."
+        )
+    check_device(name, weights, "hidden", x)
+
+
 def spread(row_weight, counted, first):
     """`row_weight`, (K,) or (K, T), as contiguous (K, T), with zeros for the rows that do not count. None stays None.
     `first` are the hidden states of one head."""
     if row_weight is None:
         return None
-    heads, rows = counted.shape
-    if row_weight.shape not in ((heads,), (heads, rows)) or row_weight.dtype not in weight_dtypes(first):
-        raise ValueError(
-            f"row_weight is {tuple(row_weight.shape)} {row_weight.dtype}; expected torch.float32, ({heads},) or "
-            f"({heads}, {rows})."
-        )
-    if row_weight.requires_grad:
-        raise ValueError("row_weight requires a gradient, and gets none here; pass row_weight.detach().")
-    check_device("row_weight", row_weight, "hidden", counted)
+    check_weights("row_weight", row_weight, (counted.shape[:1], counted.shape), first)
     # Contiguous: `torch.where` keeps the layout of its arguments, and the kernels read rows by number.
     return torch.where(counted, row_weight if row_weight.ndim == 2 else row_weight.unsqueeze(1), 0.0).contiguous()

@@ -2,6 +2,7 @@
 grids."""
 
 import functools
+from collections.abc import Collection
 
 import torch
 
@@ -64,6 +65,11 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
         found[*grid, 1, 1](*args, *[constants[name] for name in kernel.arg_names[len(args) :]])
 
 
+def check_in(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
+
+
 def check_norm(x: torch.Tensor, **parameters: torch.Tensor | None) -> None:
     """ValueError unless x (..., N) and all parameters (N,) are floating point and on one device."""
     if x.ndim == 0 or not x.is_floating_point():
@@ -102,7 +108,7 @@ def row_tile(n: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2 if INTERPRET else 64  # any number gives right results, and the interpreter runs one program after another
@@ -118,17 +124,17 @@ def backward_tile(n: int, device: torch.device, *loaded: torch.Tensor) -> tuple[
     block_n = next_power_of_2(n)
     block_m = max(1, BACKWARD_TILE // block_n)
     tile_bytes = block_m * block_n * sum([t.element_size() for t in loaded])
-    stages = max(1, min(3, _shared_memory(device) // tile_bytes))
+    stages = max(1, min(3, shared_memory(device) // tile_bytes))
     return block_m, block_n, min(MAX_WARPS, max(8, block_m * block_n // 1024)), stages
 
 
 def persistent_grid(tiles: int, device: torch.device) -> int:
     """The number of programs that share the tiles of `backward_tile`: one on each multiprocessor."""
-    return min(tiles, _multiprocessors(device))
+    return min(tiles, multiprocessors(device))
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """The bytes of shared memory that one program may use. Every GPU gives 48 KiB."""
     if device.type != "cuda":
         return 48 << 10

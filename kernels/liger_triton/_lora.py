@@ -4,11 +4,13 @@
 from each output, which is computed when it is asked for (`_autograd.py`).
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from ._autograd import computed, in_shape, once_differentiable, records_graph, without_memory
+from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import no_autocast
 from ._launch import as_matrix
 from ._low_rank import added, factors_of, low_rank_gradients, parts_of, scaled_b, sum_of_parts
@@ -105,15 +107,19 @@ def low_rank(source: torch.Tensor, a: torch.Tensor | None, form: Form) -> torch.
     return parts_of(sum_of_parts(wide_product(source, a.t()), 2, 1), form.dtype, 2, 1)
 
 
+def _ranges(layers: list[Layer]) -> list[slice]:
+    """Which of the R numbers of h belong to each layer."""
+    ends = list(accumulate([0 if layer.adapter is None else layer.adapter.a.shape[0] for layer in layers]))
+    return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
 def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[torch.Tensor, ...]]:
     """The columns of h that belong to each layer: (rounded,), or (rounded, rest). Empty where it has no adapter."""
-    found, start, total = [], 0, h.shape[1] // form.parts
-    for layer in layers:
-        rank = 0 if layer.adapter is None else layer.adapter.a.shape[0]
-        firsts = [start + part * total for part in range(form.parts)] if layer.adapter is not None else []
-        found.append(tuple([h[:, first : first + rank] for first in firsts]))
-        start += rank
-    return found
+    parts = (h,) if form.parts == 1 else h.chunk(2, 1)
+    return [
+        () if layer.adapter is None else tuple([part[:, own] for part in parts])
+        for layer, own in zip(layers, _ranges(layers), strict=True)
+    ]
 
 
 def adapter_of_output(
@@ -154,17 +160,19 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    dys: list[torch.Tensor | None], h: torch.Tensor, layers: list[Layer], all_b: list[torch.Tensor | None], form: Form,
-    needs,
-) -> Gradients:  # fmt: skip
+    dys: list[torch.Tensor | None],
+    h: torch.Tensor,
+    layers: list[Layer],
+    all_b: list[torch.Tensor | None],
+    form: Form,
+    needs: Sequence[bool],
+) -> Gradients:
     """dh, dB and db of a group from the gradients (T, N) of its outputs and `Rounded.b`. `needs` says which tensors
     want a gradient."""
     tensors: list[torch.Tensor | None] = [None] * len(needs)
-    dh, large, start, total = torch.empty_like(h), [], 0, h.shape[1] // form.parts
+    dh, large, ranges = torch.empty_like(h), [], _ranges(layers)
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
-        stop = start if layer.adapter is None else start + layer.adapter.a.shape[0]
-        own = dh[:, start:stop] if form.parts == 1 else dh.view(dh.shape[0], 2, total)[..., start:stop]
-        start = stop
+        own = (dh if form.parts == 1 else dh.unflatten(1, (2, -1)))[..., ranges[k]]
         if dy is None:
             own.zero_()
             continue
@@ -188,13 +196,9 @@ def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[L
     if not any(needs[2::4]):
         return
     da = sum_of_parts(wide_product(found.dh.t(), source), form.parts, 0)
-    start = 0
-    for k, layer in enumerate(layers):
-        if layer.adapter is not None:
-            stop = start + layer.adapter.a.shape[0]
-            if needs[4 * k + 2] and dys[k] is not None:  # None, not zeros, for a layer whose output is unused
-                found.tensors[4 * k + 2] = da[start:stop]
-            start = stop
+    for k, own in enumerate(_ranges(layers)):
+        if needs[4 * k + 2] and dys[k] is not None:  # None, not zeros, for a layer whose output is unused
+            found.tensors[4 * k + 2] = da[own]
 
 
 def adapters_part(found: Gradients, a: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -288,11 +292,7 @@ class Outputs:
 
     def __getitem__(self, k: int) -> torch.Tensor:
         def compute() -> torch.Tensor:
-            y = output(self.shared, self.layers[k], self.h[k], self.b[k], self.form)
-            return in_shape(y, (*self.shape[:-1], y.shape[1]))
+            return output(self.shared, self.layers[k], self.h[k], self.b[k], self.form)
 
         with no_autocast(self.rows.device.type):
-            if self.stubs is not None:
-                return computed(self.stubs[k], compute)
-            with torch.no_grad():
-                return compute()
+            return computed(compute, self.shape[:-1], None if self.stubs is None else self.stubs[k])

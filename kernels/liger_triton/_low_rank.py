@@ -23,10 +23,9 @@ from collections.abc import Sequence
 import torch
 
 from ._dispatch import INTERPRET, jit, tl, use_triton
-from ._launch import _multiprocessors, _shared_memory, cdiv, launch, next_power_of_2
+from ._launch import cdiv, launch, multiprocessors, next_power_of_2, shared_memory
 from ._products import wide_product
 
-SMALL_FIRST = True  # which product writes y and dx: the low-rank one (the other adds to it), or the large one
 Factors = tuple[torch.Tensor, torch.Tensor]
 
 FUSED_RANK = 64  # up to this width of h, dh and dB come from one read of dy; beyond it, from two products
@@ -71,7 +70,7 @@ def _tile_of(rows: int, block_r: int, device: torch.device) -> tuple[int, int]:
 
     It holds `num_stages` tiles of dy and of SB, one of H, all of 16 bits, and one of DB in fp32.
     """
-    memory = _shared_memory(device)
+    memory = shared_memory(device)
     for block_t, stages in ((512, 3), (512, 2), (256, 3), (256, 2), (128, 2), (64, 2), (32, 1)):
         bytes_needed = 2 * (stages * BLOCK_N * (block_t + block_r) + block_t * block_r) + 4 * BLOCK_N * block_r
         if bytes_needed <= memory and (block_t < 512 or block_r <= 32):
@@ -141,7 +140,7 @@ def low_rank_gradients(
     block_t, stages = _tile_of(rows, block_r, dy.device)
     row_programs = cdiv(rows, block_t)
     # As many programs as there are multiprocessors: those of the same rows share the columns.
-    per_program = cdiv(cdiv(columns, max(1, _multiprocessors(dy.device) // row_programs)), BLOCK_N) * BLOCK_N
+    per_program = cdiv(cdiv(columns, max(1, multiprocessors(dy.device) // row_programs)), BLOCK_N) * BLOCK_N
     column_programs = cdiv(columns, per_program)
     dh = torch.empty((column_programs, rows, width), dtype=torch.float32, device=dy.device)
     all_db = torch.empty((row_programs, columns, width), dtype=torch.float32, device=dy.device)
@@ -198,8 +197,7 @@ def scaled_b(b: torch.Tensor, scaling: float, dtype: torch.dtype, parts: int) ->
 
 def added(small: Factors | None, large: Sequence[Factors], bias: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of the products of two factors each: `small`, if there is one, those in `large`, and `bias`."""
-    products = [small, *large] if SMALL_FIRST else [*large, small]
-    first, *others = (p for p in products if p is not None)
+    first, *others = large if small is None else (small, *large)
     total = torch.mm(*first) if bias is None else torch.addmm(bias, *first)
     for product in others:
         total.addmm_(*product)

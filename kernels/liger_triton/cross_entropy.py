@@ -15,6 +15,7 @@ from . import reference
 from ._autograd import is_of_leaf, once_differentiable, records_graph
 from ._dispatch import kernel_op, takes_twin, use_triton
 from ._head_inputs import check_options, check_target_of_twin
+from ._launch import as_rows
 from ._row_pass import LOSS, N_STATS, RowSpec, row_pass
 from .known_gradients import folded, scaled
 
@@ -34,21 +35,13 @@ def _pass_over(logits, grad, target, stats, g_loss, spec, do_stats=True):
         )  # fmt: skip
 
 
-def _zeros_for_statistics(logits):
-    return logits.new_zeros((N_STATS, logits.shape[0]), dtype=torch.float32)
-
-
-def _rows_of(logits):
-    return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
 @kernel_op("cross_entropy_statistics")
 def _statistics(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, scale: float, softcap: float, smoothing: float,
     z_loss: float,
 ) -> torch.Tensor:  # fmt: skip
-    stats = _zeros_for_statistics(logits)
-    _pass_over(_rows_of(logits), None, target, stats, None, RowSpec(ignore_index, scale, softcap, smoothing, z_loss))
+    stats = logits.new_zeros((N_STATS, logits.shape[0]), dtype=torch.float32)
+    _pass_over(as_rows(logits), None, target, stats, None, RowSpec(ignore_index, scale, softcap, smoothing, z_loss))
     return stats
 
 
@@ -64,7 +57,7 @@ def _gradient(
 ) -> torch.Tensor:  # fmt: skip
     grad = logits.new_empty(logits.shape)
     spec = RowSpec(ignore_index, scale, softcap, smoothing, z_loss)
-    _pass_over(_rows_of(logits), grad, target, stats, g_loss, spec, do_stats=False)
+    _pass_over(as_rows(logits), grad, target, stats, g_loss, spec, do_stats=False)
     return grad
 
 
@@ -98,7 +91,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
     def forward(ctx, logits, target, fold, later, spec):
         ctx.set_materialize_grads(False)
         ctx.spent = False
-        stats = _zeros_for_statistics(logits)
+        stats = logits.new_zeros((N_STATS, logits.shape[0]), dtype=torch.float32)
         _pass_over(logits, logits, target, stats, fold.expand(target.shape).contiguous(), spec)
         loss = stats[LOSS] * (fold * later)
         # An operation that saved the logits for its own backward now gets PyTorch's error "modified by an inplace

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._dispatch import INTERPRET, is_wrapped, jit, on_cuda, runs_triton, tl
+from ._dispatch import INTERPRET, KERNEL_DTYPES, is_wrapped, jit, on_cuda, runs_triton, tl
 from ._launch import MAX_COLUMNS, backward_tile, cdiv, launch, next_power_of_2, persistent_grid
 from .sizes import computes_nothing
 
@@ -71,9 +71,7 @@ class Float8Rows(NamedTuple):
     maxima: torch.Tensor | None
 
 
-Turned = tuple[
-    torch.Tensor, torch.Tensor
-]  # a transpose (K, T') in eight bits, and what it, or each row, is multiplied by
+Turned = tuple[torch.Tensor, torch.Tensor]  # a transpose (K, T') in eight bits, and what it or each row is times
 
 
 @functools.cache
@@ -207,14 +205,11 @@ def _byte(y, ROWS):
     return y.to(ROWS.dtype.element_ty).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
-def _packing(dtype: torch.dtype) -> str:
-    """What `_four` rounds and puts together four numbers with."""
-    return "" if INTERPRET else _ptx("e4m3" if dtype == E4M3 else "e5m2")
-
-
-def _ptx(name: str) -> str:
-    """PTX that rounds four numbers to e4m3 or e5m2, the first into the lowest byte. It keeps NaN."""
-    convert = f"cvt.rn.satfinite.{name}x2.f32"
+def packing(dtype: torch.dtype) -> str:
+    """PTX with which `_four` rounds four numbers to e4m3 or e5m2, the first into the lowest byte. It keeps NaN."""
+    if INTERPRET:
+        return ""
+    convert = f"cvt.rn.satfinite.{'e4m3' if dtype == E4M3 else 'e5m2'}x2.f32"
     return f"{{ .reg .b16 low, high; {convert} low, $2, $1; {convert} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
 
 
@@ -383,7 +378,7 @@ def float8_cast(
     Raises:
         ValueError: `x` is no contiguous matrix of these dtypes, `dtype` is another, or nothing is asked for.
     """
-    if x.ndim != 2 or not x.is_contiguous() or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if x.ndim != 2 or not x.is_contiguous() or x.dtype not in KERNEL_DTYPES:
         raise ValueError(
             f"x is {tuple(x.shape)} {x.dtype} with strides {x.stride()}; expected a contiguous matrix in bfloat16, "
             "float16 or float32."
@@ -428,7 +423,7 @@ def _columns_of(
         _columns_kernel, (cdiv(padded(t), TILE_ROWS) * tiles_per_row,),
         x, maxima, as_columns if as_rows is None else as_rows, as_columns.view(torch.int32), inverse,
         t, k, padded(t) // 4, tiles_per_row, LARGEST=torch.finfo(dtype).max, POWER_OF_2=power_of_2, LEAST=LEAST,
-        COUNT=count, KEEP_ROWS=as_rows is not None, PACK=_packing(dtype), BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS,
+        COUNT=count, KEEP_ROWS=as_rows is not None, PACK=packing(dtype), BLOCK_T=TILE_ROWS, BLOCK_K=TILE_COLUMNS,
         num_warps=TILE_WARPS,
     )  # fmt: skip
     return as_columns
@@ -496,12 +491,10 @@ def row_cast(parts: list[torch.Tensor], factors: list[torch.Tensor] | None = Non
     missing = MOST_PARTS - len(parts)
     given = [*parts, *parts[:1] * missing]
     widths = [part.shape[1] for part in parts] + [0] * missing
-    of_columns = (
-        [inverse] * MOST_PARTS if factors is None else [f.contiguous() for f in (*factors, *factors[:1] * missing)]
-    )
+    scales = [inverse] * MOST_PARTS if factors is None else [f.contiguous() for f in (*factors, *factors[:1] * missing)]
     block = sum(blocks)
     launch(
-        _row_cast_kernel, (rows,), *given, *of_columns, out, inverse, *widths,
+        _row_cast_kernel, (rows,), *given, *scales, out, inverse, *widths,
         *[part.stride(0) for part in given], LARGEST=LARGEST, LEAST=LEAST_OF_ROWS, HAS_FACTOR=factors is not None,
         BLOCK_A=blocks[0], BLOCK_B=blocks[1], BLOCK_C=blocks[2],
         num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16 if block <= 2**15 else 32,

@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ._autograd import computed, in_shape, once_differentiable, records_graph, without_memory
-from ._dispatch import KERNEL_DTYPES, no_autocast, result_dtype
-from ._float8_product import row_product, tensor_product
+from . import reference
+from ._autograd import computed, once_differentiable, records_graph, without_memory
+from ._dispatch import KERNEL_DTYPES, no_autocast, on_cuda, result_dtype
+from ._float8_product import row_product
 from ._launch import as_matrix
 from .float8_cast import (
     E4M3,
@@ -51,12 +52,12 @@ from .float8_cast import (
 
 
 class _Cast(NamedTuple):
-    """What layers that share their input use of it: its rows and, if they were asked for, what leads to its transpose,
-    the transpose, and the input in the dtype of the product where only that is kept."""
+    """A matrix in eight bits, as far as it was asked for: its rows and what they are multiplied by, maxima that lead to
+    its transpose, the transpose, and the matrix itself in the dtype of the product where only that is kept."""
 
-    rows: torch.Tensor | None
-    inverse: torch.Tensor | None
-    maxima: torch.Tensor | None
+    rows: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
+    maxima: torch.Tensor | None = None
     turned: Turned | None = None
     narrow: torch.Tensor | None = None
 
@@ -80,40 +81,34 @@ class Float8Form(NamedTuple):
         return False
 
     @staticmethod
-    def product(*factors, fast_sums: bool) -> torch.Tensor:
-        return tensor_product(*factors, fast_sums=fast_sums)
+    def product(a, a_inverse, b, b_inverse, dtype: torch.dtype, *, fast_sums: bool) -> torch.Tensor:
+        """a b^T (M, N) of two factors in eight bits, times what both have to be multiplied by."""
+        if not on_cuda(a):
+            return reference.float8_product(a, a_inverse, b.t(), b_inverse, dtype)
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast_sums
+        )
 
-    def cast(self, x: torch.Tensor, dtype: torch.dtype, turn: bool, keeps_input: bool, known: _Cast | None) -> _Cast:
-        """x in `dtype`, in eight bits. `turn`: what the gradient of a weight needs of it is there too."""
-        turn = turn and not keeps_input
-        if known is not None and (known.turned is not None or not turn):
-            return known
-        maxima = None if known is None else known.maxima
-        x8 = float8_cast(as_matrix(x, dtype).contiguous(), columns=turn, power_of_2=self.power_of_2, maxima=maxima)
-        return _Cast(x8.rows, x8.inverse, x8.maxima, None if x8.columns is None else (x8.columns, x8.inverse))
+    def cast(self, matrix, rows=True, turn=False, finds=False, maxima=None, gradient=False) -> _Cast:
+        """A contiguous matrix in eight bits.
 
-    def turned(self, matrix: torch.Tensor, maxima: torch.Tensor) -> Turned:
-        """The transpose of an input or a weight, as a factor of a product."""
-        x8 = float8_cast(matrix, rows=False, columns=True, power_of_2=self.power_of_2, maxima=maxima)
-        return x8.columns, x8.inverse
+        `rows`, `turn`: whether it and its transpose are wanted. `finds`: whether the maxima are, with which a later
+        call makes the transpose. `gradient`: whether it is that of the output.
+        """
+        dtype = self.grad_dtype if gradient else E4M3
+        x8 = float8_cast(matrix, dtype, rows=rows, columns=turn, power_of_2=self.power_of_2, maxima=maxima)
+        return _Cast(x8.rows, x8.inverse, x8.maxima, (x8.columns, x8.inverse) if turn else None)
 
-    def turned_weight(self, weight: torch.Tensor, maxima: torch.Tensor) -> Turned:
-        return self.turned(weight, maxima)
-
-    def cast_gradient(self, dy: torch.Tensor, rows: bool, turn: bool) -> tuple[Turned, Turned]:
-        """dy by rows and its transpose, as far as they are wanted."""
-        d8 = float8_cast(dy, self.grad_dtype, rows=rows, columns=turn, power_of_2=self.power_of_2)
-        return (d8.rows, d8.inverse), (d8.columns, d8.inverse)
+    def turned_weight(self, weight: torch.Tensor, maxima: torch.Tensor) -> Turned | None:
+        return self.cast(weight, rows=False, turn=True, maxima=maxima).turned
 
     def prepared(self, weight: torch.Tensor, turns: bool) -> _Cast:
         """What `upright` and `turned_weight` both need of a weight."""
-        return _Cast(None, None, maxima_of(weight))
+        return _Cast(maxima=maxima_of(weight))
 
-    def upright(self, weight: torch.Tensor, prepared: _Cast | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """W (N, K) in eight bits, and what it has to be multiplied by."""
-        maxima = None if prepared is None else prepared.maxima
-        w8 = float8_cast(weight.contiguous(), power_of_2=self.power_of_2, maxima=maxima)
-        return w8.rows, w8.inverse
+    def upright(self, weight: torch.Tensor, prepared: _Cast | None) -> _Cast:
+        """W (N, K) in eight bits."""
+        return self.cast(weight.contiguous(), maxima=None if prepared is None else prepared.maxima)
 
 
 class Float8RowwiseForm(NamedTuple):
@@ -132,37 +127,26 @@ class Float8RowwiseForm(NamedTuple):
 
     @staticmethod
     def product(*factors, fast_sums: bool) -> torch.Tensor:
+        """As in `Float8Form`, with a scale for each row of both."""
         return row_product(*factors, fast_sums=fast_sums)
 
-    def cast(self, x: torch.Tensor, dtype: torch.dtype, turn: bool, keeps_input: bool, known: _Cast | None) -> _Cast:
-        turn = turn and not self.gw_hp
-        if known is not None and (known.maxima is not None or not turn):
-            return known
-        matrix = as_matrix(x, dtype).contiguous()
-        x8 = float8_rows(matrix, self.power_of_2, maxima=turn)
-        turned = self.turned(matrix, x8.maxima) if turn and not keeps_input else None
-        return _Cast(*x8, turned, matrix if self.gw_hp and not keeps_input and x.dtype != dtype else None)
+    def cast(self, matrix, rows=True, turn=False, finds=False, maxima=None, gradient=False) -> _Cast:
+        rows = rows or maxima is None
+        made = float8_rows(matrix, self.power_of_2, maxima=turn or finds) if rows else Float8Rows(None, None, maxima)
+        return _Cast(*made, float8_columns(matrix, made.maxima, self.power_of_2) if turn else None)
 
-    def turned(self, matrix: torch.Tensor, maxima: torch.Tensor) -> Turned:
-        return float8_columns(matrix, maxima, self.power_of_2)
-
-    def turned_weight(self, weight: torch.Tensor, maxima: torch.Tensor) -> Turned:
+    def turned_weight(self, weight: torch.Tensor, maxima: torch.Tensor) -> Turned | None:
         if not self.gw_hp:
-            return self.turned(weight, maxima)
+            return self.cast(weight, rows=False, turn=True, maxima=maxima).turned
         most = maxima.amax(0, keepdim=True)
         w8 = float8_cast(weight, rows=False, columns=True, power_of_2=self.power_of_2, maxima=most)
         return w8.columns, w8.inverse.repeat(weight.shape[1])
 
-    def cast_gradient(self, dy: torch.Tensor, rows: bool, turn: bool) -> tuple[Turned, Turned]:
-        d8 = float8_rows(dy, self.power_of_2, maxima=turn) if rows or turn else Float8Rows(None, None, None)
-        return d8[:2], self.turned(dy, d8.maxima) if turn else (None, None)
-
     def prepared(self, weight: torch.Tensor, turns: bool) -> _Cast:
-        return _Cast(*float8_rows(weight, self.power_of_2, maxima=turns))
+        return self.cast(weight, finds=turns)
 
-    def upright(self, weight: torch.Tensor, prepared: _Cast | None) -> tuple[torch.Tensor, torch.Tensor]:
-        w8 = prepared or self.prepared(weight.contiguous(), False)
-        return w8.rows, w8.inverse
+    def upright(self, weight: torch.Tensor, prepared: _Cast | None) -> _Cast:
+        return prepared or self.cast(weight.contiguous())
 
 
 Form = Float8Form | Float8RowwiseForm
@@ -178,8 +162,8 @@ class _Columns:
         self.layers = self.asked = 0
         self.made: Turned | None = None
 
-    def get(self, matrix: torch.Tensor, maxima: torch.Tensor, form: Form) -> Turned:
-        made = form.turned(matrix, maxima) if self.made is None else self.made
+    def get(self, matrix: torch.Tensor, maxima: torch.Tensor, form: Form) -> Turned | None:
+        made = form.cast(matrix, rows=False, turn=True, maxima=maxima).turned if self.made is None else self.made
         self.asked += 1
         self.made = made
         if self.asked >= self.layers:
@@ -214,8 +198,16 @@ class Float8Input:
 
     def in_eight_bits(self, x: torch.Tensor, turn: bool) -> _Cast:
         """x, with what the gradient of a weight needs if `turn` asks for it."""
-        self.cast = self.form.cast(x, self.dtype, turn, self.keeps_input, self.cast)
-        return self.cast
+        form, known = self.form, self.cast
+        finds = turn and not form.gw_hp
+        turn = finds and not self.keeps_input
+        if known is None or (finds and known.maxima is None) or (turn and known.turned is None):
+            matrix = as_matrix(x, self.dtype).contiguous()
+            known = form.cast(matrix, turn=turn, finds=finds, maxima=None if known is None else known.maxima)
+            if form.gw_hp and not self.keeps_input and x.dtype != self.dtype:
+                known = known._replace(narrow=matrix)
+            self.cast = known
+        return known
 
 
 def _version(x: torch.Tensor) -> int:
@@ -245,10 +237,8 @@ class _Kept(torch.autograd.Function):
         elif needs_weight:
             kept = x if cast.narrow is None else cast.narrow
             given.columns.layers += not form.gw_hp
-        ctx.save_for_backward(
-            kept, inverse, cast.maxima if needs_weight else None, weight if needs_x else None,
-            None if prepared is None else prepared.maxima,
-        )  # fmt: skip
+        maxima, w_maxima = cast.maxima if needs_weight else None, None if prepared is None else prepared.maxima
+        ctx.save_for_backward(kept, inverse, maxima, weight if needs_x else None, w_maxima)
         ctx.set_materialize_grads(False)
         ctx.form, ctx.columns, ctx.bits_of = form, given.columns, bits_of
         ctx.dtype, ctx.weight_dtype, ctx.x_dtype, ctx.shape = given.dtype, weight.dtype, x.dtype, x.shape
@@ -265,7 +255,9 @@ class _Kept(torch.autograd.Function):
         dx = dw = None
         with no_autocast(dy.device.type):
             rows = as_matrix(dy, ctx.dtype).contiguous()
-            d8, d8_turned = form.cast_gradient(rows, needs_x, needs_weight and not form.gw_hp)
+            turns = needs_weight and not form.gw_hp
+            casts = needs_x or turns
+            *d8, _, d8_turned, _ = form.cast(rows, rows=needs_x, turn=turns, gradient=True) if casts else _Cast()
             if needs_weight and form.gw_hp:
                 dw = (rows.t() @ as_matrix(kept, ctx.dtype)).to(ctx.weight_dtype)
             elif needs_weight:
@@ -375,15 +367,12 @@ def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input, bit
 
     def compute() -> torch.Tensor:
         form, (cast, prepared) = given.form, made or (given.in_eight_bits(x, turn=False), None)
-        w8 = form.upright(weight, prepared) if bits_of is None else _asked(bits_of, weight)
-        y = form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
-        return in_shape(y, (*x.shape[:-1], y.shape[1]))
+        w8 = form.upright(weight, prepared)[:2] if bits_of is None else _asked(bits_of, weight)
+        return form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
 
     with no_autocast(x.device.type):
-        if records_graph(x, weight):
-            return computed(_Kept.apply(given, made, bits_of, x, weight), compute)
-        with torch.no_grad():
-            return compute()
+        stub = _Kept.apply(given, made, bits_of, x, weight) if records_graph(x, weight) else None
+        return computed(compute, x.shape[:-1], stub)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -99,22 +99,18 @@ class SharedRows:
 
 def input_gradient(grads: Sequence[tuple[torch.Tensor, Float8Weight]]) -> torch.Tensor:
     """The sum of dy W (T, K) over (dy (T, N_i), W (N_i, K)), in the dtype of the first dy."""
+    dy, k = grads[0][0], grads[0][1].shape[1]
+    if dy.numel() == 0:
+        return dy.new_zeros((dy.shape[0], k))
     total: torch.Tensor | None = None
     for start in range(0, len(grads), MOST_PARTS):
-        some = grads[start : start + MOST_PARTS]
-        dx = _input_gradient([dy for dy, _ in some], [weight for _, weight in some])
+        dys, weights = zip(*grads[start : start + MOST_PARTS], strict=True)
+        rows, inverse = row_cast(list(dys), [weight.scale for weight in weights])
+        columns = transposed([weight.bits for weight in weights])
+        dx = row_product(rows, inverse, columns, _ones(k, rows), dy.dtype, fast_sums=FAST_SUMS)
         total = dx if total is None else total.add_(dx)
-    assert total is not None, "grads is empty"
+    assert total is not None
     return total
-
-
-def _input_gradient(dys: list[torch.Tensor], weights: list[Float8Weight]) -> torch.Tensor:
-    k = weights[0].shape[1]
-    if dys[0].numel() == 0:
-        return dys[0].new_zeros((dys[0].shape[0], k))
-    rows, inverse = row_cast(dys, [weight.scale for weight in weights])
-    columns = transposed([weight.bits for weight in weights])
-    return row_product(rows, inverse, columns, _ones(k, rows), dys[0].dtype, fast_sums=FAST_SUMS)
 
 
 _known_ones: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -152,7 +148,7 @@ class _Frozen(torch.autograd.Function):
 
 def _forward(x, weight, bias, dtype) -> torch.Tensor:
     y = SharedRows(as_matrix(x, dtype)).times(weight, None if bias is None else bias.to(dtype))
-    return in_shape(y, (*x.shape[:-1], y.shape[1]))
+    return in_shape(y, x.shape[:-1])
 
 
 def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -160,7 +156,7 @@ def frozen_float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tens
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32.
-        weight (`Float8Weight`): (N, K), of `quantized`.
+        weight (`Float8Weight`): (N, K), made by `liger_triton.frozen_float8.quantized`.
         bias (`torch.Tensor`, *optional*): (N,).
 
     Returns:

@@ -32,8 +32,8 @@ import torch
 from . import reference
 from ._autograd import graph_is_kept, is_of_leaf, once_differentiable, records_graph
 from ._dispatch import INTERPRET, jit, kernel_op, runs_as_op, runs_triton, tl, use_triton
-from ._launch import as_rows, cdiv, launch, next_power_of_2
-from .halves import joined, joined_pairs
+from ._launch import as_rows, cdiv, check_in, launch, next_power_of_2
+from .halves import joined, parts_of
 
 APPROXIMATIONS = ("tanh", "none")
 UNCHANGED = (math.inf, 1.0, 0.0, 1.0)  # limit, alpha, up_offset, gate_scale
@@ -234,25 +234,12 @@ def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
         )
 
 
-def _tiles_of_rows(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int, tuple[int], int]:
-    """(tensors as rows, row length, tiles per row, grid, BLOCK) of tensors of one shape. If all are contiguous, each is
-    one long row."""
-    if all(t.is_contiguous() for t in tensors):
-        rows = [t.view(1, -1) for t in tensors]
-    else:
-        rows = [as_rows(t) if t.ndim else t.view(1, 1) for t in tensors]
-    m, n = rows[0].shape
-    block = min(2048, next_power_of_2(n))  # 16 elements a thread with 4 warps: two 16-byte loads of bf16
-    tiles_per_row = cdiv(n, block)
-    return rows, n, tiles_per_row, (m * tiles_per_row,), block
-
-
-def _paired(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, str] | None:
-    """(the contiguous tensor whose even and odd columns the two are, which of them is even: "gate" or "up"), or None if
-    they are not."""
-    if (whole := joined_pairs(gate, up)) is not None:
+def _whole(gate: torch.Tensor, up: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, str] | None:
+    """(the contiguous tensor whose halves, or with `pairs` even and odd columns, the two are, which of them is first:
+    "gate" or "up"), or None if they are not."""
+    if (whole := joined(gate, up, pairs)) is not None:
         return whole, "gate"
-    if (whole := joined_pairs(up, gate)) is not None:
+    if (whole := joined(up, gate, pairs)) is not None:
         return whole, "up"
     return None
 
@@ -268,14 +255,10 @@ def gate_gradients(
     if runs_as_op():  # then the two may not share memory
         return _new_like(gate), _new_like(up)
     again = not reuse or graph_is_kept()
-    if pairs and (found := _paired(gate, up)) is not None:
-        whole = _new_like(found[0]) if again else found[0]
-        dg, du = whole[..., ::2], whole[..., 1::2]
+    pairs = pairs and (found := _whole(gate, up, True)) is not None
+    if pairs or (found := _whole(gate, up, False)) is not None:
+        dg, du = parts_of(_new_like(found[0]) if again else found[0], pairs)
         dg, du = (dg, du) if found[1] == "gate" else (du, dg)
-    elif (whole := joined(gate, up)) is not None:
-        dg, du = (_new_like(whole) if again else whole).chunk(2, dim=-1)
-    elif (whole := joined(up, gate)) is not None:
-        du, dg = (_new_like(whole) if again else whole).chunk(2, dim=-1)
     else:
         apart = gate.untyped_storage()._cdata != up.untyped_storage()._cdata
         again = again or not (apart and gate.is_contiguous() and up.is_contiguous())
@@ -292,18 +275,24 @@ def _new_like(t: torch.Tensor) -> torch.Tensor:
 
 def _parts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
     """What the kernel is given of gate and up, or of their gradients: the two, or the tensor that has them as pairs."""
-    both = _paired(a, b)
+    both = _whole(a, b, True)
     return (a, b, "") if both is None else (both[0], both[0], both[1])
 
 
 def _tiles(y: torch.Tensor, *parts: tuple[torch.Tensor, torch.Tensor, str]):
-    """`_tiles_of_rows` of y and of the parts, in this order. As soon as some are pairs, all are one long row."""
-    given = [t for a, b, _ in parts for t in (a, b)]
-    if not any(kind for *_, kind in parts):
-        return _tiles_of_rows(y, *given)
-    y, *given = (t if t.is_contiguous() else t.contiguous() for t in (y, *given))
-    rows, n, tiles_per_row, grid, block = _tiles_of_rows(y)
-    return rows + [t.view(1, -1) for t in given], n, tiles_per_row, grid, block
+    """(y and the parts as rows, row length, tiles per row, grid, BLOCK). If all are contiguous, which they are made if
+    some are pairs, each is one long row."""
+    given = [y, *[t for a, b, _ in parts for t in (a, b)]]
+    if any(kind for *_, kind in parts):
+        given = [t if t.is_contiguous() else t.contiguous() for t in given]
+    if all(t.is_contiguous() for t in given):
+        rows = [t.view(1, -1) for t in given]
+    else:
+        rows = [as_rows(t) if t.ndim else t.view(1, 1) for t in given]
+    m, n = rows[0].shape
+    block = min(2048, next_power_of_2(n))  # 16 elements a thread with 4 warps: two 16-byte loads of bf16
+    tiles_per_row = cdiv(n, block)
+    return rows, n, tiles_per_row, (m * tiles_per_row,), block
 
 
 @kernel_op("gate_fwd")
@@ -430,8 +419,7 @@ def geglu(
         ValueError: Shape, dtype or device of the two disagree, none is floating point, or `approximate` is unknown.
     """
     _check(gate, up)
-    if approximate not in APPROXIMATIONS:
-        raise ValueError(f"approximate is {approximate!r}; expected one of {', '.join(map(repr, APPROXIMATIONS))}.")
+    check_in("approximate", approximate, APPROXIMATIONS)
     if not runs_triton(gate, up):
         return reference.geglu(gate, up, approximate=approximate)
     return _gated(gate, up, reuse_inputs, "gelu_tanh" if approximate == "tanh" else "gelu", *UNCHANGED)

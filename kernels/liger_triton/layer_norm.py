@@ -163,9 +163,8 @@ def layer_norm(
     three.
 
     All arithmetic is in fp32, and one rounding to x.dtype comes at the end; weight + offset is rounded to the dtype of
-    the weight too. That is `nn.LayerNorm` for equal dtypes
-    and, with `bias=None`, `CohereLayerNorm` for any dtype of the weight. Under autocast `F.layer_norm` returns fp32;
-    pass `x.float()` for that.
+    the weight too. That is `nn.LayerNorm` for equal dtypes and, with `bias=None`, `CohereLayerNorm` for any dtype of
+    the weight. Under autocast `F.layer_norm` returns fp32; pass `x.float()` for that.
 
     Args:
         x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64 and N > 65536.

@@ -12,7 +12,7 @@ with the ends beta = 0 and 1 as TRL defines them, where the formula of the middl
 
 Rows that do not count are dropped first. Logits are fp32 whatever the inputs are, because a divergence is a small
 difference of large numbers; dl is rounded to the compute dtype before the products with it. The modes are those of
-`_linear_head.py`: four products a chunk where the gradients are computed with the values, one of them the teacher's,
+`linear_head.py`: four products a chunk where the gradients are computed with the values, one of them the teacher's,
 and six with a second walk. Memory beyond inputs and gradients: about six tensors of C * V in fp32.
 """
 
@@ -32,10 +32,10 @@ from .results import Divergence
 
 
 class _Transform(NamedTuple):
-    """How z is made of l. `scale` and `softcap` are already divided by the temperature."""
+    """How z is made of l. `scale` and `softcap`, where 0.0 is none, are already divided by the temperature."""
 
     scale: float
-    softcap: float | None
+    softcap: float
     dtype: torch.dtype  # of the factors of the product
 
     def tensors(self, head: Head) -> Head:
@@ -52,7 +52,7 @@ class _Transform(NamedTuple):
         if head.u is not None:
             z += _product(head.u[rows], head.lora_b)
         z *= self.scale
-        if self.softcap is None:
+        if not self.softcap:
             return z, None
         tanh = z.div_(self.softcap).tanh_()
         return tanh * self.softcap, tanh
@@ -144,7 +144,7 @@ def _walk(student: Head, teacher: Head, kept, spec: _Spec, needs: int, g=None):
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """(divergence, entropy), each of T rows. The modes are those of `_linear_head.py`."""
+    """(divergence, entropy), each of T rows. The modes are those of `linear_head.py`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, u, lora_b, teacher, kept, mode, spec):
@@ -275,20 +275,13 @@ def linear_divergence(
     needs = student.needs()
     spec = _Spec(
         float(beta),
-        _Transform(logit_scale / temperature, None if softcap is None else softcap / temperature, dtype),
-        _Transform(
-            teacher_logit_scale / temperature,
-            None if teacher_softcap is None else teacher_softcap / temperature,
-            teacher_dtype,
-        ),
+        _Transform(logit_scale / temperature, (softcap or 0.0) / temperature, dtype),
+        _Transform(teacher_logit_scale / temperature, (teacher_softcap or 0.0) / temperature, teacher_dtype),
         needs,
         accumulate == "lean",
         chunk_rows,
     )
     kept = None if mask is None else mask.reshape(-1).to(hidden.device).nonzero().squeeze(1)
-    if uniform_grad:
-        mode = "uniform"
-    else:
-        mode = "recompute" if needs & (DW | DBIAS | DB) else "rows"
+    mode = "uniform" if uniform_grad else "recompute" if needs & (DW | DBIAS | DB) else "rows"
     divergence, entropy = _LinearDivergence.apply(*student, teacher, kept, mode, spec)
     return Divergence(divergence.view(rows), entropy.view(rows))

@@ -122,19 +122,16 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
             raise ValueError(f"weight is {weight.dtype}, x {x.dtype}; convert one of them, or use autocast.")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias is {tuple(bias.shape)}; expected ({weight.shape[0]},) or None.")
-        adapter = None
-        if lora is not None:
-            adapter = Adapter(*lora)
+        adapter = None if lora is None else Adapter(*lora)
+        if adapter is not None:
             rank = adapter.a.shape[0]
             if adapter.a.shape != (rank, width) or adapter.b.shape != (weight.shape[0], rank):
                 raise ValueError(
                     f"lora has A {tuple(adapter.a.shape)} and B {tuple(adapter.b.shape)}; expected A (r, {width}) and "
                     f"B ({weight.shape[0]}, r) for weight {tuple(weight.shape)}."
                 )
-        tensors = [("weight", weight), ("bias", bias)]
-        if lora is not None:
-            tensors += (("lora A", lora[0]), ("lora B", lora[1]))
-        for name, t in tensors:
+        of_lora = zip(("lora A", "lora B"), lora or (), strict=False)
+        for name, t in (("weight", weight), ("bias", bias), *of_lora):
             if t is not None and (t.device != device or not t.dtype.is_floating_point):
                 raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
         found.append(Layer(weight, bias, adapter))
@@ -148,21 +145,27 @@ class LoRAGroup:
 
     Args:
         x, layers: As in `lora_linears`.
+        lora_input: As in `lora_linear`.
     """
 
-    def __init__(self, x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | None, Lora | None]]):
+    def __init__(
+        self,
+        x: torch.Tensor,
+        layers: list[tuple[Weight, torch.Tensor | None, Lora | None]],
+        lora_input: torch.Tensor | None = None,
+    ):
         found = checked_layers(x, layers)
-        self._twins = (x, as_tensors(layers, x)) if runs_as_twin(x, found) else None
+        self._twins = (x, lora_input, as_tensors(layers, x)) if runs_as_twin(x, found) else None
         if self._twins is None:
-            self._outputs = Outputs(x, None, found, form_of(x, found))
+            self._outputs = Outputs(x, lora_input, found, form_of(x, found))
 
     def output(self, k: int) -> torch.Tensor:
         """y of layer number `k`."""
         if self._twins is None:
             return self._outputs[k]
-        x, layers = self._twins
+        x, lora_input, layers = self._twins
         weight, bias, lora = layers[k]
-        return reference.lora_linear(x, weight, bias, lora=lora)
+        return reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input)
 
     def is_spent(self) -> bool:
         """Whether a backward pass has come through, so that a further output would have none."""
@@ -170,16 +173,9 @@ class LoRAGroup:
 
 
 def _outputs(x, layers, lora_input):
-    found = checked_layers(x, layers)
     if all(lora is None for _, _, lora in layers):
         raise ValueError("no layer has a lora; use torch.nn.functional.linear.")
     if lora_input is not None and lora_input.shape != x.shape:
         raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
-    if runs_as_twin(x, found):
-        layers = as_tensors(layers, x)
-        if len(layers) > 1:
-            return reference.lora_linears(x, layers)
-        weight, bias, lora = layers[0]
-        return (reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input),)
-    outputs = Outputs(x, lora_input, found, form_of(x, found))
-    return tuple(outputs[k] for k in range(len(layers)))
+    group = LoRAGroup(x, layers, lora_input)
+    return tuple([group.output(k) for k in range(len(layers))])

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from . import _lora, reference
-from ._autograd import computed, in_shape, once_differentiable, records_graph, without_memory
+from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import no_autocast
-from ._launch import as_matrix
+from ._launch import as_matrix, check_in
 from ._lora import Form, Layer, Rounded
 from .frozen_float8 import SharedRows
 from .gates import TWINS, Product, gate_of_sums, gradients_of_sums, takes
@@ -139,8 +139,7 @@ def lora_mlp(
     Raises:
         ValueError: A shape, dtype or device does not fit, `activation` is unknown, or no projection has a LoRA.
     """
-    if activation not in TWINS:
-        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, TWINS))}.")
+    check_in("activation", activation, TWINS)
     projections = [gate, up, down]
     if not any(lora is not None for _, _, lora in projections):
         raise ValueError("no projection has a lora; use torch.nn.functional.linear and liger_triton.swiglu.")
@@ -159,11 +158,9 @@ def lora_mlp(
     def compute() -> torch.Tensor:
         known = made.pop() if made else _inner(x, [*inner, *outer], plan)
         h = _lora.columns_of(known.h_down, outer, forms[1])[0]
-        y = _lora.output(SharedRows(known.a), outer[0], h, known.factors_down.b[0], forms[1])
-        return in_shape(y, (*x.shape[:-1], y.shape[1]))
+        return _lora.output(SharedRows(known.a), outer[0], h, known.factors_down.b[0], forms[1])
 
     with no_autocast(x.device.type):
-        if not records_graph():
-            return compute()
-        stub = _KeptMLP.apply(plan, made, x, *_lora.flattened(inner), *_lora.flattened(outer))
-        return computed(stub, compute)
+        tensors = (*_lora.flattened(inner), *_lora.flattened(outer))
+        stub = _KeptMLP.apply(plan, made, x, *tensors) if records_graph() else None
+        return computed(compute, x.shape[:-1], stub)

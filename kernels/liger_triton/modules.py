@@ -14,7 +14,7 @@ from ._head_inputs import check_numbers
 from .cross_entropy import cross_entropy
 from .gates import geglu, swiglu
 from .layer_norm import layer_norm
-from .linear_cross_entropy import linear_cross_entropy
+from .linear_head import linear_cross_entropy
 from .rms_norm import CASTS, rms_norm
 
 _SILU = ("silu", "swish")

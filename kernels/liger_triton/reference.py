@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from .results import Divergence, HeadsLoss, LogProbs
 
 
-def _wide(*dtypes: torch.dtype) -> torch.dtype:
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic: fp32, or float64 where an input is float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def rms_norm(x, weight, eps, *, offset=0.0, cast="llama"):
     """See `liger_triton.rms_norm`."""
-    wide = _wide(x.dtype) if weight is None else _wide(x.dtype, weight.dtype)
+    wide = wide_dtype(x.dtype) if weight is None else wide_dtype(x.dtype, weight.dtype)
     x_wide = x.to(wide)
     rstd = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
     normed = x_wide * (rstd.to(x.dtype) if cast == "rstd" else rstd)
@@ -46,7 +46,7 @@ def gated_rms_norm(
     x, gate, weight, eps, *, activation="silu", gate_first=False, group_size=None, offset=0.0, cast="llama"
 ):
     """See `liger_triton.gated_rms_norm`."""
-    wide = _wide(*(t.dtype for t in (x, gate, weight) if t is not None))
+    wide = wide_dtype(*(t.dtype for t in (x, gate, weight) if t is not None))
     h, factor = x.to(wide), None
     if gate is not None:
         factor = (F.silu if activation == "silu" else torch.sigmoid)(gate.to(wide))
@@ -65,7 +65,7 @@ def gated_rms_norm(
 def layer_norm(x, weight, bias, eps, *, offset=0.0):
     """See `liger_triton.layer_norm`."""
     weight = weight + offset if offset else weight
-    wide = _wide(*(t.dtype for t in (x, weight, bias) if t is not None))
+    wide = wide_dtype(*(t.dtype for t in (x, weight, bias) if t is not None))
     weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
@@ -73,7 +73,7 @@ def layer_norm(x, weight, bias, eps, *, offset=0.0):
 def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
     """x (..., D), turned by the angles of cos and sin (..., R/2), which broadcast against the leading dimensions of
     x."""
-    wide = _wide(x.dtype, cos.dtype, sin.dtype)
+    wide = wide_dtype(x.dtype, cos.dtype, sin.dtype)
     out_dtype = x.dtype if cast == "input" else torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
     rot = 2 * cos.shape[-1]
     rest = x.shape[-1] - rot
@@ -106,7 +106,7 @@ def rope(
 
 def swiglu(gate, up, *, limit=None, alpha=1.0, up_offset=0.0, gate_scale=1.0):
     """See `liger_triton.swiglu`."""
-    wide = _wide(gate.dtype)
+    wide = wide_dtype(gate.dtype)
     g, u = gate.to(wide), up.to(wide)
     if gate_scale != 1:
         g = g * gate_scale
@@ -119,7 +119,7 @@ def swiglu(gate, up, *, limit=None, alpha=1.0, up_offset=0.0, gate_scale=1.0):
 
 def geglu(gate, up, *, approximate="tanh"):
     """See `liger_triton.geglu`."""
-    wide = _wide(gate.dtype)
+    wide = wide_dtype(gate.dtype)
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 
 
@@ -129,7 +129,7 @@ def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
     if lora is None:
         return y
     lora_a, lora_b, scaling = lora
-    wide = _wide(y.dtype)
+    wide = wide_dtype(y.dtype)
     source = (x if lora_input is None else lora_input).to(lora_a.dtype)
     low = F.linear(F.linear(source, lora_a), lora_b).to(wide)
     return (y.to(wide) + scaling * low).to(y.dtype)
@@ -206,7 +206,7 @@ def float8_product(a, a_inverse, b, b_inverse, dtype):
 
 def _transformed(logits, softcap, logit_scale, temperature=1.0):
     """z of the vocabulary losses, in the dtype of the arithmetic."""
-    z = logits.to(_wide(logits.dtype)) * logit_scale
+    z = logits.to(wide_dtype(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     return z / temperature
@@ -282,7 +282,7 @@ def linear_divergence(
     teacher_lora=None, teacher_lora_input=None, mask=None, uniform_grad=False, accumulate="fp32", chunk_rows=None,
 ):  # fmt: skip
     """See `liger_triton.linear_divergence`. This one makes all logits of both heads."""
-    wide = _wide(hidden.dtype, teacher_hidden.dtype)
+    wide = wide_dtype(hidden.dtype, teacher_hidden.dtype)
 
     def log_softmax(head, cap, scale):
         *tensors, lora, lora_input = head

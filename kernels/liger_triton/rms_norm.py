@@ -1,17 +1,27 @@
 """RMSNorm: y = (w + offset) * xhat, with xhat = x * rstd and rstd = 1 / sqrt(mean(x^2) + eps). Zhang and Sennrich 2019,
-arXiv:1910.07467. And a residual addition before it in the same pass: s = x + residual, y = rms_norm(s).
+arXiv:1910.07467. In the same pass, a residual addition before it, or a gate z before or after it:
 
-    dx = rstd * (g - xhat * mean(g * xhat)),  g = dy * (w + offset)
-    dw = sum over rows of dy * xhat
-    with a residual: dx = dresidual = (gradient of s from its other uses) + (gradient through the norm)
+    norm        n = (w + offset) * xhat          dx = B(dy), with B(d) = rstd * (g - xhat * mean(g * xhat)) and
+                                                 g = d * (w + offset);  dw = sum over rows of d * xhat
+    residual    s = x + residual, norm of s      dx = dresidual = (gradient of s from its other uses) + B(dy)
+    gate last   y = n * a(z)                     dn = dy * a(z),  dz = dy * n * a'(z),  dx = B(dn)
+    gate first  norm of h = x * a(z)             dh = B(dy),  dx = dh * a(z),  dz = dh * x * a'(z)
 
-Shapes  x, residual, s, y, dx (..., N), read as M rows of N; w, dw (N,); rstd (M,) in fp32.
-Dtypes  bf16, fp16, fp32; w may have a dtype of its own. Arithmetic in fp32, with the roundings that `cast` names. s is
-        rounded to the common dtype of x and residual, and the norm reads the rounded s, as two separate steps would.
-        Gradients are those of the formula without roundings, rounded once, to the dtype of x and of w.
+    a(z) is silu(z) = z * s or sigmoid(z) = s, with a'(z) = s * (1 + z * (1 - s)) or s * (1 - s),  s = sigmoid(z)
+
+Gate last: Qwen3-Next, Qwen3.5, OLMo hybrid (silu), Kimi Linear (sigmoid). Gate first: Mamba 2 (Dao and Gu 2024,
+arXiv:2405.21060) and its hybrids.
+
+Shapes  x, residual, z, s, y and their gradients (..., N), read as M rows of N; w, dw (N,). With a gate, a mean may be
+        over the N / group columns of a group. A program has one group of some rows: the second index of the grid is the
+        group. rstd (groups * M,) in fp32.
+Dtypes  bf16, fp16, fp32; w and z may have dtypes of their own. Arithmetic in fp32, with the roundings that `cast`
+        names. s is rounded to the common dtype of x and residual, and the norm reads the rounded s, as two separate
+        steps would. Gradients are those of the formula without roundings, rounded once.
 Bytes   b per element, n = M * N. Forward reads x and writes y: 2nb. Backward reads dy and x, and writes dx: 3nb, and
         for each program an fp32 row of dw, which a second pass adds up. There are no atomics, so that equal inputs give
-        equal bits. Kept for backward: x, rstd. With a residual 4nb each (two steps: 5nb and 6nb). Kept: s, rstd.
+        equal bits. Kept for backward: x, rstd. With a residual 4nb each (two steps: 5nb and 6nb). Kept: s, rstd. With a
+        gate 3nb (eager about 14nb) and 5nb. Kept: x, z, rstd.
 """
 
 import torch
@@ -19,30 +29,54 @@ import torch
 from . import reference
 from ._autograd import once_differentiable, records_graph
 from ._dispatch import jit, kernel_op, runs_triton, tl
-from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_norm, launch, persistent_grid, row_tile
+from ._launch import MAX_COLUMNS, as_rows, backward_tile, cdiv, check_in, check_norm, launch, persistent_grid, row_tile
 
 CASTS = ("llama", "gemma", "none", "rstd")
+ACTIVATIONS = ("silu", "sigmoid")
+GATED_CASTS = ("llama", "gemma")
+MAX_GROUPS = 65535  # the most programs that the second dimension of a grid may have
+# What the second input of the kernels is: a constant of theirs.
+RESIDUAL, GATE_FIRST, GATE_LAST = "residual", "gate first", "gate last"
+
+
+@jit
+def _act(z, SILU: tl.constexpr):
+    """(a(z), a'(z))"""
+    s = tl.sigmoid(z)
+    if SILU:
+        return z * s, s * (1.0 + z * (1.0 - s))
+    else:
+        return s, s * (1.0 - s)
 
 
 @jit
 def _rms_norm_fwd_kernel(
-    X, RESIDUAL, W, S, Y, RSTD, x_stride, residual_stride, m, n, eps, offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    X, OTHER, W, S, Y, RSTD, x_stride, other_stride, y_stride, m, n, eps, offset,
+    ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Without a residual, S is X and gives the dtype of what is normed."""
+    """ROLE says what OTHER is. Without a residual, S is X and gives the dtype of what is normed."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # int64: row * n passes 2**31
-    col = tl.arange(0, BLOCK_N)
-    mask = (row < m)[:, None] & (col < n)[None, :]
+    inside = tl.arange(0, BLOCK_N)
+    col = inside
+    if GROUPED:
+        col += tl.program_id(1) * n
+        RSTD += tl.program_id(1).to(tl.int64) * m
+    mask = (row < m)[:, None] & (inside < n)[None, :]
     w = tl.zeros([1, BLOCK_N], tl.float32)
     if HAS_WEIGHT:
-        w = tl.load(W + col, mask=col < n, other=0.0)[None, :]
+        w = tl.load(W + col, mask=inside < n, other=0.0)[None, :]
     x = tl.load(X + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        r = tl.load(RESIDUAL + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        rounded = (x + r).to(S.dtype.element_ty)
+    if ROLE != "":
+        other = tl.load(OTHER + row[:, None] * other_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ROLE == "residual":
+        rounded = (x + other).to(S.dtype.element_ty)
         x = rounded.to(tl.float32)
-        tl.store(S + row[:, None] * n + col[None, :], rounded, mask=mask)
+        tl.store(S + row[:, None] * y_stride + col[None, :], rounded, mask=mask)
+    elif ROLE != "":
+        a, _ = _act(other, SILU)
+        if ROLE == "gate first":
+            x *= a
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / n + eps)
     if CAST == "rstd":
         y = x * rstd[:, None].to(S.dtype.element_ty).to(tl.float32)
@@ -55,145 +89,173 @@ def _rms_norm_fwd_kernel(
         if CAST == "llama" or CAST == "rstd":
             w = w.to(W.dtype.element_ty).to(tl.float32)
         y *= w
-    tl.store(Y + row[:, None] * n + col[None, :], y, mask=mask)
+    if ROLE == "gate last":
+        if CAST == "llama" and S.dtype.element_ty == W.dtype.element_ty:  # else the product is in fp32
+            y = y.to(S.dtype.element_ty).to(tl.float32)
+        y *= a
+    tl.store(Y + row[:, None] * y_stride + col[None, :], y, mask=mask)
     tl.store(RSTD + row, rstd, mask=row < m)
 
 
 @jit
 def _rms_norm_bwd_kernel(
-    DY, DSUM, X, W, RSTD, DX, DW, dy_stride, dsum_stride, x_stride, m, n, offset, tiles,
-    HAS_WEIGHT: tl.constexpr, HAS_DSUM: tl.constexpr, NEED_DW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    DY, X, OTHER, W, RSTD, DX, DGATE, DW, dy_stride, x_stride, other_stride, d_stride, m, n, offset, tiles,
+    ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """OTHER is the gate or, for a residual, the gradient that the sum has from its other uses."""
     pid = tl.program_id(0)
-    col = tl.arange(0, BLOCK_N)
+    inside = tl.arange(0, BLOCK_N)
+    col = inside
+    if GROUPED:
+        col += tl.program_id(1) * n
+        RSTD += tl.program_id(1).to(tl.int64) * m
     if HAS_WEIGHT:
-        w = tl.load(W + col, mask=col < n, other=0.0)[None, :].to(tl.float32) + offset
+        w = tl.load(W + col, mask=inside < n, other=0.0)[None, :].to(tl.float32) + offset
     dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for tile in tl.range(pid, tiles, tl.num_programs(0), num_stages=STAGES):
         row = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        mask = (row < m)[:, None] & (col < n)[None, :]
+        mask = (row < m)[:, None] & (inside < n)[None, :]
         x = tl.load(X + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(DY + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(DY + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(RSTD + row, mask=row < m, other=0.0)[:, None]
-        xhat = x * rstd
+        if ROLE == "gate first" or ROLE == "gate last":
+            z = tl.load(OTHER + row[:, None] * other_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+            a, slope = _act(z, SILU)
+        if ROLE == "gate first":
+            xhat = x * a * rstd
+        else:
+            xhat = x * rstd
+        if ROLE == "gate last":
+            tl.store(DGATE + row[:, None] * d_stride + col[None, :], d * w * xhat * slope, mask=mask)
+            d *= a
         if NEED_DW:
-            dw += dy * xhat
+            dw += d * xhat
         if HAS_WEIGHT:
-            dy *= w
-        dx = (dy - xhat * (tl.sum(dy * xhat, axis=1) / n)[:, None]) * rstd
-        if HAS_DSUM:
-            dx += tl.load(DSUM + row[:, None] * dsum_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(DX + row[:, None] * n + col[None, :], dx, mask=mask)
+            d *= w
+        d = (d - xhat * (tl.sum(d * xhat, axis=1) / n)[:, None]) * rstd
+        if ROLE == "gate first":
+            tl.store(DGATE + row[:, None] * d_stride + col[None, :], d * x * slope, mask=mask)
+            d *= a
+        if ROLE == "residual":
+            d += tl.load(OTHER + row[:, None] * other_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        tl.store(DX + row[:, None] * d_stride + col[None, :], d, mask=mask)
     if NEED_DW:
-        tl.store(DW + pid.to(tl.int64) * n + col, tl.sum(dw, axis=0), mask=col < n)
+        tl.store(DW + pid.to(tl.int64) * d_stride + col, tl.sum(dw, axis=0), mask=inside < n)
 
 
-def norm_dtype(x: torch.Tensor, weight: torch.Tensor | None, cast: str) -> torch.dtype:
-    """The dtype of y: that of x, except where `cast` lets a wider weight widen it."""
-    return x.dtype if weight is None or cast == "gemma" else torch.promote_types(x.dtype, weight.dtype)
+def _memory(x: torch.Tensor, weight: torch.Tensor | None, cast: str, group: int, role: str = ""):
+    """Memory for y and rstd. y has the dtype of x, except where `cast` lets a wider weight widen it."""
+    narrow = weight is None or cast == "gemma" or role == GATE_LAST
+    dtype = x.dtype if narrow else torch.promote_types(x.dtype, weight.dtype)
+    rstd = torch.empty(x.numel() // group, dtype=torch.float32, device=x.device)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), rstd
 
 
-def _launch_forward(x, residual, weight, s, y, rstd, eps, offset, cast) -> None:
+def _memory_with_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, cast: str):
+    """Memory for y, s and rstd."""
+    s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    y, rstd = _memory(s, weight, cast, x.shape[-1])
+    return y, s, rstd
+
+
+def _launch_forward(x, other, role, activation, weight, s, y, rstd, eps, offset, cast, group) -> None:
     rows = as_rows(x)
-    others = rows if residual is None else as_rows(residual)
-    m, n = rows.shape
-    block_m, block_n, num_warps = row_tile(n)
+    others = rows if other is None else as_rows(other)
+    m, width = rows.shape
+    block_m, block_n, num_warps = row_tile(group)
     launch(
-        _rms_norm_fwd_kernel, (cdiv(m, block_m),),
+        _rms_norm_fwd_kernel, (cdiv(m, block_m), width // group),
         rows, others, rows if weight is None else weight.contiguous(), rows if s is None else s, y, rstd,
-        rows.stride(0), others.stride(0), m, n, eps, offset, HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None, CAST=cast, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
+        rows.stride(0), others.stride(0), width, m, group, eps, offset, ROLE=role, SILU=activation == "silu",
+        HAS_WEIGHT=weight is not None, CAST=cast, GROUPED=group < width, BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=num_warps,
     )  # fmt: skip
-
-
-def _made_of_norm(x: torch.Tensor, weight: torch.Tensor | None, cast: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for y and rstd."""
-    y = torch.empty(x.shape, dtype=norm_dtype(x, weight, cast), device=x.device)
-    return y, torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
-
-
-def _sum_of(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Memory for s."""
-    return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
 
 
 @kernel_op("rms_norm_fwd")
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, rstd = _made_of_norm(x, weight, cast)
-    _launch_forward(x, None, weight, None, y, rstd, eps, offset, cast)
+    x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None, eps: float, offset: float, cast: str,
+    role: str, activation: str, group: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    y, rstd = _memory(x, weight, cast, group, role)
+    _launch_forward(x, gate, role, activation, weight, None, y, rstd, eps, offset, cast, group)
     return y, rstd
 
 
 @_forward.register_fake
-def _(x, weight, eps, offset, cast):
-    return _made_of_norm(x, weight, cast)
+def _(x, gate, weight, eps, offset, cast, role, activation, group):
+    return _memory(x, weight, cast, group, role)
 
 
 @kernel_op("add_rms_norm_fwd")
 def _add_forward(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    s = _sum_of(x, residual)
-    y, rstd = _made_of_norm(s, weight, cast)
-    _launch_forward(x, residual, weight, s, y, rstd, eps, offset, cast)
+    y, s, rstd = _memory_with_sum(x, residual, weight, cast)
+    _launch_forward(x, residual, RESIDUAL, "", weight, s, y, rstd, eps, offset, cast, x.shape[-1])
     return y, s, rstd
 
 
 @_add_forward.register_fake
 def _(x, residual, weight, eps, offset, cast):
-    s = _sum_of(x, residual)
-    y, rstd = _made_of_norm(s, weight, cast)
-    return y, s, rstd
+    return _memory_with_sum(x, residual, weight, cast)
+
+
+def _gradients(x: torch.Tensor, other: torch.Tensor | None, role: str) -> list[torch.Tensor]:
+    """Memory for dx and, with a gate, for dgate."""
+    wanted = (x, other) if role in (GATE_FIRST, GATE_LAST) else (x,)
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in wanted]
 
 
 @kernel_op("rms_norm_bwd")
 def _backward(
-    dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor,
-    offset: float, need_dw: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(dx, dw). dsum, of the shape of x, is added to dx before its rounding. dw is empty unless need_dw."""
+    dy: torch.Tensor, x: torch.Tensor, other: torch.Tensor | None, weight: torch.Tensor | None, rstd: torch.Tensor,
+    offset: float, role: str, activation: str, group: int, need_dw: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    """dx, with a gate dgate, and with need_dw dw."""
     rows, dy_rows = as_rows(x), as_rows(dy)
-    dsum_rows = dy_rows if dsum is None else as_rows(dsum)
-    m, n = rows.shape
-    loaded = (rows, dy_rows) if dsum is None else (rows, dy_rows, dsum_rows)
-    block_m, block_n, num_warps, stages = backward_tile(n, x.device, *loaded)
+    others = rows if other is None else as_rows(other)
+    m, width = rows.shape
+    groups = width // group
+    loaded = (rows, dy_rows) if other is None else (rows, dy_rows, others)
+    block_m, block_n, num_warps, stages = backward_tile(group, x.device, *loaded)
     tiles = cdiv(m, block_m)
-    programs = persistent_grid(tiles, x.device)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = torch.empty((programs, n) if need_dw else (0,), dtype=torch.float32, device=x.device)
+    programs = max(1, persistent_grid(tiles * groups, x.device) // groups)
+    found = _gradients(x, other, role)
+    dw = torch.empty((programs, width), dtype=torch.float32, device=x.device) if need_dw else rstd
     launch(
-        _rms_norm_bwd_kernel, (programs,),
-        dy_rows, dsum_rows, rows, rows if weight is None else weight.contiguous(), rstd, dx, dw,
-        dy_rows.stride(0), dsum_rows.stride(0), rows.stride(0), m, n, offset, tiles,
-        HAS_WEIGHT=weight is not None, HAS_DSUM=dsum is not None, NEED_DW=need_dw, BLOCK_M=block_m, BLOCK_N=block_n,
-        STAGES=stages, num_warps=num_warps,
+        _rms_norm_bwd_kernel, (programs, groups),
+        dy_rows, rows, others, rows if weight is None else weight.contiguous(), rstd, found[0], found[-1], dw,
+        dy_rows.stride(0), rows.stride(0), others.stride(0), width, m, group, offset, tiles, ROLE=role,
+        SILU=activation == "silu", HAS_WEIGHT=weight is not None, NEED_DW=need_dw, GROUPED=group < width,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
-    return dx, dw.sum(0).to(weight.dtype) if need_dw else dw
+    return [*found, dw.sum(0).to(weight.dtype)] if need_dw else found
 
 
 @_backward.register_fake
-def _(dy, dsum, x, weight, rstd, offset, need_dw):
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return dx, torch.empty_like(weight, memory_format=torch.contiguous_format) if need_dw else rstd.new_empty(0)
+def _(dy, x, other, weight, rstd, offset, role, activation, group, need_dw):
+    dw = [torch.empty_like(weight, memory_format=torch.contiguous_format)] if need_dw else []
+    return [*_gradients(x, other, role), *dw]
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, offset, cast):
-        y, rstd = _forward(x, weight, eps, offset, cast)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.offset = offset
+    def forward(ctx, x, gate, weight, options):
+        y, rstd = _forward(x, gate, weight, *options)
+        ctx.save_for_backward(x, gate, weight, rstd)
+        ctx.options = options
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        dx, dw = _backward(dy, None, x, weight, rstd, ctx.offset, ctx.needs_input_grad[1])
-        return dx, dw if ctx.needs_input_grad[1] else None, None, None, None
+        need_dw = ctx.needs_input_grad[2]
+        _, offset, _, *role_and_groups = ctx.options
+        dx, *found = _backward(dy, *ctx.saved_tensors, offset, *role_and_groups, need_dw)
+        dw = found.pop() if need_dw else None
+        return dx, found[0] if found else None, dw, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -208,16 +270,16 @@ class _AddRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, ds):
         s, weight, rstd = ctx.saved_tensors
-        ds, dw = _backward(dy, ds, s, weight, rstd, ctx.offset, ctx.needs_input_grad[2])
+        need_dw = ctx.needs_input_grad[2]
+        ds, *dw = _backward(dy, s, ds, weight, rstd, ctx.offset, RESIDUAL, "", s.shape[-1], need_dw)
         dx, dresidual = (ds.to(dtype) for dtype in ctx.dtypes)
-        return dx, dresidual, dw if ctx.needs_input_grad[2] else None, None, None, None
+        return dx, dresidual, dw[0] if need_dw else None, None, None, None
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor | None, offset: float, cast: str) -> None:
     """ValueError on what `rms_norm` does not take."""
     check_norm(x, weight=weight)
-    if cast not in CASTS:
-        raise ValueError(f"cast is {cast!r}; expected one of {', '.join(map(repr, CASTS))}.")
+    check_in("cast", cast, CASTS)
     if weight is None and offset != 0:
         raise ValueError(f"offset is {offset}, but weight is None: there is nothing to add it to. Leave offset at 0.")
 
@@ -254,9 +316,10 @@ def rms_norm(
     _check(x, weight, offset, cast)
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, weight):
         return reference.rms_norm(x, weight, eps, offset=offset, cast=cast)
+    options = (float(eps), float(offset), cast, "", "", x.shape[-1])
     if not records_graph():
-        return _forward(x, weight, float(eps), float(offset), cast)[0]
-    return _RMSNorm.apply(x, weight, float(eps), float(offset), cast)
+        return _forward(x, None, weight, *options)[0]
+    return _RMSNorm.apply(x, None, weight, options)
 
 
 def add_rms_norm(
@@ -286,3 +349,64 @@ def add_rms_norm(
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, residual, weight):
         return reference.add_rms_norm(x, residual, weight, eps, offset=offset, cast=cast)
     return _AddRMSNorm.apply(x, residual, weight, float(eps), float(offset), cast)
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    activation: str = "silu",
+    gate_first: bool = False,
+    group_size: int | None = None,
+    offset: float = 0.0,
+    cast: str = "llama",
+) -> torch.Tensor:
+    """rms_norm(x) * activation(gate), or rms_norm(x * activation(gate)), differentiable in x, gate and weight.
+
+    `cast` says where the result of the fp32 arithmetic is rounded, as in `rms_norm`. With `"llama"`, the norm of
+    `gate_first=False` is rounded again before the product, as `Qwen3NextRMSNormGated` does; with `"gemma"` there is one
+    rounding at the end, as in `KimiLinearRMSNormGated`.
+
+    Args:
+        x (`torch.Tensor`): (..., N), any strides; bf16, fp16 or fp32. The PyTorch twin computes float64, groups of more
+            than 65536 and more than 65535 groups.
+        gate (`torch.Tensor` or `None`): The shape and device of `x`, of any floating dtype. `None`: no gate.
+        weight (`torch.Tensor`): (N,), on the device of `x`, of any floating dtype.
+        eps (`float`): Added to the mean of the squares.
+        activation (`str`, *optional*, defaults to `"silu"`): `"silu"` or `"sigmoid"`.
+        gate_first (`bool`, *optional*, defaults to `False`): Multiply by the gate before the norm, as in Mamba 2.
+        group_size (`int`, *optional*): How many columns are normed together; it divides N. Unset: all.
+        offset (`float`, *optional*, defaults to 0.0): Added to `weight`.
+        cast (`str`, *optional*, defaults to `"llama"`): `"llama"` or `"gemma"`.
+
+    Returns:
+        `torch.Tensor`, contiguous, of the shape of `x`. Dtype: that of `x`, except with `"llama"` where the norm comes
+        last, whose dtype is the common one of `x` and `weight`.
+
+    Raises:
+        ValueError: Shapes or devices disagree, an option is unknown, or `group_size` does not divide N.
+    """
+    check_norm(x, weight=weight)
+    if gate is not None and (gate.shape != x.shape or gate.device != x.device or not gate.is_floating_point()):
+        raise ValueError(
+            f"gate is {tuple(gate.shape)} {gate.dtype} on {gate.device}, x {tuple(x.shape)} on {x.device}; expected a "
+            "floating-point tensor of the shape and device of x."
+        )
+    check_in("activation", activation, ACTIVATIONS)
+    check_in("cast", cast, GATED_CASTS)
+    width = x.shape[-1]
+    group = width if group_size is None else group_size
+    if group < 1 or width % group:
+        raise ValueError(f"group_size is {group_size}, x {tuple(x.shape)}; expected a divisor of {width}, or None.")
+    if group > MAX_COLUMNS or width // group > MAX_GROUPS or not runs_triton(x, weight, gate):
+        return reference.gated_rms_norm(
+            x, gate, weight, eps, activation=activation, gate_first=gate_first, group_size=group, offset=offset,
+            cast=cast,
+        )  # fmt: skip
+    role = "" if gate is None else GATE_FIRST if gate_first else GATE_LAST
+    options = (float(eps), float(offset), cast, role, activation, int(group))
+    if not records_graph():
+        return _forward(x, gate, weight, *options)[0]
+    return _RMSNorm.apply(x, gate, weight, options)

@@ -21,7 +21,7 @@ import torch
 from . import reference
 from ._autograd import once_differentiable
 from ._dispatch import jit, kernel_op, runs_triton, tl
-from ._launch import TILE, cdiv, launch, next_power_of_2
+from ._launch import TILE, cdiv, check_in, launch, next_power_of_2
 
 CASTS = ("promote", "input")
 COS_LAYOUTS = ("half", "interleaved", "single")
@@ -245,16 +245,6 @@ def misfit(q, k, cos, sin, cos_layout, unsqueeze_dim) -> str | None:
     return None
 
 
-def _check(q, k, cos, sin, cos_layout, cast, unsqueeze_dim):
-    """ValueError on what `rope` does not take."""
-    if cast not in CASTS:
-        raise ValueError(f"cast is {cast!r}; expected one of {', '.join(map(repr, CASTS))}.")
-    if cos_layout not in COS_LAYOUTS:
-        raise ValueError(f"cos_layout is {cos_layout!r}; expected one of {', '.join(map(repr, COS_LAYOUTS))}.")
-    if (message := misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)) is not None:
-        raise ValueError(message)
-
-
 def rope(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False,
     out_interleaved: bool | None = None, cos_layout: str = "half", rotate_last: bool = False, cast: str = "promote",
@@ -306,12 +296,13 @@ def rope(
     Raises:
         ValueError: Shapes do not fit, devices differ, or `cos_layout` or `cast` is unknown.
     """
-    _check(q, k, cos, sin, cos_layout, cast, unsqueeze_dim)
+    check_in("cast", cast, CASTS)
+    check_in("cos_layout", cos_layout, COS_LAYOUTS)
+    if (message := misfit(q, k, cos, sin, cos_layout, unsqueeze_dim)) is not None:
+        raise ValueError(message)
     out_interleaved = interleaved if out_interleaved is None else out_interleaved
-    rows_fit = all(t is None or t.numel() // t.shape[-1] < 2**31 for t in (q, k))
-    if cos.requires_grad or sin.requires_grad or not rows_fit or not runs_triton(q, k, cos, sin) or (
-        k is not None and k.numel() == 0
-    ):  # fmt: skip
+    fits = all(t is None or 0 < t.numel() // t.shape[-1] < 2**31 for t in (q, k))  # the kernel counts rows in int32
+    if not fits or cos.requires_grad or sin.requires_grad or not runs_triton(q, k, cos, sin):
         return reference.rope(
             q, k, cos, sin, interleaved=interleaved, out_interleaved=out_interleaved, cos_layout=cos_layout,
             rotate_last=rotate_last, cast=cast, unsqueeze_dim=unsqueeze_dim,

@@ -6,8 +6,8 @@ It is plain PyTorch in chunks of rows, for any device, because it runs where met
 import torch
 import torch.nn.functional as F
 
-from ._head_inputs import check_options, check_target, check_target_of_twin, compute_dtype
-from .reference import _wide
+from ._head_inputs import check_chunking, check_options, check_target, check_target_of_twin, compute_dtype
+from .reference import wide_dtype
 from .results import TokenRanks
 
 _CHUNK_BYTES = 256 * 2**20  # of fp32 logits
@@ -22,7 +22,7 @@ def token_ranks(logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int
     check_target("logits", logits, target)
     check_target_of_twin(target, ignore_index, logits.shape[-1], logits)
     kept = target != ignore_index
-    return TokenRanks(*(_scattered(x, kept) for x in _of_rows(logits[kept].to(_wide(logits.dtype)), target[kept])))
+    return TokenRanks(*(_scattered(x, kept) for x in _of_rows(logits[kept].to(wide_dtype(logits.dtype)), target[kept])))
 
 
 @torch.no_grad()
@@ -57,8 +57,7 @@ def linear_token_ranks(
     """
     check_options("hidden", hidden, target, "none", 0.0, softcap, logit_scale, 0.0)
     compute_dtype(hidden, ("weight", weight), ("bias", bias))
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more, or None.")
+    check_chunking("fp32", chunk_rows)
     check_target_of_twin(target, ignore_index, weight.shape[0], hidden)
     kept = target != ignore_index
     x, y = hidden[kept], target[kept]
@@ -72,7 +71,7 @@ def linear_token_ranks(
             lora_a, lora_b, scaling = lora
             update = F.linear(F.linear(source[rows], lora_a.to(source.dtype)), lora_b.to(source.dtype))
             logits = logits + scaling * update
-        logits = logits.to(_wide(logits.dtype)) * logit_scale
+        logits = logits.to(wide_dtype(logits.dtype)) * logit_scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         chunks.append(_of_rows(logits, y[rows]))

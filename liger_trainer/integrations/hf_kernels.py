@@ -14,7 +14,7 @@ from liger_trainer.patching.apply import prove_module
 LAYERS = ("RMSNorm",)
 
 
-class LigerRMSNorm(nn.Module):
+class ProvenRMSNorm(nn.Module):
     """What `kernels` binds to a norm: no state of its own, and a forward that asks what that norm was proven to be."""
 
     has_backward = True
@@ -28,10 +28,10 @@ class _Ours:
     """The repository that `kernels` is told of. It wants an object with `load`, wherever that loads from."""
 
     def load(self) -> type[nn.Module]:
-        return LigerRMSNorm
+        return ProvenRMSNorm
 
     def __repr__(self) -> str:
-        return "liger_trainer.integrations.hf_kernels.LigerRMSNorm"
+        return "liger_trainer.integrations.hf_kernels.ProvenRMSNorm"
 
 
 def register(devices: tuple[str, ...] = ("cuda", "rocm", "xpu")) -> None:

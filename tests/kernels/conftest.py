@@ -69,7 +69,7 @@ def seed():
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """One multiprocessor, so that in small tests too each of the persistent programs loops over tiles."""
-    monkeypatch.setattr(importlib.import_module("liger_triton._launch"), "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(importlib.import_module("liger_triton._launch"), "multiprocessors", lambda device: 1)
 
 
 @pytest.fixture(autouse=True)
@@ -163,9 +163,9 @@ def row_pass(request, monkeypatch, device):
     """The vocabulary losses with their Triton pass over rows of logits, and with the plain PyTorch one."""
     modules = {
         m: importlib.import_module(f"liger_triton.{m}")
-        for m in ("_chunks", "_dispatch", "_kl_pass", "cross_entropy", "known_gradients")
+        for m in ("_chunks", "_dispatch", "linear_heads_kl", "cross_entropy", "known_gradients")
     }
-    for name in ("_row_pass", "_kl_pass"):
+    for name in ("_row_pass", "linear_heads_kl"):
         monkeypatch.setattr(importlib.import_module(f"liger_triton.{name}"), "MAX_BLOCK", 128)  # several blocks a row
     if request.param == "torch":
         for module in modules.values():

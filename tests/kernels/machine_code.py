@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from liger_triton import _row_pass
-from liger_triton.float8_cast import _columns_kernel, _each_row_kernel, _ptx, _rows_kernel
+from liger_triton.float8_cast import E4M3, E5M2, _columns_kernel, _each_row_kernel, _rows_kernel, packing
 from liger_triton.gates import _gate_bwd_kernel
 
 GATE = {"DY": "*bf16", "G": "*bf16", "U": "*bf16", "DG": "*bf16", "DU": "*bf16"}
@@ -44,7 +44,7 @@ def float8(kernel, dtype, eight, **flags):
 
 
 def float8_columns(dtype, eight, rows):
-    flags = {"KEEP_ROWS": rows, "PACK": _ptx("e4m3" if eight == "8e4nv" else "e5m2"), "BLOCK_T": 128, "BLOCK_K": 128}
+    flags = {"KEEP_ROWS": rows, "PACK": packing(E4M3 if eight == "8e4nv" else E5M2), "BLOCK_T": 128, "BLOCK_K": 128}
     return float8(_columns_kernel, dtype, eight, **flags)
 
 
@@ -62,7 +62,7 @@ def rows_of(dtype, width, num_warps=8):
 
 
 def columns_of(dtype):
-    flags = {"COUNT": 0, "KEEP_ROWS": False, "PACK": _ptx("e4m3"), "BLOCK_T": 128, "BLOCK_K": 128}
+    flags = {"COUNT": 0, "KEEP_ROWS": False, "PACK": packing(E4M3), "BLOCK_T": 128, "BLOCK_K": 128}
     return float8_by_row(_columns_kernel, dtype, 4, **flags)
 
 

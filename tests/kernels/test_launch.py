@@ -1,9 +1,17 @@
 """`launch` hands a call to the kernel that was compiled for calls of its kind, and to no other."""
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
 
+import liger_triton
 from liger_triton import _launch
+from liger_triton._low_rank import low_rank_gradients
+from liger_triton.float8_cast import float8_cast, float8_columns, float8_rows, row_cast
+from liger_triton.gates import gate_of_sums, gradients_of_sums
+from liger_triton.sizes import sizes_only
 
 
 class OnGPU(torch.Tensor):
@@ -111,6 +119,80 @@ def test_rows_of_every_length_are_of_few_kinds(kernel):
         _launch.launch(kernel, (1,), tensor(), n, 1e-6 * n, BLOCK=64, FLAG=True)
     assert len(kernel.searched) == len(kernel._liger_compiled) == 3
     assert {kind[2] for kind in kernel.searched} == {1, 2, 16} and len(kernel.launched) == 1996
+
+
+def rows(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype).requires_grad_()
+
+
+def casts(n):
+    x = rows(n, 32).detach()
+    float8_cast(x, columns=True, rows=n % 2 == 0)
+    _, _, maxima = float8_rows(x, maxima=True)
+    float8_columns(x, maxima)
+    row_cast([x, x])
+
+
+def lora(n):
+    x, h, b = (rows(*shape, dtype=torch.bfloat16).detach() for shape in ((n, 32), (n, 8), (32, 8)))
+    low_rank_gradients(x, h, b, torch.empty_like(h), 1, 1.0, 0.5)
+    gate_of_sums(x, x, (h, b.t()), None, "silu")
+    gradients_of_sums(x, x.clone(), x.clone(), None, (h, b.t()), (h, b.t()), "silu")
+
+
+def target(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+OPERATIONS = {
+    "rms_norm": lambda n: liger_triton.rms_norm(rows(n, 32), rows(32), 1e-6),
+    "add_rms_norm": lambda n: liger_triton.add_rms_norm(rows(n, 32), rows(n, 32), rows(32), 1e-6)[0],
+    "gated_rms_norm": lambda n: liger_triton.gated_rms_norm(rows(n, 32), rows(n, 32), rows(32), 1e-6, group_size=16),
+    "layer_norm": lambda n: liger_triton.layer_norm(rows(n, 32), rows(32), rows(32), 1e-6),
+    "rope": lambda n: liger_triton.rope(rows(1, n, 2, 16).transpose(1, 2), None, *torch.ones(2, 1, n, 16))[0],
+    "swiglu": lambda n: liger_triton.swiglu(*rows(n, 64).chunk(2, -1)),
+    "geglu": lambda n: liger_triton.geglu(rows(n, 32), rows(n, 32)),
+    "cross_entropy": lambda n: liger_triton.cross_entropy(rows(n, 50), target(n)),
+    "linear_cross_entropy": lambda n: liger_triton.linear_cross_entropy(rows(n, 16), rows(50, 16), target(n)),
+    "linear_heads_kl": lambda n: (
+        liger_triton.linear_heads_kl(
+            rows(2, n, 16), rows(50, 16), rows(n, 16).detach(), rows(50, 16).detach(), target(2, n) == 0
+        ).loss
+    ),
+    "casts to eight bits": casts,
+    "lora": lora,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_ragged_rows_are_of_few_kinds_in_every_operation(operation, kernel, triton_only, monkeypatch):
+    """Each step has another number of rows. What is remembered of a kernel does not grow with that number."""
+
+    class Known:
+        def __init__(self, arg_names):
+            self.arg_names = arg_names
+
+        def __getitem__(self, grid):
+            return lambda *args, **constants: Compiled([], None)
+
+    kernels = {}
+
+    def launch(asked, grid, *args, **constants):
+        known = kernels.setdefault(asked.__name__, Known(asked.arg_names))
+        given = [t.detach().as_subclass(OnGPU) if isinstance(t, torch.Tensor) else t for t in args]
+        _launch.launch(known, grid, *given, **constants)
+
+    for name in [file.name for file in pkgutil.iter_modules(liger_triton.__path__) if file.name != "_launch"]:
+        module = importlib.import_module(f"liger_triton.{name}")
+        if hasattr(module, "launch"):
+            monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(_launch, "computes_nothing", lambda: False)
+    for n in range(1, 201):
+        with sizes_only():
+            if (y := OPERATIONS[operation](n)) is not None:
+                y.sum().backward()
+    found = {name: len(known._liger_compiled) for name, known in kernels.items()}
+    assert found and max(found.values()) <= 12, found
 
 
 def test_the_interpreter_is_called_as_ever(kernel, monkeypatch):

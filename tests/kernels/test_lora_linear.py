@@ -34,11 +34,6 @@ def ours(x, weight, bias, a, b, scaling=0.5):
     return lora_linear(x, weight, bias, lora=(a, b, scaling))
 
 
-@pytest.fixture(params=[True, False], ids=["small-first", "large-first"])
-def order(request, monkeypatch):
-    monkeypatch.setattr(low_rank_file, "SMALL_FIRST", request.param)
-
-
 @pytest.mark.parametrize("adapter", [None, torch.float32], ids=["adapters-alike", "adapters-fp32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -50,13 +45,13 @@ def order(request, monkeypatch):
         pytest.param((2, 19), 70, id="two-products"),  # wider than FUSED_RANK
     ],
 )
-def test_matches_float64(shape, rank, dtype, adapter, order, device, check_close):
+def test_matches_float64(shape, rank, dtype, adapter, device, check_close):
     check_close(ours, oracle, inputs(shape, dtype, device, rank, adapter=adapter))
 
 
 def test_several_programs_of_columns(device, monkeypatch, check_close):
     """Four multiprocessors and two blocks of rows: each half of the columns has programs of its own."""
-    monkeypatch.setattr(low_rank_file, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(low_rank_file, "multiprocessors", lambda device: 4)
     check_close(ours, oracle, inputs((600,), torch.bfloat16, device, 3, (24, 200)))
 
 

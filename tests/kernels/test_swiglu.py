@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_triton import geglu, reference, swiglu
-from liger_triton.halves import halves, joined, joined_pairs, pairs
+from liger_triton.halves import halves, joined, pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -128,7 +128,7 @@ def test_pairs_are_not_copied(options, device, triton_only, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "contiguous", refuse)
     monkeypatch.setattr(torch, "stack", refuse)
     (got,) = torch.autograd.grad(y, x, dy)
-    assert got.data_ptr() == min(t.data_ptr() for t in seen) and torch.equal(joined_pairs(*seen), got)
+    assert got.data_ptr() == min(t.data_ptr() for t in seen) and torch.equal(joined(*seen, pairs=True), got)
     monkeypatch.undo()
     (want,) = torch.autograd.grad(variant_oracle(x[..., ::2], x[..., 1::2], **options), x, dy)
     torch.testing.assert_close(got, want)
@@ -146,7 +146,7 @@ def test_pairs_are_not_copied(options, device, triton_only, monkeypatch):
     ids=["apart", "two-tensors", "two-tensors-second-first", "of-a-wider", "halves"],
 )
 def test_not_pairs(first, second):
-    assert joined_pairs(first, second) is None
+    assert joined(first, second, pairs=True) is None
 
 
 def test_halves_are_not_copied(device, monkeypatch):

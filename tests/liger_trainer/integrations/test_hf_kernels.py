@@ -26,7 +26,7 @@ def test_norms_are_those_of_this_package(family, monkeypatch):
     model.train()
     model.use_kernels = True
     norms = [m for name, m in model.named_modules() if "norm" in name]
-    assert norms and all(norm.forward.__func__ is hf_kernels.LigerRMSNorm.forward for norm in norms)
+    assert norms and all(norm.forward.__func__ is hf_kernels.ProvenRMSNorm.forward for norm in norms)
     got = model(ids)
     torch.testing.assert_close(got.logits, want, rtol=2e-2, atol=2e-2)
     assert not any(hf_kernels._bound[norm].aside for norm in norms)
@@ -45,16 +45,16 @@ def test_a_norm_that_is_none_of_ours_keeps_its_code():
 
     norm = Shifted()
     x = torch.randn(2, 8)
-    torch.testing.assert_close(hf_kernels.LigerRMSNorm.forward(norm, x), norm.weight * x + 1)
+    torch.testing.assert_close(hf_kernels.ProvenRMSNorm.forward(norm, x), norm.weight * x + 1)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_the_first_call_of_a_norm_may_be_one_without_gradients(mode):
     norm, x = LlamaRMSNorm(8), torch.randn(2, 8)
     with mode():
-        y = hf_kernels.LigerRMSNorm.forward(norm, x)
+        y = hf_kernels.ProvenRMSNorm.forward(norm, x)
     assert not hf_kernels._bound[norm].aside
     torch.testing.assert_close(y, norm(x))
     norm.variance_epsilon = 0.5
-    torch.testing.assert_close(hf_kernels.LigerRMSNorm.forward(norm, x), norm(x))
+    torch.testing.assert_close(hf_kernels.ProvenRMSNorm.forward(norm, x), norm(x))
     assert hf_kernels._bound[norm].aside

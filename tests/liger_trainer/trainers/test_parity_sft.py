@@ -189,7 +189,7 @@ def test_trl_names_are_restored_after_init(tmp_path):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_mixed_precision_keeps_the_fused_paths(smoothing, tmp_path, monkeypatch):
     """accelerate wraps `model.forward` for bf16 when training starts; nothing of ours may go back to a stock path."""
-    import liger_triton._linear_head as head
+    import liger_triton.linear_head as head
 
     modes, apply = [], head._LinearHead.forward
     monkeypatch.setattr(head._LinearHead, "forward", staticmethod(lambda ctx, *a: modes.append(a[7]) or apply(ctx, *a)))
