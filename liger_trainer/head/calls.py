@@ -46,7 +46,7 @@ from liger_trainer.head.scores import predictions, token_scores, vocab_mean
 from liger_trainer.instance.binding import call_previous
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
-from liger_trainer.varlen.padding import Plan, running
+from liger_trainer.varlen.padding import Plan, cache_of, running
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
 _OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # TRL's ORPO and CPO log the mean over padding too
@@ -92,7 +92,7 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
         leaves_out = leaves_padding_out(self)
         shown: str | None = None  # what the answer has of every position
         if fused_lm_head or label_smoothing or scored_by is not None:
-            if "use_cache" in signature.parameters and kwargs.get("past_key_values") is None:
+            if "use_cache" in signature.parameters and cache_of(kwargs) is None:
                 kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
             unlabelled = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
             call = _Call(self, args, unlabelled, options)

@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_trainer.varlen.attention import row_mask, varlen_attention
+from liger_trainer.varlen.padding import cache_of
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that are patched now
@@ -114,9 +115,9 @@ def _nothing_is_masked(model: nn.Module, kwargs: dict[str, Any]) -> bool:
         return False
     config = model.config
     decodes_text = config.get_text_config() is config and not config.is_encoder_decoder and not model._is_stateful
-    masking = ("attention_mask", "position_ids", "past_key_values")
+    masking = (kwargs.get("attention_mask"), kwargs.get("position_ids"), cache_of(kwargs))
     is_sdpa = config._attn_implementation == "sdpa"
-    return decodes_text and is_sdpa and all(kwargs.get(name) is None for name in masking)
+    return decodes_text and is_sdpa and all(x is None for x in masking)
 
 
 def without_mask_of_ones(compiled: Callable, model: nn.Module) -> Callable:

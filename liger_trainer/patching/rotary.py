@@ -106,7 +106,7 @@ def _binding_of(
     decorated = type(module).forward
     own = inspect.unwrap(decorated)
     slot, reason = probe.slot_of(module)
-    if own is not decorated and not _is_without_grad(decorated):
+    if not _is_decorated_as_known(decorated):
         reason = "its forward is decorated"
     parts = [(name, way[0]._modules[name]) for name in makers]
     for cls in map(own_class, (*way, *(maker for _, maker in parts))):
@@ -131,7 +131,7 @@ def _binding_of(
         turned_by[name] = replacement(function, Signature.of(function), plans)
         texts += [str(proof.geometry) for proof, _ in plans]
     forward = forward_rebuilding(forward_with_globals(own, tuple(turned_by.items())))
-    forward = forward if own is decorated else _without_grad(forward)
+    forward = _decorated_like(decorated, forward)
     parts += [("", scope[name]) for name in names if isinstance(scope[name], nn.Module)]
     binding = RotaryBinding(forward, slot, Guards(own_class(module), lookups), way[0], parts)
     if (reason := binding.broken(module)) is not None:
@@ -153,18 +153,37 @@ def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
     return probe.attempt(prove, function)
 
 
-def _is_without_grad(forward: Callable) -> bool:
-    """Whether a forward is a function under `@torch.no_grad()` and no other decorator, as in the indexer of DeepSeek
-    V3.2, which chooses tokens and is not trained."""
-    inner = getattr(forward, "__wrapped__", None)
-    contexts = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
-    contexts = [getattr(context, "__self__", None) for context in contexts]
-    return not hasattr(inner, "__wrapped__") and any(type(context) is torch.no_grad for context in contexts)
+def _is_decorated_as_known(forward: Callable) -> bool:
+    """Whether a forward has no decorators but `@torch.no_grad()` and transformers' `@deprecate_kwarg`.
+
+    The first is on the indexer of DeepSeek V3.2, which chooses tokens and is not trained; the second renames an
+    argument of almost every attention since transformers 5.24.
+    """
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        room = getattr(forward, "__globals__", {}).get("__name__")
+        cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
+        without_grad = any(type(getattr(cell, "__self__", None)) is torch.no_grad for cell in cells)
+        if room != "transformers.utils.deprecation" and not (room == "torch.utils._contextlib" and without_grad):
+            return False
+        if not any(cell is inner for cell in cells):
+            return False
+        forward = inner
+    return True
 
 
 @functools.cache
-def _without_grad(forward: Callable) -> Callable:
-    return torch.no_grad()(forward)
+def _decorated_like(decorated: Callable, forward: Callable) -> Callable:
+    """`forward` under the decorators of `decorated`, of which `_is_decorated_as_known` has said that it can be."""
+    inner = getattr(decorated, "__wrapped__", None)
+    if inner is None:
+        return forward
+    below = _decorated_like(inner, forward)
+    cells = (types.CellType(below) if x.cell_contents is inner else x for x in decorated.__closure__)  # type: ignore
+    function = types.FunctionType(
+        decorated.__code__, decorated.__globals__, decorated.__name__, decorated.__defaults__, tuple(cells)
+    )
+    function.__kwdefaults__ = decorated.__kwdefaults__  # type: ignore[attr-defined]
+    return functools.update_wrapper(function, below)
 
 
 def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]]) -> list[str]:

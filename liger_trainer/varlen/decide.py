@@ -19,7 +19,7 @@ from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import sent, values_of
-from liger_trainer.varlen.padding import BackboneBinding, Plan, backbone_of, computes_padding, tokens_of
+from liger_trainer.varlen.padding import BackboneBinding, Plan, backbone_of, cache_of, computes_padding, tokens_of
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (
@@ -193,7 +193,7 @@ def plan_of(config, call: dict[str, Any]) -> Plan | None:
     """
     tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
     keeps = getattr(config, "use_cache", None) if call.get("use_cache") is None else call["use_cache"]
-    if keeps or call.get("past_key_values") is not None or config._attn_implementation != "sdpa":
+    if keeps or cache_of(call) is not None or config._attn_implementation != "sdpa":
         return None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return None

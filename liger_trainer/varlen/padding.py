@@ -141,6 +141,11 @@ def tokens_of(call: dict[str, Any]) -> Any:
     return call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
 
 
+def cache_of(call: dict[str, Any]) -> Any:
+    """The keys and values of earlier tokens that a call brings, or None. transformers 5.24 gave it a new name."""
+    return call.get("past_key_values") if call.get("cache") is None else call["cache"]
+
+
 def backbone_of(model):
     """The part of a transformers model before its head, or None."""
     name = getattr(model, "base_model_prefix", "")
