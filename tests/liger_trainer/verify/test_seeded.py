@@ -30,8 +30,8 @@ def in_the_head(**changes):
     def seed(patch):
         stock = DeferredLogits.fused
 
-        def fused(self, function, target, **kwargs):
-            return stock(self, lambda hidden, **own: function(hidden, **(own | changes)), target, **kwargs)
+        def fused(self, function, *args, **kwargs):
+            return stock(self, lambda hidden, **own: function(hidden, **(own | changes)), *args, **kwargs)
 
         patch.setattr(DeferredLogits, "fused", fused)
 
