@@ -5,6 +5,7 @@ import dataclasses
 import io
 import logging
 import os
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -230,11 +231,8 @@ def _disturb(model: nn.Module, seed: int) -> None:
                 p.mul_(1 + 0.05 * drawn)
 
 
-def _look(*_: Any) -> None:
-    """A hook that does nothing. A head with a hook of a user's is not fused."""
-
-
-_look.__module__ = "a_user"  # hooks of this package do not count
+# A hook that does nothing. A head with a hook is not fused, unless the hook's code stands in this package.
+_look = types.FunctionType((lambda *_: None).__code__, {"__name__": "a_user"})
 
 
 class _KeepGradients(TrainerCallback):

@@ -12,9 +12,10 @@ from verify_setups import failed, lora, setup_of
 
 from liger_trainer import LigerSFTTrainer
 from liger_trainer.command.recipe import recipe_names
-from liger_trainer.verify import verify
+from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.verify import quiet, verify
 from liger_trainer.verify.figures import MOST, RTOL, errors, worst
-from liger_trainer.verify.runs import OtherOrder
+from liger_trainer.verify.runs import Bench, OtherOrder
 
 GROUPED = {"options": {"beta": 0.04, "num_iterations": 2}, "peft_config": lora()}
 STAGE_2 = {
@@ -71,6 +72,12 @@ def test_what_applies_is_checked_and_what_does_not_says_so():
 def test_what_the_stock_trainer_refuses_is_compared_with_full_logits():
     report = verify(setup_of("SFT", peft_config=lora("q_proj", "lm_head")))
     assert report.failed == [] and "nothing swapped, because of SFTTrainer's ValueError" in report.compared_with
+
+
+def test_a_run_with_nothing_swapped_has_real_logits(monkeypatch, tmp_path):
+    monkeypatch.setattr(DeferredLogits, "fused", None)
+    with quiet():
+        Bench(setup_of("SFT", peft_config=lora("q_proj", "lm_head")), str(tmp_path)).run("plain", max_steps=1)
 
 
 def test_a_step_that_raises_has_failed(monkeypatch):
