@@ -232,14 +232,15 @@ class Checks:
             return Check("there is no adapter")
         from peft import PeftModel
 
+        from liger_trainer.head.merge import merge
+
         folder, ids, trainer = os.path.join(self.bench.folder, "adapter"), self._ids(2, 48), self.ours.trainer
         trainer.save_model(folder)
         base = self.bench.model(adapter=False).eval()
         with torch.no_grad():
             applied = trainer.model.eval()(input_ids=ids.to(trainer.args.device), use_cache=False).logits.cpu()
             without = base(input_ids=ids, use_cache=False).logits
-            merged = PeftModel.from_pretrained(base, folder).merge_and_unload(safe_merge=True).eval()
-            logits = merged(input_ids=ids, use_cache=False).logits
+            logits = merge(PeftModel.from_pretrained(base, folder)).eval()(input_ids=ids, use_cache=False).logits
         effect = float((without - applied).norm() / applied.norm())
         found = worst([{"logits": logits}], [{"logits": applied}], {})
         found.detail = f"the adapter changes the logits by {effect:.1e}"

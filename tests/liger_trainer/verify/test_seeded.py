@@ -15,6 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from verify_setups import failed, lora
 
 from liger_trainer import LigerKTOTrainer, LigerSFTTrainer
+from liger_trainer.head import merge as merging
 from liger_trainer.head import scores
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.medusa import trainer as medusa_trainer
@@ -286,6 +287,9 @@ SEEDS = {
         once_built(distillation_trainer, "linear_divergence",
                    lambda stock, *a, **k: stock(*a, **(k | {"temperature": 1}))),
         ("Distillation",), {"options": {"temperature": 2.0}}, {LOSSES}),
+    "an adapter on a tied head is merged into the embeddings too (peft#2018)": (
+        lambda patch: patch.setattr(merging, "merge", lambda adapted: adapted.merge_and_unload()), ("SFT",),
+        {"config": {"tie_word_embeddings": True}, "peft_config": lora("q_proj", "lm_head")}, {MERGED}),
     "a restarted run begins with the first batches again (accelerate#2016)": (
         batches_begin_anew, ("SFT",), {}, {RESUMED}),
 }  # fmt: skip
