@@ -20,7 +20,9 @@ from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
 _ROWS, _READ = 24, 96  # rows that are used, and those from which they are taken
-_NEED_A_PACKAGE = ("load_in_4bit", "load_in_8bit", "use_vllm", "fp8")  # or a GPU: switched off before they are checked
+_NEED_A_PACKAGE = {  # or a GPU: the recipe's key has this value before it is checked
+    "load_in_4bit": "false", "load_in_8bit": "false", "use_vllm": "false", "fp8": "false", "optim": "adamw_torch",
+}  # fmt: skip
 _NOT_VERIFIED = (
     "bf16", "fp16", *_NEED_A_PACKAGE, "optimizer_in_backward", "torch_compile", "accelerate_config", "fsdp",
     "deepspeed", "lora_dropout", "reward_funcs", "mask_truncated_completions", "chat_template_path",
@@ -64,23 +66,28 @@ def _verify(args: argparse.Namespace) -> int:
     as_json, start = len(words) < len(args.options), time.perf_counter()
     filed = load_yaml(find_recipe(args.recipe))
     print("building small copies of the model: the first line takes some seconds", file=sys.stderr, flush=True)
-    for key in _NEED_A_PACKAGE:
+    for key, value in _NEED_A_PACKAGE.items():
         if filed.get(key) and f"--{key}" not in words:
-            words += [f"--{key}", "false"]
+            words += [f"--{key}", value]
 
     import torch
 
     if not torch.cuda.is_available():  # transformers would refuse bf16
         words += ["--use_cpu", "true"]
-    from liger_trainer.verify import HEADER, quiet, verify
+    from liger_trainer.verify import HEADER, Check, quiet, verify
 
     with quiet(), own_environment():
         recipe = parse_recipe(args.recipe, words, _USAGE)
         setup = setup_of(recipe)
     left_out = [key for key in _NOT_VERIFIED if filed.get(key) or recipe.chosen.get(key)]
-    if not as_json:
-        print(HEADER)
-    report = verify(setup, (lambda check: None) if as_json else (lambda check: print(check.line, flush=True)))
+    heading = [HEADER]
+
+    def tell(check: Check) -> None:
+        if not as_json:
+            print(*heading, check.line, sep="\n", flush=True)
+        heading.clear()
+
+    report = verify(setup, tell)
     seconds = time.perf_counter() - start
     if as_json:
         print(json.dumps({"recipe": str(recipe.path), "seconds": seconds, "left_out": left_out} | report.to_dict()))
@@ -145,7 +152,9 @@ def _rows(recipe: Recipe) -> list[dict[str, Any]]:
     try:
         rows, _ = load_rows(recipe.args, recipe.path.parent, needed, recipe.training.seed)
     except RecipeError as error:
-        raise RecipeError(f"{error} A few rows of the same form are enough here: pass --dataset_name FILE.") from error
+        raise RecipeError(
+            f"{str(error).rstrip('.')}. A few rows of the same form are enough here: pass --dataset_name FILE."
+        ) from error
     kept = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
     found = rows.select_columns([name for name in rows.column_names if name in kept]).to_list()
     counts: Counter[bool] = Counter()
