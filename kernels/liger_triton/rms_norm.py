@@ -253,9 +253,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy):
         need_dw = ctx.needs_input_grad[2]
         _, offset, _, *role_and_groups = ctx.options
-        dx, *found = _backward(dy, *ctx.saved_tensors, offset, *role_and_groups, need_dw)
-        dw = found.pop() if need_dw else None
-        return dx, found[0] if found else None, dw, None
+        found = _backward(dy, *ctx.saved_tensors, offset, *role_and_groups, need_dw)
+        has_gate = ctx.saved_tensors[1] is not None
+        return found[0], found[1] if has_gate else None, found[-1] if need_dw else None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):

@@ -33,6 +33,8 @@ def _merge(args) -> int:
     from peft import PeftConfig, PeftModel
     from transformers import AutoTokenizer
 
+    from liger_trainer.head.merge import merge
+
     _check_folders(args.adapter, args.output)
     config = PeftConfig.from_pretrained(args.adapter)
     if config.is_prompt_learning:
@@ -49,8 +51,7 @@ def _merge(args) -> int:
     if rows is not None and rows != model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(rows)  # the adapter was trained with tokens that the base does not have
     try:
-        adapted = PeftModel.from_pretrained(model, args.adapter)
-        merged = adapted.merge_and_unload(safe_merge=True)
+        merged = merge(PeftModel.from_pretrained(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
         raise RecipeError(

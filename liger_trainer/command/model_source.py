@@ -31,7 +31,7 @@ class ModelSource:
             if self.path == _SMOLLM2_ON_HUB and isinstance(error, OSError):
                 raise RecipeError(_smollm2_out_of_reach(error)) from error
             offline = " HF_HUB_OFFLINE is set, so only local files count." if _offline() else ""
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]
             raise RecipeError(
                 f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load.{offline} {reason}"
             ) from error

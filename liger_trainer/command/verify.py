@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
@@ -19,13 +20,15 @@ from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
 _ROWS, _READ = 24, 96  # rows that are used, and those from which they are taken
-_NEED_A_PACKAGE = ("load_in_4bit", "load_in_8bit", "use_vllm", "fp8")  # or a GPU: switched off before they are checked
+_NEED_A_PACKAGE = {  # or a GPU: the recipe's key has this value before it is checked
+    "load_in_4bit": "false", "load_in_8bit": "false", "use_vllm": "false", "fp8": "false", "optim": "adamw_torch",
+}  # fmt: skip
 _NOT_VERIFIED = (
     "bf16", "fp16", *_NEED_A_PACKAGE, "optimizer_in_backward", "torch_compile", "accelerate_config", "fsdp",
     "deepspeed", "lora_dropout", "reward_funcs", "mask_truncated_completions", "chat_template_path",
-    "medusa_init_heads_from",
+    "medusa_init_heads_from", "neftune_noise_alpha",
 )  # fmt: skip
-_OF_LOADING = (
+_OF_LOADING = {
     "gguf_file",
     "revision",
     "dtype",
@@ -33,7 +36,7 @@ _OF_LOADING = (
     "quantization_config",
     "use_kernels",
     "trust_remote_code",
-)
+}
 
 
 def add_verify_command(commands: Any) -> None:
@@ -43,10 +46,10 @@ def add_verify_command(commands: Any) -> None:
         help="show that a recipe trains as the stock trainer does, on a small copy of its model; needs no GPU",
         usage=_USAGE,
         description="Train a small copy of a recipe's model for a few steps, with its trainer, adapter, options and "
-        "rows, and with the stock trainer beside it, and compare: losses, gradients, what trains, packing, padding, "
-        "accumulation, reference, merging, resuming. Only the config of the model is read, so a folder with a "
-        "config.json is enough. With --json, print JSON. The exit code is 1 if a check has failed. Any key of a recipe "
-        "can be given as an option, which beats the file.",
+        "rows, and with the stock trainer, and compare: losses, gradients, what trains, packing, padding, batches, "
+        "reference, merging, resuming. Only the config of the model is read, so a folder with a config.json is enough. "
+        "With --json, print JSON. The exit code is 1 if a check has failed. Any key of a recipe can be given as an "
+        "option, which beats the file.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
@@ -63,24 +66,28 @@ def _verify(args: argparse.Namespace) -> int:
     as_json, start = len(words) < len(args.options), time.perf_counter()
     filed = load_yaml(find_recipe(args.recipe))
     print("building small copies of the model: the first line takes some seconds", file=sys.stderr, flush=True)
-    for key in _NEED_A_PACKAGE:
+    for key, value in _NEED_A_PACKAGE.items():
         if filed.get(key) and f"--{key}" not in words:
-            words += [f"--{key}", "false"]
+            words += [f"--{key}", value]
 
     import torch
 
     if not torch.cuda.is_available():  # transformers would refuse bf16
         words += ["--use_cpu", "true"]
-    with own_environment():
-        recipe = parse_recipe(args.recipe, words, _USAGE)
-    left_out = [key for key in _NOT_VERIFIED if filed.get(key) or recipe.chosen.get(key)]
-    from liger_trainer.verify import HEADER, quiet, verify
+    from liger_trainer.verify import HEADER, Check, quiet, verify
 
-    with quiet():
+    with quiet(), own_environment():
+        recipe = parse_recipe(args.recipe, words, _USAGE)
         setup = setup_of(recipe)
-    if not as_json:
-        print(HEADER)
-    report = verify(setup, (lambda check: None) if as_json else (lambda check: print(check.line, flush=True)))
+    left_out = [key for key in _NOT_VERIFIED if filed.get(key) or recipe.chosen.get(key)]
+    heading = [HEADER]
+
+    def tell(check: Check) -> None:
+        if not as_json:
+            print(*heading, check.line, sep="\n", flush=True)
+        heading.clear()
+
+    report = verify(setup, tell)
     seconds = time.perf_counter() - start
     if as_json:
         print(json.dumps({"recipe": str(recipe.path), "seconds": seconds, "left_out": left_out} | report.to_dict()))
@@ -96,13 +103,12 @@ def setup_of(recipe: Recipe) -> Any:
     """The training of `recipe` as `liger_trainer.verify` takes it.
 
     Raises:
-        RecipeError: The config of the model or the rows cannot be read, or there is no small copy of the model.
+        RecipeError: The config of the model or the rows cannot be read.
     """
     import trl
 
     import liger_trainer
     from liger_trainer.verify import Setup
-    from liger_trainer.verify.small import both_kinds
 
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     config = _config(recipe.model.model_name_or_path, "model_name_or_path", init, recipe.model.model_revision)
@@ -114,12 +120,11 @@ def setup_of(recipe: Recipe) -> Any:
         adapter.lora_dropout = 0.0  # its masks are drawn for the batch that there is, which is another without padding
     teacher = getattr(training, "teacher_model_name_or_path", None)
     own = dict(getattr(training, "teacher_model_init_kwargs", None) or {})
-    rows = _rows(recipe)
     return Setup(
         trainer=getattr(liger_trainer, recipe.entry.trainer),
         arguments=type(training),
         config=config,
-        rows=list(both_kinds(rows))[:_ROWS],
+        rows=_rows(recipe),
         options={key: value for key, value in recipe.chosen.items() if hasattr(training, key)},
         peft_config=adapter,
         model_init=init,
@@ -139,7 +144,7 @@ def _config(name: str | None, key: str, init: dict[str, Any], revision: str = "m
 
 
 def _rows(recipe: Recipe) -> list[dict[str, Any]]:
-    """Rows of the recipe, with the columns that its trainer reads."""
+    """Rows of the recipe, with the columns that its trainer reads; good and bad answers take turns."""
     text = getattr(recipe.training, "dataset_text_field", "text")
     needed = tuple(tuple(text if name == "text" else name for name in names) for names in recipe.entry.columns)
     recipe.args.max_rows = min(recipe.args.max_rows or _READ, _READ)
@@ -147,6 +152,15 @@ def _rows(recipe: Recipe) -> list[dict[str, Any]]:
     try:
         rows, _ = load_rows(recipe.args, recipe.path.parent, needed, recipe.training.seed)
     except RecipeError as error:
-        raise RecipeError(f"{error} A few rows of the same form are enough here: pass --dataset_name FILE.") from error
+        raise RecipeError(
+            f"{str(error).rstrip('.')}. A few rows of the same form are enough here: pass --dataset_name FILE."
+        ) from error
     kept = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
-    return rows.select_columns([name for name in rows.column_names if name in kept]).to_list()
+    found = rows.select_columns([name for name in rows.column_names if name in kept]).to_list()
+    counts: Counter[bool] = Counter()
+
+    def turn(row: dict[str, Any]) -> int:
+        counts[bool(row.get("label"))] += 1
+        return counts[bool(row.get("label"))]
+
+    return sorted(found, key=turn)[:_ROWS]

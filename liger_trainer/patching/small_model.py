@@ -4,8 +4,10 @@ What is shown on it holds for the code of the model, whatever its weights, its d
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 _WIDTH, _HEADS, _HEAD_DIM = 64, 4, 16
 _SIZES = {
@@ -21,15 +23,21 @@ _SIZES = {
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
-_MOST_PARAMETERS = 2_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
+_MOST_PARAMETERS = 4_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
 
 
-def small_config(config):
-    """A copy of `config` with small sizes, a layer of each kind, and nothing random in training mode."""
+def small_config(config, **sizes_of_caller: int):
+    """A copy of `config` with small sizes, a layer of each kind, and nothing random in training mode.
+
+    Args:
+        config (`PretrainedConfig`): The config of a decoder of text.
+        sizes_of_caller (`int`): Sizes for fields of the config that it may have, in place of those here.
+    """
     small = copy.deepcopy(config)
     known = small.to_dict()
-    sizes = {name: size for name, size in _SIZES.items() if isinstance(known.get(name), int)}
+    given = _SIZES | sizes_of_caller
+    sizes = {name: size for name, size in given.items() if isinstance(known.get(name), int)}
     grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
     if "num_key_value_heads" in sizes and ("qk_rope_head_dim" in sizes or not grouped):
         sizes["num_key_value_heads"] = _HEADS
@@ -54,6 +62,14 @@ def small_config(config):
         if name in _TOKENS and value is not None:
             setattr(small, name, _TOKENS[name])
     _plain_rope(small)
+    if own := {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}:
+        made = small.to_dict()
+        made["per_layer_config"] = {
+            i: {name: size * made[name] // known[name] for name, size in own[layer].items()}
+            for i, layer in enumerate(kept)
+            if layer in own
+        }
+        small = type(small)(**made)  # its constructor reads them
     return small
 
 
@@ -81,20 +97,22 @@ def small_copy(module, seed: int, attention: str = "sdpa"):
         ValueError: Its config has sizes that are not known here, so that the copy would not be small.
     """
     config = small_config(module.config)
+    return drawn(lambda: type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed)
 
-    def made(device):
-        with torch.device(device):
-            return type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32)
 
-    size = sum(parameter.numel() for parameter in made("meta").parameters())
+def drawn(build: Callable[[], nn.Module], seed: int):
+    """What `build` returns, on the CPU and in training mode, with random weights. ValueError if it is not small."""
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in build().parameters())
     if size > _MOST_PARAMETERS:
         raise ValueError(f"a small copy of it would have {size:,} parameters; its config has sizes that are not known")
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed the GPUs of the user as well
-    model = made("cpu")
+    with torch.device("cpu"):
+        model = build()
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # as initialised, attention would be the same everywhere
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            random = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             norm = "norm" in name and parameter.ndim == 1
-            parameter.copy_(1 + 0.1 * drawn if norm else 2 * drawn / max(1, parameter.shape[-1]) ** 0.5)
+            parameter.copy_(1 + 0.1 * random if norm else 2 * random / max(1, parameter.shape[-1]) ** 0.5)
     return model.train()

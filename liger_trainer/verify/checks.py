@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.patching import remove_liger
-from liger_trainer.verify.figures import EPS, FAILED, LEFT_OUT, OK, RTOL, Check, Found, errors, logged, steps_of, worst
+from liger_trainer.verify.figures import EPS, RTOL, Check, errors, logged, steps_of, worst
 from liger_trainer.verify.runs import Bench, OtherOrder, Run
 
 OTHERWISE_ROUNDED = 1e-2  # of the elements of a norm in 16 bits; a cast in another place changes a quarter of them
@@ -28,7 +28,7 @@ class Checks:
     """
 
     ours: Run
-    other: Run
+    stock: Run
     noise: dict[str, float]
     swapped = "nothing"
 
@@ -39,11 +39,7 @@ class Checks:
             self.kind, self.compared_with = "plain", "a loss of Medusa heads that is written down from full logits"
 
     def each(self) -> Iterator[Check]:
-        """Make each check. A method below returns what it has found, or why it does not apply.
-
-        Raises:
-            RecipeError: Our trainer refuses the setup.
-        """
+        """Make each check. Raises `RecipeError` if our trainer refuses the setup."""
         try:
             self.bench.build("ours")
         except (ValueError, ImportError) as error:
@@ -65,18 +61,15 @@ class Checks:
             try:
                 found = check()
             except Exception as error:  # whatever is raised in a training has gone wrong there
-                found = Found(math.inf, 0, f"{type(error).__name__}: {error}")
-            took = time.perf_counter() - start
-            if isinstance(found, str):
-                yield Check(name, LEFT_OUT, found, seconds=took)
-            else:
-                yield Check(name, OK if found.within else FAILED, found.detail, found.figure, found.tolerance, took)
+                found = Check(f"{type(error).__name__}: {error}", math.inf)
+            found.name, found.seconds = name, time.perf_counter() - start
+            yield found
             if not hasattr(self, "noise"):
                 return  # there is nothing to compare the rest with
 
     # The same two steps, with the stock trainer and with ours
 
-    def _losses(self) -> Found:
+    def _losses(self) -> Check:
         self.ours = self.bench.run("ours")
         if (report := self.ours.trainer.liger_report) is not None:
             self.swapped = report.one_line()
@@ -89,26 +82,26 @@ class Checks:
             self.kind, self.compared_with = "plain", f"itself from full logits with nothing swapped, because of {why}"
             self.stock = self.bench.run(self.kind)
         with OtherOrder():
-            self.other = self.bench.run(self.kind)
+            other = self.bench.run(self.kind)
         self.noise = {}
-        for one, same in zip(steps_of(self.other), steps_of(self.stock), strict=True):
+        for one, same in zip(steps_of(other), steps_of(self.stock), strict=True):
             for name, size in errors(one, same).items():
                 self.noise[name] = max(size, self.noise.get(name, 0.0))
+        self.noise_of_updates = errors(other.updates, self.stock.updates)
         found = worst(logged(self.ours), logged(self.stock), self.noise)
-        found.detail = ", then ".join(f"{log['loss']:.4f}" for log in self.ours.logs)
-        if not found.within:
-            found.detail += ", and not " + ", then ".join(f"{log['loss']:.4f}" for log in self.stock.logs)
+        ours, stock = (", then ".join(f"{log['loss']:.4f}" for log in run.logs) for run in (self.ours, self.stock))
+        found.detail = ours if found.verdict == "ok" else f"{ours}, and not {stock}; {found.detail}"
         return found
 
-    def _gradients(self) -> Found:
+    def _gradients(self) -> Check:
         found = worst(self.ours.gradients, self.stock.gradients, self.noise)
-        if not found.within and self.kind == "stock":
+        if found.verdict != "ok" and self.kind == "stock":
             plain = worst(self.bench.run("plain").gradients, self.stock.gradients, self.noise)
             found.detail += f"; with nothing swapped it is {plain.figure:.1e}"
         return found
 
-    def _updates(self) -> Found:
-        updates, noise = self.stock.updates, errors(self.other.updates, self.stock.updates)
+    def _updates(self) -> Check:
+        updates, noise = self.stock.updates, self.noise_of_updates
         for name, value in updates.items():  # that of a weight near 1 has lost as much when it is added
             lost = EPS * float(self.stock.after[name].norm()) / max(float(value.norm()), 1e-30)
             noise[name] = max(noise[name], lost)
@@ -116,7 +109,7 @@ class Checks:
 
     # Who trains
 
-    def _what_trains(self) -> Found:
+    def _what_trains(self) -> Check:
         should, learns = self._what_should_train()
         model = dict(self.ours.trainer.model.named_parameters())
         moved = {name for name, value in self.ours.before.items() if not torch.equal(value, self.ours.after[name])}
@@ -139,9 +132,9 @@ class Checks:
         }
         told = [f"{len(names)} {what}, such as {min(names)}" for what, names in problems.items() if names]
         if told:
-            return Found(len(set().union(*problems.values())), 0, "; ".join(told))
+            return Check("; ".join(told), len(set().union(*problems.values())))
         idle = f"; {len(should - learns)} of no effect on the model's own loss" if should - learns else ""
-        return Found(0, 0, f"{len(should)} of {len(model)} tensors have a gradient and move{idle}")
+        return Check(f"{len(should)} of {len(model)} tensors have a gradient and move{idle}", 0)
 
     def _what_should_train(self) -> tuple[set[str], set[str]]:
         """The parameters that train, and those that need a gradient: all of adapters, and those of the rest for which
@@ -157,12 +150,10 @@ class Checks:
         return set(should), {n for n, p in should.items() if "lora_" in n or (p.grad is not None and p.grad.any())}
 
     def _ids(self, rows: int, length: int) -> torch.Tensor:
-        tokenizer = self.bench.tokenizer
-        return torch.randint(
-            len(tokenizer.all_special_ids), len(tokenizer), (rows, length), generator=torch.Generator().manual_seed(0)
-        )
+        special, every = len(self.bench.tokenizer.all_special_ids), len(self.bench.tokenizer)
+        return torch.randint(special, every, (rows, length), generator=torch.Generator().manual_seed(0))
 
-    def _norms(self) -> Found | str:
+    def _norms(self) -> Check:
         trainer, found = self.ours.trainer, {}
         report = trainer.liger_report
         swapped = {} if report is None else report["rms_norm"].swapped | report["layer_norm"].swapped
@@ -180,44 +171,45 @@ class Checks:
                 remove_liger(ours)
                 found[name] = float((got != ours(x)).float().mean())
         if not found:
-            return "none was swapped"
+            return Check("none was swapped")
         where = max(found, key=lambda name: found[name])
-        return Found(found[where], OTHERWISE_ROUNDED, f"share of elements that round otherwise, most in {where}")
+        words = f"share of elements that round otherwise, most in {where}"
+        return Check(words, found[where], OTHERWISE_ROUNDED)
 
     # The same rows in other batches
 
-    def _packed(self) -> Found | str:
+    def _packed(self) -> Check:
         if not self.setup.packs:
-            return "the recipe packs no rows"
+            return Check("the recipe packs no rows")
         size = len(self.bench.rows)
         once: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": 1}
         packed = self.bench.run("ours", **once)
         apart = self.bench.run(self.kind, **once, packing=False, padding_free=False)
         return worst(steps_of(packed), steps_of(apart), self.noise)
 
-    def _padded(self) -> Found | str:
-        if self.setup.writes:
-            return "the trainer pads what it writes itself"
-        if self.setup.packs:
-            return "packed rows have no padding"
+    def _padded(self) -> Check:
+        if self.setup.writes or self.setup.packs:
+            return Check(
+                "the trainer pads what it writes itself" if self.setup.writes else "packed rows have no padding"
+            )
         pad = self.bench.tokenizer.pad_token_id
         padded = self.bench.run("ours", collate=lambda collator: lambda rows: _more_padding(collator(rows), pad))
         return worst(steps_of(padded), steps_of(self.ours), self.noise)
 
-    def _accumulation(self) -> Found | str:
+    def _accumulation(self) -> Check:
         if self.setup.writes:
-            return "each micro-batch writes completions of its own"
+            return Check("each micro-batch writes completions of its own")
         if self.setup.stock.__name__ == "KTOTrainer":
-            return "the KL term is that of a micro-batch"
+            return Check("the KL term is that of a micro-batch")
         found = self._split("ours")
         trainer: Any = self.ours.trainer
         balanced = getattr(trainer, "aux_loss_enabled", trainer.model.config.to_dict().get("output_router_logits"))
-        if found.within or (self.setup.stock.__name__ in ("SFTTrainer", "Trainer") and not balanced):
+        if found.verdict == "ok" or (self.setup.stock.__name__ in ("SFTTrainer", "Trainer") and not balanced):
             return found  # the mean over all tokens, whatever the batches
-        stock = self._split(self.kind).figure
-        return f"the stock loss depends on it too, by {stock:.1e}" if found.figure <= 2 * stock else found
+        stock, ours = self._split(self.kind).figure or 0.0, found.figure or 0.0
+        return Check(f"the stock loss depends on it too, by {stock:.1e}") if ours <= 2 * stock else found
 
-    def _split(self, kind: str) -> Found:
+    def _split(self, kind: str) -> Check:
         one, four = (
             self.bench.run(kind, per_device_train_batch_size=rows, gradient_accumulation_steps=4 // rows)
             for rows in (1, 4)
@@ -226,19 +218,21 @@ class Checks:
 
     # What else a training stands on
 
-    def _reference(self) -> Found | str:
+    def _reference(self) -> Check:
         if self.setup.stock.__name__ not in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
-            return "the loss has none"
+            return Check("the loss has none")
         if self.setup.writes and not self.ours.trainer.args.beta:
-            return "beta is 0"
+            return Check("beta is 0")
         apart, same = (_distance(run) for run in (self.ours, self.bench.run("ours", disturbed=False, max_steps=1)))
         words = f"rewards or KL are {apart:.1e} for a policy apart from it, and {same:.1e} for the same weights"
-        return Found(same / apart if apart else math.inf, UNMOVED, words)
+        return Check(words, same / apart if apart else math.inf, UNMOVED)
 
-    def _merged(self) -> Found | str:
+    def _merged(self) -> Check:
         if self.setup.peft_config is None:
-            return "there is no adapter"
+            return Check("there is no adapter")
         from peft import PeftModel
+
+        from liger_trainer.head.merge import merge
 
         folder, ids, trainer = os.path.join(self.bench.folder, "adapter"), self._ids(2, 48), self.ours.trainer
         trainer.save_model(folder)
@@ -246,29 +240,24 @@ class Checks:
         with torch.no_grad():
             applied = trainer.model.eval()(input_ids=ids.to(trainer.args.device), use_cache=False).logits.cpu()
             without = base(input_ids=ids, use_cache=False).logits
-            merged = PeftModel.from_pretrained(base, folder).merge_and_unload(safe_merge=True).eval()
-            logits = merged(input_ids=ids, use_cache=False).logits
+            logits = merge(PeftModel.from_pretrained(base, folder)).eval()(input_ids=ids, use_cache=False).logits
         effect = float((without - applied).norm() / applied.norm())
-        if effect < 100 * RTOL:
-            return Found(math.inf, RTOL, f"the adapter changes the logits by {effect:.1e} only")
         found = worst([{"logits": logits}], [{"logits": applied}], {})
         found.detail = f"the adapter changes the logits by {effect:.1e}"
-        return found
+        return found if effect >= 100 * RTOL else Check(f"{found.detail} only", math.inf, RTOL)
 
-    def _resumed(self) -> Found:
-        options: dict[str, Any] = {
-            key: value for key, value in self.setup.options.items() if key.startswith("lr_scheduler_")
-        }
-        options |= {"optim": "adamw_torch", "gradient_accumulation_steps": 1, "learning_rate": 1e-2, "max_steps": 4}
+    def _resumed(self) -> Check:
+        options: dict[str, Any] = {"optim": "adamw_torch", "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
+        options |= {"max_steps": 4}
         folder = os.path.join(self.bench.folder, "saved")
         whole = self.bench.run("ours", **options, save_strategy="steps", save_steps=2, output_dir=folder)
         resumed = self.bench.run("ours", disturbed=False, resume=os.path.join(folder, "checkpoint-2"), **options)
         logs = [[(log["loss"], log.get("learning_rate")) for log in run.logs[-2:]] for run in (whole, resumed)]
         other = [name for name, value in whole.after.items() if not torch.equal(value, resumed.after[name])]
         if not other and logs[0] == logs[1]:
-            return Found(0, 0, f"{len(whole.after)} tensors, losses and learning rates, bit for bit")
+            return Check(f"{len(whole.after)} tensors, losses and learning rates, bit for bit", 0)
         tensors = f"{len(other)} of {len(whole.after)} tensors differ"
-        return Found(len(other) or 1, 0, f"{tensors}; losses and learning rates are {logs[1]}, and not {logs[0]}")
+        return Check(f"{tensors}; losses and learning rates are {logs[1]}, and not {logs[0]}", len(other) or 1)
 
 
 def _distance(run: Run) -> float:

@@ -1,7 +1,7 @@
 """How far apart two runs are, and how far they may be."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ RTOL = 1e-4  # of the norm of a tensor, in fp32
 SMALL = 1e-3  # of the largest norm: what is smaller is measured by this, as the bias of keys, whose gradient is zero
 EPS = torch.finfo(torch.float32).eps / 4  # by which storing a number in fp32 moves it, on average
 TIMES_NOISE, MOST = 20, 1e-2  # as many times what another order of sums changes, and never more than this
-OK, FAILED, LEFT_OUT = "ok", "FAILED", "-"
 HEADER = f"{'check':34} {'':6} {'error':>8} {'allowed':>8} {'s':>6}"
 
 
@@ -21,41 +20,35 @@ class Check:
     """One line of the table.
 
     Attributes:
+        detail (`str`): What was found, or why the check does not apply.
+        figure (`float`, *optional*): The largest relative error, or what the detail says; None where it does not apply.
+        tolerance (`float`): What it may be.
         name (`str`): What was checked.
-        verdict (`str`): `"ok"`, `"FAILED"`, or `"-"` where the check does not apply.
-        detail (`str`): What was found, or why it does not apply.
-        figure (`float`, *optional*): The largest relative error, or what the detail says.
-        tolerance (`float`, *optional*): What it may be.
         seconds (`float`): What it took.
     """
 
-    name: str
-    verdict: str
     detail: str
     figure: float | None = None
-    tolerance: float | None = None
+    tolerance: float = 0.0
+    name: str = ""
     seconds: float = 0.0
 
     @property
-    def line(self) -> str:
-        figure, tolerance = ("" if x is None else f"{x:.1e}" if x else "0" for x in (self.figure, self.tolerance))
-        return f"{self.name:34} {self.verdict:6} {figure:>8} {tolerance:>8} {self.seconds:6.1f}  {self.detail}".rstrip()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value not in (None, math.inf)}  # no JSON has it
-
-
-@dataclass
-class Found:
-    """What a check has found: a figure, what it may be, and more in words."""
-
-    figure: float
-    tolerance: float
-    detail: str
+    def verdict(self) -> str:
+        return "-" if self.figure is None else "ok" if self.figure <= self.tolerance else "FAILED"
 
     @property
-    def within(self) -> bool:
-        return self.figure <= self.tolerance
+    def line(self) -> str:
+        figures = () if self.figure is None else (self.figure, self.tolerance)
+        shown = "".join(f" {f'{x:.1e}' if x else 0:>8}" for x in figures)
+        return f"{self.name:34} {self.verdict:6}{shown:18} {self.seconds:6.1f}  {self.detail}".rstrip()
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {"name": self.name, "verdict": self.verdict, "detail": self.detail, "seconds": self.seconds}
+        if self.figure is None:
+            return found
+        figure = {} if math.isinf(self.figure) else {"figure": self.figure}  # JSON has no infinity
+        return found | figure | {"tolerance": self.tolerance}
 
 
 def errors(got: Tensors, want: Tensors) -> dict[str, float]:
@@ -70,20 +63,22 @@ def errors(got: Tensors, want: Tensors) -> dict[str, float]:
     return found
 
 
-def worst(got: list[Tensors], want: list[Tensors], noise: dict[str, float]) -> Found:
+def worst(got: list[Tensors], want: list[Tensors], noise: dict[str, float]) -> Check:
     """The worst error in several pairs of sets, by what the `noise` of each tensor allows."""
     if len(got) != len(want):
-        return Found(math.inf, RTOL, f"{len(got)} steps in place of {len(want)}")
+        return Check(f"{len(got)} steps in place of {len(want)}", math.inf, RTOL)
     found = [
-        Found(error, max(RTOL, min(MOST, TIMES_NOISE * noise.get(name, 0.0))), f"most in {name}")
+        (error, max(RTOL, min(MOST, TIMES_NOISE * noise.get(name, 0.0))), name)
         for one, other in zip(got, want, strict=True)
         for name, error in errors(one, other).items()
     ]
-    return max(found, key=lambda one: one.figure / one.tolerance)
+    error, allowed, name = max(found, key=lambda one: one[0] / one[1])
+    return Check(f"most in {name}", error, allowed)
 
 
 def logged(run: Run) -> list[Tensors]:
-    return [{name: torch.tensor(float(log[name])) for name in ("loss", "grad_norm") if name in log} for log in run.logs]
+    names = ("loss", "grad_norm", "learning_rate")
+    return [{name: torch.tensor(float(log[name])) for name in names if name in log} for log in run.logs]
 
 
 def steps_of(run: Run) -> list[Tensors]:

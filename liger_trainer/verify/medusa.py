@@ -21,32 +21,38 @@ class PlainMedusaTrainer(LigerMedusaTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         args: Any = self.args
-        heads: Any = heads_of(self.model)
-        lm_head: Any = output_head(self.model)
-        joint = args.medusa_stage == 2
         call = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
-        if joint and self.aux_loss_enabled:
+        if args.medusa_stage == 2 and self.aux_loss_enabled:
             call["output_router_logits"] = True
         own = model(**call)
-        log_q = torch.log_softmax(own.logits.detach().float(), -1)
+        teacher = torch.log_softmax(own.logits.detach().float(), -1)
         share = self.state.global_step / max(self.state.max_steps, 1)
         weight = args.medusa_heads_coefficient * schedule_of(args.medusa_schedule)(share)
-        total: Any = _cross_entropy(own.logits, inputs, 0) if joint else 0.0
+        total: Any = self._sum(own.logits, inputs, 0, None) if args.medusa_stage == 2 else 0.0
+        heads: Any = heads_of(self.model)
         for k, head in enumerate(heads, 1):
-            hook = lm_head.register_forward_hook(partial(_in_its_place, head))
+            hook = output_head(self.model).register_forward_hook(partial(_in_its_place, head))  # type: ignore[union-attr]
             try:
                 logits = model(**call).logits
             finally:
                 hook.remove()
             soft = args.medusa_targets == "soft"
-            of_head = _divergence(logits, inputs, k, log_q) if soft else _cross_entropy(logits, inputs, k)
-            total = total + weight * args.medusa_decay**k * of_head
-        count = sum(int(label != -100) for _, _, label in _guesses(inputs, 0)) if num_items_in_batch is None else None
-        loss = total / (num_items_in_batch if count is None else max(count, 1))
+            total = total + weight * args.medusa_decay**k * self._sum(logits, inputs, k, teacher if soft else None)
+        count = max(len(list(_guesses(inputs, 0))), 1) if num_items_in_batch is None else num_items_in_batch
+        loss = total / count
         if call.get("output_router_logits"):
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * own.aux_loss / steps
         return (loss, own) if return_outputs else loss
+
+    @staticmethod
+    def _sum(logits: torch.Tensor, inputs: dict[str, Any], k: int, teacher: torch.Tensor | None) -> torch.Tensor:
+        """The cross-entropy with the labels or, if there is a `teacher`, the divergence from its log-probabilities."""
+        rows, places, same, labels = torch.tensor(list(_guesses(inputs, k)), device=logits.device).T
+        log_p = torch.log_softmax(logits[rows, places].float(), -1)
+        if teacher is None:
+            return F.nll_loss(log_p, labels, reduction="sum")
+        return F.kl_div(log_p, teacher[rows, same], log_target=True, reduction="sum")
 
 
 def _in_its_place(head: MedusaHead, lm_head: Any, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -56,8 +62,8 @@ def _in_its_place(head: MedusaHead, lm_head: Any, args: tuple, output: torch.Ten
     return F.linear(x, lm_head.weight if head.lm_head is None else head.lm_head.weight)
 
 
-def _guesses(inputs: dict[str, Any], k: int) -> Iterator[tuple[tuple[int, int], tuple[int, int], int]]:
-    """What head k (0: the LM head) guesses: where it stands, where the LM head guesses the same, and the label."""
+def _guesses(inputs: dict[str, Any], k: int) -> Iterator[tuple[int, int, int, int]]:
+    """What head k (0: the LM head) guesses: the row, its place, where the LM head guesses the same, and the label."""
     labels, positions, mask = (inputs.get(name) for name in ("labels", "position_ids", "attention_mask"))
     for row, row_labels in enumerate(labels.tolist()):  # type: ignore[union-attr]
         documents: list[list[int]] = []
@@ -70,18 +76,4 @@ def _guesses(inputs: dict[str, Any], k: int) -> Iterator[tuple[tuple[int, int], 
         for places in documents:
             for i in range(len(places) - k - 1):
                 if (label := row_labels[places[i + k + 1]]) != -100:
-                    yield (row, places[i]), (row, places[i + k]), label
-
-
-def _cross_entropy(logits: torch.Tensor, inputs: dict[str, Any], k: int) -> torch.Tensor:
-    found = list(_guesses(inputs, k))
-    at = tuple(torch.tensor([where for where, _, _ in found], device=logits.device).T)
-    return F.cross_entropy(
-        logits[at].float(), torch.tensor([x for _, _, x in found], device=logits.device), reduction="sum"
-    )
-
-
-def _divergence(logits: torch.Tensor, inputs: dict[str, Any], k: int, log_q: torch.Tensor) -> torch.Tensor:
-    found = list(_guesses(inputs, k))
-    at, of = (tuple(torch.tensor([one[i] for one in found], device=logits.device).T) for i in (0, 1))
-    return F.kl_div(torch.log_softmax(logits[at].float(), -1), log_q[of], log_target=True, reduction="sum")
+                    yield row, places[i], places[i + k], label

@@ -1,7 +1,6 @@
 """The small model, tokenizer and rows that a recipe is verified on."""
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from liger_trainer.errors import RecipeError
-from liger_trainer.patching.small_model import small_config
+from liger_trainer.patching.small_model import drawn, small_config
 
 POSITIONS = 512
-_MOST_PARAMETERS = 4_000_000
 _LEAST_EPSILON = 1e-3  # next to a variance near 1, a wrong 1e-6 would hide in the rounding
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _TEMPLATE = (
@@ -32,11 +30,10 @@ def small_tokenizer(*special: str | None) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=POSITIONS
-    )
-    made.chat_template = _TEMPLATE
-    return made
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=POSITIONS,
+        chat_template=_TEMPLATE,
+    )  # fmt: skip
 
 
 def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
@@ -54,18 +51,14 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
             "built by itself. liger-trainer verify needs one, so it cannot say anything of this model."
         )
     try:
-        small = _small_config(text, vocab)
-        with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(small, dtype=torch.float32).parameters())
-        if size > _MOST_PARAMETERS:
-            raise ValueError(f"it would have {size:,} parameters, as its config has sizes that are not known")
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():  # as initialised, attention would be the same everywhere
-                drawn = torch.randn(parameter.shape, generator=generator)
-                norm = "norm" in name and parameter.ndim == 1
-                parameter.copy_(1 + 0.1 * drawn if norm else 2 * drawn / max(1, parameter.shape[-1]) ** 0.5)
+        sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), vocab)
+        sizes |= dict.fromkeys(("max_position_embeddings", "n_positions"), POSITIONS)
+        small = small_config(text, **sizes)
+        small.architectures = None
+        for name, value in small.to_dict().items():
+            if isinstance(value, float) and name.endswith(("eps", "epsilon")):
+                setattr(small, name, max(value, _LEAST_EPSILON))
+        model = drawn(lambda: AutoModelForCausalLM.from_config(small, dtype=torch.float32), seed)
         model.save_pretrained(folder)
         AutoConfig.from_pretrained(folder)
     except Exception as error:  # the model's own code may want anything of its sizes
@@ -73,29 +66,6 @@ def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
             f"model_name_or_path has the model type {text.model_type!r}, of which liger-trainer verify cannot make a "
             f"small copy: {type(error).__name__}: {error}"
         ) from error
-
-
-def _small_config(text: Any, vocab: int) -> Any:
-    """A small config of the decoder `text`, whose every epsilon shows."""
-    small = small_config(text)
-    small.architectures = None
-    for name, value in small.to_dict().items():
-        if name in ("vocab_size", "vocab_size_per_layer_input"):
-            setattr(small, name, vocab)
-        elif name in ("max_position_embeddings", "n_positions") and isinstance(value, int):
-            setattr(small, name, POSITIONS)
-        elif isinstance(value, float) and name.endswith(("eps", "epsilon")):
-            setattr(small, name, max(value, _LEAST_EPSILON))
-    known, sizes = text.to_dict(), small.to_dict()
-    if own := {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}:
-        kept = [known["layer_types"].index(kind) for kind in sizes["layer_types"]]
-        sizes["per_layer_config"] = {
-            i: {name: size * sizes[name] // known[name] for name, size in own[layer].items()}
-            for i, layer in enumerate(kept)
-            if layer in own
-        }
-        small = type(small)(**sizes)
-    return small
 
 
 def small_rows(rows: list[dict[str, Any]], tokens: range) -> list[dict[str, Any]]:
@@ -111,19 +81,10 @@ def _short(value: Any, length: int, tokens: range) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], int):
         return [x if x < 0 else tokens[x % len(tokens)] for x in value[:length]]
     if isinstance(value, list):
-        kept = value if len(value) <= 2 else [value[0], value[-1]]
-        return [_short(part, length, tokens) for part in kept]
+        return [_short(part, length, tokens) for part in (value if len(value) <= 2 else [value[0], value[-1]])]
     return value
 
 
 def chance(completions: list[Any], **columns: Any) -> list[float]:
     """A reward that hardly two completions have in common, whatever they say."""
     return [zlib.crc32(str(text).encode()) % 1009 / 1009 for text in completions]
-
-
-def both_kinds(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """`rows` in an order in which good and bad answers take turns, if they have a `label`."""
-    if not rows or "label" not in rows[0]:
-        return iter(rows)
-    good, bad = ([row for row in rows if bool(row["label"]) is kind] for kind in (True, False))
-    return (row for pair in zip(good, bad, strict=False) for row in pair) if good and bad else iter(rows)

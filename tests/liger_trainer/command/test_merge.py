@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from recipe_fixtures import command, write_model
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tiny_tokenizer
 
 TARGETS = ["q_proj", "v_proj", "down_proj", "lm_head"]
 IDS = torch.arange(3, 19).reshape(2, 8)
@@ -17,7 +17,6 @@ IDS = torch.arange(3, 19).reshape(2, 8)
 def folder(tmp_path_factory):
     """A base, and an adapter on it whose B is not zero."""
     from peft import LoraConfig, get_peft_model
-    from tiny_models import tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("merge")
     base = tiny_model("llama")
@@ -54,6 +53,37 @@ def test_merged_model_gives_the_logits_of_the_adapter(folder, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "{{ messages }}"
 
 
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    ],
+    ids=str,
+)
+def test_an_adapter_on_a_tied_head_or_on_tied_embeddings_changes_what_it_has_changed(adapter, tmp_path, capsys):
+    from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_model("llama", tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **adapter))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter) * parameter.requires_grad
+    model.save_pretrained(tmp_path / "adapter")
+    code, _, err = command(capsys, "merge", tmp_path / "adapter", tmp_path / "merged")
+    assert code == 0, err
+    with_adapter = logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"))
+    assert (with_adapter - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))).abs().max() > 0.1
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(merged, with_adapter, rtol=1e-4, atol=1e-4)
+
+
 def test_dtype(folder, tmp_path, capsys):
     """Merged in the dtype of the base, or in the one asked for; bf16 rounds once, after the sum in fp32."""
     from safetensors.torch import load_file
@@ -71,7 +101,6 @@ def test_dtype(folder, tmp_path, capsys):
 def test_a_tokenizer_with_more_tokens(folder, tmp_path, capsys):
     """Trained with embeddings resized for tokens of one's own, which the adapter holds."""
     from peft import LoraConfig, get_peft_model
-    from tiny_models import tiny_tokenizer
     from transformers import AutoModelForCausalLM
 
     base = tiny_model("llama")

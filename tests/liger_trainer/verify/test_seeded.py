@@ -1,21 +1,28 @@
 """Bugs that were published in this field, each put into a trainer, and the check that finds it."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
+from peft import peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
+from transformers import trainer as transformers_trainer
 from trl.trainer import dpo_trainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from verify_setups import failed, lora
 
 from liger_trainer import LigerKTOTrainer, LigerSFTTrainer
+from liger_trainer.head import merge as merging
+from liger_trainer.head import scores
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.medusa import trainer as medusa_trainer
 from liger_trainer.medusa.heads import ResBlock
-from liger_trainer.patching import norms
+from liger_trainer.patching import gates, norms
+from liger_trainer.patching import lora as lora_layers
+from liger_trainer.trainers import distillation_trainer
 from liger_trainer.varlen import padding
 
 LOSSES, GRADIENTS, UPDATES = "losses and gradient norm", "gradients", "updates of weights"
@@ -30,8 +37,8 @@ def in_the_head(**changes):
     def seed(patch):
         stock = DeferredLogits.fused
 
-        def fused(self, function, target, **kwargs):
-            return stock(self, lambda hidden, **own: function(hidden, **(own | changes)), target, **kwargs)
+        def fused(self, function, *args, **kwargs):
+            return stock(self, lambda hidden, **own: function(hidden, **(own | changes)), *args, **kwargs)
 
         patch.setattr(DeferredLogits, "fused", fused)
 
@@ -39,17 +46,21 @@ def in_the_head(**changes):
 
 
 def once_built(module, name, faulty):
-    """`faulty` takes the place of a function of ours, but for the proofs that are made while a trainer is built."""
+    """`faulty` takes the place of a function of ours from when a trainer trains, and not in the proofs before."""
 
     def seed(patch):
-        stock, init, built = getattr(module, name), LigerSFTTrainer.__init__, []
+        stock, init, train, built = getattr(module, name), Trainer.__init__, Trainer.train, []
 
         def initialised(self, *args, **kwargs):
             built.clear()
             init(self, *args, **kwargs)
-            built.append(True)
 
-        patch.setattr(LigerSFTTrainer, "__init__", initialised)
+        def trained(self, *args, **kwargs):
+            built.append(True)
+            train(self, *args, **kwargs)
+
+        patch.setattr(Trainer, "__init__", initialised)
+        patch.setattr(Trainer, "train", trained)
         patch.setattr(module, name, lambda *a, **k: faulty(stock, *a, **k) if built else stock(*a, **k))
 
     return seed
@@ -145,6 +156,45 @@ def no_reference(patch):
     patch.setattr(dpo_trainer, "use_adapter", lambda *args, **kwargs: contextlib.nullcontext())
 
 
+def one_gradient_for_all_rows(stock, *args, **kwargs):
+    found = stock(*args, **kwargs)
+    if found[0].requires_grad:  # it does not for the reference
+        found[0].register_hook(lambda grad: grad.flatten()[0].expand_as(grad))
+    return found
+
+
+def prompts_learned(stock, self, model, inputs, *args, **kwargs):
+    every = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return stock(self, model, inputs | {"labels": every}, *args, **kwargs)
+
+
+def exact_gelu(stock, self, *args, **kwargs):
+    with mock.patch.dict(gates.GATES, {("geglu", "tanh"): gates.GATES["geglu", "none"]}):
+        return stock(self, *args, **kwargs)
+
+
+def scaled_by_the_rank(stock, layer):
+    parts = stock(layer)
+    return parts and [part._replace(scaling=part.scaling / part.a.out_features**0.5) for part in parts]
+
+
+def no_gradient_through_embeddings(patch):
+    patch.setattr(PreTrainedModel, "enable_input_require_grads", lambda self: None)
+
+
+def without_saved_modules(patch):
+    stock = peft_model.get_peft_model_state_dict
+
+    def of_adapters(*args, **kwargs):
+        return {name: value for name, value in stock(*args, **kwargs).items() if "lora_" in name}
+
+    patch.setattr(peft_model, "get_peft_model_state_dict", of_adapters)
+
+
+def batches_begin_anew(patch):
+    patch.setattr(transformers_trainer, "skip_first_batches", lambda batches, count: batches)
+
+
 def target_off_by_one(stock, inputs, num_heads):
     targets = stock(inputs, num_heads)
     targets[1:, :, 1:] = targets[1:, :, :-1].clone()
@@ -214,6 +264,34 @@ SEEDS = {
         {"options": {"medusa_tied": False}}, {LOSSES, TRAINS}),
     "the targets of Medusa heads are off by one (medusa#85)": (
         once_built(medusa_trainer, "head_targets", target_off_by_one), ("Medusa",), {}, {LOSSES, GRADIENTS}),
+    "every row has the first one's gradient (liger-kernel#968)": (
+        once_built(scores, "linear_logprobs", one_gradient_for_all_rows), ("DPO",), {}, {GRADIENTS}),
+    "the completion mask is dropped (trl#3484)": (
+        of_a_trainer(LigerSFTTrainer, "compute_loss", prompts_learned), ("SFT",), {}, {LOSSES}),
+    "gelu is exact in place of tanh (transformers#29402)": (
+        of_a_trainer(LigerSFTTrainer, "compute_loss", exact_gelu), ("SFT", "gemma"), {}, {LOSSES}),
+    "the scaling of rsLoRA is that of LoRA (tensorrt-llm#1668)": (
+        once_built(lora_layers, "active_parts", scaled_by_the_rank), ("SFT",), {"peft_config": lora(use_rslora=True)},
+        {LOSSES, MERGED}),
+    "the bias of a layer with LoRA is dropped (axolotl#3528)": (
+        once_built(lora_layers, "tensors_of", lambda stock, *args: stock(*args)._replace(bias=None)), ("SFT", "qwen2"),
+        {"peft_config": lora()}, {LOSSES}),
+    "adapters in checkpointed layers get no gradient (open-unlearning#178)": (
+        no_gradient_through_embeddings, ("SFT",),
+        {"peft_config": lora(modules_to_save=["lm_head"]),
+         "options": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}},
+        {TRAINS}),
+    "a head that is saved with an adapter is not (transformers#48595)": (
+        without_saved_modules, ("SFT",), {"peft_config": lora(modules_to_save=["lm_head"])}, {MERGED}),
+    "the temperature of a distillation is dropped (trl#5731)": (
+        once_built(distillation_trainer, "linear_divergence",
+                   lambda stock, *a, **k: stock(*a, **(k | {"temperature": 1}))),
+        ("Distillation",), {"options": {"temperature": 2.0}}, {LOSSES}),
+    "an adapter on a tied head is merged into the embeddings too (peft#2018)": (
+        lambda patch: patch.setattr(merging, "merge", lambda adapted: adapted.merge_and_unload()), ("SFT",),
+        {"config": {"tie_word_embeddings": True}, "peft_config": lora("q_proj", "lm_head")}, {MERGED}),
+    "a restarted run begins with the first batches again (accelerate#2016)": (
+        batches_begin_anew, ("SFT",), {}, {RESUMED}),
 }  # fmt: skip
 QUICK = ("a mean of means", "packed rows see")
 
