@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from liger_trainer.patching import lora
+from liger_trainer.lora import layers as lora
 from liger_trainer.verify.checks import Checks
 from liger_trainer.verify.figures import HEADER, Check
 from liger_trainer.verify.runs import Bench, Setup, quiet

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback,
 
 from liger_trainer.head.find import output_head
 from liger_trainer.instance.report import OPERATIONS
-from liger_trainer.lora import layers as lora
 from liger_trainer.medusa.trainer import LigerMedusaTrainer
 from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.small import chance, small_rows, small_tokenizer, write_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dpo_runs import LORA
 from dpo_runs import build as build_dpo
-from frozen_bases import LAYERS, adapted, built, fresh_state
+from frozen_bases import LAYERS, adapted, add_inside, built, fresh_state
 from launching import torchrun
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from recipe_fixtures import command, write_model, write_recipe, write_rows
@@ -102,7 +102,7 @@ def test_prefixes(any_device, tmp_path):
 def test_adapters_inside_a_model_of_transformers(any_device, tmp_path):
     model = tiny_model("llama")
     torch.manual_seed(3)
-    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    add_inside(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     losses, trainer = run(LigerTrainer, model, tmp_path, fp8=True)
     assert losses.isfinite().all() and len(layers_of(trainer.model)) == LAYERS
     trainer.save_model(tmp_path / "saved")

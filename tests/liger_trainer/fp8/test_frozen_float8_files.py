@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from frozen_bases import LAYERS, adapted, frozen, step
+from frozen_bases import LAYERS, adapted, add_inside, frozen, step
 from peft import LoraConfig
 from tiny_models import tiny_model
 
@@ -66,7 +66,7 @@ def test_no_part_of_the_base_is_saved(inside, tmp_path):
     """The decoder of a model is a model of transformers, too, and writes bits as if they were weights."""
     if inside:
         base = model = tiny_model("llama")
-        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+        add_inside(model, LoraConfig(r=4, target_modules=["q_proj"]))
         quantize_base(model)
     else:
         model = frozen()

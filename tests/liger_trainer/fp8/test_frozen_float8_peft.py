@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from frozen_bases import adapted, distance, frozen, step
+from frozen_bases import adapted, add_inside, distance, frozen, step
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny_model
 
@@ -55,7 +55,7 @@ def test_a_merge_is_refused_before_it_has_begun():
 def frozen_inside():
     """A base in eight bits whose adapters were added by transformers, so that there is no model of PEFT around it."""
     model = tiny_model("llama")
-    model.add_adapter(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    add_inside(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     quantize_base(model)
     return model
 

@@ -14,7 +14,7 @@ def test_rows_stay_apart(name):
     assert why_rows_mix(tiny_model(name)) is None
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "falcon", "bloom", "opt", "mamba", "jamba"])
+@pytest.mark.parametrize("name", ["gpt_oss", "bloom", "opt", "mamba", "jamba"])
 def test_rows_mix(name):
     model, _ = build(name)
     assert "packed rows see each other" in why_rows_mix(model)

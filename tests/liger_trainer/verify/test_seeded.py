@@ -18,10 +18,10 @@ from liger_trainer import LigerKTOTrainer, LigerSFTTrainer
 from liger_trainer.head import merge as merging
 from liger_trainer.head import scores
 from liger_trainer.head.deferred import DeferredLogits
+from liger_trainer.lora import layers as lora_layers
 from liger_trainer.medusa import trainer as medusa_trainer
 from liger_trainer.medusa.heads import ResBlock
 from liger_trainer.patching import gates, norms
-from liger_trainer.patching import lora as lora_layers
 from liger_trainer.trainers import distillation_trainer
 from liger_trainer.varlen import padding
 
