@@ -253,8 +253,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy):
         need_dw = ctx.needs_input_grad[2]
         _, offset, _, *role_and_groups = ctx.options
-        found = _backward(dy, *ctx.saved_tensors, offset, *role_and_groups, need_dw)
-        has_gate = ctx.saved_tensors[1] is not None
+        saved = ctx.saved_tensors
+        found = _backward(dy, *saved, offset, *role_and_groups, need_dw)
+        has_gate = saved[1] is not None
         return found[0], found[1] if has_gate else None, found[-1] if need_dw else None, None
 
 
