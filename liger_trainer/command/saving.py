@@ -61,12 +61,13 @@ class Keeper:
 
     def wait(self) -> None:
         """Wait for the manifest of the last checkpoint."""
-        writing, self._writing = self._writing, None
         try:
-            if writing is not None:
-                writing.result()
+            if self._writing is not None:
+                self._writing.result()  # Ctrl-C may end this one, and what is said of the run then waits again
         except OSError as error:
+            self._writing = None
             raise _CannotSave from error
+        self._writing = None
 
     def _write(self, checkpoint: Path, names: Iterable[str], facts: dict[str, Any], best: str | None) -> None:
         manifest.write(checkpoint, names, facts)

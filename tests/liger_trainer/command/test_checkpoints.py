@@ -5,10 +5,14 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from preempted_cli import Hit
@@ -378,6 +382,28 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_new_one(tmp_path):
             manifest.begin(tmp_path / "checkpoint-2", {})
             manifest.write(tmp_path / "checkpoint-2", [], {"recipe": {}, "processes": 1, "run": "another"})
     assert steps_of(tmp_path) == [2, 4, 6]
+
+
+def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
+    """Ctrl-C ends the first wait. What is then said of the run names its newest checkpoint."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            output_dir=tmp_path, should_save=True, world_size=1, process_index=0, save_on_each_node=False
+        ),
+        state=SimpleNamespace(global_step=2, best_model_checkpoint=None),
+        accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
+    )  # fmt: skip
+    keeper, goes_on = Keeper({"recipe": {}, "processes": 1}), threading.Event()
+    write = keeper._write
+    monkeypatch.setattr(keeper, "_write", lambda *given: goes_on.wait(60) and write(*given))
+    keeper.begin(trainer)
+    keeper.finish(trainer)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Future, "result", lambda self: signal.raise_signal(signal.SIGINT))
+        keeper.wait()
+    threading.Timer(0.2, goes_on.set).start()
+    keeper.wait()
+    assert manifest.read(tmp_path / "checkpoint-2") is not None
 
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])
