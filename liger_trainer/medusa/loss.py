@@ -27,13 +27,11 @@ def hard_loss(
 
     Args:
         heads (`MedusaHeads`): The K heads of the model.
-        hidden (`torch.Tensor`): The input (B, S, H) of the LM head.
-        weight (`torch.Tensor`): The weight (V, H) of the LM head.
+        hidden, weight (`torch.Tensor`): The input (B, S, H) and the weight (V, H) of the LM head.
         target (`torch.Tensor`): Class ids, int64, -100 where there is nothing to guess: (K, B, S) or, if the model is
             trained too, (K + 1, B, S), of which the first are those of the LM head.
         row_weight (`torch.Tensor`): What a row of each head counts in the loss: fp32, (K,) or (K + 1,).
-        logit_scale (`float`): Multiplies the logits.
-        softcap (`float` or `None`): The softcap of the logits, if the model has one.
+        logit_scale, softcap (`float`): What the model does to its logits.
 
     Returns:
         `tuple`: The loss (), which has a gradient, and for each head, in the order of `target`: the sum of its losses
@@ -55,9 +53,9 @@ def hard_loss(
         )
         return found._replace(loss=_settled(found.loss, list(heads[k].parameters())))
 
-    # On a frozen model the heads have nothing in common, so they are scored one by one, and memory does not grow with
-    # their number. Each backward pass is done at once. ZeRO-3 does not allow that, because there parameters are whole
-    # only while the backward pass of their own module runs.
+    # On a frozen model the heads have nothing in common. Each is scored alone, with its backward pass, so that memory
+    # does not grow with their number. ZeRO-3 does not allow that: parameters are whole only while the backward pass of
+    # their own module runs.
     if joint or any(hasattr(p, "ds_id") for p in heads.parameters()):
         return tuple(heads(hidden, score))
     loss, *sums = zip(*heads.one_by_one(hidden, score_alone), strict=True)
@@ -97,7 +95,7 @@ def soft_loss(
 
 
 def _settled(loss: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
-    """`loss` after its backward pass, which has freed all that it kept except for the gradients of `parameters`."""
+    """`loss` after its backward pass, of which only the gradients of `parameters` are kept."""
     if not loss.requires_grad or torch.compiler.is_compiling():
         return loss
     parameters = [p for p in parameters if p.requires_grad]
