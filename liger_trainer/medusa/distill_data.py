@@ -48,15 +48,8 @@ def distill(
     An answer that was cut at `max_new_tokens` is left out. A trainer would put the end-of-text token behind it, and the
     heads, or in stage 2 the model, would learn to stop in the middle of a sentence.
 
-    Args:
-        prompts: As `read_prompts` returns them.
-        output (`str`): A .jsonl file, which is made if it is missing.
-        answerer: `local_answerer(...)` or `server_answerer(...)`.
-        batch_size (`int`, *optional*, defaults to 16): Prompts handed to `answerer` at once.
-        progress (*optional*): Is called with the number of prompts done, after each batch.
-
-    Raises:
-        ValueError: `batch_size` is below 1, or `output` is no .jsonl file or holds rows of other prompts.
+    `batch_size` prompts are handed to `answerer` at once; `progress` is called with the number of prompts done after
+    each batch. ValueError if `output` is no .jsonl file or holds rows of other prompts.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more.")
@@ -123,13 +116,8 @@ def server_answerer(
 ) -> Answerer:
     """Answers with an OpenAI-compatible server: `/v1/chat/completions` for messages, `/v1/completions` for text.
 
-    Args:
-        url (`str`): An address such as `http://localhost:8000`, with or without `/v1`.
-        model (`str`): The name under which the server has the model.
-
-    Raises:
-        ValueError: `url` does not begin with http:// or https://. When the answerer is used: the server cannot be
-            reached, or refuses the request.
+    `url` is an address such as `http://localhost:8000`, with or without `/v1`, and `model` the name that the server has
+    for the model. ValueError when the answerer is used: the server cannot be reached, or refuses the request.
     """
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server is {url!r}; expected a URL such as http://localhost:8000.")

@@ -109,11 +109,9 @@ def evaluate(
 
     Args:
         model (`PreTrainedModel`): Its mode is put back afterwards.
-        heads (`MedusaHeads`): On the device of the LM head and in its dtype. They may be attached to the model.
-        prompts: Token ids, one list per prompt.
-        ends (`set[int]`): Tokens that end a text, as `end_tokens` gives them.
-        max_new_tokens (`int`): Length at which a greedy text is cut.
-        batch_size (`int`): How many prompts are answered at once.
+        heads (`MedusaHeads`): On the device of the LM head and in its dtype, attached to the model or not.
+        prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
+        max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
         decode_rows (`int`): How many prompts are decoded with heads and without; 0: none.
         tree_nodes (`int`): Size of the tree, built from the accuracy measured here.
 
@@ -227,15 +225,11 @@ def build_tree(accuracy: list[list[float]], nodes: int) -> list[list[int]]:
 
 
 def walk(rows: list[torch.Tensor], paths: list[list[int]]) -> tuple[float, list[float | None]]:
-    """Tokens per forward pass of a decoder that tries `paths` of candidates. A chain is `[[0], [0, 0], ...]`.
+    """Tokens per forward pass of a decoder that tries `paths` of candidates, and how often each head was accepted where
+    it was reached, or None if it never was.
 
-    Args:
-        rows: What `ranks_of` returned, for each text.
-        paths: The paths, with the beginnings of each, as `build_tree` gives them.
-
-    Returns:
-        `tuple[float, list]`: Tokens per pass; and for each head how often it was accepted where it was reached, or None
-        if it was never reached.
+    `rows` has the result of `ranks_of` for each text. `paths` has the beginnings of each path too, as from
+    `build_tree`; a chain is `[[0], [0, 0], ...]`.
     """
     known = {tuple(path) for path in paths}
     num_heads = rows[0].shape[0]

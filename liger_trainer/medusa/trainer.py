@@ -20,7 +20,7 @@ from liger_trainer.medusa.files import HEADS_FOLDER
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
 from liger_trainer.medusa.init_checks import check_args, check_setup
 from liger_trainer.medusa.labels import head_targets
-from liger_trainer.medusa.loss import hard_loss, soft_loss
+from liger_trainer.medusa.loss import heads_loss
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 
 
@@ -170,7 +170,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
             device=logits.device,
         )
-        score = partial(soft_loss if args.medusa_targets == "soft" else hard_loss, self._heads, row_weight=by_head)
+        score = partial(heads_loss, self._heads, args.medusa_targets == "soft", row_weight=by_head)
         loss, *sums = logits.fused(score, targets if joint else targets[1:])
         scores = {"loss": loss, "sums": torch.stack([s.float() for s in sums])}
         if joint and outputs.get("aux_loss") is not None:
