@@ -75,8 +75,8 @@ def dpo_loss(
         chosen_logps, rejected_logps (`torch.Tensor`): Summed log-probabilities (B,); averaged ones for `"ipo"`.
         ref_chosen_logps, ref_rejected_logps (`torch.Tensor`): The same under the reference model, without gradient.
         beta (`float`, *optional*, defaults to 0.1): Strength of the tie to the reference, which IPO calls tau.
-        loss_type (`str`, *optional*, defaults to `"sigmoid"`): One of the above. [`LigerDPOTrainer`] has the others
-            of TRL.
+        loss_type (`str`, *optional*, defaults to `"sigmoid"`): One of the above. [`LigerDPOTrainer`] takes all of
+            TRL's.
         label_smoothing (`float`, *optional*, defaults to 0.0): In [0, 0.5), for `"sigmoid"` and `"robust"`.
     """
     chosen, rejected, ref_chosen, ref_rejected = _checked(
@@ -200,8 +200,8 @@ def kto_loss(
         loss = w * (1 - sigmoid(s * beta * (log p - log p_ref - max(kl, 0)))),   s = 1 and w = desirable_weight
                                                                    where desirable, else -1 and undesirable_weight
 
-    In the metrics "chosen" means the desirable rows and "rejected" the others; a kind without rows has NaN. They have
-    `kl` but no `rewards/accuracies`.
+    In the metrics "chosen" means the desirable rows and "rejected" the rest; a kind without rows has NaN. There is
+    `kl`, and no `rewards/accuracies`.
 
     Args:
         logps, ref_logps (`torch.Tensor`): Summed log-probabilities (B,) under the model and the reference.
@@ -240,7 +240,7 @@ def _checked(beta: float, **named: torch.Tensor) -> list[torch.Tensor]:
         got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in named.items())
         raise ValueError(
             f"Got {got}; expected one floating-point log-probability per completion, (B,), in all of them. "
-            "sequence_logprobs(log_probs, mask) makes them from those of tokens."
+            "sequence_logprobs(log_probs, mask) makes them from log-probabilities of tokens."
         )
     if not beta > 0:
         raise ValueError(f"beta is {beta}; expected a positive number.")
@@ -252,7 +252,7 @@ def _pair_losses(
 ) -> torch.Tensor:
     if loss_type not in known:
         names = ", ".join(known)
-        raise ValueError(f"loss_type is {loss_type!r}; expected one of {names}. The trainers have the others of TRL.")
+        raise ValueError(f"loss_type is {loss_type!r}; expected one of {names}. The trainers take all of TRL's.")
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; expected a probability in [0, 0.5).")
     if label_smoothing and loss_type not in _SMOOTHED:

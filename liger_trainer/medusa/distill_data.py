@@ -75,7 +75,7 @@ def distill(
 
 
 def _rows_there(output: str, prompts: Sequence[Prompt]) -> tuple[int, int]:
-    """How many rows `output` has, and the index of the first prompt to answer. An unfinished last line is cut off."""
+    """Count the rows in `output`, find the first prompt to answer, and cut off an unfinished last line."""
     with open(output, "a+b") as file:
         file.seek(0)
         *lines, unfinished = file.read().split(b"\n")

@@ -1,4 +1,4 @@
-"""How good Medusa heads are, measured on the greedy text of their own model.
+"""Measures Medusa heads on the greedy text of their own model.
 
 With y the greedy text and t a position in it, head k is right where its argmax at t is y[t + k + 1]. The acceptance
 length is the number of tokens that a forward pass yields. One teacher-forced pass over the text is enough to know it:
@@ -44,7 +44,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class MedusaReport:
-    """What `evaluate` found. Its `str()` is a table.
+    """The result of `evaluate`. Its `str()` is a table.
 
     Attributes:
         accuracy: For each head, the shares of positions whose token is its 1st, ..., `RANKS`-th candidate (not summed).
@@ -281,8 +281,8 @@ def _near_tie_or_raise(model: PreTrainedModel, prompt: list[int], want: list[int
     at = next(i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b)
     logits = model(input_ids=torch.tensor([prompt + want[:at]], device=model.device), use_cache=False).logits[0, -1]
     gap = (logits[want[at]] - logits[got[at]]).abs().item()
-    # A product of several rows sums in another order than that of one row, which moves the last few units of the
-    # largest logit.
+    # A product of several rows adds up in another order than a product of one row. The difference is a few units in the
+    # last place of the largest logit.
     allowed = 16 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
     if gap > allowed:
         raise RuntimeError(

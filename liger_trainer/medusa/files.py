@@ -112,7 +112,7 @@ def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]
         values = json.load(file)
     vocab_size = next(iter(projections.values())).shape[0] if projections else values.get("vocab_size")
     if vocab_size is None:
-        raise ValueError(f"{path} has no vocab_size, and tied heads do not show it. Add that of the model.")
+        raise ValueError(f"{path} has no vocab_size, and tied heads do not show it. Add the model's.")
     config = MedusaHeadsConfig(
         num_heads=len({name.split(".")[0] for name in tensors}),
         num_layers=num_layers,

@@ -1,4 +1,4 @@
-"""What `LigerMedusaTrainer` refuses while it is built: what would train wrongly, or be ignored, without a sign."""
+"""Refuses, while `LigerMedusaTrainer` is built, what would train wrongly or be ignored without a sign."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which token each head is to guess at which position: labels shifted by k + 1, within one document."""
+"""Targets of the heads: labels shifted by k + 1, within one document."""
 
 from typing import Any
 

@@ -82,7 +82,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that end an answer: those of the model's generation config and the tokenizer's end-of-text token."""
+    """The ids that end an answer, from the model's generation config and the tokenizer."""
     own = getattr(model.generation_config, "eos_token_id", None)
     ends = [own] if isinstance(own, int) else list(own or ())
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}

@@ -116,7 +116,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         if found != len(heads):
             raise ValueError(
                 f"optim is {self.args.optim}, whose parameter groups hold {found} of the {len(heads)} parameters of "
-                "the Medusa heads, so the others would not be trained. Use another, such as adamw_torch."
+                "the Medusa heads, so the rest would not be trained. Use another optim, such as adamw_torch."
             )
         return optimizer
 
@@ -137,7 +137,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         if self.aux_loss_enabled and args.medusa_stage == 2:
             call["output_router_logits"] = True
         scorer = partial(self._scores, targets=targets, weight=weight)
-        scores = model(**call, scored_by=scorer, shift_labels=targets[0])  # those of the other heads are of real tokens
+        scores = model(**call, scored_by=scorer, shift_labels=targets[0])  # the other heads have no targets in padding
 
         count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
         loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)
