@@ -138,10 +138,6 @@ class MedusaHeads(nn.ModuleList):
 
         return enter([], [])
 
-    def one_by_one(self, hidden: torch.Tensor, then: Callable[..., Any]) -> list:
-        """`then(k, x, U)` for each head k = 0 .. K - 1, run inside the call of that head alone, as in `MedusaHead`."""
-        return [head(hidden, lambda x, weight, k=k: then(k, x, weight)) for k, head in enumerate(self)]
-
     def logits(self, hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
         """The logits (K, ..., V) of all heads, for evaluation: nothing is fused.
 

@@ -3,6 +3,7 @@
 `LigerMedusaTrainer` calls `heads_loss` inside the call of the LM head, through `DeferredLogits.fused`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def heads_loss(
     """
     tied, joint = heads.config.tied, len(target) > heads.config.num_heads
     options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
-    target, states = target.flatten(1), hidden.flatten(0, 1)
+    target = target.flatten(1)
 
     def score(blocks: list[torch.Tensor], weights: list[torch.Tensor]) -> HeadsLoss:
         rows = [x.flatten(0, 1).to(hidden.dtype) for x in blocks]
@@ -51,11 +52,11 @@ def heads_loss(
         if soft:
             labels = target[joint:]
             return linear_heads_kl(
-                rows, own, states.detach(), weight.detach(), labels != -100,
+                rows, own, hidden.detach().flatten(0, 1), weight.detach(), labels != -100,
                 row_weight=row_weight[joint:], target=labels, **options,
             )  # fmt: skip
         if joint:
-            rows, own = [states, *rows], weight if tied else [weight, *own]
+            rows, own = [hidden.flatten(0, 1), *rows], weight if tied else [weight, *own]
         return linear_heads_cross_entropy(rows, own, target, row_weight=row_weight, **options)
 
     def score_alone(k: int, x: torch.Tensor, projection: torch.Tensor | None) -> HeadsLoss:
@@ -68,12 +69,13 @@ def heads_loss(
         # On a frozen model the heads have nothing in common. Each is scored alone, with its backward pass, so that
         # memory does not grow with their number. ZeRO-3 does not allow that: parameters are whole only while the
         # backward pass of their own module runs.
-        loss, *sums = zip(*heads.one_by_one(hidden, score_alone), strict=True)
+        alone = [head(hidden, partial(score_alone, k)) for k, head in enumerate(heads)]
+        loss, *sums = zip(*alone, strict=True)
         return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
     found = heads(hidden, score)
     if not (soft and joint):
         return tuple(found)
-    lm = linear_heads_cross_entropy([states], weight, target[:1], **options)
+    lm = linear_heads_cross_entropy([hidden.flatten(0, 1)], weight, target[:1], **options)
     return lm.loss + found.loss, *(torch.cat(both) for both in zip(lm[1:], found[1:], strict=True))
 
 
