@@ -171,9 +171,9 @@ class MedusaHeads(nn.ModuleList):
                 contradicts the tensors.
         """
         config, tensors = read_heads(folder)
-        heads = cls(config, dtype, "meta")
+        heads = cls(config, dtype or next(iter(tensors.values())).dtype, "meta").to_empty(device=device or "cpu")
         try:
-            heads.load_state_dict({n: t.to(device or "cpu", dtype) for n, t in tensors.items()}, assign=True)
+            heads.load_state_dict(tensors)  # copies them, as safetensors maps its file into memory
         except RuntimeError as error:
             raise ValueError(f"{folder}: the heads are not alike. {error}") from error
         return heads
