@@ -1,13 +1,13 @@
 """Activation checkpointing as by `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, with less for the host.
 
-PyTorch's function runs some forty calls of Python for each tensor that a layer keeps, and a layer keeps about thirty of
-them, so that in a step of few tokens the GPU waits for it. Here a tensor costs a few calls, a parameter none, since it
-is there anyhow, and the states of random generators are not put back where the layer has drawn no number. What is
-computed is the same: the layer runs again when its backward pass asks for the first tensor, with the numbers that it
-had drawn and the autocast that it was under, and stops at the last tensor that is kept.
+PyTorch's function runs some forty calls of Python for each tensor that a layer keeps, about thirty a layer, so the GPU
+waits for it in a step of few tokens. Here a tensor costs a few calls, and a parameter none. The states of random
+generators are not put back where the layer has drawn no number. What is computed is the same: the layer runs again when
+its backward pass asks for the first tensor, under the same autocast and with the same random numbers, and stops at the
+last tensor that was kept.
 
-Whatever is not the plain case is left to PyTorch's function: traced code, saved-tensor hooks of others (offloading, a
-checkpoint around this one), `torch.device` as a context, other devices than CPUs and one CUDA GPU.
+PyTorch's function runs in all other cases: traced code, saved-tensor hooks of others (offloading, an outer checkpoint),
+`torch.device` as a context, other devices than CPUs and one CUDA GPU.
 """
 
 import contextlib
@@ -20,21 +20,20 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointError
-from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from liger_trainer.instance.kept import hooks_in_force
-from liger_trainer.memory.switches import Switch
+from liger_trainer.memory.switches import options_of
 
 Around = Callable[[], contextlib.AbstractContextManager]
 _Autocast = tuple[str, bool, torch.dtype]
 
 
-class _Done(Exception):  # noqa: N818 - no error
-    """Raised when a layer that runs again has made the last tensor that was kept."""
+class _AllMade(Exception):  # noqa: N818 - no error
+    """Raised when a recomputed layer has made the last tensor that was kept."""
 
 
-class _Kept:
-    """What autograd keeps in place of a tensor: where its value will be, and what it must be like."""
+class _Placeholder:
+    """Stands for a tensor in the graph: where its value will be, and what it must be like."""
 
     __slots__ = ("__weakref__", "call", "like", "value")
 
@@ -44,17 +43,17 @@ class _Kept:
 
 
 class _Call:
-    """One call of a layer: what it takes to run it again.
+    """One call of a layer, and what it takes to run it again.
 
     Args:
-        function (`Callable`), args (`tuple`): The layer, and what it is given.
-        device (`torch.device`): Of all tensors in `args`.
-        draws (`bool`): Whether it draws random numbers that have to be drawn again.
+        function (`Callable`), args (`tuple`): The layer and its arguments.
+        device (`torch.device`): The device of all tensors in `args`.
+        draws (`bool`): Whether random numbers have to be drawn again.
         around (`Callable`, *optional*): Makes a context that is entered while the layer runs again.
         as_kept (`bool`): Whether it keeps what it would keep without checkpointing: see `rebuild.py`.
 
     Attributes:
-        kept (`list`): Weak references to what autograd keeps, in the order in which it came. What has been used or
+        kept (`list`): Weak references to the placeholders, in the order in which they came. One that has been used or
             dropped gets no value again.
         backward (`int`): The number of the backward pass for which the layer has run again.
     """
@@ -64,15 +63,18 @@ class _Call:
         around: Around | None = None, as_kept: bool = False,
     ):  # fmt: skip
         self.function, self.args, self.around, self.as_kept = function, args, around, as_kept
-        self.versions = [x._version for x in args if isinstance(x, torch.Tensor)]
+        self.versions = self._versions()
         self.generators = _generators_of(device) if draws else []
         self.drawn: list[torch.Tensor] | None = [generator.get_state() for generator in self.generators]
         self.autocasts = [_autocast_on(kind) for kind in dict.fromkeys((device.type, "cpu"))]
-        self.kept: list[weakref.ref[_Kept]] = []
+        self.kept: list[weakref.ref[_Placeholder]] = []
         self.backward: int | None = None
 
+    def _versions(self) -> list[int]:
+        return [x._version for x in self.args if isinstance(x, torch.Tensor)]
+
     def run(self) -> Any:
-        """The result of the layer. Autograd keeps only notes of its tensors."""
+        """Return the result of the layer, of which autograd keeps only placeholders."""
         with saved_tensors_hooks(_marked(self._keep, self.as_kept), _value_of):
             result = self.function(*self.args)
         assert self.drawn is not None
@@ -83,13 +85,13 @@ class _Call:
     def _keep(self, x: torch.Tensor) -> Any:
         if type(x) is Parameter:
             return x
-        kept = _Kept()
+        kept = _Placeholder()
         kept.call, kept.like, kept.value = self, (x.shape, x.dtype, x.device), None
         self.kept.append(weakref.ref(kept))
         return kept
 
-    def value_of(self, kept: _Kept) -> torch.Tensor:
-        """What `kept` stands for, once in each backward pass."""
+    def value_of(self, kept: _Placeholder) -> torch.Tensor:
+        """Return the tensor that `kept` stands for, once in each backward pass."""
         backward = torch._C._current_graph_task_id()
         if backward != self.backward or backward == -1:  # -1: other code looks at what is kept
             with contextlib.nullcontext() if self.around is None else self.around():
@@ -113,32 +115,32 @@ class _Call:
             if kept is not None:
                 if kept.like != (x.shape, x.dtype, x.device):
                     raise CheckpointError(
-                        f"Run again, a checkpointed layer keeps {tuple(x.shape)} {x.dtype} on {x.device} as tensor "
-                        f"{made} of {total}; in the forward pass this was {tuple(kept.like[0])} {kept.like[1]} on "
+                        f"A recomputed layer keeps {tuple(x.shape)} {x.dtype} on {x.device} as tensor {made} of "
+                        f"{total}; in the forward pass this was {tuple(kept.like[0])} {kept.like[1]} on "
                         f"{kept.like[2]}. It has to compute the same both times."
                     )
                 kept.value = x
             if made == total:
-                raise _Done
+                raise _AllMade
             return x
 
-        if self.versions != [x._version for x in self.args if isinstance(x, torch.Tensor)]:
+        if self.versions != self._versions():
             raise RuntimeError(
                 "The input of a checkpointed layer has been modified by an inplace operation since its forward pass."
             )
         try:
-            hooks = saved_tensors_hooks(_marked(keep, self.as_kept), _as_it_is)
-            with hooks, torch.enable_grad(), self._numbers_drawn(), self._autocast():
+            hooks = saved_tensors_hooks(_marked(keep, self.as_kept), lambda x: x)
+            with hooks, torch.enable_grad(), self._random_state(), self._autocast():
                 self.function(*self.args)
-        except _Done:
+        except _AllMade:
             return
         raise CheckpointError(
-            f"Run again, a checkpointed layer keeps {made} tensors for its backward pass; in the forward pass it kept "
-            f"{total}. It has to compute the same both times."
+            f"A recomputed layer keeps {made} tensors for its backward pass; in the forward pass it kept {total}. It "
+            "has to compute the same both times."
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        """A context with the autocast of the forward pass."""
+        """Return a context with the autocast of the forward pass."""
         if self.autocasts == [_autocast_on(kind) for kind, _, _ in self.autocasts]:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -147,34 +149,24 @@ class _Call:
         return stack
 
     @contextlib.contextmanager
-    def _numbers_drawn(self) -> Iterator[None]:
-        """A context in which the random numbers of the forward pass are drawn again."""
-        if self.drawn is None:
-            yield
-            return
-        now = [generator.get_state() for generator in self.generators]
-        try:
-            for generator, state in zip(self.generators, self.drawn, strict=True):
+    def _random_state(self) -> Iterator[None]:
+        """Return a context in which the random numbers of the forward pass are drawn again."""
+        gpus = [generator.device for generator in self.generators if generator.device.type == "cuda"]
+        with torch.random.fork_rng(gpus, enabled=self.drawn is not None):
+            for generator, state in zip(self.generators, self.drawn or (), strict=False):
                 generator.set_state(state)
             yield
-        finally:
-            for generator, state in zip(self.generators, now, strict=True):
-                generator.set_state(state)
 
 
 def _marked(keep: Callable[..., Any], as_kept: bool) -> Callable[..., Any]:
-    """`keep`, which says to what can be computed again that it need not be kept."""
+    """Return `keep`, marked for `rebuild.py`: whether what it can compute again need not be kept."""
     marked = functools.partial(keep)
     marked.keeps_values = as_kept  # type: ignore[attr-defined]
     return marked
 
 
 def _value_of(kept: Any) -> torch.Tensor:
-    return kept.call.value_of(kept) if type(kept) is _Kept else kept
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
+    return kept.call.value_of(kept) if type(kept) is _Placeholder else kept
 
 
 def _generators_of(device: torch.device) -> list[torch.Generator]:
@@ -187,14 +179,12 @@ def _autocast_on(kind: str) -> _Autocast:
 
 
 def device_of(given: Callable[..., Any], args: tuple[Any, ...]) -> torch.device | None:
-    """The one device of all tensors in `args`, which a layer is given that is to be checkpointed by `given`.
+    """Return the one device of all tensors in `args`, the arguments of a layer to be checkpointed by `given`.
 
-    None if that is not one CPU or CUDA GPU, or something else is not the plain case.
+    Return None if it is not one CPU or CUDA GPU, or if PyTorch's function has to run for another reason.
     """
-    if not isinstance(given, functools.partial) or given.func is not checkpoint_of_torch or given.args:
-        return None
-    options = given.keywords
-    if options.get("use_reentrant") is not False or not options.keys() <= {"use_reentrant", "preserve_rng_state"}:
+    options = options_of(given)
+    if options is None or not options.keys() <= {"use_reentrant", "preserve_rng_state"}:
         return None
     if torch.compiler.is_compiling() or hooks_in_force() is not None or torch._C._len_torch_function_stack():
         return None
@@ -208,14 +198,9 @@ def checkpoint(
     given: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], around: Around | None = None,
     as_kept: bool = False,
 ) -> Any:  # fmt: skip
-    """`given(function, *args)`, by `_Call` in the plain case. `around` and `as_kept` are for that alone."""
+    """Return `given(function, *args)`, by `_Call` where `device_of` allows it, with its `around` and `as_kept`."""
     device = device_of(given, args)
     if device is None:
         return given(function, *args)
     draws = getattr(given, "keywords", {}).get("preserve_rng_state", True)
     return _Call(function, args, device, draws, around, as_kept).run()
-
-
-def light(switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a layer, checkpointed by `checkpoint`."""
-    return checkpoint(switch.checkpointed, function, args)
