@@ -283,7 +283,7 @@ def _refuse_listeners(trainer: Any, optimizer: torch.optim.Optimizer, ours: Any 
     found = None
     for callback in trainer.callback_handler.callbacks:
         method = getattr(callback.on_pre_optimizer_step, "__func__", callback.on_pre_optimizer_step)
-        # Ours and those of transformers look at neither weights nor gradients there
+        # Callbacks of this package and of transformers look at neither weights nor gradients there
         known = method.__module__.partition(".")[0] in ("liger_trainer", "transformers")
         if method is not TrainerCallback.on_pre_optimizer_step and not known:
             found = f"the callback {type(callback).__qualname__} has on_pre_optimizer_step"

@@ -112,7 +112,7 @@ def need(
     """
     model = job.model()
     if checkpointing:
-        # Random states are those of the machine that this runs on, and of no use
+        # The random states of this machine are of no use
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable(job.checkpointing | {"preserve_rng_state": False})
         if job.shape.peft_config is not None:

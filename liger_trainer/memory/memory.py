@@ -132,11 +132,8 @@ def _aligned(size: int) -> int:
 class PinnedMemory:
     """At most `room` bytes of pinned memory for the activations of one process.
 
-    Args:
-        room (`int`): How many bytes it may take.
-        pin (`Callable`): Makes the uint8 tensor of a slab.
-        slab (`int`): The bytes of a slab, unless a tensor has more. PyTorch pins powers of two.
-        small (`int`): Tensors of fewer bytes stay on the GPU.
+    `pin` makes the uint8 tensor of a slab. It has `slab` bytes unless a tensor has more: PyTorch pins powers of two.
+    Tensors of fewer than `small` bytes stay on the GPU.
     """
 
     def __init__(self, room: int, pin: Callable[[int], torch.Tensor] = _pinned, slab: int = GIB, small: int = SMALL):

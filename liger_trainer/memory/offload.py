@@ -187,32 +187,22 @@ class _Call:
 class Offload:
     """The calls of one micro-batch whose activations are swapped out.
 
-    Args:
-        host (`PinnedMemory`): Where they go.
-        stream (`torch.cuda.Stream`, *optional*): The stream of the copies. None on a device that copies at once.
-        lag (`int`): How many calls later the copies of a call are waited for.
-        ahead (`int`): How many calls before its own backward pass a call is swapped in.
-
-    Attributes:
-        stays (`int`): Bytes of the calls that were not copied.
+    The copies of a call are waited for `lag` calls later, and it is swapped in `ahead` calls before its backward pass.
+    Without a `stream`, the device copies at once.
     """
 
     def __init__(self, host: PinnedMemory, stream: torch.cuda.Stream | None, lag: int, ahead: int):
         self.host, self.stream, self.lag, self.ahead = host, stream, lag, ahead
-        self.stays = 0
+        self.stays = 0  # bytes of the calls that were not copied
         self._leaving: dict[int, _Call] = {}  # by the call that waits for the copy
         self._swapped_in: defaultdict[int, list[_Call]] = defaultdict(list)  # by the call whose backward pass begins it
 
     def call(
         self, number: int, module: nn.Module | None, run: Callable[..., Any], args: tuple[Any, ...], given: Any
     ) -> Any:
-        """Return `run(*args)`, and swap out what autograd keeps of it.
+        """Return `run(*args)`, call `number` of a layer, and swap out what autograd keeps of it.
 
-        Args:
-            number (`int`): The number of the call.
-            module (`nn.Module` or `None`): The layer, whose weights stay on the GPU.
-            run (`Callable`), args (`tuple`): The function and its arguments.
-            given: Tensors that stay on the GPU, because all layers get them.
+        The weights of `module` stay on the GPU, and so do the tensors in `given`, which all layers get.
         """
         call = _Call(self.host, self.stream, module, given)
         self._leaving[number + 1 + self.lag] = call

@@ -43,32 +43,21 @@ class _Placeholder:
 
 
 class _Call:
-    """One call of a layer, and what it takes to run it again.
-
-    Args:
-        function (`Callable`), args (`tuple`): The layer and its arguments.
-        device (`torch.device`): The device of all tensors in `args`.
-        draws (`bool`): Whether random numbers have to be drawn again.
-        around (`Callable`, *optional*): Makes a context that is entered while the layer runs again.
-        as_kept (`bool`): Whether it keeps what it would keep without checkpointing: see `rebuild.py`.
-
-    Attributes:
-        kept (`list`): Weak references to the placeholders, in the order in which they came. One that has been used or
-            dropped gets no value again.
-        backward (`int`): The number of the backward pass for which the layer has run again.
-    """
+    """One call of a layer, and what it takes to run it again."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device, draws: bool = True,
-        around: Around | None = None, as_kept: bool = False,
+        self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device, draws: bool,
+        around: Around | None, as_kept: bool,
     ):  # fmt: skip
-        self.function, self.args, self.around, self.as_kept = function, args, around, as_kept
+        self.function, self.args = function, args
+        self.around = around  # makes a context in which the layer runs again
+        self.as_kept = as_kept  # whether it keeps what it would keep without checkpointing, see `rebuild.py`
         self.versions = self._versions()
         self.generators = _generators_of(device) if draws else []
         self.drawn: list[torch.Tensor] | None = [generator.get_state() for generator in self.generators]
         self.autocasts = [_autocast_on(kind) for kind in dict.fromkeys((device.type, "cpu"))]
-        self.kept: list[weakref.ref[_Placeholder]] = []
-        self.backward: int | None = None
+        self.kept: list[weakref.ref[_Placeholder]] = []  # in their order; those that are gone get no value again
+        self.backward: int | None = None  # the backward pass for which the layer has run again
 
     def _versions(self) -> list[int]:
         return [x._version for x in self.args if isinstance(x, torch.Tensor)]
