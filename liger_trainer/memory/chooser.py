@@ -191,17 +191,13 @@ class Chooser:
         args: tuple[Any, ...],
     ) -> Any:  # fmt: skip
         measured, given = now.plan.is_empty, switch.checkpointed
-        lightly = self.lightly and way == "checkpointed" and recompute.device_of(given, args) is not None
 
         def run(*args: Any) -> Any:  # also when the backward pass recomputes the layer
-            again = torch._C._current_graph_task_id() != -1
-            measures_attention = measured and now.long and not again
+            first = torch._C._current_graph_task_id() == -1
             before, now.in_layer = now.in_layer, True
+            note = partial(setattr, call, "attention")
             try:
-                with (
-                    self._recomputing(now, call) if measured and again and not lightly else nullcontext(),
-                    selective.measuring(partial(setattr, call, "attention")) if measures_attention else nullcontext(),
-                ):
+                with selective.measuring(note) if measured and now.long and first else nullcontext():
                     return function(*args)
             finally:
                 now.in_layer = before
@@ -221,10 +217,8 @@ class Chooser:
             return output
         if way == "attention":
             return selective.checkpoint(given, run, args)
-        if not lightly:
-            return given(run, *args)
         around = partial(self._recomputing, now, call) if measured else None
-        return recompute.checkpoint(given, run, args, around, measured and call.layer in self._samples)
+        return recompute.checkpoint(given, run, args, around, call.layer in self._samples and measured, self.lightly)
 
     @contextmanager
     def _recomputing(self, now: _MicroBatch, call: Call) -> Iterator[None]:

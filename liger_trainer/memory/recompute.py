@@ -167,7 +167,7 @@ def _autocast_on(kind: str) -> _Autocast:
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-def device_of(given: Callable[..., Any], args: tuple[Any, ...]) -> torch.device | None:
+def device_of(given: Any, args: tuple[Any, ...]) -> torch.device | None:
     """Return the one device of all tensors in `args`, the arguments of a layer to be checkpointed by `given`.
 
     Return None if it is not one CPU or CUDA GPU, or if PyTorch's function has to run for another reason.
@@ -184,12 +184,20 @@ def device_of(given: Callable[..., Any], args: tuple[Any, ...]) -> torch.device 
 
 
 def checkpoint(
-    given: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], around: Around | None = None,
-    as_kept: bool = False,
+    given: Any, function: Callable[..., Any], args: tuple[Any, ...], around: Around | None = None,
+    as_kept: bool = False, lightly: bool = True,
 ) -> Any:  # fmt: skip
-    """Return `given(function, *args)`, by `_Call` where `device_of` allows it, with its `around` and `as_kept`."""
-    device = device_of(given, args)
-    if device is None:
-        return given(function, *args)
-    draws = getattr(given, "keywords", {}).get("preserve_rng_state", True)
-    return _Call(function, args, device, draws, around, as_kept).run()
+    """Return `given(function, *args)`, by `_Call` if `lightly` and `device_of` allow it.
+
+    `around` makes a context that is entered when the layer runs again, by either. `as_kept` is for `_Call` alone.
+    """
+    device = device_of(given, args) if lightly else None
+    if device is not None:
+        return _Call(function, args, device, given.keywords.get("preserve_rng_state", True), around, as_kept).run()
+
+    def run(*args: Any) -> Any:
+        again = torch._C._current_graph_task_id() != -1
+        with around() if again and around is not None else contextlib.nullcontext():
+            return function(*args)
+
+    return given(run if around is not None else function, *args)
