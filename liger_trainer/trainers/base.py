@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -55,6 +55,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
+        other_losses (`dict`): The options that decide the loss too, with the values at which they do not.
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
@@ -66,9 +67,15 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
 
     token_outputs: tuple[str, ...] = ()
     loss_hook: str | None = "token_loss"
+    other_losses: ClassVar[dict[str, Any]] = {
+        "label_smoothing_factor": 0.0,
+        "loss_type": "nll",
+        "compute_loss_func": None,
+    }
     gives_token_predictions: bool = False
     _predicted: list[dict[str, torch.Tensor]] | None = None  # a list while `prediction_step` gathers predictions
     _patched: PatchedModels
+    _needs_heads: bool = False  # whether the loss is computed by fused heads alone
     liger_report: LigerReport | None = None
     freezes_in_eight_bits: bool = False
     checkpointing: Outcome | None = None
@@ -166,16 +173,15 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         """Give the heads the options of this trainer, since another one may have been built on the same models.
 
         Raises:
-            RuntimeError: The fused head was removed from the model, and the loss of this trainer needs it.
+            RuntimeError: The fused head was removed from a model, and the loss of this trainer needs it.
         """
         if self.liger_report is None:
             return
-        for model, options in self._patched.use():
-            self._without_head(model, options)
-        if self.has_own_loss and not self.head_is_ours:
+        all_there = self._patched.use()
+        if not all_there and (self._needs_heads or self.has_own_loss):
             raise RuntimeError(
-                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but remove_liger "
-                "has taken it from the model. Call apply_liger(trainer.model), or build a new trainer."
+                f"The loss of {type(self).__name__} needs the fused LM head, which remove_liger has taken from a "
+                "model. Call apply_liger(model), or build a new trainer."
             )
 
     @property
@@ -206,9 +212,6 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             elif self.loss_hook == "token_loss" and self.has_own_loss and (of_none or "FusedLMOutput" in str(error)):
                 error.add_note(init_checks.what_token_loss_gets(self))
             raise
-
-    def _without_head(self, model: nn.Module, options: HeadOptions) -> None:
-        """Have the stock trainer's code run on `model`, which has lost its fused head since it was patched."""
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock trainer does, with the features that the arguments ask for."""
@@ -294,27 +297,16 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
 
         return forward
 
-    def _refuse_a_second_loss(self) -> None:
-        """ValueError if an option and the user's own method both decide the loss: one of them would be ignored.
-
-        This is about `token_loss`. A trainer with another `loss_hook` overrides it.
-        """
-        init_checks.refuse_a_second_loss(self)
-
-    def _refuse_token_predictions(self) -> None:
-        """ValueError if `eval_predictions="tokens"` has no meaning here. A subclass may have further reasons."""
-        init_checks.refuse_token_predictions(self)
-
     def _finish_init(self) -> None:
         if self.uses_liger:
             init_checks.refuse_processes_apart(self)
         for feature in FEATURES:
             feature.check_trainer(self)
         if self.has_own_loss:
-            self._refuse_a_second_loss()
+            init_checks.refuse_a_second_loss(self)
             init_checks.refuse_unfit_for_own_loss(self)
         if self._wants_tokens:
-            self._refuse_token_predictions()
+            init_checks.refuse_token_predictions(self)
         if self.uses_liger:
             init_checks.refuse_packed_rows_that_mix(self)
         if self.head_is_ours and self._overrides_compute_loss:

@@ -10,7 +10,7 @@ to its logits take effect.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import head_reason, output_head
+from liger_trainer.head.find import head_reason
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals
@@ -40,8 +40,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     by fields of their configs.
 
     Raises:
-        ValueError: Student and teacher have vocabularies of different sizes, one of their heads cannot be fused, or an
-            option would have no effect.
+        ValueError: The LM head of student or teacher cannot be fused, or an option would have no effect.
     """
 
     loss_hook = None
@@ -81,27 +80,14 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
 
     def _finish_init(self) -> None:
         del self.accelerator.prepare_model  # brings back the method of the class
-        if self.head_is_ours and self.teacher_model is not None:
-            self._refuse_unlike_heads()
-        super()._finish_init()
-
-    def _refuse_unlike_heads(self) -> None:
-        sizes = {}
-        for name, model in (("student", self.model), ("teacher", self.accelerator.unwrap_model(self.teacher_model))):
-            if (reason := head_reason(model)) is not None:
+        teacher = None if self.teacher_model is None else self.accelerator.unwrap_model(self.teacher_model)
+        for name, model in (("student", self.model), ("teacher", teacher)):
+            if self.head_is_ours and model is not None and (reason := head_reason(model)) is not None:
                 raise ValueError(
                     f"The {name} cannot be distilled with a fused divergence, since {reason}. Set "
                     'liger_config={"fused_linear_cross_entropy": false}.'
                 )
-            head = output_head(model)
-            assert head is not None, "head_reason would have said so"
-            sizes[name] = head.out_features
-        if sizes["student"] != sizes["teacher"]:
-            raise ValueError(
-                f"The LM head of the student has {sizes['student']} outputs, that of the teacher {sizes['teacher']}. A "
-                "divergence needs one vocabulary: use a teacher with the student's, or resize one of the two with "
-                "resize_token_embeddings."
-            )
+        super()._finish_init()
 
     def _get_last_hidden_state(self, unwrapped_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.head_is_ours:
@@ -135,7 +121,7 @@ class _LogitsForHiddenStates(nn.Module):
         super().__init__()
         self.model = model
 
-    def base_model(self, **inputs: Any) -> "_BackboneOutput":
+    def base_model(self, **inputs: Any) -> SimpleNamespace:
         device = inputs["input_ids"].device.type
         outside = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
 
@@ -147,12 +133,7 @@ class _LogitsForHiddenStates(nn.Module):
         # This must not be a call of the module. We are inside one already, of the module that wraps it, and the hooks
         # of a second would shard the weights again too early.
         outputs = self.model.forward(**inputs, scored_by=score)
-        return _BackboneOutput(outputs.logits)
-
-
-class _BackboneOutput:
-    def __init__(self, last_hidden_state: Any) -> None:
-        self.last_hidden_state = last_hidden_state
+        return SimpleNamespace(last_hidden_state=outputs.logits)
 
 
 class _FusedDivergence:

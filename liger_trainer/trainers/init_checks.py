@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from torch import nn
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
@@ -70,18 +70,14 @@ def refuse_processes_apart(trainer: Any) -> None:
 
 
 def refuse_a_second_loss(trainer: Any) -> None:
-    """ValueError if an option that decides the loss is set together with `token_loss`: one of them would be ignored."""
-    args = trainer.args
-    others = {
-        "label_smoothing_factor": args.label_smoothing_factor or None,
-        "loss_type": None if getattr(args, "loss_type", "nll") == "nll" else args.loss_type,
-        "compute_loss_func": trainer.compute_loss_func,
-    }
-    for name, value in others.items():
-        if value is not None:
+    """ValueError if an option and the user's own method both decide the loss: one of them would be ignored."""
+    hook = trainer.loss_hook
+    for name, unset in trainer.other_losses.items():
+        value = getattr(trainer if name == "compute_loss_func" else trainer.args, name, unset)
+        if value != unset:
             raise ValueError(
-                f"{type(trainer).__name__} overrides token_loss, and {name} is {value!r}: only one can be the loss. "
-                f"Remove {name}, or put what it does into token_loss."
+                f"{type(trainer).__name__} overrides {hook}, and {name} is {value!r}: only one can be the loss. "
+                f"Remove {name}, or put what it does into {hook}."
             )
 
 
@@ -131,6 +127,8 @@ def refuse_token_predictions(trainer: Any) -> None:
         why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
     elif (other := _why_not_next_tokens(trainer.model)) is not None:
         why = f"{other}, whose labels are not the tokens that follow"
+    elif trainer.compute_loss_func is not None and trainer.stock_class() is Trainer:
+        why = "compute_loss_func is set, which needs the logits"
     if why is not None:
         raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
 

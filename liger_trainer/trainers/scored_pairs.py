@@ -135,8 +135,6 @@ class LigerPairMixin(LigerTRLMixin):
         quantization_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        if args is None:
-            raise ValueError(f"args is None; {type(self).__name__} needs its config, with an output_dir.")
         use_liger = getattr(args, "use_liger", True)
         if quantization_config is not None and not use_liger:
             kwargs["quantization_config"] = quantization_config

@@ -31,8 +31,6 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     gives_token_predictions = True
     ignored_fields = ()
-    # This one warns of full logits and of a second forward pass.
-    untrue_warnings = ("`label_smoothing_factor` is deprecated in `SFTTrainer`",)
     args: SFTConfig
     label_smoother: Any
     router_aux_loss_coef: float

@@ -99,14 +99,6 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         finally:
             self._loss_only = False
 
-    def _refuse_token_predictions(self) -> None:
-        super()._refuse_token_predictions()
-        if self.compute_loss_func is not None:
-            raise ValueError(
-                "eval_predictions is 'tokens', and compute_loss_func is set, which needs the logits. Set "
-                "eval_predictions to 'logits', or override token_loss instead of compute_loss_func."
-            )
-
     def _is_causal_lm(self) -> bool:
         """Whether the stock trainer shifts the labels for its `LabelSmoother`. The answer is right under FSDP2 too."""
         return own_class(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

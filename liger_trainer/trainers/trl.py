@@ -8,42 +8,20 @@ shards or wraps it.
 """
 
 import inspect
-import re
 import sys
 import types
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable
 from typing import Any
 
 import trl
-from accelerate.utils import (
-    convert_outputs_to_fp32,
-    get_mixed_precision_context_manager,
-)
 from torch import nn
 from transformers.integrations import is_fsdp_enabled
 
-from liger_trainer._logging import logger
 from liger_trainer.head.find import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
-from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
-
-# Models whose own logits differ from TRL's fused head, which multiplies the hidden states of the backbone with the
-# weight of the head, and scales and caps the result by fields of the config. A test scores every model type of
-# transformers by both, and finds this list.
-OTHER_LOGITS = frozenset(
-    "bert big_bird camembert chameleon data2vec-text electra ernie inkling_text megatron-bert modernbert-decoder "
-    "prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl "
-    "xlstm xmod".split()
-)
-NOT_APPLIED = {  # a field of the text config that TRL applies and the model does not
-    "aya_vision": "logit_scale", "cohere2_vision": "logit_scale", "mpt": "logit_scale",
-    "gemma3": "final_logit_softcapping", "shieldgemma2": "final_logit_softcapping",
-}  # fmt: skip
+from liger_trainer.trainers.patched_models import PatchedModels
 
 
 class NoAdapterIsRefused:
@@ -98,30 +76,6 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     return replaced
 
 
-@contextmanager
-def _naming_columns(given: dict[str, Any]) -> Iterator[None]:
-    """Adds to the KeyError of a column that is missing, which TRL raises bare, which columns the `given` rows have."""
-    try:
-        yield
-    except KeyError as error:
-        columns = {name: getattr(given.get(name), "column_names", None) for name in ("train_dataset", "eval_dataset")}
-        listed = {name: found for name, found in columns.items() if isinstance(found, list)}
-        if listed and error.args and not all(error.args[0] in found for found in listed.values()):
-            have = ", and ".join(f"{name} has the columns {', '.join(found)}" for name, found in listed.items())
-            error.add_note(
-                f"{error.args[0]!r} is looked for; {have}. Rename columns, or turn the rows into a form that the "
-                "trainer reads: docs/recipes.md lists them by trainer."
-            )
-        raise
-
-
-def differs_from_trl(model: nn.Module) -> bool:
-    """Whether the own forward of `model` computes logits that differ from TRL's fused head."""
-    config = base_model_of(model).config
-    field = NOT_APPLIED.get(config.model_type, "")
-    return config.model_type in OTHER_LOGITS or getattr(config.get_text_config(), field, None) not in (None, 1)
-
-
 class LigerTRLMixin(LigerTrainerMixin):
     """Patches the models of a TRL trainer while it is built. It goes before the stock class:
 
@@ -138,30 +92,20 @@ class LigerTRLMixin(LigerTrainerMixin):
     Attributes:
         ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
             one is an error.
-        untrue_warnings (`tuple[str, ...]`): The beginnings of warnings of the stock `__init__` that are not true with a
-            fused head.
     """
 
     ignored_fields: tuple[str, ...] = ("label_smoothing_factor",)
-    untrue_warnings: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock_init = super().__init__
         given = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
         config: Any = given.get("args")
         self.args = config  # `uses_liger` and `wants_part` read it
-        if self.uses_liger:
-            self._refuse_compute_loss_func(kwargs, stock_init)
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
             replaced = _for_fsdp(sys.modules[self.stock_class().__module__]) | self._replaced_globals()
             init = with_globals(self._stock_init(stock_init), replaced)
-            with warnings.catch_warnings():
-                if self.wants_part("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
-                    for beginning in self.untrue_warnings:
-                        warnings.filterwarnings("ignore", re.escape(beginning))
-                with _naming_columns(given):
-                    init(self, *args, **kwargs)
+            init(self, *args, **kwargs)
             if self.liger_report is None:
                 self._apply_liger(self.model)
             self._finish_init()
@@ -206,14 +150,8 @@ class LigerTRLMixin(LigerTrainerMixin):
                 f"{self.stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
                 "LigerTrainer, or another adapter, such as PromptTuningConfig."
             )
+        self._needs_heads = True  # the stock trainer calls its models with `fused_lm_head=True`
         self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
-        if self.args.process_index == 0 and differs_from_trl(model):
-            logger.warning_once(
-                f"{self.stock_class().__name__} of trl {trl.__version__} computes other logits than "
-                f"{type(base_model_of(model)).__name__}, which does more to its hidden states than to multiply them "
-                "with the weight of its head. Here the model's own forward runs, so losses differ from the stock "
-                "trainer's: docs/trainers.md."
-            )
 
     def _patch(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         """Patch the policy, whose report becomes the trainer's, or a model that is frozen."""
@@ -226,29 +164,6 @@ class LigerTRLMixin(LigerTrainerMixin):
         """Patch a reference or teacher model, by the same `liger_config`, before anything shards or wraps it."""
         if self.uses_liger:
             self._patched.patch(model, getattr(self.args, "liger_config", None), options)
-
-    def _without_head(self, model: nn.Module, options: HeadOptions) -> None:
-        """Give `model` TRL's own fused head, because TRL's trainers go on calling it with `fused_lm_head=True`."""
-        add_fused_lm_head = vars(sys.modules[self.stock_class().__module__]).get("add_fused_lm_head")
-        if add_fused_lm_head is None or hasattr(model.forward, STANDS_IN):
-            return
-        inner = model.forward
-        add_fused_lm_head(model, **asdict(options))
-        forward = model.forward.__func__
-        if "_original_forward" in vars(model):
-            # The autocast of accelerate covers only the forward inside TRL's, so TRL's gets one of its own.
-            amp = get_mixed_precision_context_manager(self.accelerator.native_amp, self.accelerator.autocast_handler)
-            forward = convert_outputs_to_fp32(amp(forward))
-        setattr(forward, STANDS_IN, inner)
-        model.forward = types.MethodType(forward, model)
-
-    def _refuse_compute_loss_func(self, kwargs: dict[str, Any], stock_init: Callable) -> None:
-        """ValueError that says what to do, where the stock trainer would only say that it knows no such argument."""
-        if "compute_loss_func" in kwargs and "compute_loss_func" not in inspect.signature(stock_init).parameters:
-            raise ValueError(
-                f"compute_loss_func is not an argument of {self.stock_class().__name__}, whose loss is not a "
-                f"function of logits and labels. Override {self.loss_hook or 'compute_loss'} instead."
-            )
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(self._gathering_predictions(model), *args, **kwargs)
