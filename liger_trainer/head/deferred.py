@@ -35,10 +35,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Origin:
-    """What all stand-ins of one call of a head share: its input, its modes, and who they are, the oldest first.
-
-    They are held weakly, so that hidden states are freed with the last stand-in.
-    """
+    """What all stand-ins of one call of a head share: its input, its modes, and weak references to all, oldest first."""
 
     def __init__(self, hidden: torch.Tensor):
         traced = torch.compiler.is_compiling()
@@ -151,9 +148,8 @@ class DeferredLogits:
     def fused(self, function: Callable, target: torch.Tensor, in_fp32: bool = False, **kwargs: Any) -> Any:
         """Call `function(hidden, weight, target, ...)` of `liger_triton` for the head and the recorded operations.
 
-        This happens inside a call of the head (and of the modules of an adapter on it), under the autocast of the call
-        that made these logits. Or else, with `in_fp32`, on everything cast to fp32, which TRL calls
-        `cast_lm_head_to_fp32`. Returns what `function` returns, a tensor or a tuple, on `self.device`.
+        It is called inside a call of the head and under the autocast of the call that made these logits, or with
+        `in_fp32` on everything cast to fp32. Returns its tensor or tuple on `self.device`.
         """
 
         def compute(hidden: torch.Tensor) -> Any:
@@ -210,8 +206,8 @@ class DeferredLogits:
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
 
-# What is recorded: for a method of tensors, a function of a stand-in and the arguments that returns which arguments of
-# `DeferredLogits` are others for the result, or None where real logits are needed.
+# What is recorded: for a method of tensors, a function of a stand-in and the method's arguments. It returns the changed
+# arguments of `DeferredLogits`, or None where real logits are needed.
 
 
 def _times(logits: DeferredLogits, factor: Any) -> dict[str, Any] | None:

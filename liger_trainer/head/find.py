@@ -17,9 +17,8 @@ class FusedHeadBinding(Binding):
     """What `install_fused_head` binds to a model.
 
     Attributes:
-        options (`HeadOptions` or `None`): None once the head has been removed while a user's wrapper still calls our
-            forward. The binding is kept then, so that a later install does not bind a second forward around the
-            wrapper.
+        options (`HeadOptions` or `None`): None once the head has been removed while a wrapper still calls our forward.
+            The binding then stays, so that a later install does not bind a second forward around the wrapper.
     """
 
     key: ClassVar[str] = "_liger_head"
@@ -58,10 +57,7 @@ def head_options(model: nn.Module) -> HeadOptions | None:
 
 
 def has_fused_head(model: nn.Module) -> bool:
-    """Whether `install_fused_head` has been called on `model`.
-
-    The answer comes from the binding and not from `model.forward`, which accelerate wraps when training starts.
-    """
+    """Whether `model` has a fused head, also where accelerate has wrapped its forward."""
     return head_options(model) is not None
 
 

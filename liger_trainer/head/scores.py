@@ -1,7 +1,4 @@
-"""What trainers ask of logits and labels, by the fused kernels from stand-ins, or from real logits.
-
-Logits are real where the head cannot be fused. That takes more time and memory, and the numbers are the same.
-"""
+"""What trainers ask of logits and labels: from stand-ins by the fused kernels, or from real logits in plain PyTorch."""
 
 from typing import Any, TypeAlias
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.fp8 import layers as float8
+from liger_trainer.head.calls import install_fused_head, remove_fused_head
 from liger_trainer.head.find import output_head
-from liger_trainer.head.install import install_fused_head, remove_fused_head
 from liger_trainer.head.module import modules_called_by
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance import probe

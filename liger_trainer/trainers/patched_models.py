@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.find import base_model_of, has_fused_head, head_options
-from liger_trainer.head.install import install_fused_head
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger, remove_liger
 

@@ -10,7 +10,7 @@ from architectures import MODEL_TYPES, build, left_padded_batch
 from checkout import ROOT
 from trl.trainer.utils import add_fused_lm_head
 
-from liger_trainer.head.install import install_fused_head
+from liger_trainer.head.calls import install_fused_head
 
 SECTION = (ROOT / "docs" / "trainers.md").read_text().partition("## Where losses differ")[2].partition("\n## ")[0]
 QUICK = ("llama", "granite", "gemma2", "gemma3", "modernbert-decoder", "opt", "gemma3_text")
