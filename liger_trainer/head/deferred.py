@@ -35,7 +35,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Origin:
-    """What all stand-ins of one call of a head share: its input, its modes, and weak references to all, oldest first."""
+    """What all stand-ins of one call of a head share: its input, its modes, and weak references to all of them."""
 
     def __init__(self, hidden: torch.Tensor):
         traced = torch.compiler.is_compiling()

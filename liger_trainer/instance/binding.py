@@ -29,15 +29,11 @@ class Rests(Protocol):
         """Why it does not hold for `module` now, or None."""
 
 
-def _nothing() -> None:
-    """Where no module is."""
-
-
 class Weakly:
     """A reference to a module that does not keep it alive. In a deep copy it leads to the copy, in a pickle nowhere."""
 
     def __init__(self, module: nn.Module | None = None):
-        self.to: Callable[[], nn.Module | None] = _nothing if module is None else weakref.ref(module)
+        self.to: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Weakly":
         return Weakly(memo.get(id(self.to())))
@@ -61,9 +57,8 @@ class Binding:
         key (`str`): The key under which the `__dict__` of the instance has the binding a second time, where it stays
             if the method is wrapped.
         previous: What the slot held before, or None where the class's own method was in effect.
-        aside (`bool`): Whether calls go to the class's own method, because something would be missed otherwise, or
-            because ours was removed while a foreign wrapper still calls it. It stays aside for good, since a
-            checkpoint that recomputes a call must take the same path again.
+        aside (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or ours was
+            removed while a wrapper still calls it. A checkpoint that recomputes a call must take the same path again.
     """
 
     key: ClassVar[str] = "_liger_patch"
@@ -97,8 +92,7 @@ class Binding:
 
     def must_step_aside(self, module: nn.Module) -> bool:
         """Whether the proof no longer holds for `module`, to which this is bound. Then the method steps aside."""
-        reason = self.broken(module)
-        if reason is not None:
+        if (reason := self.broken(module)) is not None:
             self.step_aside(reason)
         return reason is not None
 

@@ -1,9 +1,8 @@
 """Hooks of others on modules that our code does not call, or calls in another way than the model does.
 
-A replacement may leave out a child that the model's own code calls, such as the activation of an MLP, and the fused LM
-head is called to compute a loss and not to return logits. A hook on such a module would miss what the model's own code
-shows it, so the model's own code runs where there is one. Hooks by which FSDP2 and DeepSpeed gather weights do not
-count, because our code calls the modules that own weights, so that these hooks run.
+Our code leaves out some children, such as the activation of an MLP, and calls the fused LM head for a loss. A hook
+there would miss what the model's own code shows it, so that code runs instead. Hooks by which FSDP2 and DeepSpeed
+gather weights do not count: our code calls the modules that own weights, so they run.
 """
 
 import functools
@@ -39,16 +38,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:
-    """Describe what was attached to `module` that the model's own code would run: a hook, or a forward.
+    """Describe what was attached to `module` that the model's own code would run: a hook, or a forward; None without.
 
-    Hooks that gather sharded weights do not count.
-
-    Args:
-        ours (`Binding`, *optional*): What we have bound to the module, which does not count.
-        allowed (`tuple[str, ...]`, *optional*): Forwards and hooks of Python modules whose names begin so do not count.
-
-    Returns:
-        `str` or `None`: A description such as `"a forward hook (count_calls)"`; None where there is nothing.
+    Hooks that gather sharded weights, `ours`, and what Python modules whose names begin with one of `allowed` have
+    attached do not count. A description is, for example, `"a forward hook (count_calls)"`.
     """
     if not has_hooks(module) and "forward" not in module.__dict__:  # as nearly always; this is asked in every call
         return None
