@@ -1,7 +1,6 @@
 """RMSNorms that take a gate: norm(x) * act(gate) as in Qwen3-Next, or norm(x * act(gate)) over groups as in Mamba 2.
 
-They are proven like the norms without a gate, on random rows and gates. Where the gate is optional, what they compute
-with it says nothing about what they do without it: a call without a gate runs the norm's own code.
+They are proven like the norms without a gate, on random rows and gates. A call without a gate runs the norm's own code.
 """
 
 import functools
@@ -62,7 +61,7 @@ def prove(module: nn.Module) -> tuple[GatedNorm | None, str | None]:
     assert inputs is not None, "the module is not nominated"
     names = [name for name, p in module._parameters.items() if p is not None]
     if len(names) != 1 or "bias" in names[0] or autocast_of(module, GatedNorm.operation):
-        return None, f"its forward takes 2 inputs ({', '.join(inputs)}), and it has not just a weight beside them"
+        return None, f"its forward takes 2 inputs ({', '.join(inputs)}), and it has more than a weight"
     cases = Cases(module, gates=1)
     groups = (*groups_of(module), None)
     for variant, group, eps in itertools.product(VARIANTS, groups, eps_of(module)):
@@ -77,10 +76,7 @@ def prove(module: nn.Module) -> tuple[GatedNorm | None, str | None]:
 
 @functools.cache
 def build(norm: GatedNorm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `forward` to bind to a norm with a gate.
-
-    An output of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
-    """
+    """The `forward` to bind to a norm with a gate. A larger output than `rebuild_above` is computed again backward."""
 
     def make(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
         return gated_rms_norm(

@@ -149,10 +149,7 @@ def autocast_of(module: nn.Module, operation: str) -> str:
 
 @functools.cache
 def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `forward` to bind to a norm.
-
-    An output of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
-    """
+    """The `forward` to bind to a norm. An output of more than `rebuild_above` bytes is computed again backward."""
     t5 = norm.cast == "t5"
 
     def make(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
@@ -190,12 +187,9 @@ def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
 
 
 class Cases:
-    """A norm's own results on random rows, which are computed once and compared with those of each candidate.
+    """A norm's own results on random rows, computed once to be compared with each candidate's.
 
-    Args:
-        module (`nn.Module`): The norm.
-        gates (`int`, *optional*, defaults to 0): How many inputs it has in addition to the rows, of the same shape.
-        channels_first (`bool`, *optional*, defaults to `False`): Whether it is given (1, N, rows / 2, 2).
+    `gates` is how many more inputs of the same shape it has. With `channels_first` it is given (1, N, rows / 2, 2).
     """
 
     def __init__(self, module: nn.Module, gates: int = 0, channels_first: bool = False):

@@ -68,14 +68,12 @@ class Geometry:
 
 
 GEOMETRIES = tuple(
-    Geometry(a, b, layout, last, sign)
-    for sign, last, (a, b), layout in itertools.product(
-        (1.0, -1.0),
-        (False, True),
-        ((False, False), (True, True), (True, False), (False, True)),
+    Geometry(interleaved, out_interleaved, layout, last, sign)
+    for sign, last, (interleaved, out_interleaved), layout in itertools.product(
+        (1.0, -1.0), (False, True), ((False, False), (True, True), (True, False), (False, True)),
         ("half", "interleaved", "single"),
     )
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

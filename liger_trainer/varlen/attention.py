@@ -132,12 +132,8 @@ def varlen_attention(
         dropout (`float`, *optional*, defaults to 0.0): Of the weights of attention.
         scaling (`float`, *optional*): Factor of the scores; 1 / sqrt(D) by default.
 
-    Returns:
-        `tuple`: (1, T, Hq, Dv), and None for the weights of attention.
-
-    Raises:
-        NotForRows: The rows of the call are known, and the mask is neither causal nor a sliding window over them, or
-            the scores are changed (a bias of positions, a cap, sinks).
+    Returns (1, T, Hq, Dv), and None for the weights of attention. Raises `NotForRows` where the rows of the call are
+    known, and the mask is neither causal nor a sliding window, or the scores are changed (a bias, a cap, sinks).
     """
     if not isinstance(attention_mask, RowMask):
         if not torch.compiler.is_compiling() and _rows.get() is not None:
@@ -183,11 +179,7 @@ def _device_has_the_kernel(device: torch.device) -> bool:
 
 
 def _by_kernel(query, key, value, mask: RowMask, dropout, scaling):
-    """What `torch.nn.attention.varlen.varlen_attn` calls, called by itself.
-
-    That function is an op of Python, whose two passes take the host longer than all other launches of an attention. The
-    op under it has its gradient in C++.
-    """
+    """Call the op under `torch.nn.attention.varlen.varlen_attn`, which itself takes the host longer than all else."""
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))

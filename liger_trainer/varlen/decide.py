@@ -1,10 +1,9 @@
 """Which calls may leave padding out, and which rows of real tokens a call has.
 
-Padding is left out where all code that reads hidden states is known, and reads those of real tokens: the forwards of
-transformers that a proof has run (`patching/varlen.py`), layers of PyTorch and of adapters through which each token
-goes by itself, and the loss function of the proof. Anything else that may see the rows or the padding makes the batch
-go through as it is, and the report says what that was: a class or a function of the user's, a hook, an output of every
-position.
+Padding is left out where all code that reads hidden states is known: the forwards of transformers that a proof has run
+(`patching/varlen.py`), layers of PyTorch and of adapters through which each token goes by itself, and the loss function
+of the proof. With anything else that may see rows or padding (a class or a function of the user's, a hook, an output of
+every position) the batch goes through as it is, and the report names it.
 """
 
 from collections.abc import Callable, Iterable
@@ -134,7 +133,7 @@ def why_not_theirs(model) -> str | None:
 
 def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
     """A forward in `model` that may not take each token by itself, or None. `forwards` are those that are proven."""
-    for kind, forward in code_of(_inside(model)).items():
+    for kind, forward in code_of(_without_head(model)).items():
         proven = forward in (forwards.get(kind), _PER_TOKEN.get(kind))
         if not (proven or _is_of(kind, forward, _PER_TOKEN_ROOMS)):
             return f"the forward of {kind.__name__} is not proven to work without padding"
@@ -148,11 +147,10 @@ def _is_of(kind: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
 def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     """What has been put into the model that has to see a batch as it is: a hook, or code that is not proven.
 
-    Every call asks this, and a model with adapters has thousands of modules, so that the walk looks no closer than it
-    must.
+    Every call asks this, and a model with adapters has thousands of modules.
     """
     known = bound.known
-    for module in _inside(model):
+    for module in _without_head(model):
         attributes, kind = module.__dict__, type(module)
         if known.get(kind) is not kind.forward:
             if (why := unknown_forward(model, bound.proven.forwards)) is not None:
@@ -167,11 +165,8 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     return None
 
 
-def _inside(model) -> list[nn.Module]:
-    """`model` and the modules inside it but for its LM head, those that it has in two places twice.
-
-    `modules()` takes five times as long. What is on the head is asked where it is fused.
-    """
+def _without_head(model) -> list[nn.Module]:
+    """`model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
     head, found = model.get_output_embeddings(), [model]
     for module in found:
         if module._modules:
