@@ -74,6 +74,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     }
     gives_token_predictions: bool = False
     _predicted: list[dict[str, torch.Tensor]] | None = None  # a list while `prediction_step` gathers predictions
+    _loss_only: bool = False  # True while `prediction_step` wants no logits
     _patched: PatchedModels
     _needs_heads: bool = False  # whether the loss is computed by fused heads alone
     liger_report: LigerReport | None = None
@@ -172,8 +173,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     def _use_own_heads(self) -> None:
         """Give the heads the options of this trainer, since another one may have been built on the same models.
 
-        Raises:
-            RuntimeError: The fused head was removed from a model, and the loss of this trainer needs it.
+        RuntimeError if the fused head was removed from a model, and the loss needs it.
         """
         if self.liger_report is None:
             return
@@ -209,8 +209,6 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             unpacked = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
             if (of_none or unpacked) and self.head_is_ours and self._overrides_compute_loss:
                 error.add_note(self._ways_to_a_loss_of_logits())
-            elif self.loss_hook == "token_loss" and self.has_own_loss and (of_none or "FusedLMOutput" in str(error)):
-                error.add_note(init_checks.what_token_loss_gets(self))
             raise
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -265,16 +263,17 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]:
         self._use_own_heads()
-        if prediction_loss_only or not self._wants_tokens:
-            with self._explaining_missing_logits():
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._predicted = []
+        gathers = self._wants_tokens and not prediction_loss_only
+        self._loss_only, self._predicted = prediction_loss_only or gathers, [] if gathers else None
         try:
-            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+            with self._explaining_missing_logits():
+                found = super().prediction_step(model, inputs, self._loss_only, ignore_keys)
+            if self._predicted is None:
+                return found
             predictions = dict(self._predicted[-1])  # KTO scores the mismatched pairs of its KL estimate first
+            return found[0], predictions, predictions.pop("labels")
         finally:
-            self._predicted = None
-        return loss, predictions, predictions.pop("labels")
+            self._loss_only, self._predicted = False, None
 
     def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """`model` or, if it is compiled for training, a stand-in that calls it without attention masks of ones."""

@@ -1,10 +1,9 @@
 """`LigerDistillationTrainer`: `trl.DistillationTrainer` with a divergence that both LM heads compute without logits.
 
 TRL's trainer asks `_get_last_hidden_state` for the hidden states of student and teacher, and gives them with the
-weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards run instead and return deferred
-logits. These go through TRL's loss in the place of the hidden states, down to that function, for which we put one that
-calls both heads. So masks, reduction and metrics stay TRL's, while adapters, prompt learning and whatever a model does
-to its logits take effect.
+weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards return deferred logits. These go
+through TRL's loss in the place of the hidden states, down to that function, in whose place ours calls both heads. So
+masks, reduction and metrics stay TRL's, while adapters and whatever a model does to its logits take effect.
 """
 
 import sys
@@ -60,10 +59,9 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
         return replaced
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do what the stock trainer does, but have the teacher patched before accelerate prepares it.
+        """Have the teacher, the one model that is prepared for evaluation only, patched before accelerate prepares it.
 
-        The teacher is the model that is prepared for evaluation only. If it were patched later, our forward would lie
-        outside of the autocast that accelerate puts around the teacher's.
+        Patched later, our forward would lie outside of the autocast that accelerate puts around the teacher's.
         """
         super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare_model
@@ -97,8 +95,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     def _compute_loss(self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         if not self.head_is_ours:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
-        # If `_use_triton` says that Triton runs, TRL drops the positions outside of the mask before it calls the
-        # function.
+        # With `_use_triton`, TRL drops the positions outside of the mask before it calls the function.
         divergence = with_globals(
             _stock_module()._chunked_divergence_loss,
             {"ChunkedDivergenceFunction": _FusedDivergence, "_use_triton": lambda device: True},
@@ -130,8 +127,7 @@ class _LogitsForHiddenStates(nn.Module):
             with torch.autocast(device, **outside):
                 return run()
 
-        # This must not be a call of the module. We are inside one already, of the module that wraps it, and the hooks
-        # of a second would shard the weights again too early.
+        # Not a call of the module: its hooks would shard the weights again before the call that we are in has ended.
         outputs = self.model.forward(**inputs, scored_by=score)
         return SimpleNamespace(last_hidden_state=outputs.logits)
 
@@ -153,9 +149,9 @@ class _FusedDivergence:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Divergence and entropy of each row, (T,) each.
 
-        `student` and `teacher` are `DeferredLogits` (T, V), which bring their weights, biases and scales. Those that
-        TRL passes are ignored. `uniform_grad` promises that TRL sums the rows, so that all of them have one upstream
-        gradient, which spares a matrix product. If the promise were broken, the gradients would be NaN.
+        `student` and `teacher` are `DeferredLogits` (T, V), which bring their own weights, biases and scales.
+        `uniform_grad` promises that TRL sums the rows, so that all have one upstream gradient, which spares a product.
+        If the promise were broken, the gradients would be NaN.
         """
         for name, logits in (("student", student), ("teacher", teacher)):
             if not isinstance(logits, DeferredLogits) or logits.is_materialized:

@@ -1,7 +1,6 @@
 """What every Liger trainer refuses while it is built, because it would train wrongly or ignore an option in silence.
 
-Each function here raises a ValueError that says what to change, or does nothing. `LigerTrainerMixin` calls
-`refuse_before_patching` in `_apply_liger`, and the others in `_finish_init`.
+`LigerTrainerMixin` calls `refuse_before_patching` in `_apply_liger`, and the others in `_finish_init`.
 """
 
 import difflib
@@ -82,8 +81,7 @@ def refuse_a_second_loss(trainer: Any) -> None:
 
 
 def refuse_unfit_for_own_loss(trainer: Any) -> None:
-    """ValueError if `token_outputs` has an unknown name, if the model keeps its plain head, or if its labels are not
-    those that `token_loss` is to score."""
+    """ValueError for unknown `token_outputs`, for a head that stays plain, and for labels that are no next tokens."""
     names, known = trainer.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
     if isinstance(names, str):
         raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
@@ -104,17 +102,6 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
             f"{name} overrides token_loss, which scores each label as the token that follows, but {why}, and its "
             "labels would be off by one. Override compute_loss instead."
         )
-
-
-def what_token_loss_gets(trainer: Any) -> str:
-    """What to say where `token_loss` has read an output that is not there."""
-    others = [name for name in (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS) if name != "log_probs"]
-    return (
-        f"{type(trainer).__name__} overrides token_loss, whose outputs have log_probs, label_mask and what "
-        f"token_outputs names, which is {trainer.token_outputs!r}. Name there what token_loss reads, any of "
-        f"{', '.join(others)}. There are no logits: a loss that needs them overrides compute_loss and calls "
-        "model(..., skip_logits=False)."
-    )
 
 
 def refuse_token_predictions(trainer: Any) -> None:

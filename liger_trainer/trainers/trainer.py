@@ -34,7 +34,6 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     """
 
     gives_token_predictions = True
-    _loss_only = False  # True while `prediction_step` wants no logits
     label_smoother: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,19 +84,6 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.label_smoother = smoother
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        self._loss_only = prediction_loss_only or self._wants_tokens
-        try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self._loss_only = False
 
     def _is_causal_lm(self) -> bool:
         """Whether the stock trainer shifts the labels for its `LabelSmoother`. The answer is right under FSDP2 too."""

@@ -1,9 +1,8 @@
 """How our kernels and our fused head get into TRL's trainers, whose losses stay TRL's.
 
-TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the reference model while they
-are built. What builds them is a copy of their `__init__` that finds a function of ours by that name. So TRL still
-decides which outputs, temperature and precision it wants for which model, and each model is patched before anything
-shards or wraps it.
+While they are built, TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the
+reference. A copy of their `__init__` finds a function of ours by that name. So TRL still decides which outputs,
+temperature and precision it wants for which model, and each model is patched before anything shards or wraps it.
 `tests/liger_trainer/trainers/test_contracts.py` fails if a TRL release moves a name on which this depends.
 """
 
@@ -65,9 +64,8 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     if (stock_create := vars(module).get("create_model_from_path")) is not None:
 
         def create_on_cpu(*args: Any, **kwargs: Any) -> nn.Module:
-            """TRL takes `device_map="auto"`, except under DDP and DeepSpeed. Under FSDP the process that reads a file
-            would spread the model over the GPUs of all others. That costs them memory, and on two H200 the sending of a
-            reference from there ended in "CUDA error: unspecified launch failure"."""
+            """With TRL's `device_map="auto"` the process that reads a file would spread the model over all GPUs, and
+            sending a reference from there ended in "CUDA error: unspecified launch failure"."""
             if is_fsdp_enabled():
                 kwargs.setdefault("device_map", None)
             return stock_create(*args, **kwargs)
