@@ -276,7 +276,7 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _gradient_modes() -> tuple[bool, Any]:
-    """Whether gradients are on, and the checkpoint inside of which we are, if any: it would call the head again."""
+    """Return whether gradients are on, and the checkpoint that we are in, if any: it would call the head again."""
     hooks: Any = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
     in_checkpoint = hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
     return torch.is_grad_enabled(), hooks[0] if in_checkpoint else None

@@ -35,7 +35,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Origin:
-    """What all stand-ins of one call of a head share: its input, its modes, and weak references to all of them."""
+    """State shared by all stand-ins of one call of a head: its input, its modes, and weak references to them."""
 
     def __init__(self, hidden: torch.Tensor):
         traced = torch.compiler.is_compiling()
@@ -55,7 +55,7 @@ class _Origin:
 
 
 def _autocast_of(device_type: str) -> tuple[torch.dtype, bool, bool]:
-    """What `torch.autocast` takes after the type of the device: dtype, whether it is on, whether it keeps casts."""
+    """Arguments of `torch.autocast` after the type of the device: dtype, whether it is on, whether it keeps casts."""
     on = torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type), on, torch.is_autocast_cache_enabled()
 
@@ -133,7 +133,7 @@ class DeferredLogits:
         return self._real is None and (torch.is_grad_enabled() or not self.origin.grad)
 
     def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What the method `name` of these logits returns: another stand-in, if a rule of `_RULES` knows it."""
+        """Call the method `name` of these logits. A rule of `_RULES` returns another stand-in."""
         known = name in _RULES and self._records and (not kwargs or name in ("to", "flatten"))
         changed = _RULES[name](self, *args, **kwargs) if known else None
         if changed is None:
@@ -308,7 +308,7 @@ def real(x: Any) -> Any:
 
 
 def is_deferred(logits: Any) -> TypeGuard[DeferredLogits]:
-    """Whether `logits` stands in for logits that have not been computed."""
+    """Return whether `logits` stands in for logits that have not been computed."""
     return isinstance(logits, DeferredLogits) and not logits.is_materialized
 
 

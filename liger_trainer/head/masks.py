@@ -56,7 +56,7 @@ def install(model: nn.Module) -> None:
 
 
 def why_not_ours(model: nn.Module) -> str | None:
-    """Why layers of `model` would not be given our attention and our masks, or None."""
+    """Tell why layers of `model` would not be given our attention and our masks, or return None."""
     install(model)  # it may be a copy, whose original is gone
     if all(registry["sdpa"] is ours for registry, _, ours in _FUNCTIONS):
         return None
@@ -79,7 +79,7 @@ def _is_needless(
     *, q_length, kv_length, q_offset=0, kv_offset=0, local_size=None, allow_is_causal_skip=True,
     allow_is_bidirectional_skip=False, **_,
 ) -> bool:  # fmt: skip
-    """Whether `sdpa_mask`, called with these arguments, could return None if it knew that nothing is padding."""
+    """Return whether `sdpa_mask`, called with these arguments, could return None if it knew that nothing is padding."""
     may_return_none = allow_is_causal_skip or allow_is_bidirectional_skip
     is_square = q_length == kv_length and (q_offset, kv_offset) == (0, 0)
     return may_return_none and is_square and (local_size is None or kv_length < local_size)
@@ -99,7 +99,7 @@ def run_without_masks(call: Any) -> Any:
 
 
 def _nothing_is_masked(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether `model` decodes text, attends through SDPA in all layers, and nothing in `kwargs` says what to mask.
+    """Return whether `model` decodes text and attends through SDPA, and nothing in `kwargs` says what to mask.
 
     A mask of ones may change what models with state-space layers or with towers do.
     """

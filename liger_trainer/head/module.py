@@ -24,7 +24,7 @@ LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the sc
 
 
 class CaptureBinding(Binding):
-    """What `bind_head` binds to an LM head."""
+    """The binding of an LM head, made by `bind_head`."""
 
     key: ClassVar[str] = "_liger_capture"
 
@@ -41,7 +41,7 @@ class HeadCall:
 
 
 def head_parameters(head: nn.Module, hidden: torch.Tensor, vocab_size: int) -> dict[str, Any]:
-    """What the functions of `liger_triton` take for the first `vocab_size` rows of `head`, read inside a call of it."""
+    """Read what the functions of `liger_triton` take for the first `vocab_size` rows of `head`, inside a call of it."""
     head = innermost(head)
     base, adapters = base_and_adapters(head)
     bias = None if base.bias is None else base.bias[:vocab_size]
@@ -97,7 +97,7 @@ def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
 
 
 def _why_not_plain(module: nn.Module) -> str | None:
-    """Why `module` is no linear layer of plain numbers, or None. Tensors of other classes may compute anything."""
+    """Tell why `module` is no plain linear layer, or return None. Tensors of other classes may compute anything."""
     if not isinstance(module, nn.Linear):
         return f"it is a {type(module).__name__}, not a linear layer"
     if type(module).forward is not nn.Linear.forward or not linear_is_torchs():
@@ -113,7 +113,7 @@ def _why_not_plain(module: nn.Module) -> str | None:
 
 
 def _gathered_by_a_call(units: tuple[nn.Module, ...], weight: DTensor) -> bool:
-    """Whether FSDP2 gathers the whole weight for a call: it shards one of `units`, and nothing else shards it too."""
+    """Return whether FSDP2, which shards one of `units`, gathers the whole weight for a call."""
     is_unit = any(isinstance(unit, FSDPModule) for unit in units)
     return is_unit and sum(not placement.is_replicate() for placement in weight.placements) == 1
 

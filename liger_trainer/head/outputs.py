@@ -1,4 +1,4 @@
-"""What calls of a fused head return, and the options that stay the same from call to call."""
+"""The output of calls of a fused head, and the options that stay the same from call to call."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ EXTRA_OUTPUTS = ("hidden_states", "vocab_mean")
 
 @dataclass
 class FusedLMOutput(ModelOutput):
-    """What `model(..., labels=labels, fused_lm_head=True)` returns.
+    """The output of `model(..., labels=labels, fused_lm_head=True)`.
 
     It has the fields of TRL's `FusedCausalLMOutput`, and some of its own. Fields with one value per token have the
     shape `(B, S - 1)` for labels `(B, S)`, or `(B, S)` with `shift_labels`. They are fp32, except `is_top1`, zero where

@@ -23,10 +23,10 @@ from liger_trainer.instance.report import Place
 
 
 class Rests(Protocol):
-    """What a method rests on: the guards of a proof."""
+    """The guards of a proof, on which a method rests."""
 
     def broken(self, module: nn.Module) -> str | None:
-        """Why it does not hold for `module` now, or None."""
+        """Tell why it does not hold for `module` now, or return None."""
 
 
 class Weakly:
@@ -77,7 +77,7 @@ class Binding:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """What is bound to `module`; None where nothing is, or where the module has been pickled since."""
+        """The binding of `module`; None where it has none, or has been pickled since."""
         found = module.__dict__.get(cls.key)
         return found if isinstance(found, cls) else None
 
@@ -91,13 +91,13 @@ class Binding:
         return self.function(module, *args, **kwargs)
 
     def must_step_aside(self, module: nn.Module) -> bool:
-        """Whether the proof no longer holds for `module`, to which this is bound. Then the method steps aside."""
+        """Return whether the proof no longer holds for `module`, to which this is bound, and step aside then."""
         if (reason := self.broken(module)) is not None:
             self.step_aside(reason)
         return reason is not None
 
     def broken(self, module: nn.Module) -> str | None:
-        """Why the proof no longer holds for `module`, or None."""
+        """Tell why the proof no longer holds for `module`, or return None."""
         return None if self.guards is None else self.guards.broken(module)
 
     def step_aside(self, reason: str) -> None:
@@ -151,7 +151,7 @@ def bind(module: nn.Module, binding: BindingT) -> BindingT:
 
 
 def is_bound(module: nn.Module, binding: Binding) -> bool:
-    """Whether a call reaches the method of `binding` first. It does not where the method has been wrapped since."""
+    """Return whether a call reaches the method of `binding` first, as it does until the method is wrapped."""
     return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
 
 

@@ -37,16 +37,16 @@ Lookup = tuple[type | types.ModuleType | None, str, Any]
 
 
 class NotProven(Exception):
-    """Why a module keeps its own code."""
+    """The reason why a module keeps its own code."""
 
 
 def linear_is_torchs() -> bool:
-    """Whether the forward of `nn.Linear` is PyTorch's, for code that multiplies in its place."""
+    """Return whether the forward of `nn.Linear` is PyTorch's, for code that multiplies in its place."""
     return _IS_GENUINE and nn.Linear.forward is _TORCHS_LINEAR[0] and F.linear is _TORCHS_LINEAR[1]
 
 
 class Guards:
-    """What the code of a module of class `cls` looks up by name.
+    """Everything that the code of a module of class `cls` looks up by name.
 
     Attributes:
         lookups (`tuple`): Names of the instance, in its `__dict__`, of classes and of Python modules.
@@ -64,7 +64,7 @@ class Guards:
         return self
 
     def broken(self, module: nn.Module, label: str = "it") -> str | None:
-        """Why the proof does not hold for `module` now, or None. `label` is what the reason calls the module."""
+        """Tell why the proof does not hold for `module` now, or return None. The reason calls the module `label`."""
         if type(module) is not self.cls and own_class(module) is not self.cls:
             return f"{label} is a {type(module).__name__} now; it was a {self.cls.__name__}"
         state = module.__dict__
@@ -115,7 +115,7 @@ def code_guards_of(cls: type[nn.Module], *others: type[nn.Module]) -> Guards:
 
 
 def lookups_of(function: Any) -> tuple[Lookup, ...]:
-    """What a rotary function, or a module in place of it, looks up by name. Raises `NotProven` as `guards_of` does."""
+    """List what a rotary function, or a module in its place, looks up. Raises `NotProven` as `guards_of` does."""
     return guards_of(function).lookups if isinstance(function, nn.Module) else _read_by(function)[1]
 
 
@@ -149,7 +149,7 @@ def global_lookups(function: types.FunctionType) -> list[Lookup]:
 
 
 def _class_lookups(classes: list[type], names: Iterable[str]) -> Iterator[Lookup]:
-    """What the first of `classes` has by these names, and those from which it may have it."""
+    """Look names up in the first of `classes`, and in the others that define them."""
     for name in names:
         for owner in dict.fromkeys((classes[0], *(base for base in classes if name in vars(base)))):
             yield owner, name, getattr(owner, name, _ABSENT)

@@ -24,7 +24,7 @@ _OF_LIBRARIES = ("torch.", "transformers.", "peft.", "trl.")  # which read no lo
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks around its forward, in the forward or in the backward pass."""
+    """Return whether a call of `module` runs hooks around its forward, in the forward or in the backward pass."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -90,7 +90,7 @@ def home(function: Any) -> str:
 
 
 def comes_from(function: Any, rooms: str | tuple[str, ...]) -> bool:
-    """Whether the code of a function, and of all that it wraps, stands in Python modules whose names begin so."""
+    """Return whether a function, and all that it wraps, stands in Python modules whose names begin so."""
     inner = getattr(function, "__wrapped__", None)
     return home(function).startswith(rooms) and (inner is None or comes_from(inner, rooms))
 

@@ -15,7 +15,7 @@ def hooks_in_force() -> Hooks | None:
 
 
 def keep(tensor: torch.Tensor) -> Kept:
-    """What is to be kept in place of `tensor`: itself and its version.
+    """Keep `tensor`: itself and its version.
 
     It is kept detached, since an operation that keeps its own result would own itself, a cycle that is never freed. A
     leaf is not: ZeRO-3 exchanges the data of its parameters, which a detached tensor would not follow.

@@ -14,7 +14,7 @@ PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and noth
 
 
 class Proven(Hashable, Protocol):
-    """What a module was proven to compute. Its `str()` is the variant that the report names."""
+    """The formula that a module was proven to compute. Its `str()` is the variant that the report names."""
 
     @property
     def operation(self) -> str:
@@ -22,7 +22,7 @@ class Proven(Hashable, Protocol):
 
 
 class Kind(NamedTuple):
-    """How modules of one kind are found, proven and replaced.
+    """The way to find, prove and replace modules of one kind.
 
     Attributes:
         nominated: Tells whether a module looks like one of this kind.

@@ -139,7 +139,7 @@ def inputs_of(forward: Callable) -> list[str] | None:
 
 
 def rest_is_optional(forward: Callable) -> bool:
-    """Whether an unbound `forward` has None as the default of all its inputs but `self` and the first."""
+    """Return whether an unbound `forward` has None as the default of all its inputs but `self` and the first."""
     return all(p.default is None for p in list(inspect.signature(forward).parameters.values())[2:])
 
 
@@ -153,7 +153,7 @@ def attempt(prove: Callable[[Any], tuple[Any, str | None]], subject: Any) -> tup
 
 
 def same(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = False) -> bool:
-    """Whether shapes and dtypes are equal, and no element differs by more than `rtol` times the largest one.
+    """Return whether shapes and dtypes are equal, and no element differs by more than `rtol` times the largest one.
 
     That is the largest of all elements or, with `by_row`, of the row. A NaN in either tensor counts as a difference.
     """

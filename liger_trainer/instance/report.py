@@ -1,4 +1,4 @@
-"""What `apply_liger` did: for each operation the modules that it found, swapped and left alone, and why."""
+"""The report of `apply_liger`: for each operation the modules that it found, swapped and left alone, and why."""
 
 import json
 import os
@@ -14,7 +14,7 @@ OPERATIONS = (
 
 @dataclass
 class OperationReport:
-    """What happened to the modules of one operation.
+    """The modules of one operation.
 
     Attributes:
         enabled (`bool`): Whether the config asked for the operation.
@@ -31,7 +31,7 @@ class OperationReport:
 
     @property
     def found(self) -> int:
-        """How many modules were recognised, whether they could be swapped or not."""
+        """The number of modules that were recognised, swapped or not."""
         return len(self.swapped) + len(self.skipped)
 
 
@@ -54,7 +54,7 @@ class Place:
 
 
 class LigerReport:
-    """What was patched in one model.
+    """The report of one model.
 
     Args:
         model_name (`str`): The name of the model's class.

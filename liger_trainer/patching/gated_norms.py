@@ -50,7 +50,7 @@ class GatedNorm:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` looks like a norm and its forward takes two inputs."""
+    """Return whether `module` looks like a norm and its forward takes two inputs."""
     return looks_like_a_norm(module) and len(probe.inputs_of(type(module).forward) or ()) == 2
 
 

@@ -1,4 +1,4 @@
-"""What gated MLPs and blocks of experts have in common: both compute act(gate) * up, plain or clamped and scaled."""
+"""The gates of MLPs and of blocks of experts: act(gate) * up, plain or clamped and scaled."""
 
 import functools
 import itertools

@@ -33,7 +33,7 @@ ACTIVATIONS = {Gate("swiglu", ""): "silu", Gate("geglu", "tanh"): "gelu_tanh", G
 
 @dataclass(frozen=True)
 class MLP:
-    """What a gated MLP computes, and the names of the children that do it.
+    """The function of a gated MLP, and the names of the children that compute it.
 
     Attributes:
         gate (`Gate`): The function between the projections.
@@ -99,7 +99,7 @@ def projections_of(module: nn.Module) -> tuple[list[str], str] | None:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` has projections of the widths of a gated MLP, and a forward without `*args` and `**kwargs`."""
+    """Return whether `module` has projections as wide as a gated MLP's, and a forward without `*args` and `**kwargs`."""
     return projections_of(module) is not None and probe.inputs_of(type(module).forward) is not None
 
 
@@ -118,7 +118,7 @@ class _Recorder(nn.Module):
 
 
 class _Cases:
-    """What an MLP's own code does with random inputs, its projections recorded, to compare our forwards with."""
+    """Runs of an MLP's own code on random inputs, its projections recorded, to compare our forwards with."""
 
     def __init__(self, module: nn.Module, inner: list[str], down: str):
         self.module, self.inner, self.down = module, inner, down
@@ -146,7 +146,7 @@ class _Cases:
         return [name for name, _ in calls], [x, *(given for _, given in calls), out, *grads]
 
     def agree(self, forward: Callable) -> bool:
-        """Whether `forward` makes the calls that the MLP's own makes, with its values and gradients."""
+        """Return whether `forward` makes the calls that the MLP's own makes, with its values and gradients."""
         for case, (order, wanted) in zip(self.cases, self.wanted, strict=True):
             got_order, got = self.run(forward, *case)
             rtol = probe.FP32_RTOL if case[-1] == torch.float32 else 0.02

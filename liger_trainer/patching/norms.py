@@ -72,12 +72,12 @@ class Norm:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` looks like a norm, and not like one that takes a gate."""
+    """Return whether `module` looks like a norm, and not like one that takes a gate."""
     return looks_like_a_norm(module) and len(probe.inputs_of(type(module).forward) or ()) != 2
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether `module` has "norm" in its class's name, no children of its own, at most a 1D weight and a 1D bias."""
+    """Return whether `module` has "norm" in its class's name, no children, at most a 1D weight and a 1D bias."""
     return (
         "norm" in type(module).__name__.lower()
         and not isinstance(module, NOT_OURS)
@@ -121,13 +121,13 @@ def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
 
 
 def eps_of(module: nn.Module) -> list[float]:
-    """What the eps of a norm may be: numbers of the module, then those that stand in code."""
+    """List what the eps of a norm may be: numbers of the module, then numbers that stand in code."""
     own = [v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 0.1]
     return list(dict.fromkeys((*own, *LITERAL_EPS)))
 
 
 def groups_of(module: nn.Module) -> list[int]:
-    """How many columns of the weight may be normed together, by the attributes of the module."""
+    """List how many columns of the weight may be normed together, by the attributes of the module."""
     width = max((probe.full_shape(p)[0] for p in module._parameters.values() if p is not None), default=0)
     return [
         value
@@ -161,7 +161,7 @@ def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         return rms_norm(x, w, norm.eps, offset=norm.offset, cast=cast)
 
     def runs_itself(self, x: torch.Tensor) -> bool:
-        """Whether the norm's own code is to run, because of something for which nothing was proven."""
+        """Return whether the norm's own code is to run, because of something for which nothing was proven."""
         if norm.autocast == "own" and torch.is_autocast_enabled(x.device.type):
             return True
         if t5 and norm.weight and (dtype := getattr(self, norm.weight).dtype) in HALF and x.dtype != dtype:
@@ -235,7 +235,7 @@ class Cases:
         return [y.detach(), *torch.autograd.grad(y, leaves, self.dy, materialize_grads=True)]
 
     def agree(self, forward: Callable) -> bool:
-        """Whether `forward` gives the norm's own results in all cases."""
+        """Return whether `forward` gives the norm's own results in all cases."""
         for case, want in zip(self.cases, self.wanted, strict=True):
             got = self._run(forward, *case)
             if len(want) == 1:  # 16-bit rows, for which every rounding has to be in its place

@@ -27,7 +27,7 @@ Plan = tuple[Proof, frozenset[int] | None]  # a proof, and the widths of cos for
 
 
 class RotaryBinding(Binding):
-    """What is bound to an attention.
+    """The binding of an attention.
 
     Attributes:
         parent (`Weakly`): The parent of what makes its angles.
@@ -87,7 +87,7 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
 def _binding_of(
     way: list[nn.Module], makers: list[str], seen: frozenset[tuple[int, str]], prove_once: Callable
 ) -> tuple["RotaryBinding", str]:
-    """What to bind to an attention, and what it computes. Raises `NotProven` where it keeps its own code.
+    """Make the binding of an attention, and say what it computes. Raises `NotProven` where it keeps its own code.
 
     Args:
         way (`list`): The modules from the parent of what makes the angles down to the attention, each inside the last.
@@ -133,7 +133,7 @@ def _binding_of(
 
 
 def _proven(function: Callable) -> tuple[Any, str | None]:
-    """What `prove` finds. Of code that is known it finds it once in a process, for each state of that code."""
+    """Prove a rotary function, in a process once for each state of code that is known."""
     try:
         key = key_of(function) if isinstance(function, types.FunctionType) else None
     except (NotProven, TypeError):
@@ -147,7 +147,7 @@ def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
 
 
 def _is_decorated_as_known(forward: Callable) -> bool:
-    """Whether a forward has no decorators but `@torch.no_grad()` and transformers' `@deprecate_kwarg`."""
+    """Return whether a forward has no decorators but `@torch.no_grad()` and transformers' `@deprecate_kwarg`."""
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
         room = getattr(forward, "__globals__", {}).get("__name__")
         cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]

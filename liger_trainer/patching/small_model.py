@@ -99,7 +99,7 @@ def small_copy(module, seed: int, attention: str = "sdpa"):
 
 
 def drawn(build: Callable[[], nn.Module], seed: int):
-    """What `build` returns, on the CPU and in training mode, with random weights. ValueError if it is not small."""
+    """Build a model on the CPU, in training mode, with random weights. ValueError if it is not small."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in build().parameters())
     if size > _MOST_PARAMETERS:

@@ -119,7 +119,7 @@ def _differs(ours, batch, wanted, what: str) -> str | None:
 
 
 def _apart(got, wanted) -> str | None:
-    """What of two results of `_run` differs, or None."""
+    """Name what differs in two results of `_run`, or return None."""
     (logits, loss, grads), (wanted_logits, wanted_loss, wanted_grads) = got, wanted
     if not probe.same(logits, wanted_logits, _RTOL):
         return "what is computed for real tokens differs"
@@ -148,7 +148,7 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
 
 
 def why_rows_mix(model) -> str | None:
-    """Why packed rows would see each other in `model`, or None where a small copy does not show that they would."""
+    """Tell why packed rows would see each other in `model`, or return None if a small copy does not show it."""
     model = base_model_of(model)
     backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)

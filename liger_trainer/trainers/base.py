@@ -1,4 +1,4 @@
-"""What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss."""
+"""The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,7 +37,7 @@ _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 
 
 class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
-    """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss.
+    """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss.
 
     A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over
     tokens, the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the stock
@@ -117,7 +117,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
 
     def _token_loss_of(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
-        """What `token_loss` returns, with zeros where there is no label. ValueError if it is not one loss per label."""
+        """Call `token_loss`, and put zeros where there is no label. ValueError if it is not one loss per label."""
         per_token: Any = self.token_loss(outputs, inputs)  # a user's method, which may return anything
         mask: Any = outputs.label_mask
         shape = getattr(per_token, "shape", None)
@@ -248,7 +248,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             logger.info(self.liger_report.one_line())
 
     def why_unfused(self, model: nn.Module) -> str | None:
-        """Why the loss needs the logits of `model`, so that its head stays as it is, or None if it needs none."""
+        """Tell why the loss needs the logits of `model`, so that its head stays as it is, or return None."""
         return None
 
     @property

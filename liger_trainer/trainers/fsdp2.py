@@ -1,4 +1,4 @@
-"""What is set right before FSDP2 shards a model: losses stay in fp32, and references and teachers get their weights.
+"""Set right before FSDP2 shards a model: losses stay in fp32, and references and teachers get their weights.
 
 With `fsdp_cpu_ram_efficient_loading: true` only the first process of each machine reads a checkpoint. accelerate sends
 the others the weights of the model that is trained. TRL shards references itself and sends nothing: with transformers

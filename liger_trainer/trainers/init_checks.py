@@ -1,4 +1,4 @@
-"""What every Liger trainer refuses while it is built, because it would train wrongly or ignore an option in silence.
+"""Refuses, while a Liger trainer is built, what would train wrongly or ignore an option in silence.
 
 `LigerTrainerMixin` calls `refuse_before_patching` in `_apply_liger`, and the others in `_finish_init`.
 """
@@ -134,7 +134,7 @@ def refuse_packed_rows_that_mix(trainer: Any) -> None:
 
 
 def _why_not_next_tokens(model: nn.Module) -> str | None:
-    """Why the labels of `model` are not the tokens that follow in its input, or None if they are."""
+    """Tell why the labels of `model` are not the tokens that follow in its input, or return None."""
     model = base_model_of(model)
     name = own_class(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):

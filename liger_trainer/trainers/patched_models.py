@@ -13,7 +13,7 @@ from liger_trainer.patching import LigerReport, apply_liger, remove_liger
 
 
 class PatchedModels:
-    """What a trainer remembers of the models that it has patched.
+    """The models that a trainer has patched.
 
     Two trainers may share a model and be used in turn. The head of the model has one set of options: those of the
     trainer that was built last, until another one calls `use`.

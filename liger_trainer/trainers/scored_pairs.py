@@ -1,4 +1,4 @@
-"""What `LigerORPOTrainer` and `LigerCPOTrainer` share: they run TRL's own code on a stand-in for the logits.
+"""The base of `LigerORPOTrainer` and `LigerCPOTrainer`, which run TRL's own code on a stand-in for the logits.
 
 TRL scores pairs from full logits, in `concatenated_forward`. Here that method runs as it is. The model that it calls
 answers with `ScoredLogits`, which holds all that the method uses the logits for: the log-probability of every label and

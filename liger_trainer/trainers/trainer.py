@@ -86,7 +86,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             self.label_smoother = smoother
 
     def _is_causal_lm(self) -> bool:
-        """Whether the stock trainer shifts the labels for its `LabelSmoother`. The answer is right under FSDP2 too."""
+        """Return whether the stock trainer shifts the labels for its `LabelSmoother`, under FSDP2 too."""
         return own_class(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _own_loss_model(self, model: Callable[..., Any], wants_logits: bool) -> Callable[..., dict[str, torch.Tensor]]:
@@ -108,7 +108,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         return forward
 
     def _aux_loss_weight(self) -> float:
-        """What the model's own forward multiplies its auxiliary loss by, when it adds that to a loss."""
+        """The factor by which the model's own forward adds its auxiliary loss to a loss."""
         model = base_model_of(self.model)
         for owner in (model, model.config.get_text_config()):
             for name in ("router_aux_loss_coef", "aux_loss_coef"):

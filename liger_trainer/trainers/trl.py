@@ -1,4 +1,4 @@
-"""How our kernels and our fused head get into TRL's trainers, whose losses stay TRL's.
+"""Puts our kernels and our fused head into TRL's trainers, whose losses stay TRL's.
 
 While they are built, TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the
 reference. A copy of their `__init__` finds a function of ours by that name. So TRL still decides which outputs,
@@ -51,7 +51,7 @@ def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.F
 
 
 def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
-    """What replaces globals of the module of a TRL trainer under FSDP."""
+    """Replacements for globals of the module of a TRL trainer under FSDP."""
     replaced = {}
     if (stock_prepare := vars(module).get("prepare_fsdp")) is not None:
 
@@ -167,7 +167,7 @@ class LigerTRLMixin(LigerTrainerMixin):
         return super().compute_loss(self._gathering_predictions(model), *args, **kwargs)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """What DPO and KTO compute before they train. Without a reference, the model without its adapter is one."""
+        """Score the reference before training, in DPO and KTO. It may be the model without its adapter."""
         if self.ref_model is None:
             give_weights_of_first_process(self.model, self.accelerator)
         return super()._precompute_ref_logps(*args, **kwargs)

@@ -58,7 +58,7 @@ class Rows:
 
 
 class RowMask:
-    """What the layers get for a mask: a token sees those of its own row up to itself, and at most `window` of them.
+    """The mask that layers get: a token sees the tokens of its own row up to itself, and at most `window` of them.
 
     It is opaque to whatever handles the arguments of layers on their way (checkpointing, FSDP, hooks of accelerate).
     `unknown` says why the mask that was asked for is another one; some models ask for masks that no layer uses.
@@ -104,7 +104,7 @@ def _row_mask(
 
 
 def _is_sliding(mask_function, window: int) -> bool:
-    """Whether a mask function lets a token see `window` tokens up to itself: asked at the edges."""
+    """Return whether a mask function lets a token see `window` tokens up to itself: asked at the edges."""
     query = torch.tensor([window, window, 0, 2 * window - 1], device="cpu")
     key = torch.tensor([1, 0, 1, window], device="cpu")
     zero = torch.zeros((), dtype=torch.long, device="cpu")
@@ -173,7 +173,7 @@ def _kernel_takes(query, key, value, dropout) -> bool:
 
 @functools.cache
 def _device_has_the_kernel(device: torch.device) -> bool:
-    """Whether PyTorch was built with the kernel, and for this GPU."""
+    """Return whether PyTorch was built with the kernel, and for this GPU."""
     built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -28,7 +28,7 @@ _KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
 
 
 class Proven(NamedTuple):
-    """What has been shown of a model.
+    """The result of the proof of a model.
 
     Attributes:
         mixes (`bool`): Whether the rows of a packed row see each other with the model's own attention.
@@ -42,7 +42,7 @@ class Proven(NamedTuple):
 
 
 class BackboneBinding(Binding):
-    """What we remember about the forward that is bound to a backbone."""
+    """The binding of a backbone."""
 
     key = "_liger_varlen"
 
@@ -53,7 +53,7 @@ class BackboneBinding(Binding):
 
 
 class Plan:
-    """How one call goes through the backbone.
+    """The way of one call through the backbone.
 
     Args:
         given (`dict`): The arguments of the call that it was made from.
@@ -75,7 +75,7 @@ class Plan:
         return self.index is not None
 
     def fits(self, call: dict[str, Any]) -> bool:
-        """Whether the backbone is called with what the plan was made from."""
+        """Return whether the backbone is called with what the plan was made from."""
         same = all(call.get(name) is self.given.get(name) for name in ("attention_mask", "position_ids"))
         others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
         same = same and tokens_of(call).shape[:2] == tokens_of(self.given).shape[:2]
@@ -101,7 +101,7 @@ class Plan:
         return call | packed | {"attention_mask": mask}
 
     def padded(self, outputs):
-        """What the backbone has returned, with every tensor of real tokens put back into the shape of the batch."""
+        """Put every tensor of real tokens that the backbone has returned back into the shape of the batch."""
         if self.index is None:
             return outputs
         if isinstance(outputs, ModelOutput):
