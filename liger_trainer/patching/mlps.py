@@ -99,7 +99,7 @@ def projections_of(module: nn.Module) -> tuple[list[str], str] | None:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Return whether `module` has projections as wide as a gated MLP's, and a forward without `*args` and `**kwargs`."""
+    """Return whether `module` has projections as wide as a gated MLP's and a forward without `*args` and `**kwargs`."""
     return projections_of(module) is not None and probe.inputs_of(type(module).forward) is not None
 
 
