@@ -14,7 +14,6 @@ from liger_trainer.instance.binding import Binding, is_bound
 
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in _HOOK_DICTS]
-_OF_ALL, _OF_ALL_BEFORE, _OF_ALL_BACK, _OF_ALL_BEFORE_BACK = _GLOBAL_HOOKS
 # The hooks of Python modules whose names begin so run in our calls too, or have nothing to see there.
 _HOOKS_THAT_MISS_NOTHING = (
     "torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.", "trl.models.activation_offloading",
@@ -25,16 +24,7 @@ _OF_LIBRARIES = ("torch.", "transformers.", "peft.", "trl.")  # which read no lo
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of `module` runs hooks around its forward, in the forward or in the backward pass."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _OF_ALL
-        or _OF_ALL_BEFORE
-        or _OF_ALL_BACK
-        or _OF_ALL_BEFORE_BACK
-    )
+    return any(map(module.__dict__.get, _HOOK_DICTS)) or any(_GLOBAL_HOOKS)
 
 
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:
