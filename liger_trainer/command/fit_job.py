@@ -3,8 +3,8 @@
 import os
 from typing import Any
 
-from liger_trainer.command.model_source import find_model
 from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.sources import model_of
 from liger_trainer.errors import RecipeError
 from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.hollow import Shape
@@ -40,12 +40,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
             "accelerate_config that shares a model out, or --optimizer_in_backward false."
         )
     init = dict(training.model_init_kwargs or {})
-    source = find_model(
-        model.model_name_or_path,
-        init.get("gguf_file"),
-        revision=init.get("revision", model.model_revision),
-        trust_remote_code=init.get("trust_remote_code", getattr(training, "trust_remote_code", False)),
-    )
+    source = model_of(recipe)
     config = source.load(AutoConfig)
     name = init.get("dtype", model.dtype)
     dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from liger_trainer.command.recipe_keys import RecipeArguments
+from liger_trainer.command.recipe_values import list_of
 from liger_trainer.command.trainer_table import TrainerEntry
 from liger_trainer.command.unknown_keys import about_unknown_option
 from liger_trainer.errors import RecipeError
@@ -90,9 +91,13 @@ def options_given(parser, owners: dict[str, KeyOwner], words: list[str], entry: 
     if rest:
         raise RecipeError(about_unknown_option(rest[0], owners, entry))
     given = {key: value for key, value in vars(namespace).items() if key in owners and value is not _NOT_GIVEN}
-    # argparse makes 20.0 of the 20 in `--save_steps 20`, but messages and --dry_run should show it as a file has it.
-    whole = {key: int(value) for key, value in given.items() if isinstance(value, float) and value.is_integer()}
-    return given | whole
+    for key, value in given.items():
+        # argparse makes 20.0 of the 20 in `--save_steps 20`, but messages and --dry_run show it as a file has it.
+        if isinstance(value, float) and value.is_integer():
+            given[key] = int(value)
+        elif isinstance(value, list):
+            given[key] = list_of(value)
+    return given
 
 
 _NOT_GIVEN = object()

@@ -89,7 +89,7 @@ def test_evaluation(folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder, eval_strategy="steps", eval_steps=2))
     assert code == 2 and "there are no rows to evaluate on" in err
     code, _, err = command(capsys, "train", write_recipe(folder, eval_fraction=0.25))
-    assert code == 2 and "so they would never be used" in err
+    assert code == 2 and "eval_fraction is 0.25, which has no effect without eval_strategy" in err
 
 
 def test_lora(folder, capsys):
