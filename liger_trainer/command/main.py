@@ -107,6 +107,7 @@ def _train(args: argparse.Namespace) -> int:
 def _train_as_launched(args: argparse.Namespace) -> int:
     # Newer transformers has a new name for this option and warns of the old one, which TRL uses and all versions know.
     warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator", UserWarning)
     own, words = take_options(args.options, "dry_run", "preview")
     preview_rows = _rows_to_preview(own.get("preview"))
     if "dry_run" in own:

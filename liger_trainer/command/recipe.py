@@ -113,9 +113,9 @@ def read_recipe(
     values = load_yaml(path)
     entry = _trainer_entry(path, values, words)
     parser, owners = parser_of(entry, usage)
-    refuse_unknown_keys(path, values, {key: owner.name for key, owner in owners.items()}, entry)
-    values = {key: checked(path, key, value, owners[key].hints[key]) for key, value in values.items()}
-    defaults = {key: owner.defaults[key] for key, owner in owners.items()}
+    refuse_unknown_keys(path, values, owners, entry)
+    values = {key: checked(path, key, value, owners[key].hint) for key, value in values.items()}
+    defaults = {key: owner.default for key, owner in owners.items()}
     show_in_help(parser, values, defaults)
     given = options_given(parser, owners, words, entry)
 
@@ -143,7 +143,8 @@ def _placed(path: Path, given: dict[str, Any]) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = " ".join(str(error).split())
-        options = "".join(f" --{key}" for key in given if re.search(rf"\b{key}\b", text))
+        named = {key: rf"\b{key.replace('_', '[_ ]')}\b" for key in given}  # torch says "learning rate"
+        options = "".join(f" --{key}" for key, pattern in named.items() if re.search(pattern, text))
         hint = (
             " Without a GPU that computes in bf16, set `bf16: false` in the recipe or pass --bf16 false."
             if "bf16" in text and not isinstance(error, RecipeError)

@@ -115,7 +115,7 @@ def settle(
             "causal language model. Remove lora_task_type."
         )
     rows = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
-    if (_on(value("eval_strategy")) or value("medusa_eval_rows")) and not any(value(key) for key in rows):
+    if (_on(value("eval_strategy")) or (value("medusa_eval_rows") or 0) > 0) and not any(value(key) for key in rows):
         key = "eval_strategy" if _on(value("eval_strategy")) else "medusa_eval_rows"
         raise RecipeError(f"{key} is {value(key)!r}, but there are no rows to evaluate on. Set {' or '.join(rows)}.")
     if value("save_strategy") == "best" and value("eval_strategy") == "no":

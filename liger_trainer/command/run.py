@@ -10,7 +10,7 @@ from liger_trainer.command.output_dir import find_beginning, own_folder, remove_
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.row_counts import KeepsUncutRows, account_for_rows, check_labels, check_token_ids
+from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
 from liger_trainer.command.sources import find_sources
 from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
@@ -77,7 +77,6 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         given["teacher_model"] = _teacher(training)
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     plain = getattr(liger_trainer, recipe.entry.trainer)
-    uncut = (KeepsUncutRows,) if issubclass(plain, trl.SFTTrainer) else ()
     named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     try:
         if source.is_gguf:  # TRL's trainers cannot load one themselves
@@ -87,7 +86,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         else:
             given["model"] = source.path
             given["quantization_config"] = trl.get_quantization_config(recipe.model)
-        trainer = type(plain.__name__, (SavesWithManifest, *uncut, plain), named)(args=training, **given)
+        trainer = type(plain.__name__, (SavesWithManifest, plain), named)(args=training, **given)
     except RecipeError:
         raise
     except (OSError, ValueError, ImportError) as error:

@@ -131,7 +131,7 @@ def test_refusals_before_training(folder, capsys, monkeypatch):
         ({"model_init_kwargs": {"gguf_file": "x.gguf"}}, "gguf_file is 'x.gguf', which is not in"),
         ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', and there is no such file"),
         ({"prompt_template": "none"}, "set prompt_template: alpaca"),
-        ({"max_length": 8}, "max_length is 8, which cuts off the part to learn of all 12 rows"),
+        ({"max_length": 8}, "from all 12 rows: no token after the first one counts in the loss within max_length 8."),
     ):
         code, out, err = command(capsys, "train", write_recipe(folder, **keys))
         assert code == 2, (keys, out)

@@ -24,7 +24,7 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 def recipe(tmp_path):
     LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=1000,
+        vocab_size=1000, max_position_embeddings=65536,
     ).save_pretrained(tmp_path / "model")  # fmt: skip
 
     def write(**keys):
@@ -58,7 +58,7 @@ def test_what_it_prints(recipe, tmp_path, capsys):
 def test_rows_are_no_longer_than_the_model_has_positions_for(recipe, capsys):
     code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "80")
     assert code == 0, err
-    assert "the longest rows in a batch of 2 have 2048 tokens, all that the model has positions for" in out
+    assert "the longest rows in a batch of 2 have 65536 tokens, all that the model has positions for" in out
 
 
 def test_its_help_names_its_own_options(recipe, capsys):

@@ -131,6 +131,8 @@ def test_an_error_about_the_command_line_says_so(tmp_path, capsys):
     path = write_recipe(tmp_path)
     code, _, err = command(capsys, "train", path, "--weight_decay", "-1", "--seed", "3")
     assert code == 2 and f"error: {path} with --weight_decay: weight_decay is -1; expected a number from 0 up." in err
+    code, _, err = command(capsys, "train", path, "--learning_rate", "-1")
+    assert code == 2 and f"error: {path} with --learning_rate: the optimizer 'adamw" in err
     code, _, err = command(capsys, "train", write_recipe(tmp_path, weight_decay=-1), "--seed", "3")
     assert code == 2 and f"error: {path}: weight_decay is -1" in err
 
