@@ -56,13 +56,16 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("ref_model_mixup_alpha ref_model_sync_steps", "sync_ref_model", "sync_ref_model: true", _on),
 )  # fmt: skip
 
-# The least and the largest value of numbers that no library checks, or that it checks only when training begins.
-_RANGES = dict.fromkeys(
-    ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "save_total_limit",
-     "max_completion_length", "lora_alpha"), (1, math.inf),
-) | dict.fromkeys(("weight_decay", "max_grad_norm", "dataloader_num_workers"), (0, math.inf)) | dict.fromkeys(
-    ("num_train_epochs", "logging_steps", "eval_steps", "save_steps"), (1e-12, math.inf)
-) | {"label_smoothing_factor": (0, 1), "memory_budget": (1e-12, 10_000), "host_memory_budget": (0, 10_000)}  # fmt: skip
+# Numbers that no library checks, or that it checks only when training begins: their least and their largest value.
+_RANGES = {
+    (1, math.inf): "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
+    "save_total_limit max_completion_length lora_alpha",
+    (0, math.inf): "weight_decay max_grad_norm dataloader_num_workers",
+    (1e-12, math.inf): "num_train_epochs logging_steps eval_steps save_steps",
+    (0, 1): "label_smoothing_factor",
+    (1e-12, 10_000): "memory_budget",
+    (0, 10_000): "host_memory_budget",
+}
 
 
 def settle(
@@ -82,7 +85,7 @@ def settle(
         found = chosen.get(key, defaults.get(key))
         return getattr(found, "value", found)  # of an enum
 
-    for key, (least, largest) in _RANGES.items():
+    for (least, largest), key in [(limits, key) for limits, keys in _RANGES.items() for key in keys.split()]:
         number = value(key)
         if isinstance(number, (int, float)) and not least <= number <= largest:  # also true of NaN
             low = "above 0" if 0 < least < 1 else f"from {least}"

@@ -1,5 +1,7 @@
 """What a recipe names, found and checked before any weight is loaded: its model, rows, rewards and chat template."""
 
+import copy
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -96,22 +98,26 @@ def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
 def _check_modules(recipe: Recipe, config: Any) -> None:
     """RecipeError if a key names a module that the model does not have, which peft would partly ignore."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     named = {key: getattr(recipe.model, key) for key in ("lora_target_modules", "lora_modules_to_save")}
     named = {key: names for key, names in named.items() if isinstance(names, list)}
     if not recipe.model.use_peft or not named:
         return
+    make = getattr(transformers, (config.architectures or [""])[0], None)  # TRL goes by it too
+    if make is None:
+        make = functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
     try:
         with torch.device("meta"):  # names depend on code and config only, so no weights are needed
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except ValueError:
-        return  # the code of the model comes with it, or it is no causal language model by itself
+            model = make(copy.deepcopy(config))
+    except (ValueError, TypeError, ImportError):
+        return  # the code of the model comes with it, or a package is missing, of which loading it will tell
     paths = [path for path, _ in model.named_modules()]
     linear = (path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     for key, names in named.items():
         for name in names:
-            if not any(path == name or path.endswith(f".{name}") for path in paths):
+            end = name if key == "lora_modules_to_save" else f".{name}"  # as peft looks for them
+            if not any(f".{path}".endswith(end) for path in paths):
                 have = dict.fromkeys(path.rpartition(".")[2] for path in linear)
                 raise RecipeError(
                     f"{recipe.path}: {key} names {name!r}, but the model has no module of that name. It has "

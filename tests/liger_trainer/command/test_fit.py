@@ -55,10 +55,12 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
 
 
-def test_rows_are_no_longer_than_the_model_has_positions_for(recipe, capsys):
-    code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "80")
+def test_rows_are_no_longer_than_the_model_has_positions_for(recipe, tmp_path, capsys):
+    path, config = recipe(), tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("65536", "512"))
+    code, out, err = command(capsys, "fit", path, "--gpu-memory", "0.5")
     assert code == 0, err
-    assert "the longest rows in a batch of 2 have 65536 tokens, all that the model has positions for" in out
+    assert "the longest rows in a batch of 2 have 512 tokens, all that the model has positions for" in out
 
 
 def test_its_help_names_its_own_options(recipe, capsys):
