@@ -9,6 +9,9 @@ from typing import Any
 from liger_trainer.command.trainer_table import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError
 
+# These keys of a recipe are also keywords of `from_pretrained`, so they may stand under `model_init_kwargs` too.
+_SHARED_WITH_MODEL_INIT = {"dtype", "attn_implementation", "trust_remote_code", "router_aux_loss_coef"}
+
 # What other tools, and earlier releases of transformers and TRL, call a key, where a name that looks alike is another.
 _OTHER_NAMES = {
     "batch_size": "per_device_train_batch_size",
@@ -45,6 +48,10 @@ def refuse_unknown_keys(path: Path, values: dict[str, Any], owners: Iterable[str
         near = nearest(key, owners) or " `liger-trainer train RECIPE --help` lists all keys."
         reason = _elsewhere(key, entry) or f"is not a key of a recipe.{near}"
         raise RecipeError(f"{path}: {key!r} (with value {value!r}) {reason}")
+    init = values.get("model_init_kwargs")
+    for key in init if isinstance(init, dict) else ():
+        if key in owners and key not in _SHARED_WITH_MODEL_INIT:  # the model may take it for one of its config
+            raise RecipeError(f"{path}: {key!r} stands under model_init_kwargs. Move it to the left margin.")
 
 
 def about_unknown_option(option: str, owners: Iterable[str], entry: TrainerEntry) -> str:

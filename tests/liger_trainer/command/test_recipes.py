@@ -116,6 +116,10 @@ UNKNOWN = {
         "training:\n  max_steps: 3\n  use_liger: true",
         "'training' is not a key, and a recipe has no sections. Move max_steps, use_liger to the left margin.",
     ),
+    "below model_init_kwargs": (
+        "model_init_kwargs:\n  learning_rate: 1.0e-4",
+        "'learning_rate' stands under model_init_kwargs. Move it to the left margin.",
+    ),
     "twice": ("max_steps: 3\nmax_steps: 4", "line 2: the key 'max_steps' is there twice; keep one."),
     "trainer": ("trainer: sfd", f"trainer is 'sfd'; expected one of: {', '.join(TRAINERS)}."),
     "kernel": ("liger_config: {rmsnorm: false}", "rms_norm"),
