@@ -72,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         help="train a recipe",
         usage=TRAIN_USAGE,
         description="Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
-        "is left out) as the trainer sees them, with what is learned marked. With --dry_run, only print the recipe "
-        "that would run. Any key of a recipe can be given as an option, which beats the file. `liger-trainer train "
-        "RECIPE --help` lists all keys.",
+        "is left out) as the trainer sees them, with what is learned marked. With --dry_run, print the recipe that "
+        "would run, and check its rows, its chat template and the config of its model. Any key of a recipe can be "
+        "given as an option, which beats the file. `liger-trainer train RECIPE --help` lists all keys.",
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
@@ -107,6 +107,7 @@ def _train(args: argparse.Namespace) -> int:
 def _train_as_launched(args: argparse.Namespace) -> int:
     # Newer transformers has a new name for this option and warns of the old one, which TRL uses and all versions know.
     warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator", UserWarning)
     own, words = take_options(args.options, "dry_run", "preview")
     preview_rows = _rows_to_preview(own.get("preview"))
     if "dry_run" in own:
@@ -116,7 +117,10 @@ def _train_as_launched(args: argparse.Namespace) -> int:
             )
         recipe = parse_recipe(args.recipe, words)
         if is_main_process():
-            print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
+            print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="", flush=True)
+        from liger_trainer.command.sources import find_sources
+
+        find_sources(recipe)
         return 0
     # Without a GPU, OpenMP's threads spin at every barrier, which makes a step several times slower as soon as another
     # process wants a core. Sleeping costs little where the cores are idle. torch reads this when it is loaded, later.

@@ -10,11 +10,9 @@ from liger_trainer.command.output_dir import find_beginning, own_folder, remove_
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.recipe_checks import check_rows
-from liger_trainer.command.rewards import check_columns, find_reward
-from liger_trainer.command.row_counts import KeepsUncutRows, account_for_rows, check_labels, check_token_ids
-from liger_trainer.command.rows import load_rows
+from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
+from liger_trainer.command.sources import find_sources
 from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
 from liger_trainer.errors import RecipeError
 
@@ -44,25 +42,13 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
 def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> Summary | str | None:
     import trl
     from jinja2 import TemplateError
-    from transformers import AutoConfig, EarlyStoppingCallback
+    from transformers import EarlyStoppingCallback
 
     import liger_trainer
 
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
-    source = find_model(
-        recipe.model.model_name_or_path,
-        init.pop("gguf_file", None),
-        revision=init.pop("revision", recipe.model.model_revision),
-        trust_remote_code=init.pop("trust_remote_code", getattr(training, "trust_remote_code", False)),
-    )
-    config = source.load(AutoConfig)
-    columns = tuple(
-        tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
-        for needed in recipe.entry.columns
-    )
-    with training.main_process_first(desc="loading the dataset"):
-        train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
-    check_rows(recipe, train_rows.column_names)
+    source, config, train_rows, eval_rows, rewards = find_sources(recipe)
+    init = {key: value for key, value in init.items() if key not in source.options}
     reads_label = any("label" in needed for needed in recipe.entry.columns) and "label" in train_rows.column_names
     if reads_label and preview_rows is None:
         check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
@@ -85,15 +71,12 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         given["callbacks"].append(recorder.early_stopping)
-    if recipe.args.reward_funcs:
-        given["reward_funcs"] = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs]
-        for reward in given["reward_funcs"]:
-            check_columns(reward, train_rows.column_names)
+    if rewards:
+        given["reward_funcs"] = rewards
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = _teacher(training)
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     plain = getattr(liger_trainer, recipe.entry.trainer)
-    uncut = (KeepsUncutRows,) if issubclass(plain, trl.SFTTrainer) else ()
     named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     try:
         if source.is_gguf:  # TRL's trainers cannot load one themselves
@@ -103,11 +86,12 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         else:
             given["model"] = source.path
             given["quantization_config"] = trl.get_quantization_config(recipe.model)
-        trainer = type(plain.__name__, (SavesWithManifest, *uncut, plain), named)(args=training, **given)
+        trainer = type(plain.__name__, (SavesWithManifest, plain), named)(args=training, **given)
     except RecipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"{recipe.path}: {error}{_template_hint(error, recipe)}") from error
+        text = " ".join(str(error).split())
+        raise RecipeError(f"{recipe.path}: {text}{_hint(error, recipe)}") from error
     except TemplateError as error:
         raise RecipeError(
             f"{recipe.path}: the chat template of the model refuses a row: {error}. Correct the row, or set "
@@ -120,16 +104,16 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
                 raise RecipeError(f"{recipe.path}: {key} has a key that the model does not know: {error}") from error
         raise
     except RuntimeError as error:
-        if "assistant_only_loss" not in str(error):
+        # TRL says so of a row without an answer, and transformers of a tracker that is not installed
+        if not any(text in str(error) for text in ("assistant_only_loss", "to be installed")):
             raise
-        raise RecipeError(f"{recipe.path}: {error}") from error  # from TRL, about a row without an answer
+        raise RecipeError(f"{recipe.path}: {error}") from error
     say_where_spread(trainer.model)
     check_token_ids(trainer, train_rows, "train")
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, eval_rows, "eval")
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
-    _check_modules_to_save(trainer.model, recipe)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
     recorder.parameters = count_parameters(trainer.model)
     evaluation = _heads_evaluation(trainer, eval_rows)
@@ -151,19 +135,10 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     return summary
 
 
-def _check_modules_to_save(model, recipe: Recipe) -> None:
-    """RecipeError if `lora_modules_to_save` names a module that the model does not have, which peft would ignore."""
-    names = recipe.model.lora_modules_to_save if recipe.model.use_peft else None
-    for name in names or ():
-        if not any(path.endswith(name) for path, _ in model.named_modules()):
-            raise RecipeError(
-                f"{recipe.path}: lora_modules_to_save names {name!r}, but the model has no module of that name. Give "
-                "names such as lm_head or embed_tokens."
-            )
-
-
-def _template_hint(error: Exception, recipe: Recipe) -> str:
-    """What to do about a chat template that does not mark answers, besides rewriting it as TRL says."""
+def _hint(error: Exception, recipe: Recipe) -> str:
+    """Which key to change, where the library's error does not say."""
+    if "/api/repos/create" in str(error):
+        return " Or set push_to_hub: false."
     splits = getattr(recipe.training, "assistant_only_loss", False) and recipe.args.prompt_template == "none"
     if "not training-compatible" not in str(error) or not splits:
         return ""
@@ -171,31 +146,12 @@ def _template_hint(error: Exception, recipe: Recipe) -> str:
 
 
 def _check_evaluation(recipe: Recipe) -> None:
-    """RecipeError if an evaluation lacks its rows, or rows for evaluation would never be used."""
-    strategy = getattr(recipe.training.eval_strategy, "value", recipe.training.eval_strategy)
-    keys = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
-    given = [key for key in keys if getattr(recipe.args, key) is not None]
-    has_rows = bool(given)
+    """RecipeError if Medusa heads are to be evaluated by several processes."""
     heads_rows = getattr(recipe.training, "medusa_eval_rows", 0)
-    if heads_rows and not has_rows:
-        raise RecipeError(
-            f"{recipe.path}: medusa_eval_rows is {heads_rows}, but there are no rows to take them from. Set "
-            "eval_dataset_name, dataset_eval_split or eval_fraction."
-        )
     if heads_rows and recipe.training.world_size > 1:
         raise RecipeError(
             f"{recipe.path}: medusa_eval_rows is {heads_rows}, which works with one process only, but there are "
             f"{recipe.training.world_size}. Set it to 0, and run liger-trainer medusa-eval afterwards."
-        )
-    if strategy != "no" and not has_rows:
-        raise RecipeError(
-            f"{recipe.path}: eval_strategy is {strategy!r}, but there are no rows to evaluate on. Set "
-            "eval_dataset_name, dataset_eval_split or eval_fraction."
-        )
-    if strategy == "no" and has_rows and not heads_rows:
-        raise RecipeError(
-            f"{recipe.path}: {given[0]} sets rows aside for evaluation, but eval_strategy is 'no', so they would never "
-            f"be used. Set eval_strategy: steps or epoch, or remove {given[0]}."
         )
 
 

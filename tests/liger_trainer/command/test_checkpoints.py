@@ -598,7 +598,8 @@ def test_dry_run_leaves_the_process_as_it_was(folder, capsys, monkeypatch):
     for name in ("OMP_WAIT_POLICY", "TQDM_DELAY", "TRL_EXPERIMENTAL_SILENCE"):
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
-    (folder / "pairs.jsonl").write_text("{}")
-    path = write_recipe(folder, trainer="orpo", dataset_name="pairs.jsonl", accelerate_config="single_gpu")
+    (folder / "pairs.jsonl").write_text('{"prompt": "w3 ", "chosen": "w4", "rejected": "w5"}')
+    keys = {"dataset_name": "pairs.jsonl", "prompt_template": None, "accelerate_config": "single_gpu"}
+    path = write_recipe(folder, trainer="orpo", **keys)
     assert command(capsys, "train", path, "--dry_run")[0] == 0
     assert dict(os.environ) == before

@@ -179,7 +179,7 @@ def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, fol
         raise KeyboardInterrupt
 
     shutil.copytree(saved_run, folder / "out")
-    monkeypatch.setattr("liger_trainer.command.run.load_rows", interrupt)
+    monkeypatch.setattr("liger_trainer.command.sources.load_rows", interrupt)
     path = write_recipe(folder, **SAVING, overwrite_output_dir=True)
     code, _, err = command(capsys, "train", path)
     assert code == 130 and err.strip() == "liger-trainer: interrupted. Training had not begun."
@@ -236,6 +236,6 @@ def test_a_run_whose_output_nobody_reads(folder, capsys, monkeypatch):
     def closed(*args):
         raise BrokenPipeError
 
-    monkeypatch.setattr("liger_trainer.command.run.load_rows", closed)
+    monkeypatch.setattr("liger_trainer.command.sources.load_rows", closed)
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 141 and err.strip().endswith("so the run has ended. Training had not begun."), err

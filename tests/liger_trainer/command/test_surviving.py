@@ -245,7 +245,7 @@ def test_the_handler_of_transformers_is_refused(folder, capsys):
 
 
 def test_sigterm_before_training_ends_at_once(folder, capsys, monkeypatch):
-    monkeypatch.setattr("liger_trainer.command.run.load_rows", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("liger_trainer.command.sources.load_rows", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 143 and "terminated. Training had not begun." in err, err
     assert not (folder / "out").exists()
