@@ -2,7 +2,15 @@
 
 import inspect
 import os
+from typing import Any
 
+import torch
+import trl
+from accelerate.utils import parse_flag_from_env
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
+
+import liger_trainer
 from liger_trainer.command.launch import check_world, say_where_spread
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model
@@ -15,11 +23,12 @@ from liger_trainer.command.rewards import check_columns, find_reward
 from liger_trainer.command.row_counts import KeepsUncutRows, account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.rows import load_rows
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
-from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
+from liger_trainer.command.summary import RunRecorder, count_parameters
 from liger_trainer.errors import RecipeError
+from liger_trainer.paths import find_beside
 
 
-def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> Summary | str | None:
+def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
     """Train as the recipe says, and save the model, its tokenizer and `liger_report.json` in `output_dir`.
 
     Args:
@@ -28,7 +37,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
         stop (`SaveOnSigterm`, *optional*): What says when the run has to stop.
 
     Returns:
-        `Summary` of the run, or a text if `preview_rows` is set; on all processes but the main one, None.
+        The summary of the run, or the rows if `preview_rows` is set; on all processes but the main one, None.
 
     Raises:
         RecipeError: Something that the recipe names is missing, or does not fit the rest. Nothing has been trained
@@ -41,13 +50,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
         return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
 
 
-def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> Summary | str | None:
-    import trl
-    from jinja2 import TemplateError
-    from transformers import AutoConfig, EarlyStoppingCallback
-
-    import liger_trainer
-
+def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     source = find_model(
         recipe.model.model_name_or_path,
@@ -68,7 +71,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
     facts = facts_of(recipe, source, train_rows)
     beginning = find_beginning(recipe, resumes, facts)
-    keeper, training.save_total_limit = Keeper(facts, beginning.run, training.save_total_limit), None
+    keeper, training.save_total_limit = Keeper(facts, beginning, training.save_total_limit), None
 
     total = len(train_rows)
     if preview_rows is not None:
@@ -80,11 +83,12 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "peft_config": trl.get_peft_config(recipe.model),
-        "callbacks": [recorder, stop],
+        "callbacks": [keeper, recorder],
     }
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         given["callbacks"].append(recorder.early_stopping)
+    given["callbacks"].append(stop)  # the last, because it may end the run
     if recipe.args.reward_funcs:
         given["reward_funcs"] = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs]
         for reward in given["reward_funcs"]:
@@ -107,7 +111,8 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     except RecipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"{recipe.path}: {error}{_template_hint(error, recipe)}") from error
+        hint = _template_hint(error, recipe) or _modules_hint(error, source, config)
+        raise RecipeError(f"{recipe.path}: {error}{hint}") from error
     except TemplateError as error:
         raise RecipeError(
             f"{recipe.path}: the chat template of the model refuses a row: {error}. Correct the row, or set "
@@ -129,7 +134,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         check_token_ids(trainer, eval_rows, "eval")
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
-    _check_modules_to_save(trainer.model, recipe)
+    _check_adapter(trainer.model, recipe)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
     recorder.parameters = count_parameters(trainer.model)
     evaluation = _heads_evaluation(trainer, eval_rows)
@@ -139,11 +144,14 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
             remove_earlier_run(training.output_dir)
         trainer.accelerator.wait_for_everyone()
     recipe.began = True
-    trainer.beginning, trainer.keeper, trainer.stop = beginning, keeper, stop
+    trainer.keeper, trainer.stop = keeper, stop
+    rows_name = recipe.args.dataset_name
+    if isinstance(rows_name, str) and find_beside(rows_name, recipe.path.parent) is None:
+        trainer.rows_on_hub = rows_name
     train_and_save(trainer, recipe)
     if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
-    summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
+        trainer.push_to_hub()
+    summary = recorder.summary(trainer, evaluation()) if trainer.is_world_process_zero() else None
     # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
     # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
     trainer.accelerator.wait_for_everyone()
@@ -151,15 +159,31 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     return summary
 
 
-def _check_modules_to_save(model, recipe: Recipe) -> None:
-    """RecipeError if `lora_modules_to_save` names a module that the model does not have, which peft would ignore."""
-    names = recipe.model.lora_modules_to_save if recipe.model.use_peft else None
-    for name in names or ():
-        if not any(path.endswith(name) for path, _ in model.named_modules()):
-            raise RecipeError(
-                f"{recipe.path}: lora_modules_to_save names {name!r}, but the model has no module of that name. Give "
-                "names such as lm_head or embed_tokens."
-            )
+def _check_adapter(model: torch.nn.Module, recipe: Recipe) -> None:
+    """RecipeError if the adapter names a module that the model does not have, which peft ignores if it has others."""
+    for key in ("lora_target_modules", "lora_modules_to_save") if recipe.model.use_peft else ():
+        names = getattr(recipe.model, key)
+        for name in names if isinstance(names, list) else ():
+            if not any(f".{path}".endswith(f".{name}") for path, _ in model.named_modules()):
+                raise RecipeError(
+                    f"{recipe.path}: {key} names {name!r}, but the model has no module of that name. {_modules(model)}"
+                )
+
+
+def _modules(model: torch.nn.Module) -> str:
+    """The names that an adapter may give to modules of the model, as a sentence."""
+    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    paths = (path for path, part in model.named_modules() if isinstance(part, kinds) and ".lora_" not in path)
+    return f"It has {', '.join(sorted({path.removesuffix('.base_layer').rpartition('.')[2] for path in paths}))}."
+
+
+def _modules_hint(error: Exception, source: ModelSource, config: Any) -> str:
+    """The names that `lora_target_modules` may have, where peft has found none of the recipe's."""
+    if "Target modules" not in str(error):
+        return ""
+    with torch.device("meta"):
+        code = source.options.get("trust_remote_code", False)
+        return f" {_modules(AutoModelForCausalLM.from_config(config, trust_remote_code=code))}"
 
 
 def _template_hint(error: Exception, recipe: Recipe) -> str:
@@ -217,10 +241,6 @@ def _heads_evaluation(trainer, eval_rows):
 
 def _needs_reference(recipe: Recipe) -> bool:
     """Whether the trainer would load a second copy of the model by its path, as the reference of the trained one."""
-    from accelerate.utils import parse_flag_from_env
-
-    import liger_trainer
-
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
@@ -242,12 +262,12 @@ def _teacher(training) -> str:
 
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
     """The model and the tokenizer of a GGUF source. The weights are dequantised to `dtype`."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
         raise RecipeError(
             "load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them."
         )
+    from transformers import GgufConfig
+
     tokenizer = source.load(AutoTokenizer)
     # Without this, the trainer takes the model for a quantised one, which can neither be trained in full nor saved.
     init["quantization_config"] = GgufConfig(dequantize=True)

@@ -247,7 +247,12 @@ def test_a_key_that_the_model_does_not_know(trainer, folder, capsys):
 def test_modules_to_save_that_are_not_there(folder, capsys):
     path = write_recipe(folder, use_peft=True)
     code, _, err = command(capsys, "train", path, "--lora_modules_to_save", "foo")
-    assert code == 2 and "lora_modules_to_save names 'foo'" in err
+    assert code == 2 and "lora_modules_to_save names 'foo'" in err and "It has down_proj, embed_tokens, " in err
+    for names in (["foo"], ["q_proj", "foo"]):
+        code, _, err = command(capsys, "train", path, "--lora_target_modules", *names)
+        assert code == 2 and "foo" in err and "It has down_proj, embed_tokens, " in err, (
+            "peft itself ignores the second"
+        )
     code, _, err = command(capsys, "train", path, "--lora_modules_to_save", "lm_head")
     assert code == 0, err
 
