@@ -204,21 +204,18 @@ def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, An
 
 def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a run with the facts `now` changes where it goes on from `checkpoint`, as lines for the user."""
-    lines, changed = [], _differences(then, now)
+    lines, changed, kept = [], _differences(then, now), list[Any]()
     if has_optimizer(then):
-        kept = [f"{key} stays {old} and not {value}" for key, value, old in changed if key in _IN_THE_STATES]
-        changed = [change for change in changed if change[0] not in _IN_THE_STATES]
-        if kept:
-            lines.append(
-                f"{', '.join(kept)}, because the optimizer's state in {checkpoint} decides. To use other values, begin "
-                "a new run with the model of that checkpoint."
-            )
+        kept = [change for change in changed if change[0] in _IN_THE_STATES]
     else:
+        lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate begin anew.")
+    if kept:
+        said = ", ".join(f"{key} stays {old} and not {value}" for key, value, old in kept)
         lines.append(
-            f"{checkpoint} was saved without its optimizer (save_only_model), so optimizer and learning rate begin "
-            "anew."
+            f"{said}, because the optimizer's state in {checkpoint} decides. To use other values, begin a new run with "
+            "the model of that checkpoint."
         )
-    if changed:
+    if changed := [change for change in changed if change not in kept]:
         said = ", ".join(f"{key} is {value!r} and was {old!r}" for key, value, old in changed)
         lines.append(f"The run goes on from {checkpoint} in another way: {said}.")
     before, processes = then["processes"], now["processes"]

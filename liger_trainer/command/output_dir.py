@@ -122,10 +122,10 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
     The kernel keeps the lock, or the server of a network file system. So a lock that a killed process has left is
     none, and its host and pid in the file are only for the message.
     """
-    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    here, path = {"host": socket.gethostname(), "pid": os.getpid()}, folder / _LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / _LOCK, "a+b", buffering=0)
+        file = open(path, "a+b", buffering=0)
         file.seek(0)
         found = file.read()
         owner = json.loads(found) if found.startswith(b"{") and found.endswith(b"}") else here
@@ -135,7 +135,7 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
                 f"{recipe.path}: output_dir is {str(folder)!r}, in which another run is at work (process "
                 f"{owner['pid']} on {owner['host']}). Set another output_dir, or wait for the end of that run."
             )
-        if not os.path.exists(folder / _LOCK) or not os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             file.close()  # its owner has just ended, and has deleted it
             return _lock(folder, recipe)
         file.truncate(0)

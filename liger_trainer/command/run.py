@@ -94,7 +94,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         for reward in given["reward_funcs"]:
             check_columns(reward, train_rows.column_names)
     if getattr(training, "teacher_model_name_or_path", None) is not None:
-        given["teacher_model"] = _teacher(training)
+        given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     plain = getattr(liger_trainer, recipe.entry.trainer)
     uncut = (KeepsUncutRows,) if issubclass(plain, trl.SFTTrainer) else ()
@@ -187,7 +187,10 @@ def _modules_hint(error: Exception, source: ModelSource, config: Any) -> str:
 
 
 def _template_hint(error: Exception, recipe: Recipe) -> str:
-    """What to do about a chat template that does not mark answers, besides rewriting it as TRL says."""
+    """What to do about a chat template that is not there or that does not mark answers."""
+    path = getattr(recipe.training, "chat_template_path", None)
+    if path and path in str(error):
+        return f" chat_template_path is {path!r}; expected a file, or a folder or model of the Hub with a tokenizer."
     splits = getattr(recipe.training, "assistant_only_loss", False) and recipe.args.prompt_template == "none"
     if "not training-compatible" not in str(error) or not splits:
         return ""
@@ -224,11 +227,7 @@ def _check_evaluation(recipe: Recipe) -> None:
 
 
 def _heads_evaluation(trainer, eval_rows):
-    """The evaluation that `medusa_eval_rows` asks for, to be called after training.
-
-    Raises:
-        RecipeError: The evaluation is not possible. That is found out here, before training.
-    """
+    """The evaluation that `medusa_eval_rows` asks for, to be called after training. RecipeError if it is impossible."""
     if not getattr(trainer.args, "medusa_eval_rows", 0):
         return lambda: None
     from liger_trainer.medusa.evaluate import evaluation_after_training
@@ -246,18 +245,6 @@ def _needs_reference(recipe: Recipe) -> bool:
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
     sharded = recipe.training.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")  # needs a copy even to precompute
     return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
-
-
-def _teacher(training) -> str:
-    """The path of the teacher. The trainer loads it from there, with `teacher_model_init_kwargs`."""
-    source = find_model(training.teacher_model_name_or_path)
-    if source.is_gguf:
-        raise RecipeError(
-            f"teacher_model_name_or_path is {training.teacher_model_name_or_path!r}, a GGUF model, which the trainer "
-            "cannot load. Save it as an ordinary model first, with from_pretrained(..., gguf_file=...) and "
-            "save_pretrained."
-        )
-    return source.path
 
 
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
