@@ -192,6 +192,19 @@ def test_another_adapter_is_not_gone_on_with(folder, capsys):
     assert code == 0 and "lora_dropout is 0.1 and was 0.05" in err, err
 
 
+def test_optimizer_states_of_other_weights(folder, capsys):
+    """torch compares them with nothing, and the first step would write past their ends."""
+    for rank in (4, 8):
+        out = str(folder / f"out{rank}")
+        path = write_recipe(folder, **SAVING | LORA | {"lora_r": rank, "max_steps": 2, "output_dir": out})
+        assert command(capsys, "train", path)[0] == 0
+    checkpoint = folder / "out8" / "checkpoint-2"
+    shutil.copy(folder / "out4" / "checkpoint-2" / "optimizer.pt", checkpoint)
+    (checkpoint / manifest.NAME).unlink()
+    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", checkpoint, "--max_steps", "4")
+    assert code == 2 and "cannot be loaded: The optimizer's states are of other weights" in err, err
+
+
 def test_what_changes_is_told_in_a_line(saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     keys = {"per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "seed": 7, "max_steps": 6}
