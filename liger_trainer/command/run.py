@@ -3,6 +3,12 @@
 import inspect
 import os
 
+import trl
+from accelerate.utils import parse_flag_from_env
+from jinja2 import TemplateError
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
+
+import liger_trainer
 from liger_trainer.command.launch import check_world, say_where_spread
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model
@@ -13,11 +19,12 @@ from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
 from liger_trainer.command.sources import find_sources
-from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
+from liger_trainer.command.summary import RunRecorder, count_parameters
 from liger_trainer.errors import RecipeError
+from liger_trainer.paths import find_beside
 
 
-def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> Summary | str | None:
+def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
     """Train as the recipe says, and save the model, its tokenizer and `liger_report.json` in `output_dir`.
 
     Args:
@@ -26,7 +33,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
         stop (`SaveOnSigterm`, *optional*): What says when the run has to stop.
 
     Returns:
-        `Summary` of the run, or a text if `preview_rows` is set; on all processes but the main one, None.
+        The summary of the run, or the rows if `preview_rows` is set; on all processes but the main one, None.
 
     Raises:
         RecipeError: Something that the recipe names is missing, or does not fit the rest. Nothing has been trained
@@ -39,13 +46,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
         return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
 
 
-def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> Summary | str | None:
-    import trl
-    from jinja2 import TemplateError
-    from transformers import EarlyStoppingCallback
-
-    import liger_trainer
-
+def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     source, config, train_rows, eval_rows, rewards = find_sources(recipe)
     init = {key: value for key, value in init.items() if key not in source.options}
@@ -54,7 +55,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
     facts = facts_of(recipe, source, train_rows)
     beginning = find_beginning(recipe, resumes, facts)
-    keeper, training.save_total_limit = Keeper(facts, beginning.run, training.save_total_limit), None
+    keeper, training.save_total_limit = Keeper(facts, beginning, training.save_total_limit), None
 
     total = len(train_rows)
     if preview_rows is not None:
@@ -66,15 +67,16 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "peft_config": trl.get_peft_config(recipe.model),
-        "callbacks": [recorder, stop],
+        "callbacks": [keeper, recorder],
     }
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         given["callbacks"].append(recorder.early_stopping)
+    given["callbacks"].append(stop)  # the last, because it may end the run
     if rewards:
         given["reward_funcs"] = rewards
     if getattr(training, "teacher_model_name_or_path", None) is not None:
-        given["teacher_model"] = _teacher(training)
+        given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     plain = getattr(liger_trainer, recipe.entry.trainer)
     named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
@@ -123,11 +125,14 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
             remove_earlier_run(training.output_dir)
         trainer.accelerator.wait_for_everyone()
     recipe.began = True
-    trainer.beginning, trainer.keeper, trainer.stop = beginning, keeper, stop
+    trainer.keeper, trainer.stop = keeper, stop
+    rows_name = recipe.args.dataset_name
+    if isinstance(rows_name, str) and find_beside(rows_name, recipe.path.parent) is None:
+        trainer.rows_on_hub = rows_name
     train_and_save(trainer, recipe)
     if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
-    summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
+        trainer.push_to_hub()
+    summary = recorder.summary(trainer, evaluation()) if trainer.is_world_process_zero() else None
     # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
     # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
     trainer.accelerator.wait_for_everyone()
@@ -156,11 +161,7 @@ def _check_evaluation(recipe: Recipe) -> None:
 
 
 def _heads_evaluation(trainer, eval_rows):
-    """The evaluation that `medusa_eval_rows` asks for, to be called after training.
-
-    Raises:
-        RecipeError: The evaluation is not possible. That is found out here, before training.
-    """
+    """The evaluation that `medusa_eval_rows` asks for, to be called after training. RecipeError if it is impossible."""
     if not getattr(trainer.args, "medusa_eval_rows", 0):
         return lambda: None
     from liger_trainer.medusa.evaluate import evaluation_after_training
@@ -173,10 +174,6 @@ def _heads_evaluation(trainer, eval_rows):
 
 def _needs_reference(recipe: Recipe) -> bool:
     """Whether the trainer would load a second copy of the model by its path, as the reference of the trained one."""
-    from accelerate.utils import parse_flag_from_env
-
-    import liger_trainer
-
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
@@ -184,26 +181,14 @@ def _needs_reference(recipe: Recipe) -> bool:
     return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
 
 
-def _teacher(training) -> str:
-    """The path of the teacher. The trainer loads it from there, with `teacher_model_init_kwargs`."""
-    source = find_model(training.teacher_model_name_or_path)
-    if source.is_gguf:
-        raise RecipeError(
-            f"teacher_model_name_or_path is {training.teacher_model_name_or_path!r}, a GGUF model, which the trainer "
-            "cannot load. Save it as an ordinary model first, with from_pretrained(..., gguf_file=...) and "
-            "save_pretrained."
-        )
-    return source.path
-
-
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
     """The model and the tokenizer of a GGUF source. The weights are dequantised to `dtype`."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
         raise RecipeError(
             "load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them."
         )
+    from transformers import GgufConfig
+
     tokenizer = source.load(AutoTokenizer)
     # Without this, the trainer takes the model for a quantised one, which can neither be trained in full nor saved.
     init["quantization_config"] = GgufConfig(dequantize=True)

@@ -251,6 +251,11 @@ def test_modules_to_save_that_are_not_there(folder, capsys):
     assert code == 0, err
 
 
+def test_a_chat_template_that_is_not_there(folder, capsys):
+    code, _, err = command(capsys, "train", write_recipe(folder), "--chat_template_path", folder / "nowhere.jinja")
+    assert code == 2 and "nowhere.jinja'; expected a file, or a folder" in err
+
+
 def test_a_metric_that_the_evaluation_does_not_have(folder, capsys):
     """The first evaluation tells, and no step is lost."""
     path = write_recipe(folder, eval_fraction=0.25, eval_strategy="steps", eval_steps=2, save_strategy="steps",
