@@ -25,7 +25,8 @@ from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
 from liger_trainer.patching import expert_gates, experts, gated_norms, mlps, norms, rotary, varlen
 
 KINDS: tuple[Kind, ...] = (
-    norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, expert_gates.KIND, lora.KIND, experts.WRAPPER_KIND, float8.KIND,
+    norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, expert_gates.KIND, lora.KIND, experts.WRAPPER_KIND,
+    float8.KIND,
 )  # fmt: skip
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)

@@ -1,14 +1,15 @@
 """Blocks of routed experts of transformers (`use_experts_implementation`), and PEFT's LoRA on their parameters.
 
-A block is a module with `gate_up_proj` and `down_proj` of three dimensions, called with hidden states, ids of experts and
-routing weights. It is proven whole, in the implementation that is set ("eager", "grouped_mm" or "batched_mm"), on a copy
-with few small experts, and runs as `liger_triton.experts`. The router stays the model's own.
+A block is a module with `gate_up_proj` and `down_proj` of three dimensions, called with hidden states, ids of experts
+and routing weights. It is proven whole, in the implementation that is set ("eager", "grouped_mm" or "batched_mm"), on a
+copy with few small experts, and runs as `liger_triton.experts`. The router stays the model's own.
 
-PEFT adapts such a parameter by `ParamWrapper`, one around the other, which builds W + B A of all experts in each forward.
-Our forward of the outermost one computes the adapters inside the products. PEFT's own state says in every call which
-adapters are active. Where it is anything but plain LoRAs on both or one of the two parameters, PEFT's code runs.
+PEFT adapts such a parameter by `ParamWrapper`, one around the other, which builds W + B A of all experts in each
+forward. Our forward of the outermost one computes the adapters inside the products. PEFT's own state says in every call
+which adapters are active. Where it is anything but plain LoRAs on one or both parameters, PEFT's code runs.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +56,23 @@ class Experts:
     interleaved: bool
     implementation: str
     adapters: tuple[str, ...] = ()
-    operation: str = "experts"
+
+    @property
+    def operation(self) -> str:
+        return "lora" if self.adapters else "experts"
 
     def __str__(self) -> str:
         adapters = f" + {', '.join(self.adapters)}" if self.adapters else ""
         return f"{self.gate}{', interleaved' if self.interleaved else ''}, {self.implementation}{adapters}"
 
     def compute(
-        self, block: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, loras: dict[str, ExpertLoRA]
+        self,
+        block: nn.Module,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        loras: dict[str, ExpertLoRA],
     ) -> torch.Tensor:
         """The result of `block`, with the LoRAs on its parameters of these names."""
         names = {"limit": self.gate.limit, "alpha": self.gate.alpha, "gate_scale": self.gate.scale}
@@ -96,14 +106,14 @@ def prove(module: nn.Module) -> tuple[Experts | None, str | None]:
     if gate is None:
         return None, reason
     implementation = _implementation(module)
-    if implementation not in _IMPLEMENTATIONS:
-        return None, f"its experts_implementation is {implementation!r}, which has kernels of its own"
+    if not _is_transformers_own(implementation):
+        return None, f"its experts_implementation is {implementation!r}, which is none of {', '.join(_IMPLEMENTATIONS)}"
     if getattr(module, "has_post_expert_norm", False):
         return None, "it has a norm behind each expert"
     proven = Experts(gate.gate, gate.parts == "pairs", implementation)
     for scale, (dtype, rtol) in itertools.product(SCALES, ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.03))):
         found = []
-        for forward in (build(proven), own_class(module).forward):
+        for forward in (functools.partial(proven.compute, loras={}), own_class(module).forward):
             source = probe.generator()
             found.append(_trained(forward, small_copy(module, source, dtype), source, dtype, scale))
         if not all(probe.same(got, want, rtol) for got, want in zip(*found, strict=True)):
@@ -118,10 +128,10 @@ def _trained(
     x = (scale * probe.randn((_TOKENS, _WIDTH), source, dtype)).requires_grad_()
     ids = torch.stack([torch.randperm(_EXPERTS - 1, generator=source, device="cpu")[:2] for _ in range(_TOKENS)])
     weights = torch.rand((_TOKENS, 2), generator=source, device="cpu").to(dtype).requires_grad_()
+    learned = [p for _, p in sorted(module.named_parameters()) if p.requires_grad]
     y = forward(module, x, ids, weights)
-    leaves = [x, weights, *(p for p in module.parameters() if p.requires_grad)]
     dy = probe.randn((_TOKENS, _WIDTH), source, dtype)
-    return [y, *torch.autograd.grad(y, leaves, dy, materialize_grads=True)]
+    return [y, *torch.autograd.grad(y, [x, weights, *learned], dy, materialize_grads=True)]
 
 
 def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
@@ -131,7 +141,7 @@ def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -
         for word, size in (("num_experts", _EXPERTS), ("hidden", _WIDTH), ("intermediate", _INNER)):
             if word in name and type(value) is int:
                 block.__dict__[name] = size
-    shapes = [(2 * _INNER, _WIDTH), (_WIDTH, _INNER)]
+    shapes: list[tuple[int, ...]] = [(2 * _INNER, _WIDTH), (_WIDTH, _INNER)]
     shapes = [shape[::-1] if module.is_transposed else shape for shape in shapes] + [(2 * _INNER,), (_WIDTH,)]
     for name, shape in zip(_tensor_names(module), shapes, strict=False):
         scale = 1.0 if len(shape) == 1 else shape[0 if module.is_transposed else 1] ** -0.5
@@ -140,7 +150,13 @@ def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -
 
 
 def _implementation(block: nn.Module) -> str:
-    return getattr(block.config, "_experts_implementation", None) or "eager"
+    return getattr(getattr(block, "config", None), "_experts_implementation", None) or "eager"
+
+
+def _is_transformers_own(implementation: str) -> bool:
+    """Whether it is one of the known implementations, and nothing else was registered by its name."""
+    known = implementation in _IMPLEMENTATIONS
+    return known and moe.ALL_EXPERTS_FUNCTIONS.get(implementation) is _IMPLEMENTATIONS[implementation]
 
 
 def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
@@ -148,10 +164,7 @@ def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
 
     On a GPU weights in fp32 keep their own code, whose products of whole experts are faster.
     """
-    registered = _IMPLEMENTATIONS[proven.implementation]
-    if _implementation(block) != proven.implementation or (
-        registered is not None and moe.ALL_EXPERTS_FUNCTIONS.get(proven.implementation) is not registered
-    ):
+    if _implementation(block) != proven.implementation or not _is_transformers_own(proven.implementation):
         return False
     tensors = [block._parameters.get(name) for name in _tensor_names(block)]
     if any([type(t) not in PLAIN_TENSORS or t.device != x.device for t in tensors]) or type(x) not in PLAIN_TENSORS:
@@ -169,7 +182,7 @@ def build(proven: Experts) -> Any:
         ids, weights = _routed(self, routed, named)
         if ids is None or not _runs(self, proven, hidden_states):
             return type(self).forward(self, hidden_states, *routed, **named)
-        return proven.compute(self, hidden_states, ids, weights, {})
+        return proven.compute(self, hidden_states, ids, weights, loras={})
 
     return forward
 
@@ -236,7 +249,7 @@ def prove_wrapper(wrapper: nn.Module) -> tuple[Experts | None, str | None]:
     proven = Experts(plain.gate, plain.interleaved, plain.implementation, tuple(wrapper._modules["lora_A"]._modules))
     for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.03)):
         found = []
-        for forward in (build_wrapper(proven, bound=False), own_class(wrapper).forward):
+        for forward in (functools.partial(_with_adapters, proven), own_class(wrapper).forward):
             source = probe.generator()
             small = small_copy(block, source, dtype)
             for name in reversed(names):
@@ -249,18 +262,28 @@ def prove_wrapper(wrapper: nn.Module) -> tuple[Experts | None, str | None]:
     return proven, None
 
 
-def build_wrapper(proven: Experts, bound: bool = True) -> Any:
-    """The forward to bind to the outermost wrapper. Unless `bound`, the block need not be patched itself."""
+def _with_adapters(
+    proven: Experts, wrapper: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The result of a wrapper whose adapters are plain."""
+    *wrappers, block = _chain(wrapper)
+    loras = _loras_now(wrapper, wrappers, block)
+    assert loras is not None, "the adapters are plain"
+    return proven.compute(block, x, ids, weights, loras=loras)
+
+
+def build_wrapper(proven: Experts) -> Any:
+    """The forward to bind to the outermost wrapper."""
 
     def forward(self, x: torch.Tensor, *routed: Any, **named: Any) -> Any:
         *wrappers, block = _chain(self)
         ids, weights = _routed(block, routed, named)
         loras = None
-        if ids is not None and not torch.compiler.is_compiling() and (not bound or _is_patched(block)):
-            loras = _loras_now(self, wrappers, block) if _runs(block, proven, x) else None
+        if ids is not None and not torch.compiler.is_compiling() and _is_patched(block) and _runs(block, proven, x):
+            loras = _loras_now(self, wrappers, block)
         if loras is None:
             return type(self).forward(self, x, *routed, **named)
-        return proven.compute(block, x, ids, weights, loras)
+        return proven.compute(block, x, ids, weights, loras=loras)
 
     return forward
 
@@ -303,7 +326,7 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
 
 
 def _factors(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E, r, in) and B (E, out, r) of PEFT's matrices: (E r, in), experts slowest, and (out, r E), experts fastest."""
+    """A (E, r, in) and B (E, out, r) of PEFT's matrices (E r, in) and (out, r E). In the latter experts are fastest."""
     a = a.unflatten(0, (num_experts, -1))
     return a, b.unflatten(1, (-1, num_experts)).permute(2, 1, 0).contiguous().mT
 
