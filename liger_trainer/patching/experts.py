@@ -96,7 +96,7 @@ def _tensor_names(block: nn.Module) -> list[str]:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` is a block of experts of transformers with a gate."""
+    """Return whether `module` is a block of experts of transformers with a gate."""
     return expert_gates.nominated(module) and callable(getattr(own_class(module).forward, "__wrapped__", None))
 
 
@@ -154,13 +154,13 @@ def _implementation(block: nn.Module) -> str:
 
 
 def _is_transformers_own(implementation: str) -> bool:
-    """Whether it is one of the known implementations, and nothing else was registered by its name."""
+    """Return whether it is one of the known implementations, and nothing else was registered by its name."""
     known = implementation in _IMPLEMENTATIONS
     return known and moe.ALL_EXPERTS_FUNCTIONS.get(implementation) is _IMPLEMENTATIONS[implementation]
 
 
 def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
-    """Whether a call of `block` with `x` computes what was proven: in the same implementation, with plain weights.
+    """Return whether a call of `block` with `x` computes what was proven: in the same implementation, with plain weights.
 
     On a GPU weights in fp32 keep their own code, whose products of whole experts are faster.
     """
@@ -219,7 +219,7 @@ KIND = Kind(nominated, prove, build, lambda module: "experts", why_not=_not_para
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether `module` is PEFT's LoRA on a parameter of a block of experts."""
+    """Return whether `module` is PEFT's LoRA on a parameter of a block of experts."""
     return names_of(own_class(module)) == _WRAPPER and nominated(_chain(module)[-1])
 
 
@@ -289,7 +289,7 @@ def build_wrapper(proven: Experts) -> Any:
 
 
 def _is_patched(block: nn.Module) -> bool:
-    """Whether a call of `block` runs ours, now too, and no hook would miss it."""
+    """Return whether a call of `block` runs ours, now too, and no hook would miss it."""
     binding = Binding.of(block)
     return (
         binding is not None

@@ -580,7 +580,7 @@ def test_report(tmp_path):
     model = tiny_model("qwen3_next")
     model.model.norm.forward = lambda x: x
     report = apply_liger(model, NO_HEAD)
-    assert report.one_line().startswith("Qwen3NextForCausalLM: rms_norm 7/8, rope 1/1, swiglu 4/4")
+    assert report.one_line().startswith("Qwen3NextForCausalLM: rms_norm 7/8, rope 1/1, swiglu 2/2, experts 2/2")
     assert "(kept: its forward was replaced on the instance" in report.one_line()
     text = str(report)
     assert "  + model.layers.*.input_layernorm x2: cast=gemma, offset=1" in text
