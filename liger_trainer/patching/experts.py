@@ -160,7 +160,7 @@ def _is_transformers_own(implementation: str) -> bool:
 
 
 def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
-    """Return whether a call of `block` with `x` computes what was proven: in the same implementation, with plain weights.
+    """Return whether a call of `block` with `x` computes what was proven: the same implementation, on plain weights.
 
     On a GPU weights in fp32 keep their own code, whose products of whole experts are faster.
     """
