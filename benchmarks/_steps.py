@@ -63,6 +63,7 @@ class Run:
     memory_budget: float | None = None  # GiB, by which they choose
     optimizer_in_backward: bool = False  # of our trainers; none clips gradients then
     lora: int | None = None  # rank, on every linear layer but the head
+    lora_experts: bool = False  # on the parameters of experts too
     autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
     vocab: int | None = None  # instead of the model's own
     workers: int = 0
@@ -174,7 +175,8 @@ def make_trainer(arm, run, callbacks):
     if not run.waits:
         options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
     if run.lora:
-        lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules="all-linear")
+        experts = ["experts.gate_up_proj", "experts.down_proj"] if run.lora_experts else None
+        lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules="all-linear", target_parameters=experts)
         if is_trl:
             inputs["peft_config"] = lora
         else:
