@@ -212,7 +212,7 @@ def guards(module: nn.Module) -> Guards:
 
 
 def _not_parallel(module: nn.Module) -> str | None:
-    return "its experts are spread over several devices" if module._is_expert_parallel else None
+    return "its experts are spread over several devices" if getattr(module, "_is_expert_parallel", False) else None
 
 
 KIND = Kind(nominated, prove, build, lambda module: "experts", why_not=_not_parallel, guards=guards)
