@@ -273,8 +273,8 @@ def train(arm, run, callbacks=()):
 
 
 def flop_per_token(model, run, length):
-    """6 for each weight of a product (4 if it is frozen; of experts the share that a token uses), and 6 * layers * length * heads * head_dim for causal
-    attention. For DPO, the forward pass of the reference adds 2 for each weight and a third of what attention takes.
+    """6 for each weight of a product (4 if it is frozen; of experts those that a token uses), and for causal attention
+    6 * layers * length * heads * head_dim. For DPO, the forward pass of the reference adds 2 for each weight and a third of what attention takes.
 
     `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
     what attention costs a token on average.
@@ -285,9 +285,7 @@ def flop_per_token(model, run, length):
     linear = [m.bits if isinstance(m, FrozenFloat8Linear) else m.weight for m in layers]
     weights = sum((6 if w.requires_grad else 4) * w.numel() for w in linear)
     config = model.config.get_text_config()
-    experts = [
-        p for name, p in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj")) and p.ndim == 3
-    ]
+    experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.ndim == 3]
     weights += sum((6 if p.requires_grad else 4) * p[0].numel() * config.num_experts_per_tok for p in experts)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim

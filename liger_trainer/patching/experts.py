@@ -37,6 +37,7 @@ _FLAGS = (
     "_is_expert_parallel",
 )  # fmt: skip
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
+_METHODS = ("_activate_lora", "get_delta_factors", "get_delta_weight")  # of it
 _EXPERTS, _WIDTH, _INNER, _TOKENS, _RANK = 4, 16, 8, 7, 2  # of the small copy
 _ACTIVATIONS = {("swiglu", ""): "silu", ("geglu", "tanh"): "gelu_tanh", ("geglu", "none"): "gelu"}
 
@@ -331,7 +332,11 @@ def _factors(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.
     return a, b.unflatten(1, (-1, num_experts)).permute(2, 1, 0).contiguous().mT
 
 
-WRAPPER_KIND = Kind(
-    is_wrapper, prove_wrapper, build_wrapper, lambda module: "lora",
-    guards=lambda module: code_guards_of(own_class(module), nn.Linear),
-)  # fmt: skip
+def wrapper_guards(wrapper: nn.Module) -> Guards:
+    """Return the guards of PEFT's forward and of the methods that make W + B A for it."""
+    cls = own_class(wrapper)
+    methods = [(cls, name, getattr(cls, name, ...)) for name in _METHODS]
+    return Guards(cls, [*code_guards_of(cls, nn.Linear).lookups, *methods])
+
+
+WRAPPER_KIND = Kind(is_wrapper, prove_wrapper, build_wrapper, lambda module: "lora", guards=wrapper_guards)

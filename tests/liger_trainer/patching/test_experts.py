@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from side_by_side import assert_same_step, model_of, step
 from tiny_models import tiny_model
 from transformers.integrations import moe
@@ -140,20 +141,31 @@ def doubled(self, *args):
     return 2 * moe.grouped_mm_experts_forward(self, *args)
 
 
+def other_factors(model, monkeypatch):
+    own = ParamWrapper.get_delta_factors
+
+    def doubled_factors(self, name):
+        left, right, scaling = own(self, name)
+        return 2 * left, right, scaling
+
+    monkeypatch.setattr(ParamWrapper, "get_delta_factors", doubled_factors)
+
+
 def another_activation(model):
     blocks(model)[0].act_fn = torch.nn.ReLU()
 
 
 @pytest.mark.parametrize(
-    "change", [hook_on_expert_block, hook_on_adapter, other_implementation, registered_anew, another_activation]
+    "change",
+    [hook_on_expert_block, hook_on_adapter, other_implementation, registered_anew, another_activation, other_factors],
 )
-def test_what_users_change_is_heeded(change):
+def test_what_users_change_is_heeded(change, monkeypatch):
     """A hook, another implementation, another function of that name: the stock model's loss and gradients."""
     try:
         models = [model_of(PLAIN, "qwen3_moe", adapted()) for _ in range(2)]
         apply_liger(models[0])
-        for model in models:
-            change(model)
+        for model in models[: 1 if change is other_factors else 2]:
+            change(*(model, monkeypatch)[: change.__code__.co_argcount])
         assert_same_step(step(models[0]), step(models[1]), "fp32")
     finally:
         moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)
