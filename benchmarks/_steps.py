@@ -274,7 +274,8 @@ def train(arm, run, callbacks=()):
 
 def flop_per_token(model, run, length):
     """6 for each weight of a product (4 if it is frozen; of experts those that a token uses), and for causal attention
-    6 * layers * length * heads * head_dim. For DPO, the forward pass of the reference adds 2 for each weight and a third of what attention takes.
+    6 * layers * length * heads * head_dim. For DPO, the forward pass of the reference adds 2 for each weight and a
+    third of what attention takes.
 
     `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
     what attention costs a token on average.
