@@ -125,7 +125,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
             remove_earlier_run(training.output_dir)
         trainer.accelerator.wait_for_everyone()
     recipe.began = True
-    trainer.keeper, trainer.stop = keeper, stop
+    trainer.keeper, trainer.stop, trainer.recipe, trainer.recorder = keeper, stop, recipe, recorder
     rows_name = recipe.args.dataset_name
     if isinstance(rows_name, str) and find_beside(rows_name, recipe.path.parent) is None:
         trainer.rows_on_hub = rows_name
