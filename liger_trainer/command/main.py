@@ -7,6 +7,7 @@ import sys
 import warnings
 
 from liger_trainer.command.accelerate_file import own_environment
+from liger_trainer.command.compare import add_compare_command
 from liger_trainer.command.fit import add_fit_command
 from liger_trainer.command.launch import (
     end_with_launcher,
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add_shipped_commands(commands)
     add_fit_command(commands)
     add_verify_command(commands)
+    add_compare_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not be")
     doctor.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; only its config is read")

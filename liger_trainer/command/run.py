@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from typing import Any
 
 import trl
 from accelerate.utils import parse_flag_from_env
@@ -18,7 +19,7 @@ from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
-from liger_trainer.command.sources import find_sources
+from liger_trainer.command.sources import Sources, find_sources
 from liger_trainer.command.summary import RunRecorder, count_parameters
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
@@ -47,13 +48,12 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
 
 
 def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
-    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
-    source, config, train_rows, eval_rows, rewards = find_sources(recipe)
-    init = {key: value for key, value in init.items() if key not in source.options}
+    training, sources = recipe.training, find_sources(recipe)
+    train_rows, eval_rows = sources.train_rows, sources.eval_rows
     reads_label = any("label" in needed for needed in recipe.entry.columns) and "label" in train_rows.column_names
     if reads_label and preview_rows is None:
         check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
-    facts = facts_of(recipe, source, train_rows)
+    facts = facts_of(recipe, sources.model, train_rows)
     beginning = find_beginning(recipe, resumes, facts)
     keeper, training.save_total_limit = Keeper(facts, beginning, training.save_total_limit), None
 
@@ -61,55 +61,18 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if preview_rows is not None:
         train_rows = first_rows(train_rows, preview_rows)
         eval_rows = None if eval_rows is None else first_rows(eval_rows, preview_rows)
-    init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
     recorder = RunRecorder()
-    given = {
-        "train_dataset": train_rows,
-        "eval_dataset": eval_rows,
-        "peft_config": trl.get_peft_config(recipe.model),
-        "callbacks": [keeper, recorder],
-    }
+    callbacks: list[Any] = [keeper, recorder]
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
-        given["callbacks"].append(recorder.early_stopping)
-    given["callbacks"].append(stop)  # the last, because it may end the run
-    if rewards:
-        given["reward_funcs"] = rewards
-    if getattr(training, "teacher_model_name_or_path", None) is not None:
-        given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
-    training.model_init_kwargs = None if source.is_gguf else source.options | init
+        callbacks.append(recorder.early_stopping)
+    callbacks.append(stop)  # the last, because it may end the run
     plain = getattr(liger_trainer, recipe.entry.trainer)
     named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
-    try:
-        if source.is_gguf:  # TRL's trainers cannot load one themselves
-            given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
-            if _needs_reference(recipe):
-                given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
-        else:
-            given["model"] = source.path
-            given["quantization_config"] = trl.get_quantization_config(recipe.model)
-        trainer = type(plain.__name__, (SavesWithManifest, plain), named)(args=training, **given)
-    except RecipeError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        text = " ".join(str(error).split())
-        raise RecipeError(f"{recipe.path}: {text}{_hint(error, recipe)}") from error
-    except TemplateError as error:
-        raise RecipeError(
-            f"{recipe.path}: the chat template of the model refuses a row: {error}. Correct the row, or set "
-            "chat_template_path to another template, where the trainer has that key."
-        ) from error
-    except TypeError as error:
-        teacher = "teacher_model_init_kwargs"
-        for key, options in {"model_init_kwargs": init, teacher: getattr(training, teacher, None)}.items():
-            if any(f"unexpected keyword argument '{name}'" in str(error) for name in options or ()):
-                raise RecipeError(f"{recipe.path}: {key} has a key that the model does not know: {error}") from error
-        raise
-    except RuntimeError as error:
-        # TRL says so of a row without an answer, and transformers of a tracker that is not installed
-        if not any(text in str(error) for text in ("assistant_only_loss", "to be installed")):
-            raise
-        raise RecipeError(f"{recipe.path}: {error}") from error
+    trainer_class = type(plain.__name__, (SavesWithManifest, plain), named)
+    trainer = build_trainer(
+        recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
+    )
     say_where_spread(trainer.model)
     check_token_ids(trainer, train_rows, "train")
     if eval_rows is not None and trainer.eval_dataset is not None:
@@ -138,6 +101,60 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     return summary
+
+
+def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], trainer_class: type) -> Any:
+    """The trainer of `recipe`, of the class `trainer_class`, with its model and its rows prepared.
+
+    Raises:
+        RecipeError: The libraries refuse something that the recipe names.
+    """
+    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
+    source, config, train_rows, eval_rows, rewards = sources
+    init = {key: value for key, value in init.items() if key not in source.options}
+    init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
+    given = {
+        "train_dataset": train_rows,
+        "eval_dataset": eval_rows,
+        "peft_config": trl.get_peft_config(recipe.model),
+        "callbacks": callbacks,
+    }
+    if rewards:
+        given["reward_funcs"] = rewards
+    if getattr(training, "teacher_model_name_or_path", None) is not None:
+        given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
+    training.model_init_kwargs = None if source.is_gguf else source.options | init
+    try:
+        if source.is_gguf:  # TRL's trainers cannot load one themselves
+            given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
+            if _needs_reference(recipe):
+                given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
+        else:
+            given["model"] = source.path
+            if (quantization := trl.get_quantization_config(recipe.model)) is not None:  # TRL's ORPO and CPO take none
+                given["quantization_config"] = quantization
+        return trainer_class(args=training, **given)
+    except RecipeError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        text = " ".join(str(error).split())
+        raise RecipeError(f"{recipe.path}: {text}{_hint(error, recipe)}") from error
+    except TemplateError as error:
+        raise RecipeError(
+            f"{recipe.path}: the chat template of the model refuses a row: {error}. Correct the row, or set "
+            "chat_template_path to another template, where the trainer has that key."
+        ) from error
+    except TypeError as error:
+        teacher = "teacher_model_init_kwargs"
+        for key, options in {"model_init_kwargs": init, teacher: getattr(training, teacher, None)}.items():
+            if any(f"unexpected keyword argument '{name}'" in str(error) for name in options or ()):
+                raise RecipeError(f"{recipe.path}: {key} has a key that the model does not know: {error}") from error
+        raise
+    except RuntimeError as error:
+        # TRL says so of a row without an answer, and transformers of a tracker that is not installed
+        if not any(text in str(error) for text in ("assistant_only_loss", "to be installed")):
+            raise
+        raise RecipeError(f"{recipe.path}: {error}") from error
 
 
 def _hint(error: Exception, recipe: Recipe) -> str:
