@@ -1,4 +1,4 @@
-"""The command `liger-trainer`: train recipes, say what fits, verify them, merge adapters, prepare Medusa heads."""
+"""The command `liger-trainer`: train recipes, say what fits, verify, compare, merge, chat, prepare Medusa heads."""
 
 import argparse
 import contextlib
@@ -7,6 +7,7 @@ import sys
 import warnings
 
 from liger_trainer.command.accelerate_file import own_environment
+from liger_trainer.command.chat import add_chat_command
 from liger_trainer.command.compare import add_compare_command
 from liger_trainer.command.fit import add_fit_command
 from liger_trainer.command.launch import (
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
 
     add_merge_command(commands)
+    add_chat_command(commands)
     add_medusa_commands(commands)
     return parser
 

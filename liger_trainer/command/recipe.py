@@ -57,7 +57,7 @@ class Recipe:
         return without_tokens(dump_yaml(values)) + hidden
 
     def to_card(self) -> str:
-        """The command and the keys that were set, in Markdown. Absolute paths lose their folders, as cards get public."""
+        """The command and the keys that were set, in Markdown. Absolute paths lose their folders: cards get public."""
         words = take_options(self.words, "hub_token")[1]
         keys = dump_yaml({key: value for key, value in self.chosen.items() if key != "hub_token"})
         text = f"```bash\nliger-trainer train {shlex.join(words)}\n```\n\n```yaml\n{keys}```\n"
