@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
         "is left out) as the trainer sees them, with what is learned marked. With --dry_run, print the recipe that "
         "would run, and check its rows, its chat template and the config of its model. Any key of a recipe can be "
-        "given as an option, which beats the file. `liger-trainer train RECIPE --help` lists all keys.",
+        "given as an option, which beats the file. `liger-trainer train RECIPE --help` lists all keys by topic.",
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
