@@ -8,7 +8,7 @@ nothing is packed, and `sdpa_mask` of transformers is told that the mask is all 
 anything else needs a mask, such as a sliding window or tokens of an image that see each other.
 
 The same function of ours answers for a call whose padding is left out (`liger_trainer.varlen`), with the mask of its
-rows, and `varlen_attention` takes the place of transformers' attention for SDPA.
+rows, and `attention` of `varlen/segments.py` takes the place of transformers' attention for SDPA.
 """
 
 import functools
@@ -23,8 +23,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from liger_trainer.varlen.attention import row_mask, varlen_attention
+from liger_trainer.varlen.attention import row_mask
 from liger_trainer.varlen.padding import cache_of
+from liger_trainer.varlen.segments import attention
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that are patched now
@@ -41,7 +42,7 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
 
 
 _FUNCTIONS = (  # transformers' registry, its function for SDPA, ours
-    (ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward, varlen_attention),
+    (ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward, attention),
     (ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask, _mask),
 )
 

@@ -11,6 +11,7 @@ so. transformers finds them by `position_ids` that start anew, where a model han
 masks. Models with a state (Mamba) or with masks of their own have no such place.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from liger_trainer.instance import probe
 from liger_trainer.instance.report import Place
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.decide import code_of, loss_of, plan_of, unknown_forward, why_not_theirs
+from liger_trainer.varlen.decide import code_of, foreign_class, own_loss_of, plan_of, unknown_forward, why_not_theirs
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
@@ -40,7 +41,7 @@ def swap(model, report, wanted: dict) -> None:
         return
     backbone = padding.backbone_of(model)
     remove(model)
-    part, name = report[OPERATION], model.base_model_prefix
+    part, name = report[OPERATION], next((n for n, m in model.named_modules() if m is backbone), model.base_model_prefix)
     part.enabled = bool(wanted[OPERATION] and wanted["fused_linear_cross_entropy"])  # whose forward sees the labels
     if not part.enabled or backbone is None:
         return
@@ -69,11 +70,12 @@ def _why_not(model, backbone) -> str | None:
     config = model.config
     if head_options(model) is None:
         return "it has no fused LM head, whose forward would see the labels"
-    if config._attn_implementation != "sdpa":
-        return f"attn_implementation is {config._attn_implementation!r}, which stays as it is"
-    if config.is_encoder_decoder or config.get_text_config() is not config:
+    text = config.get_text_config()
+    if text._attn_implementation != "sdpa":
+        return f"attn_implementation is {text._attn_implementation!r}, which stays as it is"
+    if config.is_encoder_decoder or type(getattr(backbone, "config", None)) is not type(text):
         return "the model is more than a decoder of text"
-    if model._is_stateful:
+    if model._is_stateful or backbone._is_stateful:
         return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
@@ -81,9 +83,16 @@ def _why_not(model, backbone) -> str | None:
 
 
 def _prove(model):
-    """(`Proven`, None), or (None, what differs)."""
-    own, ours = small_copy(model, probe.SEED), small_copy(model, probe.SEED)
+    """(`Proven`, None), or (None, what differs).
+
+    Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
+    """
+    around, backbone = model._modules[model.base_model_prefix], padding.backbone_of(model)
+    subject = model if around is backbone else backbone
+    own, ours = small_copy(subject, probe.SEED), small_copy(subject, probe.SEED)
     if (reason := why_not_theirs(own)) is not None:
+        return None, reason
+    if subject is backbone and (reason := foreign_class([model, around])) is not None:
         return None, reason
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
     real = torch.arange(_WIDTH) < torch.tensor(_LENGTHS)[:, None]
@@ -93,18 +102,22 @@ def _prove(model):
         | {"input_ids": ids, "attention_mask": kept.long()}
         for kept in (real, real.flip(1))
     )
-    if more := set(own(**right, use_cache=False)) - _OUTPUTS:
+    if subject is model and (more := set(own(**right, use_cache=False)) - _OUTPUTS):
         return None, f"it returns {', '.join(sorted(more))} in addition to logits and loss"
     within = right | {"labels": right["labels"].masked_fill(~real, -100)}
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
     one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
     mixes = _apart(_run(own, one_row), _run(own, within)) is not None
-    proven = padding.Proven(mixes, code_of(own.modules()), loss_of(own))
-    padding.install(padding.backbone_of(ours), proven)
-    for what, given, beside in (
+    proven = padding.Proven(mixes, code_of([*own.modules(), model, around]), own_loss_of(model))
+    padding.install(ours if subject is backbone else padding.backbone_of(ours), proven)
+    batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
         ("a packed row", one_row, within),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    if subject is backbone:
+        with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
+        batches += [(what, given, given) for what, given in with_images if given]
+    for what, given, beside in batches:
         if (reason := _differs(ours, given, _run(own, beside), what)) is not None:
             return None, reason
     return proven, None
@@ -118,6 +131,20 @@ def _differs(ours, batch, wanted, what: str) -> str | None:
         return f"with {what}, its backbone cannot be given real tokens alone"
     apart = _apart(got, wanted)
     return None if apart is None else f"with {what}, {apart} from that of the padded batch"
+
+
+def _with_images(decoder, batch) -> dict[str, Any]:
+    """`batch` with what the decoder of a model of images and text gets in addition, as far as it takes it."""
+    names, config = inspect.signature(decoder.forward).parameters, decoder.config
+    real, source = batch["attention_mask"].bool(), probe.generator()
+    more: dict[str, Any] = {}
+    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+        more["position_ids"] = torch.randint(0, 20, (3, *real.shape), generator=source)
+    if "deepstack_visual_embeds" in names and "visual_pos_masks" in names:
+        images = real & (torch.rand(real.shape, generator=source) < 0.5)
+        embeds = [probe.randn((int(images.sum()), config.hidden_size), source).requires_grad_() for _ in range(2)]
+        more |= {"visual_pos_masks": images, "deepstack_visual_embeds": embeds}
+    return batch | more if more else {}
 
 
 def _apart(got, wanted) -> str | None:
@@ -137,15 +164,25 @@ def _apart(got, wanted) -> str | None:
 
 
 def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits (N, V) of the real tokens, the loss, and the gradients of the loss and a function of those logits."""
-    model.zero_grad()
-    outputs = model(**batch, **_asks_for_routers(model), use_cache=False)
-    logits = outputs.logits[batch["attention_mask"].bool()] if "attention_mask" in batch else outputs.logits[0]
-    total = outputs.loss + (logits * probe.randn(logits.shape, probe.generator())).mean()
+    """Logits (N, V) of the real tokens, the loss, and the gradients of the loss and a function of those logits.
+
+    Of a model without a head it is the hidden states, and the loss is 0.
+    """
+    embeds = batch.get("deepstack_visual_embeds", ())
+    leaves = dict(model.named_parameters()) | {f"the visual embeddings {i}": x for i, x in enumerate(embeds)}
+    for x in leaves.values():
+        x.grad = None
+    with_head = model.get_output_embeddings() is not None
+    given = {name: x for name, x in batch.items() if with_head or name != "labels"}
+    outputs = model(**given, **_asks_for_routers(model), use_cache=False)
+    found = outputs.logits if with_head else outputs[0]
+    found = found[batch["attention_mask"].bool()] if "attention_mask" in batch else found[0]
+    loss = outputs.loss if with_head else found.new_zeros(())
+    total = loss + (found * probe.randn(found.shape, probe.generator())).mean()
     if outputs.get("aux_loss") is not None:
         total = total + outputs.aux_loss
     total.backward()
-    return logits.detach(), total.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
 
 
 def _asks_for_routers(model) -> dict[str, bool]:

@@ -98,9 +98,8 @@ def states_shown(model, call: dict[str, Any]) -> str | None:
     """What the model's own forward returns of every position, or hands to a loss function of the user's, or None."""
     if call.get("labels") is None and call.get("shift_labels") is None:
         return "a call without labels returns logits"
-    config = model.config
     for name in ("output_hidden_states", "output_attentions", "output_router_logits", *call):
-        asked = getattr(config, name, None) if call.get(name) is None else call[name]
+        asked = _of_config(model.config, name) if call.get(name) is None else call[name]
         if name.startswith("output_") and asked is not None and asked is not False:
             return f"{name} asks for what it computes for padding"
     if call.get("return_dict") is False:
@@ -111,10 +110,20 @@ def states_shown(model, call: dict[str, Any]) -> str | None:
     return None
 
 
+def _of_config(config, name: str) -> Any:
+    """A field of the config of a model, or of that of its decoder of text where it has none itself."""
+    found = getattr(config, name, None)
+    return getattr(config.get_text_config(), name, None) if found is None or found is False else found
+
+
 def loss_of(model) -> Callable:
     """The function that transformers' models call for their loss."""
-    own = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
-    return model.__dict__.get("_loss_function", own)
+    return model.__dict__.get("_loss_function", own_loss_of(model))
+
+
+def own_loss_of(model) -> Callable:
+    """The same, while no other one is set."""
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
 
 
 def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
@@ -123,12 +132,19 @@ def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
     return {kind: kind.forward for kind in kinds}
 
 
-def why_not_theirs(model) -> str | None:
-    """A class or a function that would take part in a proof and is not transformers' own, or None."""
-    for kind, forward in code_of(model.modules()).items():
+def foreign_class(modules: Iterable[nn.Module]) -> str | None:
+    """A class among those of `modules` that is not transformers' own, or None."""
+    for kind, forward in code_of(modules).items():
         if not _is_of(kind, forward, _THEIRS):
             return f"{kind.__name__} is not a class of transformers with its own forward"
-    loss = loss_of(model)
+    return None
+
+
+def why_not_theirs(model) -> str | None:
+    """A class or a function that would take part in a proof and is not transformers' own, or None."""
+    if (reason := foreign_class(model.modules())) is not None:
+        return reason
+    loss = own_loss_of(model)
     return None if comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
 
 
@@ -172,7 +188,10 @@ def _inside(model) -> list[nn.Module]:
 
     `modules()` takes five times as long. What is on the head is asked where it is fused.
     """
-    head, found = model.get_output_embeddings(), [model]
+    head, found, backbone = model.get_output_embeddings(), [model], backbone_of(model)
+    base = model._modules.get(model.base_model_prefix)
+    if backbone is not None and base is not backbone:  # its towers see no rows of tokens
+        return [model, base, *_inside(backbone)]
     for module in found:
         if module._modules:
             found += [child for child in module._modules.values() if child is not None and child is not head]
@@ -192,12 +211,14 @@ def plan_of(config, call: dict[str, Any]) -> Plan | None:
             (B, S), each predicted from its own, no label may be predicted from padding.
     """
     tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
-    keeps = getattr(config, "use_cache", None) if call.get("use_cache") is None else call["use_cache"]
-    if keeps or cache_of(call) is not None or config._attn_implementation != "sdpa":
+    text = config.get_text_config()
+    keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set that of the whole model
+    keeps = keeps if call.get("use_cache") is None else call["use_cache"]
+    if keeps or cache_of(call) is not None or text._attn_implementation != "sdpa":
         return None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return None
-    if positions is not None and (positions.ndim != 2 or positions.shape[0] not in (1, tokens.shape[0])):
+    if positions is not None and (positions.ndim not in (2, 3) or positions.shape[-2] not in (1, tokens.shape[0])):
         return None
     if mask is None:
         return _packed_plan(call, tokens)
@@ -212,7 +233,7 @@ def _packed_plan(call, tokens) -> Plan | None:
     Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
     """
     positions = call.get("position_ids")
-    if positions is None or tokens.shape[0] != 1 or positions.shape[1] != tokens.shape[1]:
+    if positions is None or tokens.shape[0] != 1 or positions.shape != tokens.shape[:2]:
         return None
     values = values_of(positions)[0].cpu()[0]  # waits for the device, where the values are not known on the host
     starts = [0, *((values.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(values)]
@@ -238,6 +259,6 @@ def _padded_plan(call, tokens, mask) -> Plan | None:
 
 def _rotates_by_length(config) -> bool:
     """Whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     ropes = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one for each kind of layer, or one for all
     return any(x.get("rope_type", "default") not in _STATIC_ROPES for x in ropes)
