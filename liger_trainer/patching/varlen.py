@@ -41,7 +41,10 @@ def swap(model, report, wanted: dict) -> None:
         return
     backbone = padding.backbone_of(model)
     remove(model)
-    part, name = report[OPERATION], next((n for n, m in model.named_modules() if m is backbone), model.base_model_prefix)
+    part, name = (
+        report[OPERATION],
+        next((n for n, m in model.named_modules() if m is backbone), model.base_model_prefix),
+    )
     part.enabled = bool(wanted[OPERATION] and wanted["fused_linear_cross_entropy"])  # whose forward sees the labels
     if not part.enabled or backbone is None:
         return
