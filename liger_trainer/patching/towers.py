@@ -56,7 +56,7 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
         place = Place(operation, name)
         inner = Binding.of(module)
         slot = probe.slot_of(module)[0] if inner is None else inner.slot
-        bind(module, TowerBinding(_forward_of(own_class(module)), slot, place, guards))
+        bind(module, TowerBinding(_forward_of(own_class(module)), slot, place, guards))  # type: ignore[arg-type]
         operation.swapped[name] = _VARIANT
 
 
@@ -112,7 +112,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
         return call_previous(self, TowerBinding, args, kwargs)
 
     forward.__name__ = "forward"
-    forward.__signature__ = signature
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     del forward.__wrapped__
     return forward
 
@@ -121,7 +121,7 @@ def _prove(module: nn.Module) -> tuple[Guards | None, str | None]:
     """(the guards of the proof, None), or (None, what differs)."""
     guards = code_guards_of(own_class(module))
     copies = [_drawn(module) for _ in range(2)]
-    bind(copies[1], TowerBinding(_forward_of(own_class(module))))
+    bind(copies[1], TowerBinding(_forward_of(own_class(module))))  # type: ignore[arg-type]
     given = _inputs(copies[0])
     want, got = (_run(copy, given) for copy in copies)
     bound = TowerBinding.of(copies[1])
