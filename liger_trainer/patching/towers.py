@@ -19,6 +19,7 @@ from liger_trainer.instance.binding import Binding, bind, call_previous, own_cla
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.instance.report import LigerReport, Place
+from liger_trainer.patching import image_positions
 from liger_trainer.varlen.segments import NotInSegments, segments_known, segments_of
 
 OPERATION = "varlen_attention"
@@ -42,6 +43,7 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
     operation, proofs = report[OPERATION], dict[tuple, tuple[Any, str | None]]()
     if not (wanted[OPERATION] and wanted["fused_linear_cross_entropy"]):  # with which our attention is registered
         return
+    image_positions.swap(model)
     for name, module in model.named_modules():
         if not nominated(module):
             continue
@@ -62,6 +64,7 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
 
 def remove(model: nn.Module) -> None:
     """Undo `swap`."""
+    image_positions.remove(model)
     for module in model.modules():
         if TowerBinding.key in module.__dict__:
             unbind(module, TowerBinding)
@@ -90,18 +93,22 @@ def _why_not(model: nn.Module, module: nn.Module) -> str | None:
 @functools.cache
 def _forward_of(cls: type[nn.Module]) -> Callable:
     signature = inspect.signature(cls.forward)
+    at = list(signature.parameters).index(_OFFSETS) - 1  # among the arguments after `self`
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
-        given = None if torch.compiler.is_compiling() else signature.bind(self, *args, **kwargs)
-        offsets = None if given is None else given.arguments.get(_OFFSETS)
-        if offsets is None or self.config._attn_implementation != "sdpa" or masks.why_not_ours(self) is not None:
+        offsets = args[at] if len(args) > at else kwargs.get(_OFFSETS)
+        plain = offsets is None or torch.compiler.is_compiling() or self.config._attn_implementation != "sdpa"
+        if plain or masks.why_not_ours(self) is not None:
             return call_previous(self, TowerBinding, args, kwargs)
         segments = segments_of(offsets)
-        given.arguments[_OFFSETS] = segments.whole
+        if len(args) > at:
+            given, named = (*args[:at], segments.whole, *args[at + 1 :]), kwargs
+        else:
+            given, named = args, kwargs | {_OFFSETS: segments.whole}
         try:
             with segments_known(segments):
-                found = call_previous(self, TowerBinding, given.args[1:], given.kwargs)
+                found = call_previous(self, TowerBinding, given, named)
             if segments.calls == 1:
                 return found
             reason = f"it asks for attention {segments.calls} times"

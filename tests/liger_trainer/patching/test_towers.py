@@ -14,6 +14,7 @@ from liger_trainer import apply_liger, remove_liger
 from liger_trainer.head import masks
 from liger_trainer.patching import towers
 from liger_trainer.varlen import segments
+from liger_trainer.varlen.host_copies import HostBatch
 
 TOWER = "model.visual.blocks"
 
@@ -193,3 +194,46 @@ def test_a_wrong_attention_is_not_proven(monkeypatch):
 def test_every_tower_that_takes_offsets_is_nominated():
     assert towers.nominated(image_model("glm4v").model.visual.blocks[0].attn)
     assert not towers.nominated(image_model("glm4v").model.visual.blocks[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_positions_are_computed_without_a_wait(model_type):
+    """And are those that the model computes from what it reads back; its tower then waits for nothing else."""
+    model = image_model(model_type).cuda().bfloat16()
+    batch = {name: x for name, x in image_batch(model).items() if name != "labels"}
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+    stock = {name: x.cuda() for name, x in batch.items()}
+    want = model.model.get_rope_index(**{name: stock[name] for name in names})
+    visual = model.model.visual
+    pooled = visual(stock["pixel_values"].bfloat16(), grid_thw=stock["image_grid_thw"]).pooler_output
+    apply_liger(model)
+    for warm in (True, False):  # the first call compiles
+        call = HostBatch({name: x.pin_memory() for name, x in batch.items()}).to("cuda", non_blocking=True)
+        pixels = call["pixel_values"].bfloat16()
+        torch.cuda.set_sync_debug_mode("default" if warm else "error")
+        try:
+            got = model.model.get_rope_index(**{name: call[name] for name in names})
+            ours = visual(pixels, grid_thw=call["image_grid_thw"]).pooler_output
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) and x.device == y.device for x, y in zip(got, want, strict=True))
+    assert (ours.double() - pooled.double()).norm() <= 0.02 * pooled.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_step_in_bf16_is_as_near_to_fp32_as_stock_s(model_type):
+    model = image_model(model_type).cuda()
+    batch = {name: x.cuda() for name, x in image_batch(model).items()}
+    want = image_step(model, batch)
+    model.bfloat16()
+    stock = image_step(model, batch)
+    assert apply_liger(model)["varlen_attention"].swapped
+    ours = image_step(model, batch)
+    assert abs(ours[0] - want[0]) <= 1.5 * abs(stock[0] - want[0]) + 1e-2
+    for name, best in want[1].items():
+        off, theirs = (ours[1][name].float() - best).norm(), (stock[1][name].float() - best).norm()
+        assert off <= 1.5 * theirs + 1e-2 * best.norm(), name
