@@ -72,7 +72,10 @@ class HostBatch(dict):
 
 
 class _Remembering:
-    """A user's collate function whose plain `dict` or `BatchFeature` is a `HostBatch`. Its class and attributes are the function's."""
+    """A user's collate function whose plain `dict` or `BatchFeature` is a `HostBatch`.
+
+    Its class and attributes are the function's.
+    """
 
     def __init__(self, collate: Callable[[Any], Any]):
         object.__setattr__(self, "_liger_collate", collate)
