@@ -82,7 +82,15 @@ def _why_not(model, backbone) -> str | None:
         return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
+    around = model._modules[model.base_model_prefix]
+    if around is not backbone and _makes_masks(around):
+        return "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
     return masks.why_not_ours(model)
+
+
+def _makes_masks(module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return any(name.startswith("create_") and "mask" in name for name in getattr(code, "co_names", ()))
 
 
 def _prove(model):
