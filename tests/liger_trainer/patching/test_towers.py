@@ -14,7 +14,7 @@ from liger_trainer import apply_liger, remove_liger
 from liger_trainer.head import masks
 from liger_trainer.patching import towers
 from liger_trainer.varlen import segments
-from liger_trainer.varlen.host_copies import HostBatch
+from liger_trainer.varlen.host_copies import HostBatch, remember
 
 TOWER = "model.visual.blocks"
 
@@ -198,7 +198,7 @@ def test_every_tower_that_takes_offsets_is_nominated():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])  # others read sizes in layers too
 def test_positions_are_computed_without_a_wait(model_type):
     """And are those that the model computes from what it reads back; its tower then waits for nothing else."""
     model = image_model(model_type).cuda().bfloat16()
@@ -237,3 +237,34 @@ def test_a_step_in_bf16_is_as_near_to_fp32_as_stock_s(model_type):
     for name, best in want[1].items():
         off, theirs = (ours[1][name].float() - best).norm(), (stock[1][name].float() - best).norm()
         assert off <= 1.5 * theirs + 1e-2 * best.norm(), name
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, and whose values nothing may ask for."""
+
+    is_cuda = True
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor._version.__get__, torch.Tensor.device.__get__):
+            return super().__torch_function__(function, types, args, kwargs)
+        raise AssertionError(f"{function} would wait for the GPU")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])  # others read sizes in layers too
+def test_positions_are_computed_from_the_values_on_the_host(model_type):
+    model = image_model(model_type)
+    batch = image_batch(model)
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+    want = model.model.get_rope_index(**{name: batch[name] for name in names})
+    pooled = model.model.visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"]).pooler_output
+    apply_liger(model)
+    there = {name: batch[name].as_subclass(OnGpu) for name in names}
+    for name in names:
+        remember(there[name], batch[name])
+    got = model.model.get_rope_index(**there)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    ours = model.model.visual(batch["pixel_values"], grid_thw=there["image_grid_thw"]).pooler_output
+    torch.testing.assert_close(ours, pooled, rtol=1e-5, atol=1e-6)
+    remove_liger(model)
+    assert "get_rope_index" not in model.model.__dict__ and "forward" not in model.model.visual.__dict__
