@@ -1,6 +1,7 @@
 """The tensors of a linear layer and of PEFT's LoRA on it, as they are now, for code that does not call the layer.
 
-The layer has a weight of 16 or 32 bits, or one of eight bits (`fp8/frozen_layer.py`). What is asked of it in each call
+The layer has a weight of 16 or 32 bits, one of eight bits (`fp8/frozen_layer.py`), or one of a library of quantisation
+(`quantized_bases.py`). What is asked of it in each call
 is read from the dictionaries of the modules, since an attribute of a module takes a call of Python.
 """
 
@@ -12,6 +13,7 @@ from torch import nn
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 from liger_trainer.instance.guards import linear_is_torchs
 from liger_trainer.instance.kind import PLAIN_TENSORS
+from liger_trainer.lora.quantized_bases import library_of, weight_of
 from liger_triton.lora_linear import Weight
 
 Tensors: TypeAlias = tuple[Weight, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
@@ -69,11 +71,20 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_base(module: nn.Module) -> bool:
-    """Whether this is a linear layer as LoRA has it for its base: with plain tensors, or with a weight of eight bits.
+    """Whether this is a linear layer as LoRA has it for its base: with plain tensors, or with a quantised weight."""
+    return is_linear(module) or is_quantized(module)
 
-    The latter is a class of this package, which has no subclasses.
-    """
-    return type(module) is FrozenFloat8Linear or is_linear(module)
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether this is a layer of this package with a weight of eight bits, or one of a known library."""
+    return type(module) is FrozenFloat8Linear or library_of(module) is not None
+
+
+def weight_now(base: nn.Module, x: torch.Tensor) -> Weight | None:
+    """The weight of a base that multiplies `x`; None where the code of the base has to run."""
+    if type(base) is FrozenFloat8Linear:
+        return base.float8
+    return base._parameters["weight"] if type(base) is nn.Linear else weight_of(base, x)
 
 
 def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
@@ -95,11 +106,13 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
     """
     if type(x) not in PLAIN_TENSORS or not x.is_floating_point():
         return False
-    float8 = type(base) is FrozenFloat8Linear  # its weight has no dtype that x has to have
-    weight, device, dtype = base._parameters["bits" if float8 else "weight"], x.device, x.dtype
-    if (x.shape[-1] if width is None else width) != weight.shape[1]:
+    device, dtype = x.device, x.dtype
+    float8 = type(base) is FrozenFloat8Linear
+    weight = base._parameters["bits"] if float8 else weight_now(base, x)
+    if weight is None or (x.shape[-1] if width is None else width) != weight.shape[1]:
         return False
-    tensors = [] if float8 else [weight]
+    packed = float8 or not isinstance(weight, torch.Tensor)
+    tensors = [] if packed else [weight]
     for part in parts:
         tensors += (part.a._parameters["weight"], part.b._parameters["weight"])
     for t in tensors:
@@ -108,10 +121,10 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
         if t.dtype == torch.float64 != dtype:  # PEFT computes in it, we do not
             return False
     autocast = torch.is_autocast_enabled(device.type)
-    if not float8:
+    if not packed:
         return weight.dtype == dtype or (dtype != torch.float64 and autocast)
     if dtype == torch.float16 and not autocast and any([t.dtype == torch.float32 for t in tensors]):
-        return False  # our function computes this in plain PyTorch, and not in eight bits
+        return False  # our function computes this in plain PyTorch, which would keep an unpacked weight
     return dtype in _KNOWN_DTYPES and dtype != torch.float64 and weight.device == device
 
 
@@ -126,11 +139,10 @@ def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Par
     return torch.where(kept, x, 0), [part._replace(scaling=part.scaling / (1 - part.dropout.p))]
 
 
-def tensors_of(base: nn.Module, parts: list[Part]) -> Tensors:
-    """What our functions take in place of `base` and its adapters. Those of several adapters become one: their A over
-    one another, their scaled B side by side."""
-    weight = base.float8 if type(base) is FrozenFloat8Linear else base._parameters["weight"]
-    adapter = None
+def tensors_of(base: nn.Module, parts: list[Part], x: torch.Tensor) -> Tensors:
+    """What our functions take in place of `base` and its adapters in a call with `x`. Those of several adapters become
+    one: their A over one another, their scaled B side by side."""
+    weight, adapter = weight_now(base, x), None
     if len(parts) == 1:
         adapter = parts[0].a._parameters["weight"], parts[0].b._parameters["weight"], parts[0].scaling
     elif parts:
