@@ -1,20 +1,20 @@
-"""What `liger-trainer fit` prints."""
+"""The answer of `liger-trainer fit`, with a search for the largest batch and the longest rows that fit."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from liger_trainer._logging import logger
-from liger_trainer.fitting.search import largest
 from liger_trainer.fitting.step import Job, Need, need
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.memory import GIB, RESERVE, limit_of
 
-UNIT = 128  # tokens: rows are tried in multiples of it
+UNIT = 128  # tokens: lengths are tried in multiples of it
+TRIES = 10  # at most
 
 
 def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memory: float) -> str:
-    """The text: what a step needs, with checkpointing and without, what `auto` would choose, and what would fit.
+    """Return the text: what a step needs with and without checkpointing, what `auto` would choose, what would fit.
 
     Args:
         job (`Job`): What is trained.
@@ -95,10 +95,44 @@ def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that a training would log."""
+    """Leave out the lines that a training would log."""
     before = logger.logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(before)
+
+
+def largest(need: Callable[[int], int], limit: int, known: dict[int, int], guess: int, unit: int = 1) -> int:
+    """Return the largest multiple of `unit` for which `need` is at most `limit`, or up to 2 % less; 0 if there is none.
+
+    Args:
+        need (`Callable`): Grows nearly in proportion to its number.
+        limit (`int`): What it may be at most.
+        known (`dict`): What it is for numbers that have been tried.
+        guess (`int`): The number to try first.
+        unit (`int`): Only its multiples are tried.
+    """
+    known = dict(known)
+    number = max(unit, guess // unit * unit)
+    for _ in range(TRIES):
+        if number not in known:
+            known[number] = need(number)
+        fits = max((n for n in known if known[n] <= limit), default=0)
+        fails = min((n for n in known if known[n] > limit), default=None)
+        if fails is not None and fails - fits <= max(unit, fits // 50):
+            break
+        number = _next(known, limit, fits, fails, unit)
+    return fits // unit * unit
+
+
+def _next(known: dict[int, int], limit: int, fits: int, fails: int | None, unit: int) -> int:
+    """Return where the line through two tries meets the limit, between what fits and what does not."""
+    tried = sorted(known)
+    a, b = tried[-2:] if len(tried) > 1 else (0, tried[0])
+    low = known.get(a, 0)
+    slope = (known[b] - low) / (b - a)
+    met = int(a + (limit - low) / slope) // unit * unit if slope > 0 else 2 * b
+    above = min(met, 16 * max(fits, unit)) if fails is None else min(met, (fails - 1) // unit * unit)
+    return max(above, fits // unit * unit + unit)

@@ -1,8 +1,8 @@
-"""The tensors of a linear layer and of PEFT's LoRA on it, as they are now, for code that does not call the layer.
+"""Reads the tensors of a linear layer and of PEFT's LoRA on it, for code that does not call the layer.
 
-The layer has a weight of 16 or 32 bits, one of eight bits (`fp8/frozen_layer.py`), or one of a library of quantisation
-(`quantized_bases.py`). What is asked of it in each call
-is read from the dictionaries of the modules, since an attribute of a module takes a call of Python.
+The layer has a weight of 16 or 32 bits, of eight bits (`fp8/frozen_layer.py`), or of a library of quantisation
+(`quantized_bases.py`). Tensors are read from the dictionaries of the modules, since an attribute of a module takes a
+call of Python.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -22,7 +22,7 @@ _KNOWN_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 class Part(NamedTuple):
-    """One adapter of a layer, as the layer calls it."""
+    """One adapter of a layer."""
 
     a: nn.Module
     b: nn.Module
@@ -30,12 +30,12 @@ class Part(NamedTuple):
     scaling: float
 
     def drops(self) -> bool:
-        """Whether the dropout changes its input now."""
+        """Return whether the dropout changes its input now."""
         return type(self.dropout) is nn.Dropout and self.dropout.training and self.dropout.p > 0
 
 
 def active_parts(layer: nn.Module) -> list[Part] | None:
-    """The plain adapters whose results `layer` adds to that of its base now; None where it does anything else."""
+    """Return the plain adapters whose results `layer` adds to its base's now; None if it does anything else."""
     state = layer.__dict__
     if state["_disable_adapters"] or state["merged_adapters"] or not state.get("cast_input_dtype_enabled", True):
         return None
@@ -55,7 +55,7 @@ def active_parts(layer: nn.Module) -> list[Part] | None:
 
 
 def called_by(layer: nn.Module, parts: list[Part]) -> list[nn.Module]:
-    """The modules that the layer's own code calls, and ours does not."""
+    """Return the modules that the layer's own code calls, and ours does not."""
     called = [layer._modules["base_layer"]]
     for part in parts:
         called += part[:3]
@@ -71,24 +71,24 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_base(module: nn.Module) -> bool:
-    """Whether this is a linear layer as LoRA has it for its base: with plain tensors, or with a quantised weight."""
+    """Return whether this is a linear layer with plain tensors, or with a quantised weight."""
     return is_linear(module) or is_quantized(module)
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether this is a layer of this package with a weight of eight bits, or one of a known library."""
+    """Return whether this is a layer of this package with a weight of eight bits, or one of a known library."""
     return type(module) is FrozenFloat8Linear or library_of(module) is not None
 
 
 def weight_now(base: nn.Module, x: torch.Tensor) -> Weight | None:
-    """The weight of a base that multiplies `x`; None where the code of the base has to run."""
+    """Return the weight of a base that multiplies `x`; None where the code of the base has to run."""
     if type(base) is FrozenFloat8Linear:
         return base.float8
     return base._parameters["weight"] if type(base) is nn.Linear else weight_of(base, x)
 
 
 def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
-    """Whether base and adapters are linear layers with plain tensors, adapters without a bias."""
+    """Return whether base and adapters are linear layers with plain tensors, adapters without a bias."""
     if not is_base(layer._modules["base_layer"]):
         return False
     for a, b, dropout, _ in parts:
@@ -100,9 +100,9 @@ def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
 
 
 def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | None = None) -> bool:
-    """Whether x, or something of its dtype and another width, is what the layer's own code multiplies without an error.
+    """Return whether the layer's own code multiplies x, or something of its dtype and another width, without an error.
 
-    Where it is not, that code runs and raises.
+    If not, that code runs and raises.
     """
     if type(x) not in PLAIN_TENSORS or not x.is_floating_point():
         return False
@@ -129,10 +129,10 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
 
 
 def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Part]]:
-    """x with zeros where the dropout of `part` puts them, and `part` with a scaling that makes up for them.
+    """Return x with zeros where the dropout of `part` puts them, and `part` with a scaling that makes up for them.
 
-    The module itself draws the mask. What it multiplies the others by goes into the scaling, since in 16 bits x times
-    that number would be rounded. The zeros of x have a gradient, so that they are kept, or not, like all others.
+    The module itself draws the mask. Its factor for the other numbers goes into the scaling, because x times it would
+    be rounded in 16 bits.
     """
     with torch.no_grad():
         kept = part.dropout(torch.ones_like(x, dtype=part.a.weight.dtype)) != 0
@@ -140,8 +140,8 @@ def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Par
 
 
 def tensors_of(base: nn.Module, parts: list[Part], x: torch.Tensor) -> Tensors:
-    """What our functions take in place of `base` and its adapters in a call with `x`. Those of several adapters become
-    one: their A over one another, their scaled B side by side."""
+    """Return what our functions take for `base` and its adapters in a call with `x`. Several adapters are concatenated
+    to one."""
     weight, adapter = weight_now(base, x), None
     if len(parts) == 1:
         adapter = parts[0].a._parameters["weight"], parts[0].b._parameters["weight"], parts[0].scaling

@@ -24,7 +24,7 @@ from liger_trainer.instance.guards import Guards, guards_of
 from liger_trainer.instance.kind import Kind
 from liger_trainer.lora.layers import tensors_now
 from liger_trainer.lora.parts import Tensors
-from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, nobody_else_reads, rebuilding
+from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, only_caller_reads, rebuilding
 from liger_trainer.patching.gates import (
     SCALES,
     Gate,
@@ -224,7 +224,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         projections = [getattr(self, name) for name in mlp.inner]
         with rebuilding(x, self):
             outputs = [projection(x) for projection in projections]
-        reuse = all(map(nobody_else_reads, projections, outputs))
+        reuse = all(map(only_caller_reads, projections, outputs))
         return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
