@@ -30,6 +30,7 @@ class PackedWeight(NamedTuple):
         dtype: Of the numbers that it stands for.
         device: Where the matrix is made.
         unpack: Returns a new matrix in the dtype that it is given.
+        stored: The tensors that it is made from.
         product: Returns x W^T + b of x (T, K), where that is not a product with the matrix.
     """
 
@@ -37,6 +38,7 @@ class PackedWeight(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     unpack: Callable[[torch.dtype], torch.Tensor]
+    stored: tuple[torch.Tensor, ...]
     product: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property

@@ -220,18 +220,18 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
 
 
 class LoRABinding(Binding):
-    """The binding of a LoRA layer. `group` has the layers that nearly always get its input, on bases of eight bits."""
+    """The binding of a LoRA layer. `group` has the layers that nearly always get its input, on quantised bases."""
 
     group: InputGroup | None = None
 
 
 def form_groups(model: nn.Module) -> None:
-    """Group the swapped LoRA layers of each attention whose bases all have eight bits."""
+    """Group the swapped LoRA layers of each attention whose bases are all quantised in one way."""
     for module in model.modules():
         layers = [module._modules[name] for name in _GROUPED if module._modules.get(name) is not None]
         bindings = [binding for layer in layers if isinstance(binding := Binding.of(layer), LoRABinding)]
-        bases = {type(layer._modules.get("base_layer", layer)) for layer in layers}
-        if len(bindings) > 1 and bases == {FrozenFloat8Linear}:
+        bases = [layer._modules.get("base_layer", layer) for layer in layers]
+        if len(bindings) > 1 and len({*map(type, bases)}) == 1 and is_quantized(bases[0]):
             group = InputGroup(layers, tensors_now)
             for binding in bindings:
                 binding.group = group

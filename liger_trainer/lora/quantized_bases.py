@@ -80,7 +80,7 @@ def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
         return None
     nested = None if second is None else Nested(second.code, second.absmax, second.blocksize, state.offset)
     unpack = functools.partial(dequantize_4bit, packed, state.code, state.absmax, state.blocksize, shape, nested)
-    return PackedWeight(shape, x.dtype, packed.device, unpack)
+    return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, state.absmax))
 
 
 def _copy_4bit(layer: Any, linear: nn.Linear) -> nn.Module:
@@ -104,7 +104,7 @@ def _read_8bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
         return state.CB.to(dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1 / 127))
 
     shape = torch.Size((layer.out_features, layer.in_features))
-    return PackedWeight(shape, x.dtype, parameter.device, unpack, layer.forward)
+    return PackedWeight(shape, x.dtype, parameter.device, unpack, (), layer.forward)
 
 
 def _copy_8bit(layer: Any, linear: nn.Linear) -> nn.Module:

@@ -72,7 +72,7 @@ class Stored:
     def __init__(self, shape, device, dtype=torch.float32):
         self.matrix = torch.randn(shape, device=device, dtype=dtype)
         self.unpacked = 0
-        self.weight = PackedWeight(self.matrix.shape, dtype, self.matrix.device, self.unpack)
+        self.weight = PackedWeight(self.matrix.shape, dtype, self.matrix.device, self.unpack, (self.matrix,))
 
     def unpack(self, dtype):
         self.unpacked += 1
