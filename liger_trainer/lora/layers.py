@@ -99,7 +99,9 @@ def why_not(layer: nn.Module) -> str | None:
     base = layer._modules["base_layer"]
     if not (type(base) is nn.Linear or is_quantized(base)):
         return f"its base is a {type(base).__name__}, not a linear layer"
-    parts = active_parts(layer)
+    library, parts = library_of(base), active_parts(layer)
+    if library is not None and (reason := library.why_not(base)) is not None:
+        return reason
     if parts is None:
         return _attached([base])
     if any(part.b.bias is not None for part in parts):

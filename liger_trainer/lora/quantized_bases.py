@@ -27,6 +27,7 @@ class Library(NamedTuple):
     Attributes:
         lora: Names of PEFT's class for a LoRA on such a layer.
         read: Returns the weight for an input like the one that it is given; None where the layer's own code has to run.
+        why_not: Returns why the layer always runs its own code, or None.
         copy: Returns a layer with the settings of one, and the weight and bias of a linear layer.
         widths: (K, N) of such a linear layer. With rows shorter than a block of 64, bitsandbytes 0.50 unpacks wrong
             numbers on CPUs.
@@ -34,6 +35,7 @@ class Library(NamedTuple):
 
     lora: tuple[str, str]
     read: Callable[[Any, torch.Tensor], PackedWeight | None]
+    why_not: Callable[[Any], str | None]
     copy: Callable[[Any, nn.Linear], nn.Module]
     widths: tuple[int, int] = (64, 32)
 
@@ -83,6 +85,16 @@ def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, state.absmax))
 
 
+def _why_not_4bit(layer: Any) -> str | None:
+    state, dtype = layer._parameters["weight"].__dict__.get("quant_state"), layer.compute_dtype
+    if state is None:
+        return "its base has no quantised weight yet"
+    if layer.compute_type_is_set and dtype not in (None, state.dtype):
+        other = f"its base was quantised from {state.dtype} and computes in {dtype}"
+        return f"{other}: set bnb_4bit_compute_dtype to the first"
+    return None
+
+
 def _copy_4bit(layer: Any, linear: nn.Linear) -> nn.Module:
     state, library = layer.weight.quant_state, importlib.import_module("bitsandbytes").nn
     settings = {"compress_statistics": state.nested, "quant_type": state.quant_type}
@@ -107,6 +119,10 @@ def _read_8bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     return PackedWeight(shape, x.dtype, parameter.device, unpack, (), layer.forward)
 
 
+def _why_not_8bit(layer: Any) -> str | None:
+    return "its base has weights in 16 bits" if layer.state.has_fp16_weights else None
+
+
 def _copy_8bit(layer: Any, linear: nn.Linear) -> nn.Module:
     library = importlib.import_module("bitsandbytes").nn
     settings = {"has_fp16_weights": False}
@@ -114,6 +130,30 @@ def _copy_8bit(layer: Any, linear: nn.Linear) -> nn.Module:
     copy.weight = library.Int8Params(linear.weight.detach(), False, **settings).to("cpu")
     copy.bias = _frozen(linear.bias)
     return copy
+
+
+# HQQ: 1 to 8 bits, by its own code
+
+
+def _read_hqq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
+    if layer.compute_dtype != x.dtype:
+        return None
+
+    def unpack(dtype: torch.dtype) -> torch.Tensor:
+        return layer.dequantize().to(dtype)
+
+    return PackedWeight(torch.Size(layer.meta["shape"]), x.dtype, layer.W_q.device, unpack, (_plain(layer.W_q),))
+
+
+def _why_not_hqq(layer: Any) -> str | None:
+    if not layer.ready:
+        return "its base has no quantised weight yet"
+    return None if layer.bias is None else "its base, a HQQLinear, has a bias"
+
+
+def _copy_hqq(layer: Any, linear: nn.Linear) -> nn.Module:
+    config = {**layer.quant_config, "offload_meta": False}
+    return type(layer)(linear, config, compute_dtype=linear.weight.dtype, device="cpu")
 
 
 def _widths(linear: nn.Linear) -> tuple[int, int]:
@@ -126,10 +166,13 @@ def _frozen(bias: nn.Parameter | None) -> nn.Parameter | None:
 
 _PARAMETER_4BIT = ("bitsandbytes.nn.modules", "Params4bit")
 _PARAMETER_8BIT = ("bitsandbytes.nn.modules", "Int8Params")
-_4BIT = Library(("peft.tuners.lora.bnb", "Linear4bit"), _read_4bit, _copy_4bit)
+_4BIT = Library(("peft.tuners.lora.bnb", "Linear4bit"), _read_4bit, _why_not_4bit, _copy_4bit)
 _LIBRARIES = {
     **{("bitsandbytes.nn.modules", name): _4BIT for name in ("Linear4bit", "LinearNF4", "LinearFP4")},
     ("bitsandbytes.nn.modules", "Linear8bitLt"): Library(
-        ("peft.tuners.lora.bnb", "Linear8bitLt"), _read_8bit, _copy_8bit
+        ("peft.tuners.lora.bnb", "Linear8bitLt"), _read_8bit, _why_not_8bit, _copy_8bit
+    ),
+    ("hqq.core.quantize", "HQQLinear"): Library(
+        ("peft.tuners.lora.hqq", "HqqLoraLinear"), _read_hqq, _why_not_hqq, _copy_hqq
     ),
 }
