@@ -58,7 +58,7 @@ class Rows:
 
 
 class RowMask:
-    """What the layers get for a mask: a token sees those of its own row up to itself, and at most `window` of them.
+    """The mask that layers get: a token sees the tokens of its own row up to itself, and at most `window` of them.
 
     It is opaque to whatever handles the arguments of layers on their way (checkpointing, FSDP, hooks of accelerate).
     `unknown` says why the mask that was asked for is another one; some models ask for masks that no layer uses.
@@ -104,7 +104,7 @@ def _row_mask(
 
 
 def _is_sliding(mask_function, window: int) -> bool:
-    """Whether a mask function lets a token see `window` tokens up to itself: asked at the edges."""
+    """Return whether a mask function lets a token see `window` tokens up to itself: asked at the edges."""
     query = torch.tensor([window, window, 0, 2 * window - 1], device="cpu")
     key = torch.tensor([1, 0, 1, window], device="cpu")
     zero = torch.zeros((), dtype=torch.long, device="cpu")
@@ -132,12 +132,8 @@ def varlen_attention(
         dropout (`float`, *optional*, defaults to 0.0): Of the weights of attention.
         scaling (`float`, *optional*): Factor of the scores; 1 / sqrt(D) by default.
 
-    Returns:
-        `tuple`: (1, T, Hq, Dv), and None for the weights of attention.
-
-    Raises:
-        NotForRows: The rows of the call are known, and the mask is neither causal nor a sliding window over them, or
-            the scores are changed (a bias of positions, a cap, sinks).
+    Returns (1, T, Hq, Dv), and None for the weights of attention. Raises `NotForRows` where the rows of the call are
+    known, and the mask is neither causal nor a sliding window, or the scores are changed (a bias, a cap, sinks).
     """
     if not isinstance(attention_mask, RowMask):
         if not torch.compiler.is_compiling() and _rows.get() is not None:
@@ -177,17 +173,13 @@ def _kernel_takes(query, key, value, dropout) -> bool:
 
 @functools.cache
 def _device_has_the_kernel(device: torch.device) -> bool:
-    """Whether PyTorch was built with the kernel, and for this GPU."""
+    """Return whether PyTorch was built with the kernel, and for this GPU."""
     built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _by_kernel(query, key, value, mask: RowMask, dropout, scaling):
-    """What `torch.nn.attention.varlen.varlen_attn` calls, called by itself.
-
-    That function is an op of Python, whose two passes take the host longer than all other launches of an attention. The
-    op under it has its gradient in C++.
-    """
+    """Call the op under `torch.nn.attention.varlen.varlen_attn`, which itself takes the host longer than all else."""
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))

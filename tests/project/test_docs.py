@@ -195,6 +195,7 @@ def test_sentences_name_who_acts(page):
 
 # Errors that troubleshooting quotes and other packages raise: the module whose source has them.
 FOREIGN = {
+    "requires a shared vocabulary": "trl.trainer.distillation_trainer",
     "Your setup doesn't support bf16/gpu": "transformers.training_args",
     "The chat template is not training-compatible": "trl.chat_template_utils",
     "torchao with FSDP2 and cpu_ram_efficient_loading is not supported": "accelerate.accelerator",

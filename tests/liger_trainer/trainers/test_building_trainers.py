@@ -20,8 +20,8 @@ from liger_trainer import (
     LigerTrainingArguments,
     apply_liger,
 )
+from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.find import has_fused_head, head_options
-from liger_trainer.head.install import install_fused_head
 from liger_trainer.head.outputs import HeadOptions
 
 NAMES = ("add_fused_lm_head", "BaseTunerLayer")
