@@ -37,11 +37,11 @@ class _Input:
     """The input of one call of a layer."""
 
     def __init__(self, x: torch.Tensor, inputs: "HostInputs"):
+        self.back: torch.Tensor | None = None  # what came back from the host
         self.x: torch.Tensor | None = x  # as long as it is on the GPU
         self.like = torch.empty_like(x, device="meta")
         self.is_leaf, self.version, self.requires_grad, self.device = x.is_leaf, x._version, x.requires_grad, x.device
         self.changed = False
-        self.back: torch.Tensor | None = None  # what came back from the host
         self.event: torch.cuda.Event | None = None  # the end of the last copy
         self.before, self.stream = inputs.last, inputs.stream_of(x.device)
         self.slot = inputs.host.take(x.nbytes) if x.is_contiguous() else None
