@@ -1,12 +1,14 @@
 """Inputs of recomputed layers on the host: losses and gradients to the bit, and no input on the GPU."""
 
 import copy
+import functools
 import weakref
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import collate, ragged_rows, tiny_model
+from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import apply_liger
 from liger_trainer.memory import switches
@@ -66,6 +68,24 @@ def test_bits_are_the_same(adapters, inputs):
     for _ in range(2):
         assert all(map(torch.equal, step(model), want))
     assert len(inputs) == 8 and not any(made() for made in inputs), "nothing is left after the backward pass"
+
+
+@pytest.mark.parametrize("version", ["5.17", "5.24"])
+def test_as_transformers_is_told(version, inputs):
+    """5.17 hands the option on to PyTorch's function, and 5.24 wraps that."""
+    want = step(checkpointed(True))
+    model = checkpointed(True)
+    if version == "5.17":
+        function = functools.partial(checkpoint, use_reentrant=False, offload=True)
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = function
+    elif hasattr(model.base_model.model, "activation_checkpointing_enable"):
+        model.base_model.model.activation_checkpointing_enable(OPTIONS, offload=True)
+    else:
+        pytest.skip("transformers is older")
+    switches.install(model, HostInputs(host()))
+    assert all(map(torch.equal, step(model), want)) and len(inputs) == 4
 
 
 def test_all_but_the_last_leave_the_gpu(inputs):
