@@ -65,6 +65,7 @@ class Run:
     lora: int | None = None  # rank, on every linear layer but the head
     nf4: bool = False  # with lora: the frozen layers in 4 bits, with double quantisation
     offload: bool = False  # with checkpointing: the layers' inputs wait on the host, in our trainers
+    lora_experts: bool = False  # on the parameters of experts too
     autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
     vocab: int | None = None  # instead of the model's own
     workers: int = 0
@@ -199,7 +200,8 @@ def make_trainer(arm, run, callbacks):
     if not run.waits:
         options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
     if run.lora:
-        lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules="all-linear")
+        experts = ["experts.gate_up_proj", "experts.down_proj"] if run.lora_experts else None
+        lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules="all-linear", target_parameters=experts)
         if is_trl:
             inputs["peft_config"] = lora
         else:
@@ -299,8 +301,9 @@ def train(arm, run, callbacks=()):
 
 
 def flop_per_token(model, run, length):
-    """6 for each weight of a product (4 if it is frozen), and 6 * layers * length * heads * head_dim for causal
-    attention. For DPO, the forward pass of the reference adds 2 for each weight and a third of what attention takes.
+    """6 for each weight of a product (4 if it is frozen; of experts those that a token uses), and for causal attention
+    6 * layers * length * heads * head_dim. For DPO, the forward pass of the reference adds 2 for each weight and a
+    third of what attention takes.
 
     `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
     what attention costs a token on average.
@@ -311,6 +314,8 @@ def flop_per_token(model, run, length):
     linear = [m.bits if isinstance(m, FrozenFloat8Linear) else m.weight for m in layers]
     weights = sum((6 if w.requires_grad else 4) * numbers_of(w) for w in linear)
     config = model.config.get_text_config()
+    experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.ndim == 3]
+    weights += sum((6 if p.requires_grad else 4) * p[0].numel() * config.num_experts_per_tok for p in experts)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
     if run.trainer == "dpo":

@@ -94,7 +94,8 @@ def one_arm(options):
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
         checkpointing=options.checkpointing, auto=options.auto, memory_budget=options.memory_budget,
         optimizer_in_backward=options.optimizer_in_backward,
-        lora=options.lora, nf4=options.nf4, offload=options.offload, workers=4 if DEVICE == "cuda" else 0,
+        lora=options.lora, lora_experts=options.lora_experts, nf4=options.nf4, offload=options.offload,
+        workers=4 if DEVICE == "cuda" else 0,
         autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
         skip=skip_of(options),
     )  # fmt: skip
@@ -123,7 +124,9 @@ def case_of(options):
     parts = [options.trainer, options.model.lower(), f"{options.batch}x{options.length}"]
     parts += [options.rows] * (options.rows != "full")
     parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
-    parts += ["nf4"] * options.nf4 + ["offload"] * options.offload + ["no_autocast"] * options.no_autocast
+    parts += ["nf4"] * options.nf4 + ["offload"] * options.offload
+    parts += ["experts"] * options.lora_experts
+    parts += ["no_autocast"] * options.no_autocast
     if options.auto:
         parts.append("auto" if options.memory_budget is None else f"auto-{options.memory_budget:g}gib")
     parts += [f"of-{options.gpu_memory:g}gib"] if options.gpu_memory is not None else []
@@ -163,6 +166,7 @@ def main():
     parser.add_argument(
         "--offload", action="store_true", help="with --checkpointing: ours have layers' inputs on the host"
     )
+    parser.add_argument("--lora_experts", action="store_true", help="with --lora: on the parameters of experts too")
     parser.add_argument("--no_autocast", action="store_true", help="bf16=False: the model's own dtypes, no autocast")
     parser.add_argument("--arms", nargs="*", help="; ".join(f"{k}: {', '.join(v)}" for k, v in ARMS.items()))
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")

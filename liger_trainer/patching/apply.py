@@ -22,9 +22,12 @@ from liger_trainer.instance.kind import Kind, Proven
 from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
-from liger_trainer.patching import experts, mlps, norms, rotary, varlen
+from liger_trainer.patching import expert_gates, experts, mlps, norms, rotary, varlen
 
-KINDS: tuple[Kind, ...] = (norms.KIND, mlps.KIND, experts.KIND, lora.KIND, float8.KIND)
+KINDS: tuple[Kind, ...] = (
+    norms.KIND, mlps.KIND, experts.KIND, expert_gates.KIND, lora.KIND, experts.WRAPPER_KIND,
+    float8.KIND,
+)  # fmt: skip
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)
 _Proof = tuple[Proven | None, Guards | None, str | None]

@@ -269,7 +269,11 @@ def swapped(model, report) -> dict:
         return hasattr(model.get_submodule(name), "_apply_gate")
 
     cells["mlp"] = _of([n for op in gates for n in report[op].swapped], report, gates, lambda n: not is_expert(n))
-    cells["experts"] = _of([n for op in gates for n in report[op].swapped], report, gates, is_expert)
+    whole = set(report["experts"].swapped)
+    gate_alone = {n for op in gates for n in report[op].swapped if is_expert(n)}
+    found = len(whole | gate_alone | set(report["experts"].skipped))
+    done = "all" if len(whole) == found else f"{len(whole)} of {found}"
+    cells["experts"] = (done + (f", gates {len(gate_alone)}" if gate_alone else "")) if found else ""
     head = report["fused_linear_cross_entropy"]
     cells["head"] = "fused" if head.swapped else "kept" if head.skipped else ""
     reasons = [why for op in report.operations if op != "varlen_attention" for why in report[op].skipped.values()]
