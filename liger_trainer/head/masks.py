@@ -8,7 +8,9 @@ nothing is packed, and `sdpa_mask` of transformers is told that the mask is all 
 anything else needs a mask, such as a sliding window or tokens of an image that see each other.
 
 The same function of ours answers for a call whose padding is left out (`liger_trainer.varlen`), with the mask of its
-rows, and `varlen_attention` takes the place of transformers' attention for SDPA.
+rows, and `varlen_attention` takes the place of transformers' attention for SDPA. Models with sinks or soft caps have no
+SDPA and attend by a function of their own, under the name `eager`, which is no key of a registry: there `_interface`
+answers the call with which each layer asks for its function.
 """
 
 import functools
@@ -20,10 +22,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from liger_trainer.varlen.attention import row_mask, varlen_attention
+from liger_trainer.instance.hooks import comes_from
+from liger_trainer.varlen.attention import attend_by_rows, row_mask, varlen_attention
 from liger_trainer.varlen.padding import cache_of
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
@@ -40,9 +43,23 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     return sdpa_mask(*args, **kwargs)
 
 
-_FUNCTIONS = (  # transformers' registry, its function for SDPA, ours
-    (ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward, varlen_attention),
-    (ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask, _mask),
+@functools.wraps(eager_mask)
+def _eager_mask(*args: Any, **kwargs: Any) -> Any:
+    """`eager_mask`, but the mask of rows that are known."""
+    return known if (known := row_mask(args, kwargs)) is not None else eager_mask(*args, **kwargs)
+
+
+def _interface(name: str, default: Callable) -> Callable:
+    """`get_interface` of transformers, but ours over `default` where that is what a model of transformers runs."""
+    found = AttentionInterface.get_interface(ALL_ATTENTION_FUNCTIONS, name, default)
+    ours = name == "eager" and found is default and not torch.compiler.is_compiling()
+    return functools.partial(attend_by_rows, found) if ours and comes_from(found, ("transformers.",)) else found
+
+
+_FUNCTIONS = (  # transformers' registry, the name and its function there, ours
+    (ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward, varlen_attention),
+    (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", sdpa_mask, _mask),
+    (ALL_MASK_ATTENTION_FUNCTIONS, "eager", eager_mask, _eager_mask),
 )
 
 
@@ -55,9 +72,10 @@ def install(model: nn.Module) -> None:
     if model not in _models:
         weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set above has let go of the model
         _models.add(model)
-    for registry, own, ours in _FUNCTIONS:
-        if registry["sdpa"] is own:
-            registry.register("sdpa", ours)
+    for registry, name, own, ours in _FUNCTIONS:
+        if registry[name] is own:
+            registry.register(name, ours)
+    vars(ALL_ATTENTION_FUNCTIONS).setdefault("get_interface", _interface)
 
 
 def why_not_ours(model: nn.Module) -> str | None:
@@ -66,9 +84,14 @@ def why_not_ours(model: nn.Module) -> str | None:
     A copy of a patched model is asked this first, and the original may be gone by then.
     """
     install(model)
-    if all(registry["sdpa"] is ours for registry, _, ours in _FUNCTIONS):
+    attention = model.config._attn_implementation  # type: ignore[union-attr]
+    if attention == "eager" and (
+        "eager" in ALL_ATTENTION_FUNCTIONS or vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] is not _interface
+    ):
+        return "a function of your own is registered for the attention 'eager'"
+    if all(registry[name] is ours for registry, name, _, ours in _FUNCTIONS if name == attention):
         return None
-    return "a function of your own is registered for the attention 'sdpa' or for its mask"
+    return f"a function of your own is registered for the attention {attention!r} or for its mask"
 
 
 def uninstall(model: nn.Module) -> None:
@@ -78,9 +101,13 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _restore_after_last() -> None:
-    for registry, own, ours in _FUNCTIONS:
-        if not _models and registry["sdpa"] is ours:
-            registry.register("sdpa", own)
+    if _models:
+        return
+    for registry, name, own, ours in _FUNCTIONS:
+        if registry[name] is ours:
+            registry.register(name, own)
+    if vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is _interface:
+        del ALL_ATTENTION_FUNCTIONS.get_interface
 
 
 def _is_needless(

@@ -4,7 +4,8 @@ The proof runs a batch padded on the right and one padded on the left through tw
 one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of all weights
 must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or whose loss
 counts padding, shows it there. Packed rows take our attention too if a packed row agrees with the padded batch that has
-the same rows.
+the same rows. Rows without padding take it where layers have a window, chunks, sinks or a soft cap, if that agrees as
+well. It may do so where padding cannot be left out: such a model takes it for rows without padding alone.
 
 Where nothing is installed, packed rows may see each other. Some models keep them apart, others do not, and none says
 so. transformers finds them by `position_ids` that start anew, where a model hands these to the function that makes
@@ -28,6 +29,13 @@ OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
+    "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
+    "sliding window": "sliding windows by PyTorch's varlen kernel",
+    "chunks": "chunks as rows of their own",
+    "sinks": "sinks by PyTorch's varlen kernel",
+    "soft cap": "soft caps by liger_triton.row_attention",
+}
 _SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
 _PACKED = (7, 5, 11)
 _MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
@@ -40,10 +48,11 @@ def swap(model, report, wanted: dict) -> None:
         return
     backbone = padding.backbone_of(model)
     remove(model)
-    part, name = report[OPERATION], model.base_model_prefix
+    part = report[OPERATION]
     part.enabled = bool(wanted[OPERATION] and wanted["fused_linear_cross_entropy"])  # whose forward sees the labels
     if not part.enabled or backbone is None:
         return
+    name = next(name for name, child in model.named_children() if child is backbone)
     proven: Any = None
     reason = _why_not(model, backbone)
     if reason is None:
@@ -54,7 +63,9 @@ def swap(model, report, wanted: dict) -> None:
         part.unsuited[name] = reason
         return
     padding.install(backbone, proven, Place(part, name))
-    part.swapped[name] = "runs on real tokens"
+    runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
+    kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds] if proven.is_local else []
+    part.swapped[name] = "; ".join([runs, *kinds])
 
 
 def remove(model) -> None:
@@ -69,7 +80,9 @@ def _why_not(model, backbone) -> str | None:
     config = model.config
     if head_options(model) is None:
         return "it has no fused LM head, whose forward would see the labels"
-    if config._attn_implementation != "sdpa":
+    # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
+    lacks_sdpa = model._supports_attention_backend and not model._supports_sdpa
+    if config._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
         return f"attn_implementation is {config._attn_implementation!r}, which stays as it is"
     if config.is_encoder_decoder or config.get_text_config() is not config:
         return "the model is more than a decoder of text"
@@ -82,7 +95,8 @@ def _why_not(model, backbone) -> str | None:
 
 def _prove(model):
     """(`Proven`, None), or (None, what differs)."""
-    own, ours = small_copy(model, probe.SEED), small_copy(model, probe.SEED)
+    attention = model.config._attn_implementation
+    own, ours = (small_copy(model, probe.SEED, attention) for _ in range(2))
     if (reason := why_not_theirs(own)) is not None:
         return None, reason
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
@@ -99,23 +113,31 @@ def _prove(model):
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
     one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
     mixes = _apart(_run(own, one_row), _run(own, within)) is not None
-    proven = padding.Proven(mixes, code_of(own.modules()), loss_of(own))
+    kinds: set[str] = set()
+    proven = padding.Proven(attention, kinds, None, mixes, code_of(own.modules()), loss_of(own))
     padding.install(padding.backbone_of(ours), proven)
+    reason = None
     for what, given, beside in (
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
         ("a packed row", one_row, within),
     ):  # fmt: skip
-        if (reason := _differs(ours, given, _run(own, beside), what)) is not None:
-            return None, reason
-    return proven, None
+        reason = reason or _differs(ours, given, _run(own, beside), what, kinds)
+    if proven.is_local:
+        full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        if (differs := _differs(ours, full, _run(own, full), "rows without padding", kinds)) is not None:
+            return None, reason or differs
+        return proven._replace(keeps_padding=reason), None
+    return (None, reason) if reason else (proven, None)
 
 
-def _differs(ours, batch, wanted, what: str) -> str | None:
-    plan = plan_of(ours.config, batch | {"use_cache": False})
+def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:
+    """What differs, or None. Adds to `kinds` what the layers attend by."""
+    plan = plan_of(ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, full=True)
     with padding.running(plan):
         got = _run(ours, batch)
     if plan is None or not plan.used:
         return f"with {what}, its backbone cannot be given real tokens alone"
+    kinds |= plan.rows.kinds
     apart = _apart(got, wanted)
     return None if apart is None else f"with {what}, {apart} from that of the padded batch"
 
@@ -164,7 +186,7 @@ def why_rows_mix(model) -> str | None:
     if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
         return None
     ours = padding.BackboneBinding.of(backbone)
-    if ours is not None and not ours.aside:
+    if ours is not None and not ours.aside and ours.proven.keeps_padding is None:
         return None
     with probe.isolated():
         apart, _ = probe.attempt(_rows_stay_apart, backbone)

@@ -69,12 +69,15 @@ def plan_of_call(
     bound = BackboneBinding.of(backbone)
     if bound is None or bound.aside or args:
         return None
-    if shown is not None and call.get("attention_mask") is not None:
+    proven = bound.proven
+    plan = plan_of(model.config, call, proven.attention, proven.is_local)
+    if plan is None or (proven.keeps_padding is not None and not plan.rows.full):
+        return None
+    if proven.attention == "eager" and (call.get("output_attentions") or model.config.output_attentions):
+        return None
+    if shown is not None and plan.leaves_out:
         if model.training and torch.is_grad_enabled():  # evaluation and generation want logits, which is no news
             computes_padding(backbone, shown)
-        return None
-    plan = plan_of(model.config, call)
-    if plan is None:
         return None
     reaches_end = plan.reaches_end and call.get("position_ids") is None
     if plan.leaves_out and not reaches_end and _rotates_by_length(model.config):
@@ -82,12 +85,12 @@ def plan_of_call(
     why = unfit(plan) or _why_whole(model, backbone, bound)
     if why is None:
         return plan
-    if bound.proven.mixes and not plan.leaves_out:
+    if proven.mixes and not plan.leaves_out and not plan.rows.full:
         raise ValueError(
             f"Packed rows would see each other in {type(backbone).__name__}, whose own attention has to run: {why}. "
             "Take that away, or switch packing off."
         )
-    computes_padding(backbone, why)
+    computes_padding(backbone, why, "attends with masks" if plan.rows.full else "computes padding too")
     return None
 
 
@@ -182,7 +185,7 @@ def _inside(model) -> list[nn.Module]:
 # The rows of a call
 
 
-def plan_of(config, call: dict[str, Any]) -> Plan | None:
+def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = False) -> Plan | None:
     """How a call goes through the backbone on real tokens, or None where it stays as it is.
 
     Args:
@@ -190,43 +193,55 @@ def plan_of(config, call: dict[str, Any]) -> Plan | None:
         call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), and `attention_mask` (B, S), or `position_ids`
             (1, S) of a packed row. With `labels` (B, S), each predicted from the position before it, or `shift_labels`
             (B, S), each predicted from its own, no label may be predicted from padding.
+        attention (`str`, *optional*, defaults to `"sdpa"`): The attention of the config that has been proven.
+        full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers in which
+            a token sees less than all before it.
     """
     tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
     keeps = getattr(config, "use_cache", None) if call.get("use_cache") is None else call["use_cache"]
-    if keeps or cache_of(call) is not None or config._attn_implementation != "sdpa":
+    if keeps or cache_of(call) is not None or config._attn_implementation != attention:
         return None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return None
     if positions is not None and (positions.ndim != 2 or positions.shape[0] not in (1, tokens.shape[0])):
         return None
     if mask is None:
-        return _packed_plan(call, tokens)
+        return _packed_plan(call, tokens, full)
     if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
         return None
-    return _padded_plan(call, tokens, mask)
+    return _padded_plan(call, tokens, mask, full)
 
 
-def _packed_plan(call, tokens) -> Plan | None:
+def _full_plan(call, tokens) -> Plan:
+    batch, length = tokens.shape[:2]
+    return Plan(call, Rows([length] * batch, tokens.device, batch))
+
+
+def _packed_plan(call, tokens, full) -> Plan | None:
     """Of a batch of one row in which several lie one after the other.
 
     Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
     """
     positions = call.get("position_ids")
-    if positions is None or tokens.shape[0] != 1 or positions.shape[1] != tokens.shape[1]:
+    if positions is None:
+        return _full_plan(call, tokens) if full else None
+    if tokens.shape[0] != 1 or positions.shape[1] != tokens.shape[1]:
         return None
     values = values_of(positions)[0].cpu()[0]  # waits for the device, where the values are not known on the host
     starts = [0, *((values.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(values)]
     lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    return Plan(call, Rows(lengths, tokens.device)) if len(lengths) > 1 else None
+    return Plan(call, Rows(lengths, tokens.device)) if full or len(lengths) > 1 else None
 
 
-def _padded_plan(call, tokens, mask) -> Plan | None:
+def _padded_plan(call, tokens, mask, full) -> Plan | None:
     shifted = call.get("shift_labels") is not None
     labels = call["shift_labels"] if shifted else call.get("labels")
     if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
         return None
     mask, *labels = values_of(mask, *(() if labels is None else (labels,)))
     real, *labelled = torch.stack((mask != 0, *(x != -100 for x in labels))).cpu()  # waits as above
+    if full and real.all():
+        return _full_plan(call, tokens)
     predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
     lengths = real.sum(1).tolist()
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)

@@ -31,14 +31,25 @@ class Proven(NamedTuple):
     """What has been shown of a model.
 
     Attributes:
+        attention (`str`): The attention of its config.
+        kinds (`set[str]`): What its layers attend by, as `Rows.kinds` has it.
+        keeps_padding (`str` or None): Why only rows without padding go by their lengths, or None.
         mixes (`bool`): Whether the rows of a packed row see each other with the model's own attention.
         forwards (`dict`): The classes of its modules, with their forwards.
         loss (`Callable`): The function that its forward calls for the loss.
     """
 
+    attention: str
+    kinds: set[str]
+    keeps_padding: str | None
     mixes: bool
     forwards: dict[type, Callable]
     loss: Callable
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there are layers that need more than SDPA does in rows without padding."""
+        return self.kinds != {"causal"}
 
 
 class BackboneBinding(Binding):
@@ -59,7 +70,7 @@ class Plan:
         given (`dict`): The arguments of the call that it was made from.
         rows (`Rows`): The rows of real tokens.
         index (`torch.Tensor`, *optional*): int64 (N,): where in the flattened batch each real token is; None where
-            the batch is one packed row.
+            the batch has no padding.
         reaches_end (`bool`, *optional*, defaults to `True`): Whether there is a real token in the last column.
 
     Attributes:
@@ -88,7 +99,8 @@ class Plan:
         """
         tokens = tokens_of(call)
         # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
-        mask = torch.ones((1, self.rows.tokens), dtype=torch.long, device=tokens.device)
+        shape = (self.rows.batch, self.rows.tokens // self.rows.batch)
+        mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
         if self.index is None:
             return call | {"attention_mask": mask}
         batch, length = tokens.shape[:2]
@@ -149,7 +161,7 @@ def cache_of(call: dict[str, Any]) -> Any:
 def backbone_of(model):
     """The part of a transformers model before its head, or None."""
     name = getattr(model, "base_model_prefix", "")
-    return model._modules.get(name) if name else None
+    return model._modules.get(name, model._modules.get("model")) if name else None  # Llama 4's prefix is of a larger one
 
 
 @functools.cache
@@ -198,9 +210,9 @@ def remove(backbone) -> None:
     unbind(backbone, BackboneBinding)
 
 
-def computes_padding(backbone, reason: str) -> None:
+def computes_padding(backbone, reason: str, what: str = "computes padding too") -> None:
     """Say in the log and in the report that a batch goes through `backbone` as it is, and why."""
     bound = BackboneBinding.of(backbone)
     if bound is not None and bound.place is not None:
         bound.place.keeps_its_code(reason)
-    logger.warning_once(f"{type(backbone).__name__} computes padding too: {reason}.")
+    logger.warning_once(f"{type(backbone).__name__} {what}: {reason}.")

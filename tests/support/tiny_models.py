@@ -91,6 +91,15 @@ _OWN = {
         "mamba_n_groups": 2,
         "attn_layer_indices": [1],
     },
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16},
+    "olmo3": _TWO_KINDS,
+    "granite_swa": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {
+        "attention_chunk_size": 8, "floor_scale": 12, "intermediate_size_mlp": 48, "num_local_experts": 4,
+        "num_experts_per_tok": 1, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
+        "moe_layers": [1],
+    },
     "nemotron": {"partial_rotary_factor": 0.5},
     "seed_oss": {"residual_dropout": 0.1, "attention_dropout": 0.0},
     "qwen2_5_vl": {
