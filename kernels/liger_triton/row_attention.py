@@ -39,8 +39,12 @@ def _scores(dots, scale, cap, CAPPED: tl.constexpr):
     """
     if CAPPED:
         r = 1.0 / (tl.exp2(dots * scale) + 1.0)
-        return cap - 2.0 * cap * r, 4.0 * r * (1.0 - r)
-    return dots * scale, 1.0
+        score = cap - 2.0 * cap * r
+        slope = 4.0 * r * (1.0 - r)
+    else:
+        score = dots * scale
+        slope = 1.0
+    return score, slope
 
 
 @jit
@@ -190,14 +194,16 @@ def _key_gradient_kernel(
         _store_tile(DV, dv, start, key, length, group, groups, D, BLOCK_D)
 
 
-def _tiles(d: int, dtype: torch.dtype, device: torch.device, kept: int, loaded: int) -> dict[str, int]:
-    """Sizes of the tile that a program keeps (`kept` tensors of it) and of the tiles that it loops over (`loaded`)."""
+def _tiles(d: int, dtype: torch.dtype, device: torch.device, backward: bool) -> dict[str, int]:
+    """The tile that a program keeps, and that which it loops over, as large as its registers hold without a spill on
+    sm_90. Smaller where the shared memory of the device does not hold them."""
     wide = next_power_of_2(max(16, d))
-    mine, other, stages = 128 if wide <= 128 else 64, 64, 2
-    room, width = shared_memory(device), wide * dtype.itemsize
+    mine = 64 if backward and wide > 128 else 128
+    other = 32 if wide > 128 or (backward and wide > 64) else 64
+    stages, room, width = 2, shared_memory(device), wide * dtype.itemsize
 
     def bytes_of() -> int:
-        return width * (kept * mine + stages * loaded * other) + 2 * mine * other * dtype.itemsize
+        return width * ((1 + backward) * mine + 2 * stages * other) + 2 * mine * other * dtype.itemsize
 
     while bytes_of() > room and (stages > 1 or mine > 16):
         if stages > 1:
@@ -206,16 +212,15 @@ def _tiles(d: int, dtype: torch.dtype, device: torch.device, kept: int, loaded: 
             other //= 2
         else:
             mine //= 2
-    return {
-        "mine": mine, "other": other, "BLOCK_D": wide, "num_warps": 4 if wide <= 64 else 8, "num_stages": stages,
-    }  # fmt: skip
+    warps = 4 if mine < 64 or (wide <= 64 and not backward) else 8
+    return {"mine": mine, "other": other, "BLOCK_D": wide, "num_warps": warps, "num_stages": stages}
 
 
 def _by_kernels(q, k, v, offsets, longest, scale, window, softcap, sinks):
     """(o, L) by the kernel of this file."""
     (tokens, heads, d), groups = q.shape, k.shape[1]
     o, level = torch.empty_like(q), q.new_empty(heads, tokens, dtype=torch.float32)
-    tile = _tiles(d, q.dtype, q.device, kept=1, loaded=2)
+    tile = _tiles(d, q.dtype, q.device, False)
     block = tile.pop("mine")
     launch(
         _forward_kernel, (cdiv(longest, block), heads, len(offsets) - 1),
@@ -233,13 +238,13 @@ def _gradients_by_kernels(do, q, k, v, o, level, offsets, longest, scale, window
         "D": d, "CAPPED": softcap is not None, "WINDOWED": window is not None, "PRECISION": _precision(q),
     }  # fmt: skip
     integers = tokens, heads, groups, scale, *_factors(scale, softcap), window or 0
-    tile = _tiles(d, q.dtype, q.device, kept=2, loaded=2)
+    tile = _tiles(d, q.dtype, q.device, True)
     block = tile.pop("mine")
     launch(
         _query_gradient_kernel, (cdiv(longest, block), heads, len(offsets) - 1),
         q, k, v, do, level, delta, offsets, dq, *integers, BLOCK_M=block, BLOCK_N=tile.pop("other"), **constants, **tile
     )  # fmt: skip
-    tile = _tiles(d, q.dtype, q.device, kept=2, loaded=2)
+    tile = _tiles(d, q.dtype, q.device, True)
     block = tile.pop("mine")
     launch(
         _key_gradient_kernel, (cdiv(longest, block), groups, len(offsets) - 1),
