@@ -12,8 +12,8 @@ dk and dv, if it is handed o and L of those with sinks. That is how PyTorch's fl
 capped. It has no cap, and takes no fp32: there the kernels of this file run.
 
 Shapes  q and o (T, H, D), k and v (T, G, D), H a multiple of G, L and d (H, T). Rows by their offsets.
-Dtypes  bf16, fp16, fp32, one for q, k and v. Scores and sums in fp32, probabilities in the input's dtype for the product
-        with v, as in every flash attention.
+Dtypes  bf16, fp16, fp32, one for q, k and v. Scores and sums in fp32. Probabilities are rounded to that dtype for the
+        product with v, as in every flash attention.
 Bytes   Kept for backward: q, k, v, o, L. Scores are never stored.
 """
 
@@ -56,23 +56,28 @@ def _seen(query, key, length, window, WINDOWED: tl.constexpr):
 
 
 @jit
-def _tile(X, start, at, length, head, heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `at` of one head of X (T, heads, D), and zeros after the row's end."""
+def _places(X, start, at, length, head, heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where tokens `at` of a row are in one head of X (T, heads, D), and which of them there are."""
     d = tl.arange(0, BLOCK_D)
-    place = X + ((start + at).to(tl.int64)[:, None] * heads + head) * D + d[None, :]
-    return tl.load(place, mask=(at < length)[:, None] & (d < D)[None, :], other=0.0)
+    places = X + ((start + at).to(tl.int64)[:, None] * heads + head) * D + d[None, :]
+    return places, (at < length)[:, None] & (d < D)[None, :]
+
+
+@jit
+def _tile(X, start, at, length, head, heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    places, there = _places(X, start, at, length, head, heads, D, BLOCK_D)
+    return tl.load(places, mask=there, other=0.0)
 
 
 @jit
 def _store_tile(X, x, start, at, length, head, heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    place = X + ((start + at).to(tl.int64)[:, None] * heads + head) * D + d[None, :]
-    tl.store(place, x.to(X.dtype.element_ty), mask=(at < length)[:, None] & (d < D)[None, :])
+    places, there = _places(X, start, at, length, head, heads, D, BLOCK_D)
+    tl.store(places, x.to(X.dtype.element_ty), mask=there)
 
 
 @jit
 def _forward_kernel(
-    Q, K, V, SINKS, OFFSETS, O, L, tokens, heads, groups, scale, cap, window,
+    Q, K, V, SINKS, OFFSETS, OUT, L, tokens, heads, groups, scale, cap, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -107,17 +112,17 @@ def _forward_kernel(
             acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             most = new
         total = tl.where(at < length, total, 1.0)
-        _store_tile(O, acc / total[:, None], start, at, length, head, heads, D, BLOCK_D)
+        _store_tile(OUT, acc / total[:, None], start, at, length, head, heads, D, BLOCK_D)
         tl.store(L + head * tokens + start + at, (most + tl.log2(total)) / 1.4426950408889634, mask=at < length)
 
 
 @jit
 def _delta_kernel(
-    O, DO, DELTA, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    OUT, DO, DELTA, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     at = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o = _tile(O, 0, at, tokens, head, heads, D, BLOCK_D).to(tl.float32)
+    o = _tile(OUT, 0, at, tokens, head, heads, D, BLOCK_D).to(tl.float32)
     do = _tile(DO, 0, at, tokens, head, heads, D, BLOCK_D).to(tl.float32)
     tl.store(DELTA + head * tokens + at, tl.sum(o * do, 1), mask=at < tokens)
 

@@ -17,16 +17,17 @@ Every other call is transformers' own. `head/masks.py` hands models that have no
 import contextlib
 import contextvars
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from liger_triton import row_attention
-from liger_triton.row_attention import flash_is_built
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from liger_trainer.varlen.host_copies import sent
 from liger_trainer.varlen.local import is_chunked, is_sliding
+from liger_triton import row_attention
+from liger_triton.row_attention import flash_is_built
 
 _MOST_HEAD_DIM = 256  # of the kernel
 _MOST_ROOM = 4  # places for each token, up to which rows are padded to attend in one call
@@ -193,12 +194,11 @@ def _by_rows(module, query, key, value, mask: RowMask, dropout=0.0, scaling=None
     rows.kinds.add("chunks" if mask.chunked else "causal" if mask.window is None else "sliding window")
     if softcap is not None or s_aux is not None:
         return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
+    attend: Any = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
     if window is None and rows.equal:
         attend = functools.partial(_by_sdpa, module)
     elif _kernel_takes(query, key, value, dropout):
         attend = _by_kernel
-    else:
-        attend = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
     return attend(query, key, value, rows, window, dropout, scaling).unflatten(0, (query.shape[0], -1))
 
 

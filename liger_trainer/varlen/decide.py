@@ -71,13 +71,14 @@ def plan_of_call(
         return None
     proven = bound.proven
     plan = plan_of(model.config, call, proven.attention, proven.is_local)
-    if plan is None or (proven.keeps_padding is not None and not plan.rows.full):
-        return None
-    if proven.attention == "eager" and (call.get("output_attentions") or model.config.output_attentions):
-        return None
-    if shown is not None and plan.leaves_out:
+    full = plan is not None and plan.rows.full
+    if shown is not None and call.get("attention_mask") is not None and not full:
         if model.training and torch.is_grad_enabled():  # evaluation and generation want logits, which is no news
             computes_padding(backbone, shown)
+        return None
+    if plan is None or (proven.keeps_padding is not None and not full):
+        return None
+    if proven.attention == "eager" and (call.get("output_attentions") or model.config.output_attentions):
         return None
     reaches_end = plan.reaches_end and call.get("position_ids") is None
     if plan.leaves_out and not reaches_end and _rotates_by_length(model.config):
@@ -85,12 +86,12 @@ def plan_of_call(
     why = unfit(plan) or _why_whole(model, backbone, bound)
     if why is None:
         return plan
-    if proven.mixes and not plan.leaves_out and not plan.rows.full:
+    if proven.mixes and not plan.leaves_out and not full:
         raise ValueError(
             f"Packed rows would see each other in {type(backbone).__name__}, whose own attention has to run: {why}. "
             "Take that away, or switch packing off."
         )
-    computes_padding(backbone, why, "attends with masks" if plan.rows.full else "computes padding too")
+    computes_padding(backbone, why, "attends with masks" if full else "computes padding too")
     return None
 
 
@@ -194,8 +195,8 @@ def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = 
             (1, S) of a packed row. With `labels` (B, S), each predicted from the position before it, or `shift_labels`
             (B, S), each predicted from its own, no label may be predicted from padding.
         attention (`str`, *optional*, defaults to `"sdpa"`): The attention of the config that has been proven.
-        full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers in which
-            a token sees less than all before it.
+        full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers with
+            more than causal attention.
     """
     tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
     keeps = getattr(config, "use_cache", None) if call.get("use_cache") is None else call["use_cache"]

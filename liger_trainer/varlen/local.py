@@ -29,7 +29,7 @@ def is_chunked(mask_function, size: int) -> bool:
 
 def _parts(function) -> tuple:
     """The functions that a function of `and_masks` holds."""
-    cells = getattr(function, "__closure__", None) or ()
+    cells = list(getattr(function, "__closure__", None) or ())
     return cells[0].cell_contents if len(cells) == 1 and isinstance(cells[0].cell_contents, tuple) else ()
 
 

@@ -161,7 +161,9 @@ def cache_of(call: dict[str, Any]) -> Any:
 def backbone_of(model):
     """The part of a transformers model before its head, or None."""
     name = getattr(model, "base_model_prefix", "")
-    return model._modules.get(name, model._modules.get("model")) if name else None  # Llama 4's prefix is of a larger one
+    if not name:
+        return None
+    return model._modules.get(name, model._modules.get("model"))  # Llama 4's prefix is that of the model of images
 
 
 @functools.cache

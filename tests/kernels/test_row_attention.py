@@ -78,10 +78,12 @@ def test_a_saturated_cap_and_a_large_sink(device, check_close):
     )
 
 
-def test_float64_has_second_derivatives_too(device):
+def test_float64(device):
     q, k, v, z = inputs(device, torch.float64, dim=4, tokens=6)
     at = offsets(device, (4, 2))
-    assert torch.autograd.gradcheck(lambda *x: row_attention(*x[:3], at, 4, window=3, softcap=2.0, sinks=x[3]), (q, k, v, z))
+    assert torch.autograd.gradcheck(
+        lambda *x: row_attention(*x[:3], at, 4, window=3, softcap=2.0, sinks=x[3]), (q, k, v, z)
+    )  # fmt: skip
 
 
 def test_a_kept_graph_is_walked_twice(device):
@@ -120,10 +122,10 @@ def test_what_does_not_fit_is_an_error(change, message, device):
 @pytest.mark.parametrize("heads, groups, dim", [(8, 1, 64), (4, 2, 128), (4, 2, 256)])
 def test_at_the_sizes_of_models(heads, groups, dim, window, softcap, device, check_close):
     """Without a cap, PyTorch's flash attention runs, with the sinks put in."""
-    lengths = (700, 1, 0, 333, 1024)
+    lengths, options = (700, 1, 0, 333, 1024), {"window": window, "softcap": softcap}
     check_close(
-        lambda q, k, v, z: row_attention(q, k, v, offsets(device, lengths), 1024, window=window, softcap=softcap, sinks=z),
-        lambda *given: oracle(*given, lengths=lengths, window=window, softcap=softcap),
+        lambda q, k, v, z: row_attention(q, k, v, offsets(device, lengths), 1024, sinks=z, **options),
+        lambda *given: oracle(*given, lengths=lengths, **options),
         inputs(device, torch.bfloat16, heads, groups, dim, tokens=sum(lengths)),
     )
 

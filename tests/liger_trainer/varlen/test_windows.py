@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from tiny_models import VOCAB
+from tiny_models import VOCAB, tiny_model
 from torch import nn
 from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
@@ -15,7 +15,6 @@ from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patch
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.patching.varlen import why_rows_mix
 from liger_trainer.varlen import attention
-from tiny_models import tiny_model
 
 KINDS = {
     "gemma3_text": {"causal", "sliding window"},
