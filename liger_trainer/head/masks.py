@@ -26,7 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from liger_trainer.instance.hooks import comes_from
-from liger_trainer.varlen.attention import attend_by_rows, row_mask, varlen_attention
+from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask, varlen_attention
 from liger_trainer.varlen.padding import cache_of
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
@@ -50,10 +50,11 @@ def _eager_mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def _interface(name: str, default: Callable) -> Callable:
-    """`get_interface` of transformers, but ours over `default` where that is what a model of transformers runs."""
+    """`get_interface` of transformers, but ours over `default`, a model's own eager attention."""
     found = AttentionInterface.get_interface(ALL_ATTENTION_FUNCTIONS, name, default)
-    ours = name == "eager" and found is default and not torch.compiler.is_compiling()
-    return functools.partial(attend_by_rows, found) if ours and comes_from(found, ("transformers.",)) else found
+    if name != "eager" or found is not default or torch.compiler.is_compiling():
+        return found
+    return functools.partial(attend_by_rows if comes_from(found, "transformers.") else refuse_rows, found)
 
 
 _FUNCTIONS = (  # transformers' registry, the name and its function there, ours

@@ -173,6 +173,13 @@ def attend_by_rows(
     return own(module, query, key, value, attention_mask, *args, **kwargs)
 
 
+def refuse_rows(own, *args, **kwargs):
+    """`own`, a function of the user's, which has to see masks. NotForRows where the rows of the call are known."""
+    if _rows.get() is not None or any(isinstance(x, RowMask) for x in (*args, *kwargs.values())):
+        raise NotForRows("the attention function of its layers is not transformers' own")
+    return own(*args, **kwargs)
+
+
 def varlen_attention(*args, **kwargs):
     """`attend_by_rows`, else transformers' own attention for SDPA."""
     return attend_by_rows(sdpa_attention_forward, *args, **kwargs)

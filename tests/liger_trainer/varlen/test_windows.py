@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt_oss import modeling_gpt_oss
 from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patched, rows_of, step
 
 from liger_trainer import apply_liger, remove_liger
@@ -199,6 +200,22 @@ def test_a_function_that_the_user_registers_runs(masks, monkeypatch):
     masks.clear()
     step(model, full())
     assert len(called) == 2 and masks == []
+
+
+def test_a_function_in_place_of_the_model_s_own_runs(masks, monkeypatch):
+    called, own = [], modeling_gpt_oss.eager_attention_forward
+
+    def theirs(module, query, key, value, mask, **kwargs):
+        called.append(mask)
+        return own(module, query, key, value, mask, **kwargs)
+
+    model, call = of("gpt_oss"), full()
+    want = step(model, call)
+    report = apply_liger(model, ON)["varlen_attention"]
+    monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", theirs)
+    masks.clear()
+    assert_same_step(step(model, call), want)
+    assert len(called) == 2 and masks == [] and "not transformers' own" in report.skipped["model"]
 
 
 def test_frozen_sinks_and_a_second_backward():
