@@ -103,9 +103,9 @@ def make_trainer(arm, case, options, callback):
     if arm == OURS:
         from datasets import Dataset
 
-        from liger_trainer import LigerMedusaTrainer, MedusaConfig
+        from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 
-        args = MedusaConfig(
+        args = LigerMedusaConfig(
             **common, medusa_num_heads=case["heads"], medusa_tied=case["tied"], medusa_stage=case["stage"],
             medusa_decay=DECAY, max_length=case["length"], dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip

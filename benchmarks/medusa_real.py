@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from _measure import DEVICE, Record, table
 
-from liger_trainer import LigerMedusaTrainer, MedusaConfig
+from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 from liger_trainer.command.model_source import find_model
 from liger_trainer.medusa.distill_data import distill, local_answerer
 from liger_trainer.medusa.evaluate import evaluate
@@ -44,7 +44,7 @@ def split(prompts, seed):
 def trainer_of(model, tokenizer, rows, options):
     from datasets import load_dataset
 
-    args = MedusaConfig(
+    args = LigerMedusaConfig(
         output_dir=tempfile.mkdtemp(), medusa_num_heads=options.heads, medusa_tied=options.projection == "tied",
         medusa_targets=options.targets, max_length=1024, num_train_epochs=options.epochs,
         per_device_train_batch_size=options.batch, learning_rate=options.learning_rate, lr_scheduler_type="cosine",

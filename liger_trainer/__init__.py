@@ -4,12 +4,13 @@ Importing this package imports neither of them: each public name is imported whe
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; a test compares these names with `_WHERE`
     from liger_trainer import losses as losses
     from liger_trainer.auto import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
-    from liger_trainer.medusa.config import MedusaConfig as MedusaConfig
+    from liger_trainer.medusa.config import LigerMedusaConfig as LigerMedusaConfig
     from liger_trainer.medusa.heads import MedusaHeads as MedusaHeads
     from liger_trainer.medusa.trainer import LigerMedusaTrainer as LigerMedusaTrainer
     from liger_trainer.patching import LigerReport as LigerReport
@@ -59,7 +60,7 @@ _WHERE = {  # public name: module below this package
     "LigerRLOOTrainer": "trainers.rloo_trainer",
     "LigerDistillationConfig": "trainers.distillation_trainer",
     "LigerDistillationTrainer": "trainers.distillation_trainer",
-    "MedusaConfig": "medusa.config",
+    "LigerMedusaConfig": "medusa.config",
     "MedusaHeads": "medusa.heads",
     "LigerMedusaTrainer": "medusa.trainer",
     "LigerReport": "patching",
@@ -86,6 +87,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("liger_triton.modules"), name)
     if name == "losses":
         return importlib.import_module("liger_trainer.losses")
+    if name == "MedusaConfig":  # until 0.2
+        warnings.warn("MedusaConfig is called LigerMedusaConfig.", FutureWarning, stacklevel=2)
+        return __getattr__("LigerMedusaConfig")
     if name.startswith("apply_liger_kernel_to_"):
         return getattr(importlib.import_module("liger_trainer.auto"), name)
     raise AttributeError(f"module 'liger_trainer' has no attribute {name!r}")

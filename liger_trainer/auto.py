@@ -69,8 +69,8 @@ def _function_for(model_type: str, name: str) -> Callable[..., LigerReport]:
         if model is None:
             given = "".join(f", {key}={value!r}" for key, value in config.items())
             raise ValueError(
-                f"{name} patches one model that has been built, and not the classes of transformers, which others in "
-                "this process use too. Take this line out, and after the one that builds the model write "
+                f"{name} patches one model that has been built, and not the classes of transformers, which other code "
+                "uses too. Remove this line, and after the one that builds the model write "
                 f"{name}(model=model{given})."
             )
         own = getattr(model, "config", None)

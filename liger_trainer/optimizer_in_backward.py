@@ -1,12 +1,11 @@
 """`optimizer_in_backward`: the optimizer steps each weight in the backward pass, and its gradient is freed at once.
 
-The optimizer is the one that the trainer has made. For the step of one weight, its groups are shown to it with that
-weight alone. So its states, its groups and its learning rates are where they always are, and a checkpoint is the same.
-The step that the trainer calls after the backward pass finds no gradients and changes nothing. It has the optimizer's
-hooks called once a step.
+The trainer's own optimizer does it. For the step of one weight, its groups hold that weight alone. So its states,
+groups and learning rates stay where they are, and a checkpoint is the same. The trainer's step after the backward pass
+finds no gradients and changes nothing, but calls the optimizer's hooks once a step.
 
-From its own step until that of the trainer, a weight has its new value and no gradient, where stock code would find its
-old value and its gradient. So using it is an error (`SteppedWeight`), whatever the code that does.
+Between these two steps a weight has its new value and no gradient, where stock code would find its old value and its
+gradient. Any use of it is an error (`SteppedWeight`).
 """
 
 import functools
@@ -26,7 +25,7 @@ from transformers.optimization import Adafactor
 
 from liger_trainer.feature import Feature, Run
 
-# Optimizers whose step of one weight depends on nothing but that weight, its gradient, its state and its group
+# Optimizers whose step of a weight depends on that weight, its gradient, its state and its group alone
 _CLASSES = (
     torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, Adafactor,
 )  # fmt: skip
@@ -36,8 +35,8 @@ _OF_BITSANDBYTES = (
     "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
     "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit",
 )  # fmt: skip
-_NO_WEIGHT = types.SimpleNamespace(grad=None)  # what optimizers pass over
-# What may be asked of a weight that has been stepped: it depends neither on its value nor on its gradient
+_NO_WEIGHT = types.SimpleNamespace(grad=None)  # optimizers skip it
+# What may be asked of a stepped weight, since it depends neither on its value nor on its gradient
 _ABOUT_A_WEIGHT = {
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda")
@@ -54,15 +53,14 @@ class InBackwardFields:
     optimizer_in_backward: bool = field(
         default=False,
         metadata={
-            "help": "Run the optimizer step of each weight in the backward pass, as soon as its gradient is there, and "
-            "free the gradient, so that the gradients of all weights never exist together. Needs max_grad_norm: 0 and "
-            "gradient_accumulation_steps: 1."
+            "help": "Step each weight in the backward pass, as soon as its gradient is there, and free the gradient. "
+            "So all gradients never exist together. Needs max_grad_norm: 0 and gradient_accumulation_steps: 1."
         },
     )
 
 
 class InBackward(Feature):
-    """`optimizer_in_backward`. It is refused with all that would train wrongly."""
+    """`optimizer_in_backward`. Whatever would train wrongly with it is refused."""
 
     fields = InBackwardFields
 
@@ -107,13 +105,12 @@ class InBackward(Feature):
         self.check(trainer.args)
         if (kind := trainer.accelerator.distributed_type) != DistributedType.NO or trainer.args.n_gpu > 1:
             raise _refusal(
-                f"the training runs on several devices or is sharded ({kind.value}), so that a gradient is not whole "
-                "when it arrives. Start one process on one GPU, without FSDP and DeepSpeed"
+                f"the training runs on several devices or is sharded ({kind.value}), so gradients arrive in parts. "
+                "Start one process on one GPU, without FSDP and DeepSpeed"
             )
         if trainer.accelerator.scaler is not None:
             raise _refusal(
-                "accelerate's mixed_precision is fp16, whose gradients are scaled until all of them are there. Set "
-                "bf16: true"
+                "accelerate's mixed_precision is fp16, whose gradients are scaled until all are there. Set bf16: true"
             )
         own = trainer.optimizer_cls_and_kwargs
         kind = type(_plain(trainer.optimizer)) if trainer.optimizer is not None else own[0] if own is not None else None
@@ -129,7 +126,7 @@ class InBackward(Feature):
         if not getattr(trainer.args, "optimizer_in_backward", False):
             yield None
             return
-        self.check_trainer(trainer)  # arguments may have been changed since it was built
+        self.check_trainer(trainer)  # arguments may have changed since it was built
         steps = OptimizerInBackward(trainer, self.check_trainer)
         trainer.grad_norm_of_step = steps.grad_norm
         try:
@@ -137,8 +134,8 @@ class InBackward(Feature):
         except BaseException as error:
             if steps._stepped:
                 error.add_note(
-                    "The step has failed when some weights had taken their optimizer step (optimizer_in_backward: "
-                    "true). Resume from the last checkpoint."
+                    "The step failed after some weights had taken their optimizer step (optimizer_in_backward: true). "
+                    "Resume from the last checkpoint."
                 )
             raise
         finally:
@@ -147,7 +144,7 @@ class InBackward(Feature):
 
 
 class SteppedWeight(nn.Parameter):
-    """The class of a weight from its own step in the backward pass until the trainer's optimizer step."""
+    """The class of a weight between its step in the backward pass and the trainer's optimizer step."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -155,19 +152,19 @@ class SteppedWeight(nn.Parameter):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         raise RuntimeError(
             f"optimizer_in_backward is true, and a weight is used ({torch.overrides.resolve_name(func)}) after its "
-            "optimizer step in the backward pass and before the end of the training step. Its gradient is freed and "
-            "its value has changed. Causes: a second forward or backward pass in the step; checkpointing that "
-            "recomputes a layer which reads a weight of another one, or reentrant checkpointing of layers that share a "
-            "weight; code in training_step, a callback or a hook that looks at weights or gradients after the backward "
-            'pass. Set optimizer_in_backward to false, or activation_checkpointing_kwargs to {"use_reentrant": false} '
-            "for layers that share a weight. Change gradients with weight.register_hook."
+            "optimizer step in the backward pass and before the end of the training step. Causes: a second forward or "
+            "backward pass in the step; checkpointing that recomputes a layer which reads a weight of another one, or "
+            "reentrant checkpointing of layers that share a weight; code in training_step, a callback or a hook that "
+            "looks at weights or gradients after the backward pass. Set optimizer_in_backward to false, or "
+            'activation_checkpointing_kwargs to {"use_reentrant": false} for layers that share a weight. Change '
+            "gradients with weight.register_hook."
         )
 
 
 class OptimizerInBackward:
     """Steps the optimizer of a trainer for one weight at a time, as the gradients of a training step arrive.
 
-    Weights have hooks from the beginning of a training step until its optimizer step, and none in between.
+    Weights have hooks from the beginning of a training step until its optimizer step.
     """
 
     def __init__(self, trainer: Any, check: Callable[[Any], None]):
@@ -190,13 +187,13 @@ class OptimizerInBackward:
             self._options = _options_of(optimizer)
 
     def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients of the step, as `torch.nn.utils.clip_grad_norm_` would have found it."""
+        """Return the norm of all gradients of the step, as `torch.nn.utils.clip_grad_norm_` would have found it."""
         weights = list(self.trainer.model.parameters())
         norms = [self._stepped[weight][1] if weight in self._stepped else weight.grad for weight in weights]
         return torch.nn.utils.get_total_norm([norm for norm in norms if norm is not None])
 
     def close(self) -> None:
-        """Leave optimizer and weights without our hooks."""
+        """Remove our hooks from optimizer and weights."""
         self._leave_weights()
         if self._end_hook is not None:
             self._end_hook.remove()
@@ -207,7 +204,7 @@ class OptimizerInBackward:
         self._end_hook = optimizer.register_step_pre_hook(self._end)
         of_bitsandbytes: Any = optimizer if type(optimizer).__module__.startswith("bitsandbytes.") else None
         if of_bitsandbytes is not None and not of_bitsandbytes.initialized:
-            of_bitsandbytes.check_overrides()  # what its first step does, it does for all weights
+            of_bitsandbytes.check_overrides()  # its first step does this for all weights
             of_bitsandbytes.to_gpu()
             of_bitsandbytes.initialized = True
         for group in optimizer.param_groups:
@@ -229,13 +226,13 @@ class OptimizerInBackward:
             weight.__class__ = SteppedWeight
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before the optimizer step of the trainer."""
+        """Run before the optimizer step of the trainer."""
         _refuse_listeners(self.trainer, optimizer, ours=self._end)
         if self._stepped and _options_of(optimizer) != self._options:
             raise RuntimeError(
                 "optimizer_in_backward is true, and options of the optimizer, such as its learning rate, have been "
-                "changed after the backward pass, in which the weights were stepped. Change them before training_step, "
-                "or set optimizer_in_backward to false."
+                "changed after the backward pass. Change them before training_step, or set optimizer_in_backward to "
+                "false."
             )
         self._leave_weights()
 
@@ -257,7 +254,7 @@ def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: 
 
     Args:
         optimizer (`torch.optim.Optimizer`): Its hooks are not called.
-        group (`dict`): That of its `param_groups` in which the weight is.
+        group (`dict`): The one of its `param_groups` with the weight.
         weight (`nn.Parameter`): Has a gradient.
         place (`int`): Where in its group the weight is shown to the optimizer.
     """
@@ -272,21 +269,21 @@ def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: 
         for each, weights in groups:
             each["params"] = weights
     weight.grad = None
-    # Fused optimizers do not tell autograd, which would have to refuse whatever needs the old values still
+    # Fused optimizers do not tell autograd, which has to refuse what still needs the old values
     torch.autograd.graph.increment_version(weight)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _refuse_listeners(trainer: Any, optimizer: torch.optim.Optimizer, ours: Any = None) -> None:
-    """ValueError if a callback, or a hook that is not `ours`, runs between backward pass and optimizer step."""
+    """Raise if a callback, or a hook that is not `ours`, runs between backward pass and optimizer step."""
     found = None
     for callback in trainer.callback_handler.callbacks:
         method = getattr(callback.on_pre_optimizer_step, "__func__", callback.on_pre_optimizer_step)
-        # Ours and those of transformers look at neither weights nor gradients there
+        # Callbacks of this package and of transformers look at neither weights nor gradients there
         known = method.__module__.partition(".")[0] in ("liger_trainer", "transformers")
         if method is not TrainerCallback.on_pre_optimizer_step and not known:
             found = f"the callback {type(callback).__qualname__} has on_pre_optimizer_step"

@@ -316,7 +316,7 @@ class _RowAttention(torch.autograd.Function):
 
 
 def _is_flash(q: torch.Tensor, softcap: float | None) -> bool:
-    """Whether PyTorch's flash attention takes it: 16 bits, an Ampere GPU or a later one, no cap."""
+    """Return whether PyTorch's flash attention takes it: 16 bits, an Ampere GPU or a later one, no cap."""
     if softcap is not None or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8:
         return False
     return flash_is_built(q.device)
@@ -324,7 +324,7 @@ def _is_flash(q: torch.Tensor, softcap: float | None) -> bool:
 
 @functools.cache
 def flash_is_built(device: torch.device) -> bool:
-    """Whether PyTorch was built with flash attention, and for this GPU."""
+    """Return whether PyTorch was built with flash attention, and for this GPU."""
     built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -42,8 +42,8 @@ def find_config(recipe: Path, name: str) -> Path:
     if key in files:
         return files[key]
     raise RecipeError(
-        f"{recipe}: accelerate_config is {name!r}, which is neither a file nor a shipped config.{nearest(key, files)} "
-        f"Shipped: {', '.join(files)}."
+        f"accelerate_config is {name!r}, which is neither a file nor a shipped config.{nearest(key, files)} Shipped: "
+        f"{', '.join(files)}."
     )
 
 
@@ -62,7 +62,7 @@ def apply_config(recipe: Path, name: str) -> str:
     except RecipeError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
-        raise RecipeError(f"{recipe}: accelerate_config is {name!r}, which accelerate cannot use: {error}") from error
+        raise RecipeError(f"accelerate_config is {name!r}, which accelerate cannot use: {error}") from error
     finally:
         _set(before)
     for variable, given in before.items():
@@ -71,9 +71,8 @@ def apply_config(recipe: Path, name: str) -> str:
             if variable == "ACCELERATE_USE_CPU":  # the host decides that, and the file may
                 continue
             raise RecipeError(
-                f"{recipe}: accelerate_config is {name!r}, which sets {variable} to {mine}, but the launcher has set "
-                f"it to {given}. Launch with torchrun, or give accelerate launch the same file, or remove "
-                "accelerate_config."
+                f"accelerate_config is {name!r}, which sets {variable} to {mine}, but the launcher has set it to "
+                f"{given}. Launch with torchrun, or give accelerate launch the same file, or remove accelerate_config."
             )
     os.environ.update(wanted)
     return kind

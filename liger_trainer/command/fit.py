@@ -4,6 +4,8 @@ Nothing that takes long to import is imported before the command runs.
 """
 
 import argparse
+import sys
+import warnings
 from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
@@ -38,6 +40,9 @@ def _fit(args: argparse.Namespace) -> int:
     given, words = take_options(args.options, "gpus", "gpu_memory")
     gpus = _positive("--gpus", given.get("gpus", "1"), int)
     memory = _positive("--gpu-memory", given.get("gpu_memory", "80"), float)
+    # peft uses the old name of this option, of which newer transformers warns.
+    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
+    _show("reading the recipe and the config of its model")
     with own_environment():
         # Without this, transformers refuses bf16 where there is no GPU
         recipe = parse_recipe(args.recipe, [*words, "--use_cpu", "true"], _USAGE)
@@ -46,8 +51,18 @@ def _fit(args: argparse.Namespace) -> int:
 
         job = job_of(recipe, gpus)
         rows, length = size_of(recipe)
-        print(answer(job, rows, length, checkpointing_of(recipe), memory))
+        text = answer(job, rows, length, checkpointing_of(recipe), memory, _show)
+    _show("")
+    print(text)
     return 0
+
+
+def _show(line: str) -> None:
+    """Show how far the command is, on a terminal always in the same line."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    elif line:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _positive(option: str, text: str, kind: type) -> Any:

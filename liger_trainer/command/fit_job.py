@@ -3,8 +3,8 @@
 import os
 from typing import Any
 
-from liger_trainer.command.model_source import find_model
 from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.sources import model_of
 from liger_trainer.errors import RecipeError
 from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.hollow import Shape
@@ -33,19 +33,9 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     from transformers import AutoConfig
 
     training, model = recipe.training, recipe.model
-    _refuse_unknown(recipe)
-    if training.optimizer_in_backward and (gpus > 1 or recipe.sharding is not None):
-        raise RecipeError(
-            f"{recipe.path}: optimizer_in_backward is true, which trains on one GPU only. Pass --gpus 1 and no "
-            "accelerate_config that shares a model out, or --optimizer_in_backward false."
-        )
+    _refuse_unknown(recipe, gpus)
     init = dict(training.model_init_kwargs or {})
-    source = find_model(
-        model.model_name_or_path,
-        init.get("gguf_file"),
-        revision=init.get("revision", model.model_revision),
-        trust_remote_code=init.get("trust_remote_code", getattr(training, "trust_remote_code", False)),
-    )
+    source = model_of(recipe)
     config = source.load(AutoConfig)
     name = init.get("dtype", model.dtype)
     dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)
@@ -88,52 +78,59 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
     given = getattr(training, "activation_checkpointing_kwargs", None) or training.gradient_checkpointing_kwargs
     options = dict(given or {})
     for key, without in _OPTIONS_NOT_KNOWN.items():
-        value = options.pop(key, without)
-        if value != without:
-            raise RecipeError(
-                f"{recipe.path}: activation_checkpointing_kwargs has {key}: {value}, and liger-trainer fit does not "
-                "know what a step takes then. Pass --activation_checkpointing_kwargs '{\"use_reentrant\": false}' to "
-                "see the step without it."
-            )
+        if (value := options.pop(key, without)) != without:
+            raise _unknown(
+                recipe, f"activation_checkpointing_kwargs has {key}: {value}",
+                "--activation_checkpointing_kwargs '{\"use_reentrant\": false}'",
+            )  # fmt: skip
     return options or {"use_reentrant": False}
 
 
-def _refuse_unknown(recipe: Recipe) -> None:
-    training = recipe.training
+def _unknown(recipe: Recipe, what: str, instead: str) -> RecipeError:
+    return RecipeError(
+        f"{recipe.path}: {what}, and liger-trainer fit does not know what a step takes then. Pass {instead} to see the "
+        "step without it."
+    )
+
+
+def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
+    training, model = recipe.training, recipe.model
     if recipe.entry.trainer not in LOSSES:
         raise RecipeError(
             f"{recipe.path}: liger-trainer fit does not know what a step of {recipe.entry.trainer} takes. It knows "
             f"{', '.join(LOSSES)}."
         )
-    off = [
-        ("use_liger", training.use_liger, not training.use_liger),
-        ("load_in_4bit", True, recipe.model.load_in_4bit),
-        ("load_in_8bit", True, recipe.model.load_in_8bit),
-        ("torch_compile", True, training.torch_compile),
-        ("fp8", True, training.fp8 and not recipe.model.use_peft),  # torchao's; with adapters, it is known
-        ("activation_offloading", True, getattr(training, "activation_offloading", False)),
-    ]
-    for key, value, given in off:
+    unknown = {
+        "use_liger is False": (not training.use_liger, "--use_liger true"),
+        "load_in_4bit is True": (model.load_in_4bit, "--load_in_4bit false"),
+        "load_in_8bit is True": (model.load_in_8bit, "--load_in_8bit false"),
+        "torch_compile is True": (training.torch_compile, "--torch_compile false"),
+        "fp8 is True without use_peft": (training.fp8 and not model.use_peft, "--fp8 false"),
+        "fp8 is True and FSDP shards the weights": (training.fp8 and recipe.sharding == "FSDP", "--fp8 false"),
+        "activation_offloading is True": (
+            getattr(training, "activation_offloading", False),
+            "--activation_offloading false",
+        ),
+        "the model is shared out by DeepSpeed": (
+            training.deepspeed or recipe.sharding == "DEEPSPEED",
+            "--accelerate_config fsdp2",
+        ),
+        "rows are shared out by context parallelism": (
+            os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1",
+            "--accelerate_config fsdp2",
+        ),
+        "optimizer_in_backward is true, which trains on one GPU only": (
+            training.optimizer_in_backward and (gpus > 1 or recipe.sharding is not None),
+            "--optimizer_in_backward false, or --gpus 1 and no accelerate_config that shares a model out",
+        ),
+        "fsdp_offload_params is true": (
+            recipe.sharding == "FSDP" and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true",
+            "--accelerate_config fsdp2",
+        ),
+    }
+    for what, (given, instead) in unknown.items():
         if given:
-            raise RecipeError(
-                f"{recipe.path}: {key} is {value}, and liger-trainer fit does not know what a step takes then. Pass "
-                f"--{key} {'true' if value is False else 'false'} to see the step without it."
-            )
-    if training.fp8 and recipe.sharding == "FSDP":
-        raise RecipeError(
-            f"{recipe.path}: fp8 is true, use_peft is true, and FSDP shards the weights, which does not work. Pass "
-            "--fp8 false, or no accelerate_config that shards the model."
-        )
-    if training.deepspeed or recipe.sharding == "DEEPSPEED":
-        raise RecipeError(
-            f"{recipe.path}: the model is shared out by DeepSpeed, whose buffers liger-trainer fit does not know. Pass "
-            "--accelerate_config fsdp2 to see FSDP2 in its place."
-        )
-    if os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1":
-        raise RecipeError(
-            f"{recipe.path}: rows are shared out by context parallelism, and liger-trainer fit does not know what a "
-            "step takes then. Pass --accelerate_config fsdp2."
-        )
+            raise _unknown(recipe, what, instead)
 
 
 def _sharding(recipe: Recipe, gpus: int, autocast: Any) -> Sharding:
@@ -141,19 +138,10 @@ def _sharding(recipe: Recipe, gpus: int, autocast: Any) -> Sharding:
 
     if recipe.sharding != "FSDP":
         return Sharding("ddp" if gpus > 1 else "none", gpus)
-    options = recipe.training.fsdp_config if recipe.training.fsdp else {}
-    version = str(
-        (options or {}).get("version", os.environ.get("FSDP_VERSION", "1" if not recipe.training.fsdp else "2"))
-    )
+    options = (recipe.training.fsdp_config if recipe.training.fsdp else None) or {}
+    default = "2" if recipe.training.fsdp else "1"
+    version = str(options.get("version", os.environ.get("FSDP_VERSION", default)))
     if version != "2":
-        raise RecipeError(
-            f"{recipe.path}: FSDP is of version {version}, and liger-trainer fit knows version 2 only. Set "
-            "that version where FSDP is asked for, or pass --accelerate_config fsdp2."
-        )
-    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        raise RecipeError(
-            f"{recipe.path}: fsdp_offload_params is true, and liger-trainer fit does not know what a step takes then. "
-            "Pass --accelerate_config fsdp2 to see FSDP2 without it."
-        )
+        raise _unknown(recipe, f"FSDP is of version {version}", "--accelerate_config fsdp2")
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     return Sharding("fsdp2", gpus, autocast, torch.float32 if autocast is not None else None, reshard)

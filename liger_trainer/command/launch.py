@@ -1,5 +1,6 @@
 """Reads what torchrun, `accelerate launch` or another launcher put into the environment, and checks the recipe."""
 
+import json
 import os
 import signal
 import sys
@@ -26,8 +27,7 @@ def launched_processes() -> int:
 def join_processes_without_gpu() -> None:
     """Let launched processes on a host without an accelerator find each other, over gloo. Call this before parsing.
 
-    accelerate makes one group of CPU processes only if a variable says that the CPU is meant, which `accelerate launch
-    --cpu` sets. Without it, each process believes that it is alone, and trains on all the rows by itself.
+    accelerate makes one group of CPU processes only if this variable is set, as `accelerate launch --cpu` does.
     """
     if launched_processes() == 1 or "LOCAL_RANK" not in os.environ:
         return
@@ -60,39 +60,30 @@ def on_all(training: Any, value: Any) -> list[Any]:
 
 def on_main_for_all(training: Any, compute: Callable[[], Any]) -> Any:
     """What `compute` returns on the main process, on all of them. All raise its RecipeError."""
-    found: list[Any] = [None, None]
+    found = error = None
     if training.process_index == 0:
         try:
-            found[0] = compute()
-        except RecipeError as error:
-            found[1] = str(error)
-    if training.world_size > 1:
-        from accelerate.utils import broadcast_object_list
-
-        broadcast_object_list(found)
-    if found[1] is not None:
-        raise RecipeError(found[1])
-    return found[0]
+            found = compute()
+        except RecipeError as raised:
+            error = raised
+    found, error = on_all(training, (found, error))[0]
+    if error is not None:
+        raise error
+    return found
 
 
 def say_error(line: str) -> None:
-    """Print an error of this process, unless another one of the launch has printed the same.
+    """Print an error of this process.
 
-    torchrun keeps a store for its processes, in which they count who says what. Without it, each process prints.
+    All processes may have the same. So those of torchrun print it on the main process only, and the others leave it to
+    torchrun, which shows it in its list of failures. It has no such list until it has no restarts left.
     """
-    line, said = without_tokens(line), 1
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launched_processes() > 1:
-        import torch.distributed as dist
-
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        try:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-            said = store.add(f"liger_trainer/said/{attempt}/{line}", 1)
-        except (RuntimeError, KeyError, ValueError):
-            pass  # whatever has happened to the store, the error is printed
-    if said == 1:
-        print(f"liger-trainer: error: {line}", file=sys.stderr)
+    line, file = f"liger-trainer: error: {without_tokens(line)}", os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not is_main_process() and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        with open(file, "w", encoding="utf-8") as report:
+            json.dump({"message": line, "timestamp": int(time.time())}, report)
+    else:
+        print(line, file=sys.stderr)
 
 
 def end_with_launcher() -> None:
@@ -157,8 +148,8 @@ def join_this_attempt(timeout: float | None = None, backend: str | None = None) 
     """Let processes that torchrun may start again find each other, and not those that have died. Call before parsing.
 
     torchrun keeps one store of addresses for all attempts (seen in torch 2.11 and 2.13), in which a process may find
-    what one of the last attempt has left. So each attempt gets a part of the store for itself. accelerate takes a
-    group that is there already.
+    what one of the last attempt has left. Each attempt gets a part of the store for itself. accelerate takes a group
+    that is there already.
 
     Args:
         timeout (`float`, *optional*): How many seconds a collective may take, `ddp_timeout`; half an hour if unset.
@@ -178,11 +169,9 @@ def join_this_attempt(timeout: float | None = None, backend: str | None = None) 
 
 
 def name_of_attempt(store: Any, rank: int, processes: int, limit: float) -> str:
-    """A name that the processes of this attempt agree on, and that no other attempt has.
+    """A name for this attempt that rank 0 makes up, because machines may count the restarts differently.
 
-    The number of restarts cannot be that name. torchrun counts them per machine: the machine whose process died counts
-    one, and another, which restarts only because the first one does, may count none. So rank 0 makes a name up. Other
-    ranks may first find the name of an earlier attempt. They use a name once rank 0 has answered them under it.
+    Other ranks may first find the name of an earlier attempt. They use one once rank 0 has answered them under it.
 
     Raises:
         TimeoutError: A process does not come within `limit` seconds.
@@ -191,8 +180,7 @@ def name_of_attempt(store: Any, rank: int, processes: int, limit: float) -> str:
     if rank == 0:
         name = f"{_ATTEMPT}/{own}"
         store.set(_ATTEMPT, name)
-        callers = [store.get(f"{name}/{other}") for other in range(1, processes)]
-        store.set(f"{name}/all", b" ".join(callers))
+        store.set(f"{name}/all", b" ".join(store.get(f"{name}/{other}") for other in range(1, processes)))
         return name
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:

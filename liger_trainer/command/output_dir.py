@@ -46,7 +46,7 @@ def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 def own_folder(recipe: Recipe) -> Iterator[str]:
     """Hold `output_dir` for this run, and give what it resumes from: `false`, `true`, `auto` or a path.
 
-    If the run is refused or stopped before it has saved anything, the folders that were made for it are removed.
+    If the run ends before it has saved anything, a folder that was made for it is removed.
 
     Raises:
         RecipeError: `output_dir` cannot be written, or another run is in it, with which this one would be mixed.
@@ -54,8 +54,7 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
     if not recipe.training.output_dir:
         raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
     folder, wanted = Path(recipe.training.output_dir), _wanted(recipe)
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    held: list[Any] = []
+    new, held = not folder.exists(), list[Any]()
 
     def prepare() -> None:
         held.append(_lock(folder, recipe))
@@ -69,11 +68,9 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
             with contextlib.suppress(OSError):  # the run has ended, whatever has become of its folder
                 (folder / _LOCK).unlink()
             lock.close()
-        if recipe.training.process_index == 0:
-            for path in new:
-                if not path.is_dir() or any(path.iterdir()):
-                    break
-                path.rmdir()
+        if new and recipe.training.process_index == 0:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def _wanted(recipe: Recipe) -> str:
@@ -83,17 +80,15 @@ def _wanted(recipe: Recipe) -> str:
     wanted = wanted.lower() if wanted.lower() in ("false", "true", "auto") else wanted
     counts = [f"{name} is {os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "").strip("0").isdecimal()]
     counts = [count for counts in on_all(training, counts) for count in counts]  # torchrun counts for each machine
-    if not counts:
-        return wanted
-    if recipe.args.overwrite_output_dir:  # what lies there may be from an earlier run
-        if wanted == "false":
-            say(
-                f"this is a restart ({counts[0]}), and it begins anew, because overwrite_output_dir is true. Without "
-                "it, a restart goes on from the last checkpoint."
-            )
-        return wanted
-    saved = any(manifest.read(path) for path in checkpoints_in(Path(training.output_dir)))
-    return "auto" if saved or wanted == "false" else wanted
+    if counts and not recipe.args.overwrite_output_dir:
+        saved = any(manifest.read(path) for path in checkpoints_in(Path(training.output_dir)))
+        return "auto" if saved or wanted == "false" else wanted
+    if counts and wanted == "false":  # what lies there may be from an earlier run
+        say(
+            f"this is a restart ({counts[0]}), and it begins anew, because overwrite_output_dir is true. Without it, a "
+            "restart goes on from the last checkpoint."
+        )
+    return wanted
 
 
 def _check(recipe: Recipe, wanted: str) -> None:
@@ -127,10 +122,10 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
     The kernel keeps the lock, or the server of a network file system. So a lock that a killed process has left is
     none, and its host and pid in the file are only for the message.
     """
-    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    here, path = {"host": socket.gethostname(), "pid": os.getpid()}, folder / _LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / _LOCK, "a+b", buffering=0)
+        file = open(path, "a+b", buffering=0)
         file.seek(0)
         found = file.read()
         owner = json.loads(found) if found.startswith(b"{") and found.endswith(b"}") else here
@@ -140,7 +135,7 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
                 f"{recipe.path}: output_dir is {str(folder)!r}, in which another run is at work (process "
                 f"{owner['pid']} on {owner['host']}). Set another output_dir, or wait for the end of that run."
             )
-        if not os.path.exists(folder / _LOCK) or not os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             file.close()  # its owner has just ended, and has deleted it
             return _lock(folder, recipe)
         file.truncate(0)
@@ -201,17 +196,17 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
     folder, faults = Path(recipe.training.output_dir), list[str]()
     for path in reversed(checkpoints_in(folder)):
         found = manifest.read(path)
-        if found is None and not _was_begun(path):
+        if found is None and not manifest.was_begun(path):
             raise RecipeError(
                 f"output_dir is {str(folder)!r}, whose {path.name} has no {manifest.NAME}, so nothing says whether it "
                 "is whole and what it was trained on: the stock trainer or an earlier release has saved it. Set "
                 f"resume_from_checkpoint: {path} to go on from it as it is, or another output_dir."
             )
-        fault = "was cut off while it was saved" if found is None else _fault(path, found, recipe, facts)
+        fault = _fault(path, found, recipe, facts)
         if found is not None and fault is None:
             if faults:
                 say(f"{'; '.join(faults)}. Resuming from {path.name}.")
-            return _begin_at(path, found, facts)
+            return _begin_at(path, found, recipe, facts)
         faults.append(f"{path.name} {fault}")
     model = ", ".join(path.name for path in matches(folder, _MODEL))
     if wanted == "true" or model:
@@ -227,17 +222,23 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
 
 
 def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
-    path = Path(wanted).expanduser()
+    path, folder = Path(wanted).expanduser(), Path(recipe.training.output_dir)
     found = manifest.read(path)
-    fault = _fault_without_manifest(path, recipe) if found is None else _fault(path, found, recipe, facts)
-    if fault is not None:
+    if fault := _fault(path, found, recipe, facts):
         raise RecipeError(
             f"resume_from_checkpoint is {wanted!r}, which is not the folder of a whole checkpoint: it {fault}. Give a "
             "path such as OUTPUT_DIR/checkpoint-100, or true for the newest checkpoint that is whole."
         )
-    _refuse_newer(path, recipe)
+    places = [other.resolve() for other in checkpoints_in(folder)]
+    newer = places[places.index(path.resolve()) + 1 :] if path.resolve() in places else []
+    if newer:  # with resume_from_checkpoint: true, a later run would go on from the highest step of either
+        raise RecipeError(
+            f"resume_from_checkpoint is {wanted!r}, but output_dir {str(folder)!r} holds later checkpoints too "
+            f"({', '.join(other.name for other in newer)}), so two runs would be mixed there. Set another output_dir, "
+            "or delete those checkpoints, or set resume_from_checkpoint: true to go on from the newest one."
+        )
     if found is not None:
-        return _begin_at(path, found, facts)
+        return _begin_at(path, found, recipe, facts)
     say(
         f"{path} has no {manifest.NAME}, so nothing could be checked: neither whether its files are whole, nor whether "
         "it was trained on this model, with these rows and keys."
@@ -245,25 +246,15 @@ def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
     return Beginning(str(path), known=False)
 
 
-def _fault_without_manifest(path: Path, recipe: Recipe) -> str | None:
-    if _was_begun(path):
-        return "was cut off while it was saved"
-    needed = ["trainer_state.json"]
-    if not recipe.training.save_only_model and not matches(path, ("global_step*",)):  # DeepSpeed has all states there
-        needed += ["optimizer*", "scheduler.pt"]
-    return next((f"has no {name}" for name in needed if not matches(path, (name,))), None)
-
-
-def _begin_at(path: Path, found: dict[str, Any], facts: dict[str, Any]) -> Beginning:
-    for name in manifest.lost_random_states(path, found):
-        say(f"{path.name} has lost {name}, so dropout and sampling differ from the uninterrupted run.")
-    for line in manifest.what_changes(path, found, facts):
-        say(line)
-    return Beginning(str(path), found["run"])
-
-
-def _fault(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str, Any]) -> str | None:
-    """Why a run cannot go on from `path`, to which the manifest `found` belongs. RecipeError if it is another run's."""
+def _fault(path: Path, found: dict[str, Any] | None, recipe: Recipe, facts: dict[str, Any]) -> str | None:
+    """Why a run cannot go on from `path` with the manifest `found`. RecipeError if the checkpoint is another run's."""
+    if found is None:
+        if manifest.was_begun(path):
+            return "was cut off while it was saved"
+        needed = ["trainer_state.json"]
+        if not recipe.training.save_only_model and not matches(path, ("global_step*",)):  # DeepSpeed's states
+            needed += ["optimizer*", "scheduler.pt"]  # of which transformers loads both or neither
+        return next((f"has no {name}" for name in needed if not matches(path, (name,))), None)
     manifest.refuse_another_run(path, found, facts)
     if not manifest.has_optimizer(found) and not recipe.training.save_only_model:
         raise RecipeError(
@@ -274,33 +265,21 @@ def _fault(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str, A
     return None if fault is None else f"is not whole ({fault})"
 
 
-def _was_begun(path: Path) -> bool:
-    """Whether a run of the command has begun to save `path`, or had only made the folder."""
-    marks = (path / manifest.BEGUN).exists() or (path / manifest.NAME).exists()
-    return marks or (path.is_dir() and not any(path.iterdir()))
-
-
-def _refuse_newer(checkpoint: Path, recipe: Recipe) -> None:
-    """RecipeError if `output_dir` already holds steps after `checkpoint`, which this run would train once more.
-
-    A later run with `resume_from_checkpoint: true` would go on from the highest step, whichever run that step is from.
-    """
-    newer: list[str] = []
-    for path in reversed(checkpoints_in(Path(recipe.training.output_dir))):
-        if path.resolve() == checkpoint.resolve():
-            break
-        found = manifest.read(path)
-        if not _was_begun(path) if found is None else manifest.fault_of(path, found) is None:
-            newer.insert(0, path.name)
-    else:
-        return  # it lies elsewhere
-    if newer:
+def _begin_at(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str, Any]) -> Beginning:
+    """The beginning at `path`. RecipeError if the best checkpoint, whose model is loaded at the end, is damaged."""
+    state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    best = path.with_name(f"checkpoint-{state['best_global_step']}")
+    known = manifest.read(best) if recipe.training.load_best_model_at_end else None
+    if known is not None and (fault := manifest.fault_of(best, known)) is not None:
         raise RecipeError(
-            f"resume_from_checkpoint is {recipe.training.resume_from_checkpoint!r}, but output_dir "
-            f"{recipe.training.output_dir!r} holds later checkpoints too ({', '.join(newer)}), so two runs would be "
-            "mixed there. Set another output_dir, or delete those checkpoints, or go on from the newest one with "
-            "resume_from_checkpoint: true."
+            f"The best checkpoint {best} is not whole ({fault}), so its model cannot be loaded at the end. Set "
+            "load_best_model_at_end: false to save the model of the last step in its place."
         )
+    for name in manifest.lost_random_states(path, found):
+        say(f"{path.name} has lost {name}, so dropout and sampling differ from the uninterrupted run.")
+    for line in manifest.what_changes(path, found, facts):
+        say(line)
+    return Beginning(str(path), found["run"])
 
 
 def remove_earlier_run(output_dir: str) -> None:

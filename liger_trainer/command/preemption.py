@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from liger_trainer.errors import RecipeError
 
@@ -24,14 +25,14 @@ class SaveOnSigterm(TrainerCallback):
     So each step they tell each other, over gloo, which does not wait for the GPU: the message is under way while the
     optimizer steps.
 
-    Attributes:
-        now (`bool`): Whether this is the place to stop: after a step, and after all that its end, or the end of its
-            epoch, brings with it. The last step is none: what is left then is to save the model.
+    Training stops after a checkpoint at the end of a step, or at the end of its epoch where that is the same moment,
+    because what an epoch brings with it is part of the checkpoint. It does not stop after the last step: what is left
+    then is to save the model.
     """
 
     def __init__(self) -> None:
-        self.training = self.now = False
-        self._asked = self._stops = False
+        self.training = False
+        self._asked = self._stops = self._saves = False
         self._group: Any = None
         self._told: tuple[Any, Any] | None = None
 
@@ -60,10 +61,17 @@ class SaveOnSigterm(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stops = self.any_asked() and state.global_step < state.max_steps
-        self.now = self._stops and not float(state.epoch).is_integer()
+        if not float(state.epoch).is_integer():
+            self.on_epoch_end(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.now = self._stops
+        if self._stops:
+            self._saves = control.should_save = True
+            args.save_strategy = SaveStrategy.STEPS  # with BEST, an evaluation would decide once more
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._saves:
+            raise Terminated
 
     def any_asked(self) -> bool:
         """Whether any process has got the signal, as soon as all have come here."""

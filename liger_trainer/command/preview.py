@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.row_counts import UNCUT, count_rows, max_length_of, uncut_pair
+from liger_trainer.command.row_counts import count_rows, max_length_of
 from liger_trainer.errors import RecipeError
 
 ROW = "row_of_preview"  # a column with the number that a prepared row had among the given ones
@@ -70,45 +70,38 @@ def show_rows(trainer, given, total: int) -> str | None:
         )
     collated = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     for i, title in zip(shown, titles, strict=True):
-        for sequence in _sequences(trainer, rows[i], trainer.data_collator([collated[i]])):
+        for sequence in _sequences(rows[i], trainer.data_collator([collated[i]])):
             lines.append(_described(trainer, title, sequence))
     return "\n".join([*lines, *dropped])
 
 
 class _Sequence(NamedTuple):
-    """Token ids, and which of them the loss counts.
-
-    `lengths` has the number of tokens of each text in it, and `uncut` how many tokens there were before `max_length`.
-    """
+    """Token ids, which of them the loss counts, and the number of tokens of each text in it."""
 
     name: str
     ids: torch.Tensor
     learned: torch.Tensor
     lengths: list[int]
-    uncut: int | None = None
 
 
-def _sequences(trainer, row: dict, batch: dict) -> Iterator[_Sequence]:
+def _sequences(row: dict, batch: dict) -> Iterator[_Sequence]:
     """The sequences in a batch that was made of one row."""
     if "chosen_input_ids" in batch:  # ORPO and CPO
-        whole = uncut_pair(trainer, row)
         for name in ("chosen", "rejected"):
             ids, mask = batch[f"{name}_input_ids"][0], batch[f"{name}_attention_mask"][0].bool()
-            learned = batch[f"{name}_labels"][0] != -100
-            yield _Sequence(name, ids[mask], learned[mask], [int(mask.sum())], len(whole[f"{name}_input_ids"]))
+            yield _Sequence(name, ids[mask], batch[f"{name}_labels"][0][mask] != -100, [int(mask.sum())])
     elif "completion_mask" in batch:  # DPO has two sequences, KTO one
         names = ["chosen", "rejected"] if "chosen_ids" in row else [f"label {str(bool(row['label'])).lower()}"]
-        columns = ["chosen_ids", "rejected_ids"] if "chosen_ids" in row else ["completion_ids"]
-        for k, (name, column) in enumerate(zip(names, columns, strict=True)):
+        for k, name in enumerate(names):
             mask = batch["attention_mask"][k].bool()
             ids, learned = batch["input_ids"][k][mask], batch["completion_mask"][k][mask].bool()
-            yield _Sequence(name, ids, learned, [len(ids)], len(row["prompt_ids"]) + len(row[column]))
+            yield _Sequence(name, ids, learned, [len(ids)])
     else:
         ids, learned = batch["input_ids"][0], batch["labels"][0] != -100
         if "attention_mask" in batch:
             mask = batch["attention_mask"][0].bool()
             ids, learned = ids[mask], learned[mask]
-        yield _Sequence("", ids, learned, row.get("seq_lengths") or [len(ids)], row.get(UNCUT))
+        yield _Sequence("", ids, learned, row.get("seq_lengths") or [len(ids)])
 
 
 def _number(count: int, what: str) -> str:
@@ -126,10 +119,10 @@ def _described(trainer, title: str, sequence: _Sequence) -> str:
         count, start = count + int(learned.sum()), start + length
     title = ", ".join(filter(None, (title, sequence.name)))
     head = f"{title}: {len(sequence.ids)} tokens, {count} of them learned"
-    if sequence.uncut is not None and sequence.uncut > len(sequence.ids):
-        head += f"; cut from {sequence.uncut} to max_length {max_length_of(trainer)}"
     if len(texts) > 1:
         head += f"; {len(texts)} rows packed"
+    elif len(sequence.ids) == max_length_of(trainer):
+        head += f"; cut to max_length {len(sequence.ids)}, or as long"
     return "\n".join([head, *texts, ""])
 
 

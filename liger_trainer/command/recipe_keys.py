@@ -103,13 +103,7 @@ class RecipeArguments:
         sources = ("eval_fraction", "dataset_eval_split", "eval_dataset_name")
         given = [f"{name} ({getattr(self, name)!r})" for name in sources if getattr(self, name) is not None]
         if len(given) > 1:
-            raise RecipeError(
-                f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} set; keep one of them."
-            )
-        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
-            raise RecipeError(
-                f"early_stopping_patience is {self.early_stopping_patience}; expected 1 or more. Leave it out if the "
-                "run should not stop early."
-            )
-        if self.max_rows is not None and self.max_rows < 1:
-            raise RecipeError(f"max_rows is {self.max_rows}; expected 1 or more. Leave it out to train on all rows.")
+            raise RecipeError(f"{' and '.join(given)} are both set; keep one of them.")
+        for name in ("early_stopping_patience", "max_rows"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise RecipeError(f"{name} is {value}; expected 1 or more. Or leave it out.")

@@ -4,10 +4,10 @@ import argparse
 import dataclasses
 import os
 import typing
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from liger_trainer.command.recipe_keys import RecipeArguments
+from liger_trainer.command.recipe_values import list_of
 from liger_trainer.command.trainer_table import TrainerEntry
 from liger_trainer.command.unknown_keys import about_unknown_option
 from liger_trainer.errors import RecipeError
@@ -15,17 +15,15 @@ from liger_trainer.errors import RecipeError
 TRAIN_USAGE = "liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]"
 
 
-@dataclass(frozen=True)
-class KeyOwner:
-    """The class that a key belongs to: its name, and the type hints and defaults of all its fields."""
+class Key(NamedTuple):
+    """The type hint and the default of a key."""
 
-    name: str
-    hints: dict[str, Any]
-    defaults: dict[str, Any]
+    hint: Any
+    default: Any
 
 
-def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[str, KeyOwner]]:
-    """TRL's parser for the three dataclasses of a trainer, and for each key the class that it belongs to.
+def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[str, Key]]:
+    """TRL's parser for the three dataclasses of a trainer, and all of its keys.
 
     Args:
         entry (`TrainerEntry`): The trainer.
@@ -43,13 +41,13 @@ def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[
         usage=usage,
         allow_abbrev=False,  # an abbreviation is a misspelling that happens to work
     )
-    owners: dict[str, KeyOwner] = {}
+    keys: dict[str, Key] = {}
     for cls in dataclass_types:
-        fields = [f for f in dataclasses.fields(cls) if f.init]
-        defaults = {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
-        owner = KeyOwner(cls.__name__, typing.get_type_hints(cls), defaults)
-        owners |= {f.name: owner for f in fields}
-    return parser, owners
+        hints = typing.get_type_hints(cls)
+        for field in (field for field in dataclasses.fields(cls) if field.init):
+            default = None if field.default is dataclasses.MISSING else field.default
+            keys[field.name] = Key(hints[field.name], default)
+    return parser, keys
 
 
 def show_in_help(parser, values: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -71,7 +69,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def options_given(parser, owners: dict[str, KeyOwner], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
+def options_given(parser, owners: dict[str, Key], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
     """The keys that the command line sets, including those that it sets to their defaults.
 
     Every key starts with a mark that no option can have as its value. Without it, a value that was given could not be
@@ -90,9 +88,13 @@ def options_given(parser, owners: dict[str, KeyOwner], words: list[str], entry: 
     if rest:
         raise RecipeError(about_unknown_option(rest[0], owners, entry))
     given = {key: value for key, value in vars(namespace).items() if key in owners and value is not _NOT_GIVEN}
-    # argparse makes 20.0 of the 20 in `--save_steps 20`, but messages and --dry_run should show it as a file has it.
-    whole = {key: int(value) for key, value in given.items() if isinstance(value, float) and value.is_integer()}
-    return given | whole
+    for key, value in given.items():
+        # argparse makes 20.0 of the 20 in `--save_steps 20`, but messages and --dry_run show it as a file has it.
+        if isinstance(value, float) and value.is_integer():
+            given[key] = int(value)
+        elif isinstance(value, list):
+            given[key] = list_of(value)
+    return given
 
 
 _NOT_GIVEN = object()

@@ -11,6 +11,9 @@ import yaml
 
 from liger_trainer.errors import RecipeError
 
+SWITCHES_AND_TEXTS = ("resume_from_checkpoint", "activation_checkpointing")
+"""Keys that are strings for the parser, which may be true and false as well."""
+
 
 class _Loader(yaml.SafeLoader):
     """Reads YAML in which a repeated key is an error and `2e-5` is a number, as in YAML 1.2 (in 1.1 it is a string)."""
@@ -48,8 +51,11 @@ def load_yaml(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except RecipeError as error:
         raise RecipeError(f"{path}, {error}") from None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise RecipeError(f"{path}{line} is not valid YAML: {error.problem}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid YAML: {error}") from error
+        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise RecipeError(f"{path} nests its values too deeply; expected one `key: value` a line.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -57,6 +63,17 @@ def load_yaml(path: Path) -> dict[str, Any]:
             f"{path} holds {type(values).__name__}; expected a mapping of keys to values, one `key: value` a line."
         )
     return values
+
+
+def list_of(words: list[str]) -> list[Any]:
+    """The words after an option that takes a list, which may also be one list as YAML writes it."""
+    text = " ".join(words)
+    if not (text.startswith("[") and text.endswith("]")):
+        return words
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError:
+        return words
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
@@ -123,8 +140,8 @@ def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
     enums = [o for o in options if isinstance(o, type) and issubclass(o, enum.Enum)]
     if value is False and any("no" in {member.value for member in o} for o in enums):
         return "no"  # `save_strategy: no` is the boolean false in YAML
-    if key in ("resume_from_checkpoint", "activation_checkpointing") and isinstance(value, bool):
-        return str(value).lower()  # strings for the parser, which are switches as well
+    if key in SWITCHES_AND_TEXTS and isinstance(value, bool):
+        return str(value).lower()
     # If enum and str are both allowed, only its members are allowed: any other string fails later, far from the recipe.
     allowed = [o for o in options if o is not str] if enums else options
     if any(_fits(value, o) for o in allowed):

@@ -1,12 +1,11 @@
-"""What a trainer has made of its rows: how many it uses, cuts and drops, and how many have nothing to learn.
+"""What a trainer has made of its rows: how many it uses and drops, fill `max_length`, or have nothing to learn.
 
-TRL prepares the rows, and they are counted here afterwards. `SFTTrainer` and its subclasses cut rows while they prepare
-them, so their preparation runs in two steps, the first one without `max_length`.
+TRL prepares the rows, and its datasets are counted here afterwards. Rows of SFT are cut by then, so a row that is just
+as long as `max_length` counts as one that was cut.
 """
 
-import copy
-import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -14,7 +13,6 @@ import pyarrow.compute as pc
 from liger_trainer._logging import logger
 from liger_trainer.errors import RecipeError, short
 
-UNCUT = "tokens_before_max_length"  # a column that is added to the prepared rows
 _BATCH = 10_000  # rows
 _TOKENISED = (
     "input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids",
@@ -28,54 +26,29 @@ class RowCounts:
     given: int
     used: int
     max_length: int | None = None
-    cut: int = 0  # used rows that were cut to max_length
+    full: int = 0  # used rows as long as max_length, most of which were cut
     empty: int = 0  # used rows in which no token counts in the loss
     equal: int = 0  # used rows in which chosen and rejected are the same tokens
     blank: int = 0  # given rows whose completion is an empty text, so that only the end token can be learned
 
-    @property
-    def dropped(self) -> int:
-        return self.given - self.used
-
-    @property
-    def remarkable(self) -> bool:
-        """Whether the log should mention the counts."""
-        return bool(self.dropped or self.cut or self.empty or self.equal or self.blank)
-
     def __str__(self) -> str:
-        parts = [f"{self.used} used of {self.given}"]
-        if self.cut:
-            parts.append(f"{self.cut} cut to max_length {self.max_length}")
-        if self.dropped:
-            within = "" if self.max_length is None else f" within max_length {self.max_length}"
-            parts.append(f"{self.dropped} dropped, with nothing to learn{within}")
-        if self.empty:
-            parts.append(f"{self.empty} {'has' if self.empty == 1 else 'have'} nothing to learn")
-        if self.equal:
-            parts.append(f"{self.equal} {'has' if self.equal == 1 else 'have'} equal chosen and rejected")
-        if self.blank:
-            parts.append(f"{self.blank} {'has' if self.blank == 1 else 'have'} nothing to learn but the end token")
-        return "; ".join(parts)
+        dropped = self.given - self.used
+        within = "" if self.max_length is None else f" within max_length {self.max_length}"
+        parts = (
+            (self.full, f"cut to max_length {self.max_length}, or as long"),
+            (dropped, f"dropped, with nothing to learn{within}"),
+            (self.empty, "with nothing to learn"),
+            (self.equal, "with equal chosen and rejected"),
+            (self.blank, "with nothing to learn but the end token"),
+        )
+        return "; ".join([f"{self.used} used of {self.given}", *(f"{count} {what}" for count, what in parts if count)])
 
 
-class KeepsUncutRows:
-    """Has TRL's SFT prepare rows in two steps: tokenise and label them, then cut, drop, pack and shuffle them."""
-
-    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        uncut = copy.copy(args)
-        uncut.max_length, uncut.shuffle_dataset = None, False
-        rows = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
-        if not packing:  # packing joins rows, so a column of single rows would be lost
-            rows = rows.add_column(UNCUT, _lengths(rows, "input_ids"))
-        self.__dict__.setdefault("uncut_rows", {})[dataset_name] = rows
-        return super()._prepare_dataset(rows, processing_class, args, packing, None, dataset_name)
-
-
-def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
-    """Count what the trainer has made of its rows, and log it if some are cut, are dropped or have nothing to learn.
+def account_for_rows(trainer: Any, train_rows: Any, eval_rows: Any) -> RowCounts:
+    """Count what the trainer has made of its rows, and log it if there is more to say than how many there are.
 
     Args:
-        trainer (`transformers.Trainer`): A trainer before it trains, one of SFT with `KeepsUncutRows`.
+        trainer (`transformers.Trainer`): A trainer before it trains.
         train_rows (`datasets.Dataset`): The rows that it was given to train on.
         eval_rows (`datasets.Dataset`, *optional*): The rows that it was given to evaluate on.
 
@@ -85,20 +58,33 @@ def account_for_rows(trainer, train_rows, eval_rows) -> RowCounts:
     Raises:
         RecipeError: No row has anything to learn, or all rows of KTO have the same label.
     """
+    import trl
+
     counts = _checked_counts(trainer, train_rows, "train")
-    if "label" in train_rows.column_names and hasattr(trainer, "uncut_rows") and trainer.is_world_process_zero():
+    if "label" in train_rows.column_names and isinstance(trainer, trl.SFTTrainer) and trainer.is_world_process_zero():
         logger.warning(
             f"The rows have a column label, which {type(trainer).__name__} does not read, so it learns bad answers "
             "as well as good ones. To learn the difference between them, set trainer: kto."
         )
-    if "label" in trainer.train_dataset.column_names and "completion_ids" in trainer.train_dataset.column_names:
+    if {"label", "completion_ids"} <= set(trainer.train_dataset.column_names):
         check_labels(trainer.train_dataset["label"])
     if eval_rows is not None and trainer.eval_dataset is not None:
         _checked_counts(trainer, eval_rows, "eval")
     return counts
 
 
-def check_token_ids(trainer, given_rows, name: str) -> None:
+def check_labels(labels: Any) -> None:
+    """RecipeError if the labels for KTO are all true or all false."""
+    found = {bool(label) for label in labels}
+    if len(found) == 1:
+        (only,) = found
+        raise RecipeError(
+            f"label is {str(only).lower()} in {_every(len(labels), 'rows')}, and KTO learns from the difference "
+            f"between true and false ones. Add rows with label: {str(not only).lower()}."
+        )
+
+
+def check_token_ids(trainer: Any, given_rows: Any, name: str) -> None:
     """RecipeError if the rows have a token id that the model does not have; with it, a training step would fail."""
     size = getattr(trainer.model.get_input_embeddings(), "num_embeddings", None)
     if size is None:
@@ -120,91 +106,88 @@ def check_token_ids(trainer, given_rows, name: str) -> None:
             )
 
 
-def _first_outside(rows, column: str, size: int) -> tuple[int, int] | None:
-    """The first row with a token id outside [0, size), and that id; None if there is none.
-
-    In labels, -100 is allowed, since it leaves a token out of the loss.
-    """
-    start = 0
-    for ((tokens, lengths),) in _lists(rows, column):
-        outside = ((tokens < 0) | (tokens >= size)) & ((tokens != -100) | (column != "labels"))
-        if outside.any():
-            place = int(outside.argmax())
-            return start + int(np.searchsorted(np.cumsum(lengths), place, side="right")), int(tokens[place])
-        start += len(lengths)
-    return None
+def _first_outside(rows: Any, column: str, size: int) -> tuple[int, int] | None:
+    """The first row with a token id outside [0, size), and that id. In labels, -100 is none."""
+    tokens, lengths = _lists(rows, column)
+    outside = ((tokens < 0) | (tokens >= size)) & ((tokens != -100) | (column != "labels"))
+    if not outside.any():
+        return None
+    place = int(outside.argmax())
+    return int(np.searchsorted(np.cumsum(lengths), place, side="right")), int(tokens[place])
 
 
-def count_rows(trainer, given_rows, name: str) -> RowCounts:
+def count_rows(trainer: Any, given_rows: Any, name: str) -> RowCounts:
     """The counts of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
-    return replace(_count_prepared(trainer, given_rows, name), blank=_count_blank(given_rows))
+    blank = 0
+    if getattr(given_rows.features.get("completion"), "dtype", None) == "string":
+        # In messages, the chat template adds more to an empty answer than the end token
+        texts = given_rows.select_columns(["completion"]).with_format("arrow")[:].column(0)
+        blank = pc.sum(pc.equal(texts, "")).as_py() or 0
+    return replace(_count_prepared(trainer, given_rows, name), blank=blank)
 
 
-def _count_blank(given_rows) -> int:
-    if getattr(given_rows.features.get("completion"), "dtype", None) != "string":
-        return 0  # for messages, the chat template adds more to an empty answer than the end token
-    batches = given_rows.select_columns(["completion"]).with_format("arrow").iter(_BATCH)
-    return sum(pc.sum(pc.equal(table.column(0), "")).as_py() or 0 for table in batches)
-
-
-def _count_prepared(trainer, given_rows, name: str) -> RowCounts:
+def _count_prepared(trainer: Any, given_rows: Any, name: str) -> RowCounts:
     rows = getattr(trainer, f"{name}_dataset")
-    columns, given = set(rows.column_names), len(given_rows)
-    limit = max_length_of(trainer)
-    if {"prompt_ids", "chosen_ids", "rejected_ids"} <= columns:
-        cut, equal = _count_pairs(rows, limit, trainer.args.truncation_mode)
-        return RowCounts(given, len(rows), limit, cut, equal=equal)
-    if {"prompt_ids", "completion_ids"} <= columns:
-        if "chosen" in given_rows.column_names:  # TRL makes two rows of each pair
-            given *= 2
-        prompt, completion = (_lengths(rows, column) for column in ("prompt_ids", "completion_ids"))
-        length = prompt + completion
-        kept = length if limit is None else np.minimum(length, limit)
+    columns, given, limit = set(rows.column_names), len(given_rows), max_length_of(trainer)
+    most = np.inf if limit is None else limit
+    if {"prompt_ids", "chosen_ids", "rejected_ids"} <= columns:  # DPO
+        prompt = _lists(rows, "prompt_ids")[1]
+        answers = {side: _split(*_lists(rows, f"{side}_ids")) for side in ("chosen", "rejected")}
+        longest = prompt + [max(map(len, pair)) for pair in zip(*answers.values(), strict=True)]
+        equal = 0
+        for before, good, bad in zip(prompt, *answers.values(), strict=True):
+            if limit is not None and trainer.args.truncation_mode == "keep_start":
+                good, bad = good[: limit - before], bad[: limit - before]
+            elif limit is not None:
+                good, bad = good[-limit:], bad[-limit:]
+            equal += np.array_equal(good, bad)
+        return RowCounts(given, len(rows), limit, int((longest >= most).sum()), equal=equal)
+    if {"prompt_ids", "completion_ids"} <= columns:  # KTO, where TRL makes two rows of each pair
+        given *= 2 if "chosen" in given_rows.column_names else 1
+        prompt, completion = (_lists(rows, column)[1] for column in ("prompt_ids", "completion_ids"))
+        length = np.minimum(prompt + completion, most)
         return RowCounts(
-            given, len(rows), limit, int((length > kept).sum()), int((kept <= np.maximum(prompt, 1)).sum())
+            given, len(rows), limit, int((length == most).sum()), int((length <= np.maximum(prompt, 1)).sum())
         )
-    if {"chosen_labels", "rejected_labels"} <= columns:
-        equal = _count_equal(rows, "chosen_input_ids", "rejected_input_ids")
-        return RowCounts(given, len(rows), limit, _count_cut_by_row(trainer, rows), equal=equal)
+    if {"chosen_labels", "rejected_labels"} <= columns:  # ORPO and CPO
+        pairs = [_lists(rows, f"{side}_input_ids") for side in ("chosen", "rejected")]
+        longest = np.maximum(*(lengths for _, lengths in pairs))
+        equal = sum(np.array_equal(*pair) for pair in zip(*(_split(*pair) for pair in pairs), strict=True))
+        return RowCounts(given, len(rows), limit, int((longest >= most).sum()), equal=equal)
     if "input_ids" not in columns:
         return RowCounts(given, len(rows))
-    packing = trainer.args.packing
-    if name == "eval" and trainer.args.eval_packing is not None:
-        packing = trainer.args.eval_packing
-    if packing:
-        rows = trainer.uncut_rows[name]
-        limit = limit if trainer.args.packing_strategy == "bfd" else None  # bfd_split continues a row in another
-        lengths = _lengths(rows, "input_ids")
-        cut = 0 if limit is None else int((lengths > limit).sum())
-        return RowCounts(given, given, limit, cut, int((~_has_labels(rows, limit)).sum()))
-    cut = 0
-    if UNCUT in columns:
-        cut = int((np.asarray(rows.with_format("numpy")[UNCUT]) > _lengths(rows, "input_ids")).sum())
-    return RowCounts(given, len(rows), limit, cut, int((~_has_labels(rows)).sum()))
+    tokens, lengths = _lists(rows, "labels" if "labels" in columns else "input_ids")
+    used = len(rows)
+    if "seq_lengths" in columns:  # packed
+        lengths, used = _lists(rows, "seq_lengths")[0], given
+    learns = _learns(tokens, lengths)
+    if "seq_lengths" in columns and trainer.args.packing_strategy != "bfd":  # the rest of a row is in another one
+        return RowCounts(given, used, limit, empty=0 if learns.any() else used)
+    return RowCounts(given, used, limit, int((lengths >= most).sum()), int((~learns).sum()))
 
 
-def max_length_of(trainer) -> int | None:
+def max_length_of(trainer: Any) -> int | None:
     """The `max_length` that the trainer uses; ORPO and CPO have one even if the recipe sets none."""
     return getattr(trainer, "max_length", None) or getattr(trainer.args, "max_length", None)
 
 
-def _checked_counts(trainer, given_rows, name: str) -> RowCounts:
-    rows = getattr(trainer, f"{name}_dataset")
-    of_all = "rows" if name == "train" else f"{name} rows"
+def _checked_counts(trainer: Any, given_rows: Any, name: str) -> RowCounts:
+    rows, of_all = getattr(trainer, f"{name}_dataset"), "rows" if name == "train" else f"{name} rows"
     if "chosen_labels" in rows.column_names:
-        _check_prompts_leave_room(trainer, rows, of_all)
-    counts = count_rows(trainer, given_rows, name)
-    if counts.empty == counts.used:  # both are 0 where all rows were dropped
-        uncut = getattr(trainer, "uncut_rows", {}).get(name)
-        if counts.max_length is not None and (uncut is None or _has_labels(uncut).any()):
+        # ORPO and CPO keep a row whose prompt alone fills max_length, and divide by 0 tokens
+        answers = [_learns(*_lists(rows, f"{side}_labels"), first=0) for side in ("chosen", "rejected")]
+        if count := int((~(answers[0] & answers[1])).sum()):
             raise RecipeError(
-                f"max_length is {counts.max_length}, which cuts off the part to learn of "
-                f"{_every(counts.given, of_all)}. Set a larger max_length."
+                f"max_length is {max_length_of(trainer)}, and the prompt alone fills it in {count} of {len(rows)} "
+                f"{of_all}, whose loss would be NaN. Set a larger max_length, or remove these rows."
             )
+    counts = count_rows(trainer, given_rows, name)
+    within = "" if counts.max_length is None else f" within max_length {counts.max_length}"
+    if counts.empty == counts.used:  # both are 0 where all rows were dropped
         raise RecipeError(
-            f"Nothing can be learned from the data: none of the {counts.given} {name} rows has a token to learn, "
-            "because no token after the first one counts in the loss. The first row is "
-            f"{short(given_rows[0])}. Fill in the text to learn, or check masks and labels."
+            f"Nothing can be learned from {_every(counts.given, of_all)}: no token after the first one counts in the "
+            f"loss{within}. The first row is {short(given_rows[0])}. Set a larger max_length, fill in the text to "
+            "learn, or check masks and labels."
         )
     if counts.blank == counts.given:
         raise RecipeError(
@@ -212,12 +195,11 @@ def _checked_counts(trainer, given_rows, name: str) -> RowCounts:
             "token. Fill in the text to learn (output, in Alpaca rows)."
         )
     if counts.equal == counts.used:
-        within = f", once they are cut to max_length {counts.max_length}" if counts.cut else ""
-        mend = "Set a larger max_length" if counts.cut else "Choose pairs that differ"
         raise RecipeError(
-            f"chosen and rejected are equal in {_every(counts.used, of_all)}{within}, so nothing is preferred. {mend}."
+            f"chosen and rejected are equal in {_every(counts.used, of_all)}{within}, so nothing is preferred. Choose "
+            "pairs that differ, or set a larger max_length."
         )
-    if counts.remarkable and trainer.is_world_process_zero():
+    if counts != RowCounts(counts.given, counts.given, counts.max_length) and trainer.is_world_process_zero():
         logger.warning(f"{name} rows: {counts}")
     return counts
 
@@ -226,106 +208,22 @@ def _every(count: int, of_all: str) -> str:
     return f"the only {of_all.removesuffix('s')}" if count == 1 else f"all {count} {of_all}"
 
 
-def check_labels(labels) -> None:
-    """RecipeError if the labels for KTO are all true or all false."""
-    found = {bool(label) for label in labels}
-    if len(found) == 1:
-        (only,) = found
-        raise RecipeError(
-            f"label is {str(only).lower()} in {_every(len(labels), 'rows')}, and KTO learns from the difference "
-            f"between true and false ones. Add rows with label: {str(not only).lower()}."
-        )
+def _learns(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
+    """For each sequence, whether a token counts in the loss. The first one does not: no token before it predicts it."""
+    starts = np.cumsum(lengths) - lengths
+    counts = (labels != -100) & (np.arange(len(labels)) - np.repeat(starts, lengths) >= first)
+    total = np.concatenate([[0], np.cumsum(counts)])
+    return total[starts + lengths] > total[starts]
 
 
-def _check_prompts_leave_room(trainer, rows, of_all: str) -> None:
-    """RecipeError if `max_length` leaves nothing of an answer. ORPO and CPO keep such a row, and divide by 0 tokens."""
-    nothing = [~_has_labels(rows, column=f"{answer}_labels", first_counts=True) for answer in ("chosen", "rejected")]
-    if count := int((nothing[0] | nothing[1]).sum()):
-        raise RecipeError(
-            f"max_length is {max_length_of(trainer)}, and the prompt alone fills it in {count} of {len(rows)} "
-            f"{of_all}, whose loss would be NaN. Set a larger max_length, or remove these rows."
-        )
+def _lists(rows: Any, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """All values in a column of lists, one after another, and each list's length."""
+    values, lengths = [np.zeros(0, int)], [np.zeros(0, int)]
+    for table in rows.select_columns([column]).with_format("arrow").iter(_BATCH):
+        values.append(pc.list_flatten(table.column(0)).to_numpy())
+        lengths.append(pc.fill_null(pc.list_value_length(table.column(0)), 0).to_numpy())
+    return np.concatenate(values), np.concatenate(lengths)
 
 
-def _count_pairs(rows, limit: int | None, mode: str) -> tuple[int, int]:
-    """The number of DPO's pairs that are cut, and the number in which chosen and rejected are equal afterwards."""
-    cut = equal = 0
-    for prompt, chosen, rejected in _lists(rows, "prompt_ids", "chosen_ids", "rejected_ids"):
-        longest = prompt[1] + np.maximum(chosen[1], rejected[1])
-        if limit is not None:
-            cut += int((longest > limit).sum())
-        for before, good, bad in zip(prompt[1], _split(chosen), _split(rejected), strict=True):
-            if limit is not None and mode == "keep_start":
-                good, bad = good[: limit - before], bad[: limit - before]
-            elif limit is not None:
-                good, bad = good[-limit:], bad[-limit:]
-            equal += np.array_equal(good, bad)
-    return cut, int(equal)
-
-
-def _count_equal(rows, first: str, second: str) -> int:
-    return sum(
-        np.array_equal(one, other)
-        for both in _lists(rows, first, second)
-        for one, other in zip(*map(_split, both), strict=True)
-    )
-
-
-def _count_cut_by_row(trainer, rows) -> int:
-    """How many rows of ORPO or CPO are cut, for which rows that fill `max_length` are tokenised again without it."""
-    sides = ("chosen_input_ids", "rejected_input_ids")
-    longest = np.maximum(*(_lengths(rows, side) for side in sides))
-    cut = 0
-    for index in np.flatnonzero(longest >= trainer.max_length):
-        row = rows[int(index)]
-        whole = uncut_pair(trainer, row)
-        cut += any(len(whole[side]) > len(row[side]) for side in sides)
-    return cut
-
-
-def uncut_pair(trainer, row: dict) -> dict:
-    """A row of ORPO or CPO as the trainer tokenises it without `max_length`."""
-    limit, trainer.max_length = trainer.max_length, sys.maxsize
-    try:
-        return trainer.tokenize_row(row)
-    finally:
-        trainer.max_length = limit
-
-
-def _has_labels(rows, limit: int | None = None, column: str | None = None, first_counts: bool = False) -> np.ndarray:
-    """For each row, whether a token counts in the loss. The first one does not, unless `first_counts`.
-
-    That is because no token before it predicts it.
-    """
-    column = column or ("labels" if "labels" in rows.column_names else "input_ids")
-    found = [np.zeros(0, bool)]
-    for ((values, lengths),) in _lists(rows, column):
-        starts = np.cumsum(lengths) - lengths
-        place = np.arange(len(values)) - np.repeat(starts, lengths)
-        counts = (values != -100) & (place >= (0 if first_counts else 1))
-        if limit is not None:
-            counts &= place < limit
-        total = np.concatenate([[0], np.cumsum(counts)])
-        found.append(total[starts + lengths] > total[starts])
-    return np.concatenate(found)
-
-
-def _lengths(rows, column: str) -> np.ndarray:
-    return np.concatenate([np.zeros(0, int)] + [lengths for ((_, lengths),) in _lists(rows, column)])
-
-
-def _lists(rows, *columns: str):
-    """Batches of rows. For each column of lists, a batch has all values one after another, and each list's length."""
-    for table in rows.select_columns(list(columns)).with_format("arrow").iter(_BATCH):
-        batch = []
-        for name in columns:
-            lists = table.column(name)
-            lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
-            batch.append((pc.list_flatten(lists).to_numpy(), lengths))
-        yield tuple(batch)
-
-
-def _split(column: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
-    """The lists of a column as `_lists` yields it."""
-    values, lengths = column
+def _split(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return np.split(values, np.cumsum(lengths)[:-1])

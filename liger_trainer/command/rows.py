@@ -1,5 +1,6 @@
 """The rows of a recipe, from a file, a folder or the Hub, in the form that TRL's trainers take."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -52,25 +53,14 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
         RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is malformed.
     """
     named = [args.dataset_name] if isinstance(args.dataset_name, str) else args.dataset_name or []
-    files = [name for name in named if (path := find_beside(name, folder)) is not None and path.is_file()]
-    if args.dataset_config is not None and files and files == named:
-        raise RecipeError(
-            f"dataset_config is {args.dataset_config!r}, which has no effect on a file, but dataset_name is "
-            f"{args.dataset_name!r}. Remove dataset_config."
-        )
-
-    def rows_of(key: str, split: str, max_rows: int | None = None):
-        names = getattr(args, key)
-        names = names if names and isinstance(names, list) else [names or None]
-        parts = [_rows_of(args, key, name, folder, split, columns, max_rows) for name in names]
-        rows = _joined(key, names, parts)
-        return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
-
-    train = rows_of("dataset_name", args.dataset_train_split, args.max_rows)
+    found = [find_beside(name, folder) for name in named]
+    if args.dataset_config is not None and found and all(path is not None and path.is_file() for path in found):
+        raise RecipeError(f"dataset_config is {args.dataset_config!r}, which has no effect on a file. Remove it.")
+    train = _all_rows_of(args, "dataset_name", args.dataset_train_split, folder, columns, args.max_rows)
     if args.eval_dataset_name is not None:
-        return train, rows_of("eval_dataset_name", "train")
+        return train, _all_rows_of(args, "eval_dataset_name", "train", folder, columns)
     if args.dataset_eval_split is not None:
-        return train, rows_of("dataset_name", args.dataset_eval_split)
+        return train, _all_rows_of(args, "dataset_name", args.dataset_eval_split, folder, columns)
     if args.eval_fraction is None:
         return train, None
     held_out = max(1, round(args.eval_fraction * len(train)))
@@ -81,6 +71,14 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
         )
     parts = train.train_test_split(test_size=held_out, seed=seed)
     return parts["train"], parts["test"]
+
+
+def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, columns, max_rows: int | None = None):
+    """The rows of all names in `key`."""
+    names = getattr(args, key)
+    names = names if names and isinstance(names, list) else [names or None]
+    rows = _joined(key, names, [_rows_of(args, key, name, folder, split, columns, max_rows) for name in names])
+    return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
 def _rows_of(args: RecipeArguments, key: str, name: str | None, folder: Path, split: str, columns, max_rows):
@@ -101,23 +99,18 @@ def _joined(key: str, names: list[str], parts: list):
     """The rows of several files as one dataset."""
     from datasets import concatenate_datasets
 
-    if len(parts) == 1:
-        return parts[0]
     for name, part in zip(names, parts, strict=True):
+        # datasets itself would fill a column that is missing with nulls
         if set(part.column_names) != set(parts[0].column_names):
             raise RecipeError(
                 f"{key} {names[0]!r} has the columns {', '.join(sorted(parts[0].column_names))}, and {name!r} has "
                 f"{', '.join(sorted(part.column_names))}, once the template is applied. Give all files the same "
                 "columns."
             )
-        try:
-            concatenate_datasets([parts[0].select([0]), part.select([0])])
-        except (ValueError, TypeError, OSError) as error:
-            raise RecipeError(
-                f"{key} {names[0]!r} and {name!r} have columns of the same names that hold values of different kinds: "
-                f"{error}"
-            ) from error
-    return concatenate_datasets(parts)
+    try:
+        return concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    except (ValueError, TypeError, OSError) as error:
+        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error}") from error
 
 
 def _source(key: str, name: str, folder: Path) -> str:
@@ -163,11 +156,27 @@ def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
         if "corresponds to no data" in str(error):  # what datasets says of a split that exists and has no rows
             raise empty from error
         # datasets says what is wrong with a file in the cause; the message itself is only "an error occurred".
-        reason = " ".join(str(error.__cause__ or error).split())
+        line = _broken_line(source) if source.endswith((".json", ".jsonl")) and os.path.isfile(source) else None
+        reason = line or " ".join(str(error.__cause__ or error).split())
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise empty
     return rows
+
+
+def _broken_line(path: str) -> str | None:
+    """Which line of a file is no JSON, and why; None if all of them are, or if they are no text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    whole = text.lstrip().startswith("[")
+    for number, part in enumerate([text] if whole else text.splitlines(), 1):
+        try:
+            json.loads(part or "null")
+        except json.JSONDecodeError as error:
+            return f"line {error.lineno if whole else number} is not valid JSON: {error.msg}"
+    return None
 
 
 def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...]):

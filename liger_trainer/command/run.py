@@ -3,6 +3,12 @@
 import inspect
 import os
 
+import trl
+from accelerate.utils import parse_flag_from_env
+from jinja2 import TemplateError
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
+
+import liger_trainer
 from liger_trainer.command.launch import check_world, say_where_spread
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model
@@ -10,16 +16,15 @@ from liger_trainer.command.output_dir import find_beginning, own_folder, remove_
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.recipe_checks import check_rows
-from liger_trainer.command.rewards import check_columns, find_reward
-from liger_trainer.command.row_counts import KeepsUncutRows, account_for_rows, check_labels, check_token_ids
-from liger_trainer.command.rows import load_rows
+from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
-from liger_trainer.command.summary import RunRecorder, Summary, count_parameters
+from liger_trainer.command.sources import find_sources
+from liger_trainer.command.summary import RunRecorder, count_parameters
 from liger_trainer.errors import RecipeError
+from liger_trainer.paths import find_beside
 
 
-def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> Summary | str | None:
+def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
     """Train as the recipe says, and save the model, its tokenizer and `liger_report.json` in `output_dir`.
 
     Args:
@@ -28,7 +33,7 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
         stop (`SaveOnSigterm`, *optional*): What says when the run has to stop.
 
     Returns:
-        `Summary` of the run, or a text if `preview_rows` is set; on all processes but the main one, None.
+        The summary of the run, or the rows if `preview_rows` is set; on all processes but the main one, None.
 
     Raises:
         RecipeError: Something that the recipe names is missing, or does not fit the rest. Nothing has been trained
@@ -41,34 +46,16 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
         return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
 
 
-def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> Summary | str | None:
-    import trl
-    from jinja2 import TemplateError
-    from transformers import AutoConfig, EarlyStoppingCallback
-
-    import liger_trainer
-
+def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
-    source = find_model(
-        recipe.model.model_name_or_path,
-        init.pop("gguf_file", None),
-        revision=init.pop("revision", recipe.model.model_revision),
-        trust_remote_code=init.pop("trust_remote_code", getattr(training, "trust_remote_code", False)),
-    )
-    config = source.load(AutoConfig)
-    columns = tuple(
-        tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
-        for needed in recipe.entry.columns
-    )
-    with training.main_process_first(desc="loading the dataset"):
-        train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
-    check_rows(recipe, train_rows.column_names)
+    source, config, train_rows, eval_rows, rewards = find_sources(recipe)
+    init = {key: value for key, value in init.items() if key not in source.options}
     reads_label = any("label" in needed for needed in recipe.entry.columns) and "label" in train_rows.column_names
     if reads_label and preview_rows is None:
         check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
     facts = facts_of(recipe, source, train_rows)
     beginning = find_beginning(recipe, resumes, facts)
-    keeper, training.save_total_limit = Keeper(facts, beginning.run, training.save_total_limit), None
+    keeper, training.save_total_limit = Keeper(facts, beginning, training.save_total_limit), None
 
     total = len(train_rows)
     if preview_rows is not None:
@@ -80,20 +67,18 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "peft_config": trl.get_peft_config(recipe.model),
-        "callbacks": [recorder, stop],
+        "callbacks": [keeper, recorder],
     }
     if recipe.args.early_stopping_patience is not None:
         recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
         given["callbacks"].append(recorder.early_stopping)
-    if recipe.args.reward_funcs:
-        given["reward_funcs"] = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs]
-        for reward in given["reward_funcs"]:
-            check_columns(reward, train_rows.column_names)
+    given["callbacks"].append(stop)  # the last, because it may end the run
+    if rewards:
+        given["reward_funcs"] = rewards
     if getattr(training, "teacher_model_name_or_path", None) is not None:
-        given["teacher_model"] = _teacher(training)
+        given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     plain = getattr(liger_trainer, recipe.entry.trainer)
-    uncut = (KeepsUncutRows,) if issubclass(plain, trl.SFTTrainer) else ()
     named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     try:
         if source.is_gguf:  # TRL's trainers cannot load one themselves
@@ -103,11 +88,12 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         else:
             given["model"] = source.path
             given["quantization_config"] = trl.get_quantization_config(recipe.model)
-        trainer = type(plain.__name__, (SavesWithManifest, *uncut, plain), named)(args=training, **given)
+        trainer = type(plain.__name__, (SavesWithManifest, plain), named)(args=training, **given)
     except RecipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"{recipe.path}: {error}{_template_hint(error, recipe)}") from error
+        text = " ".join(str(error).split())
+        raise RecipeError(f"{recipe.path}: {text}{_hint(error, recipe)}") from error
     except TemplateError as error:
         raise RecipeError(
             f"{recipe.path}: the chat template of the model refuses a row: {error}. Correct the row, or set "
@@ -120,16 +106,16 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
                 raise RecipeError(f"{recipe.path}: {key} has a key that the model does not know: {error}") from error
         raise
     except RuntimeError as error:
-        if "assistant_only_loss" not in str(error):
+        # TRL says so of a row without an answer, and transformers of a tracker that is not installed
+        if not any(text in str(error) for text in ("assistant_only_loss", "to be installed")):
             raise
-        raise RecipeError(f"{recipe.path}: {error}") from error  # from TRL, about a row without an answer
+        raise RecipeError(f"{recipe.path}: {error}") from error
     say_where_spread(trainer.model)
     check_token_ids(trainer, train_rows, "train")
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, eval_rows, "eval")
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
-    _check_modules_to_save(trainer.model, recipe)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
     recorder.parameters = count_parameters(trainer.model)
     evaluation = _heads_evaluation(trainer, eval_rows)
@@ -139,11 +125,14 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
             remove_earlier_run(training.output_dir)
         trainer.accelerator.wait_for_everyone()
     recipe.began = True
-    trainer.beginning, trainer.keeper, trainer.stop = beginning, keeper, stop
+    trainer.keeper, trainer.stop = keeper, stop
+    rows_name = recipe.args.dataset_name
+    if isinstance(rows_name, str) and find_beside(rows_name, recipe.path.parent) is None:
+        trainer.rows_on_hub = rows_name
     train_and_save(trainer, recipe)
     if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=recipe.args.dataset_name)
-    summary = Summary.of(recorder, trainer, evaluation()) if trainer.is_world_process_zero() else None
+        trainer.push_to_hub()
+    summary = recorder.summary(trainer, evaluation()) if trainer.is_world_process_zero() else None
     # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
     # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
     trainer.accelerator.wait_for_everyone()
@@ -151,19 +140,10 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     return summary
 
 
-def _check_modules_to_save(model, recipe: Recipe) -> None:
-    """RecipeError if `lora_modules_to_save` names a module that the model does not have, which peft would ignore."""
-    names = recipe.model.lora_modules_to_save if recipe.model.use_peft else None
-    for name in names or ():
-        if not any(path.endswith(name) for path, _ in model.named_modules()):
-            raise RecipeError(
-                f"{recipe.path}: lora_modules_to_save names {name!r}, but the model has no module of that name. Give "
-                "names such as lm_head or embed_tokens."
-            )
-
-
-def _template_hint(error: Exception, recipe: Recipe) -> str:
-    """What to do about a chat template that does not mark answers, besides rewriting it as TRL says."""
+def _hint(error: Exception, recipe: Recipe) -> str:
+    """Which key to change, where the library's error does not say."""
+    if "/api/repos/create" in str(error):
+        return " Or set push_to_hub: false."
     splits = getattr(recipe.training, "assistant_only_loss", False) and recipe.args.prompt_template == "none"
     if "not training-compatible" not in str(error) or not splits:
         return ""
@@ -171,40 +151,17 @@ def _template_hint(error: Exception, recipe: Recipe) -> str:
 
 
 def _check_evaluation(recipe: Recipe) -> None:
-    """RecipeError if an evaluation lacks its rows, or rows for evaluation would never be used."""
-    strategy = getattr(recipe.training.eval_strategy, "value", recipe.training.eval_strategy)
-    keys = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
-    given = [key for key in keys if getattr(recipe.args, key) is not None]
-    has_rows = bool(given)
+    """RecipeError if Medusa heads are to be evaluated by several processes."""
     heads_rows = getattr(recipe.training, "medusa_eval_rows", 0)
-    if heads_rows and not has_rows:
-        raise RecipeError(
-            f"{recipe.path}: medusa_eval_rows is {heads_rows}, but there are no rows to take them from. Set "
-            "eval_dataset_name, dataset_eval_split or eval_fraction."
-        )
     if heads_rows and recipe.training.world_size > 1:
         raise RecipeError(
             f"{recipe.path}: medusa_eval_rows is {heads_rows}, which works with one process only, but there are "
             f"{recipe.training.world_size}. Set it to 0, and run liger-trainer medusa-eval afterwards."
         )
-    if strategy != "no" and not has_rows:
-        raise RecipeError(
-            f"{recipe.path}: eval_strategy is {strategy!r}, but there are no rows to evaluate on. Set "
-            "eval_dataset_name, dataset_eval_split or eval_fraction."
-        )
-    if strategy == "no" and has_rows and not heads_rows:
-        raise RecipeError(
-            f"{recipe.path}: {given[0]} sets rows aside for evaluation, but eval_strategy is 'no', so they would never "
-            f"be used. Set eval_strategy: steps or epoch, or remove {given[0]}."
-        )
 
 
 def _heads_evaluation(trainer, eval_rows):
-    """The evaluation that `medusa_eval_rows` asks for, to be called after training.
-
-    Raises:
-        RecipeError: The evaluation is not possible. That is found out here, before training.
-    """
+    """The evaluation that `medusa_eval_rows` asks for, to be called after training. RecipeError if it is impossible."""
     if not getattr(trainer.args, "medusa_eval_rows", 0):
         return lambda: None
     from liger_trainer.medusa.evaluate import evaluation_after_training
@@ -217,10 +174,6 @@ def _heads_evaluation(trainer, eval_rows):
 
 def _needs_reference(recipe: Recipe) -> bool:
     """Whether the trainer would load a second copy of the model by its path, as the reference of the trained one."""
-    from accelerate.utils import parse_flag_from_env
-
-    import liger_trainer
-
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
@@ -228,26 +181,14 @@ def _needs_reference(recipe: Recipe) -> bool:
     return takes_one and (sharded or not precomputed) and not recipe.model.use_peft
 
 
-def _teacher(training) -> str:
-    """The path of the teacher. The trainer loads it from there, with `teacher_model_init_kwargs`."""
-    source = find_model(training.teacher_model_name_or_path)
-    if source.is_gguf:
-        raise RecipeError(
-            f"teacher_model_name_or_path is {training.teacher_model_name_or_path!r}, a GGUF model, which the trainer "
-            "cannot load. Save it as an ordinary model first, with from_pretrained(..., gguf_file=...) and "
-            "save_pretrained."
-        )
-    return source.path
-
-
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
     """The model and the tokenizer of a GGUF source. The weights are dequantised to `dtype`."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
         raise RecipeError(
             "load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them."
         )
+    from transformers import GgufConfig
+
     tokenizer = source.load(AutoTokenizer)
     # Without this, the trainer takes the model for a quantised one, which can neither be trained in full nor saved.
     init["quantization_config"] = GgufConfig(dequantize=True)

@@ -69,11 +69,9 @@ def find_shipped(name: str) -> tuple[str, Path]:
 def _recipes(args) -> int:
     recipes, configs = recipe_names(), config_names()
     width = max(map(len, recipes | configs))
-    for name, path in recipes.items():
-        print(f"{name:{width}}  {describe(path)}")
-    print()
-    for name, path in configs.items():
-        print(f"{name:{width}}  {describe(path)}")
+    for files in (recipes, configs):
+        lines = [f"{name:{width}}  {describe(path)}" for name, path in files.items()]
+        print(*lines, *([""] if files is recipes else []), sep="\n")
     return 0
 
 
@@ -95,13 +93,12 @@ def _init(args) -> int:
                 f"{copy} exists already and is not overwritten. Move it away, or name another folder: "
                 f"liger-trainer init {name} DIR"
             )
-    for source, copy in copies.items():
-        try:
+    try:
+        for source, copy in copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
-        except OSError as error:
-            raise RecipeError(f"{copy} cannot be written: {error.strerror}. Name another folder as DIR.") from error
-        print(copy)
+            print(shutil.copyfile(source, copy))
+    except OSError as error:
+        raise RecipeError(f"{copy} cannot be written: {error.strerror}. Name another folder as DIR.") from error
     word = shlex.quote(str(target))
     run = f"accelerate launch --config_file {word} -m liger_trainer train RECIPE"
     print(f"\nTo run it: {run if is_config else _command_for(word, name, path)}")

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,9 +11,15 @@ from transformers import TrainerCallback
 from liger_trainer.command.launch import say
 from liger_trainer.command.row_counts import RowCounts
 
+# What the trainers log of their loss and rewards: the key, and what it is called in the summary.
+_LOGGED = {
+    "loss": "loss", "eval_loss": "eval     loss", "reward": "reward", "rewards/margins": "margin",
+    "rewards/accuracies": "accuracy",
+}  # fmt: skip
+
 
 class RunRecorder(TrainerCallback):
-    """Notes what the summary needs while the trainer runs: logged losses, tokens seen, and the time they took.
+    """Notes what a run does while the trainer runs, and puts it into words.
 
     Before training, set `rows` (what the trainer has made of its rows), `parameters` (how many are trained, and how
     many there are) and, if there is one, `early_stopping` (the callback).
@@ -23,121 +29,79 @@ class RunRecorder(TrainerCallback):
         self.rows: RowCounts | None = None
         self.parameters: tuple[int, int] | None = None
         self.early_stopping: Any = None
-        self.stopped: str | None = None
-        self.losses: list[float] = []
-        self.eval_losses: list[float] = []
-        self.mean_loss: float | None = None
-        self.first_step = self.last_step = 0
-        self.tokens = 0.0
-        self.seconds = 0.0  # 0 as long as no tokens are counted
+        self._logged: dict[str, list[float]] = {}
+        self._mean_loss: float | None = None  # of all steps, if no loss was logged during training
+        self._first_step = 0
+        self._tokens = self._seconds = 0.0  # 0 as long as no tokens are counted
         self._start = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._start, self.first_step = time.perf_counter(), state.global_step
+        self._start, self._first_step = time.perf_counter(), state.global_step
+        if self.early_stopping is not None:  # the trainer itself counts anew after a resume
+            kept, stopper = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"], self.early_stopping
+            stopper.early_stopping_patience_counter = kept["early_stopping_patience_counter"]
+            control.should_training_stop = not self._is_patient()
         by_steps = args.logging_strategy == "steps" and not args.logging_first_step
         if by_steps and state.logging_steps > state.max_steps:
             say(
                 f"logging_steps is {state.logging_steps}, but the run has only {state.max_steps} steps, so only their "
                 "mean loss is logged. Set a smaller logging_steps."
             )
-        _say_where_warmup_never_ends(args, state.max_steps)
+        with_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau", "greedy")
+        if with_warmup and 0 < state.max_steps <= (warmup := args.get_warmup_steps(state.max_steps)):
+            say(
+                f"warmup_steps is {warmup}, but the run has only {state.max_steps} steps, so the warm-up never ends "
+                f"and learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps."
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-            if "num_tokens" in logs:  # counted by TRL over all processes
-                self.tokens, self.seconds = logs["num_tokens"], time.perf_counter() - self._start
-        if logs and "train_loss" in logs and not self.losses and state.global_step > self.first_step:
-            self.mean_loss = logs["train_loss"]
-            if "num_tokens" in logs:
-                self.tokens, self.seconds = logs["num_tokens"], time.perf_counter() - self._start
-        if logs and "eval_loss" in logs:
-            self.eval_losses.append(float(logs["eval_loss"]))
+        logs = logs or {}
+        for key in _LOGGED.keys() & logs.keys():
+            self._logged.setdefault(key, []).append(float(logs[key]))
+        if "train_loss" in logs and "loss" not in self._logged and state.global_step > self._first_step:
+            self._mean_loss = logs["train_loss"]
+        if "num_tokens" in logs and ("loss" in logs or self._mean_loss is not None):  # TRL counts over all processes
+            self._tokens, self._seconds = logs["num_tokens"], time.perf_counter() - self._start
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.last_step, stopper = state.global_step, self.early_stopping
-        patient = stopper is None or stopper.early_stopping_patience_counter < stopper.early_stopping_patience
-        if not patient and state.global_step < state.max_steps:
-            metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-            self.stopped = (
-                f" of {state.max_steps}, stopped early: {metric} was best at step {state.best_global_step}, with "
-                f"{state.best_metric:.3f}, and that model is saved"
-            )
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a run has done. `str()` gives the text that is printed."""
-
-    steps: int
-    resumed_at: int
-    losses: list[float]
-    tokens_per_second: float | None
-    peak_memory: str
-    patched: str
-    output_dir: str
-    stopped: str | None = None
-    rows: RowCounts | None = None
-    parameters: tuple[int, int] | None = None
-    eval_losses: tuple[float, ...] = ()
-    mean_loss: float | None = None  # of all steps, if no loss was logged during training
-    checkpointing: str | None = None  # what activation_checkpointing: auto has chosen
-    evaluation: object | None = None  # printed below the rest
-
-    @classmethod
-    def of(cls, recorder: RunRecorder, trainer, evaluation=None) -> "Summary":
+    def summary(self, trainer, evaluation=None) -> str:
+        """The text for the end of the run of `trainer`, and below it `evaluation`, if there is one."""
+        args, state = trainer.args, trainer.state
         report, chosen = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
-        return cls(
-            steps=recorder.last_step - recorder.first_step,
-            resumed_at=recorder.first_step,
-            losses=recorder.losses,
-            tokens_per_second=recorder.tokens / recorder.seconds if recorder.seconds else None,
-            peak_memory=peak_memory(0 if chosen is None else chosen.highest),
-            patched=report.one_line() if report is not None else "nothing (use_liger is false)",
-            output_dir=str(trainer.args.output_dir),
-            stopped=recorder.stopped,
-            rows=recorder.rows,
-            parameters=recorder.parameters,
-            eval_losses=tuple(recorder.eval_losses),
-            mean_loss=recorder.mean_loss,
-            checkpointing=None if chosen is None else str(chosen),
-            evaluation=evaluation,
+        resumed = f", resumed at step {self._first_step}" if self._first_step else ""
+        lines = ["Summary", f"  steps    {state.global_step - self._first_step}{resumed}{self._stopped(args, state)}"]
+        if self.rows is not None:
+            lines.append(f"  rows     {self.rows}")
+        if self.parameters is not None:
+            lines.append(f"  trains   {_share(*self.parameters)}")
+        seconds = timedelta(seconds=round(time.perf_counter() - self._start))
+        lines.append(f"  time     {seconds} for {state.epoch or 0:.2f} epochs of these rows")
+        if "loss" not in self._logged:
+            mean = "not logged" if self._mean_loss is None else f"{self._mean_loss:.3f}, the mean of all steps"
+            lines.append(f"  loss     {mean}")
+        for key, name in _LOGGED.items():
+            if logged := self._logged.get(key):
+                lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}")
+        lines += [
+            f"  speed    {f'{self._tokens / self._seconds:.0f} tokens/s' if self._tokens else 'not counted'}",
+            f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",
+            *([] if chosen is None else [f"  layers   {chosen}"]),
+            f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
+            f"  model    {args.output_dir}",
+            *([] if evaluation is None else ["", str(evaluation)]),
+        ]
+        return "\n".join(lines)
+
+    def _is_patient(self) -> bool:
+        stopper = self.early_stopping
+        return stopper is None or stopper.early_stopping_patience_counter < stopper.early_stopping_patience
+
+    def _stopped(self, args, state) -> str:
+        if self._is_patient() or state.global_step >= state.max_steps:
+            return ""
+        return (
+            f" of {state.max_steps}, stopped early: eval_{args.metric_for_best_model.removeprefix('eval_')} was best "
+            f"at step {state.best_global_step}, with {state.best_metric:.3f}, and that model is saved"
         )
-
-    def __str__(self) -> str:
-        resumed = f", resumed at step {self.resumed_at}" if self.resumed_at else ""
-        loss = "not logged" if self.mean_loss is None else f"{self.mean_loss:.3f}, the mean of all steps"
-        loss = _first_to_last(self.losses) if self.losses else loss
-        speed = f"{self.tokens_per_second:.0f} tokens/s" if self.tokens_per_second else "not counted"
-        return "\n".join(
-            (
-                "Summary",
-                f"  steps    {self.steps}{resumed}{self.stopped or ''}",
-                *([] if self.rows is None else [f"  rows     {self.rows}"]),
-                *([] if self.parameters is None else [f"  trains   {_share(*self.parameters)}"]),
-                f"  loss     {loss}",
-                *([f"  eval     loss {_first_to_last(self.eval_losses)}"] if self.eval_losses else []),
-                f"  speed    {speed}",
-                f"  memory   {self.peak_memory}",
-                *([] if self.checkpointing is None else [f"  layers   {self.checkpointing}"]),
-                f"  patched  {self.patched}",
-                f"  model    {self.output_dir}",
-                *([] if self.evaluation is None else ["", str(self.evaluation)]),
-            )
-        )
-
-
-def _say_where_warmup_never_ends(args, max_steps: int) -> None:
-    with_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau", "greedy")
-    if with_warmup and 0 < max_steps <= (warmup := args.get_warmup_steps(max_steps)):
-        say(
-            f"warmup_steps is {warmup}, but the run has only {max_steps} steps, so the warm-up never ends and "
-            f"learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps."
-        )
-
-
-def _first_to_last(losses) -> str:
-    return f"{losses[0]:.3f} -> {losses[-1]:.3f}"
 
 
 def _share(trained: int, total: int) -> str:

@@ -31,6 +31,6 @@ TRAINERS = {
     "rloo": TrainerEntry("LigerRLOOConfig", "LigerRLOOTrainer", (("prompt",),), rewards=True),
     "distillation": TrainerEntry("LigerDistillationConfig", "LigerDistillationTrainer", (("prompt",),)),
     "medusa": TrainerEntry(
-        "MedusaConfig", "LigerMedusaTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
+        "LigerMedusaConfig", "LigerMedusaTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
     ),
 }

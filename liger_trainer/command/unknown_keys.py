@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,35 +37,21 @@ def nearest(key: str, known: Iterable[str], form: str = "Did you mean {}?") -> s
     return " " + form.format(match[0]) if match else ""
 
 
-def refuse_unknown_keys(path: Path, values: dict[str, Any], owners: Mapping[str, str], entry: TrainerEntry) -> None:
-    """RecipeError for the first key of a recipe that is unknown, belongs to another trainer or is in the wrong place.
-
-    Args:
-        path (`Path`): The recipe's file, for the message.
-        values (`dict`): What the file holds.
-        owners (`Mapping[str, str]`): All keys that the recipe may have, each with the name of the class it belongs to.
-        entry (`TrainerEntry`): The trainer of the recipe.
-    """
+def refuse_unknown_keys(path: Path, values: dict[str, Any], owners: Iterable[str], entry: TrainerEntry) -> None:
+    """RecipeError for the first of the recipe's keys that is not in `owners`: unknown, or of another trainer."""
     for key, value in values.items():
         if key in owners:
             continue
-        inside = [k for k in value if k in owners] if isinstance(value, dict) else []
-        if inside:
-            raise RecipeError(
-                f"{path}: {key!r} is not a key, and a recipe has no sections. Move {', '.join(inside)} to the left "
-                "margin."
-            )
-        if (elsewhere := _elsewhere(key, entry)) is not None:
-            raise RecipeError(f"{path}: {key!r} (with value {value!r}) {elsewhere}")
+        if inside := [k for k in value if k in owners] if isinstance(value, dict) else []:
+            reason = f"is not a key, and a recipe has no sections. Move {', '.join(inside)} to the left margin."
+            raise RecipeError(f"{path}: {key!r} {reason}")
         near = nearest(key, owners) or " `liger-trainer train RECIPE --help` lists all keys."
-        raise RecipeError(f"{path}: {key!r} (with value {value!r}) is not a key of a recipe.{near}")
+        reason = _elsewhere(key, entry) or f"is not a key of a recipe.{near}"
+        raise RecipeError(f"{path}: {key!r} (with value {value!r}) {reason}")
     init = values.get("model_init_kwargs")
     for key in init if isinstance(init, dict) else ():
-        if key in owners and key not in _SHARED_WITH_MODEL_INIT:
-            raise RecipeError(
-                f"{path}: {key!r} stands under model_init_kwargs but belongs to {owners[key]}. Move it to the left "
-                "margin."
-            )
+        if key in owners and key not in _SHARED_WITH_MODEL_INIT:  # the model may take it for one of its config
+            raise RecipeError(f"{path}: {key!r} stands under model_init_kwargs. Move it to the left margin.")
 
 
 def about_unknown_option(option: str, owners: Iterable[str], entry: TrainerEntry) -> str:
@@ -73,11 +59,8 @@ def about_unknown_option(option: str, owners: Iterable[str], entry: TrainerEntry
     if not option.startswith("--"):
         return f"{option!r} on the command line belongs to no option; options after RECIPE are written --key value."
     key = option[2:].partition("=")[0].replace("-", "_")
-    if (elsewhere := _elsewhere(key, entry)) is not None:
-        return f"--{key} {elsewhere}"
-    if not (near := nearest(key, owners, "Did you mean --{}?")):
-        near = " `liger-trainer train RECIPE --help` lists all options."
-    return f"--{key} is not an option.{near}"
+    near = nearest(key, owners, "Did you mean --{}?") or " `liger-trainer train RECIPE --help` lists all options."
+    return f"--{key} {_elsewhere(key, entry) or f'is not an option.{near}'}"
 
 
 def _elsewhere(key: str, entry: TrainerEntry) -> str | None:

@@ -1,1 +1,1 @@
-"""What a training step takes up on a GPU, found without one: it runs on tensors without values, and is counted."""
+"""Counts what a training step takes up on a GPU, without a GPU: the step runs on tensors without values."""

@@ -1,38 +1,50 @@
-"""What `liger-trainer fit` prints."""
+"""The answer of `liger-trainer fit`, with a search for the largest batch and the longest rows that fit."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from liger_trainer._logging import logger
-from liger_trainer.fitting.search import largest
 from liger_trainer.fitting.step import Job, Need, need
 from liger_trainer.memory.feature import AUTO
 from liger_trainer.memory.memory import GIB, RESERVE, limit_of
 
-UNIT = 128  # tokens: rows are tried in multiples of it
+UNIT = 128  # tokens: lengths are tried in multiples of it
+TRIES = 10  # at most
 
 
-def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memory: float) -> str:
-    """The text: what a step needs, with checkpointing and without, what `auto` would choose, and what would fit.
+def answer(
+    job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memory: float,
+    progress: Callable[[str], None] = lambda line: None,
+) -> str:  # fmt: skip
+    """Return the text: what a step needs with and without checkpointing, what `auto` would choose, what would fit.
 
     Args:
         job (`Job`): What is trained.
         rows (`int`), length (`int`): A micro-batch.
         checkpointing (`bool` or `"auto"`): Of the recipe.
         gpu_memory (`float`): GiB of a GPU.
+        progress (`Callable`, *optional*): Is called with a line about each size, before it is tried.
     """
     memory = int(gpu_memory * GIB)
+
+    def tried(rows: int, length: int, way: bool | str, like: Need | None = None) -> Need:
+        progress(f"a step of {rows} x {length} tokens with activation_checkpointing: {str(way).lower()}")
+        return need(job, rows, length, way, memory, like)
+
     with _quiet():
-        found = {way: need(job, rows, length, way, memory) for way in (True, AUTO, False)}
+        full = tried(rows, length, True)
+        found = {True: full, AUTO: tried(rows, length, AUTO), False: tried(rows, length, False, full)}
         most = limit_of(None, memory)
         way = bool(checkpointing)  # what fits with auto is what fits with every layer checkpointed
         like = found[way]
-        batch = largest(lambda n: need(job, n, length, way, memory, like).peak, most, {rows: like.peak}, 4 * rows)
+        batch = largest(lambda n: tried(n, length, way, like).peak, most, {rows: like.peak}, 4 * rows)
         # Nearly all of it grows with the tokens, so that the longest rows have about as many as the largest batch
         guess = batch * length // rows or length // 2
+        positions = getattr(job.shape.config.get_text_config(), "max_position_embeddings", None)
         known = {length: like.peak}
-        longest = largest(lambda n: need(job, rows, n, way, memory, like).peak, most, known, guess, UNIT)
+        longest = largest(lambda n: tried(rows, n, way, like).peak, most, known, guess, UNIT, positions)
+        all_positions = positions is not None and longest + UNIT > positions
     gpus = job.sharding.gpus
     lines = [
         f"{job.shape.config.model_type}, {rows} x {length} tokens on "
@@ -52,7 +64,9 @@ def answer(job: Job, rows: int, length: int, checkpointing: bool | str, gpu_memo
         f"  the largest per_device_train_batch_size of rows of {length} tokens is {batch}"
         if batch
         else f"  not one row of {length} tokens fits",
-        f"  the longest rows in a batch of {rows} have about {longest} tokens"
+        f"  the longest rows in a batch of {rows} have {positions} tokens, all that the model has positions for"
+        if all_positions
+        else f"  the longest rows in a batch of {rows} have about {longest} tokens"
         if longest
         else f"  no batch of {rows} rows fits",
     ]
@@ -95,10 +109,51 @@ def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that a training would log."""
+    """Leave out the lines that a training would log."""
     before = logger.logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(before)
+
+
+def largest(
+    need: Callable[[int], int], limit: int, known: dict[int, int], guess: int, unit: int = 1, top: int | None = None
+) -> int:
+    """Return the largest multiple of `unit` for which `need` is at most `limit`, or up to 2 % less; 0 if there is none.
+
+    Args:
+        need (`Callable`): Grows nearly in proportion to its number.
+        limit (`int`): What it may be at most.
+        known (`dict`): What it is for numbers that have been tried.
+        guess (`int`): The number to try first.
+        unit (`int`): Only its multiples are tried.
+        top (`int`, *optional*): No larger number is tried.
+    """
+    known = dict(known)
+    most = None if top is None else top // unit * unit
+    number = max(unit, guess // unit * unit)
+    for _ in range(TRIES):
+        number = number if most is None else min(number, most)
+        if number not in known:
+            known[number] = need(number)
+        fits = max((n for n in known if known[n] <= limit), default=0)
+        fails = min((n for n in known if known[n] > limit), default=None)
+        if most is not None and fits >= most or fails is not None and fails - fits <= max(unit, fits // 50):
+            break
+        number = _next(known, limit, fits, fails, unit)
+        if fits and number - fits <= fits // 50:
+            break
+    return fits // unit * unit
+
+
+def _next(known: dict[int, int], limit: int, fits: int, fails: int | None, unit: int) -> int:
+    """Return where the line through two tries meets the limit, between what fits and what does not."""
+    tried = sorted(known)
+    a, b = tried[-2:] if len(tried) > 1 else (0, tried[0])
+    low = known.get(a, 0)
+    slope = (known[b] - low) / (b - a)
+    met = int(a + (limit - low) / slope) // unit * unit if slope > 0 else 2 * b
+    above = min(met, 16 * max(fits, unit)) if fails is None else min(met, (fails - 1) // unit * unit)
+    return max(above, fits // unit * unit + unit)

@@ -1,33 +1,33 @@
-"""The memory that attention takes on a GPU, whose kernels neither keep nor build the scores of all pairs of tokens."""
+"""Stands for attention on a GPU, whose kernels neither keep nor build the scores of all pairs of tokens."""
 
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from liger_trainer.memory import keep_attention
+from liger_trainer.memory import selective
 
-NAME = "counted"
-_OPERATION = "liger_trainer::counted_attention"
+NAME = "liger_fit"
+_OPERATION = "liger_trainer::fit_attention"
 
 
 def _results(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention returns: its output (B, S, H, D), and one number for each query and head in fp32."""
+    """Return the output (B, S, H, D), and one number for each query and head in fp32."""
     rows, heads, length, _ = query.shape
     out = query.new_empty(rows, length, heads, value.shape[-1])
     return out, query.new_empty(rows, heads, length, dtype=torch.float32)
 
 
-# One operation, as on a GPU, so that it is seen by what keeps the results of attention
+# One operation, as on a GPU, so that selective checkpointing sees it
 _operation = torch.library.custom_op(_OPERATION, _results, mutates_args=())
 _operation.register_fake(_results)
 
 
 class _Attention(torch.autograd.Function):
-    """What the flash attention of PyTorch allocates: (B, H, S, D) to (B, S, H, D).
+    """Allocates what PyTorch's flash attention does: (B, H, S, D) to (B, S, H, D).
 
     It keeps query, key, value, the output, and one number for each query and head in fp32. The backward pass sums the
-    gradient of the queries in fp32. Where several heads share a key, it makes gradients for each of them first.
+    gradient of the queries in fp32. Where several heads share a key, it makes the gradients of each head first.
     """
 
     @staticmethod
@@ -41,16 +41,10 @@ class _Attention(torch.autograd.Function):
         query, key, value, _, sums = ctx.saved_tensors
         rows, heads, length, width = query.shape
         gradient = gradient.contiguous()
-        summed = [torch.empty_like(sums), query.new_empty(rows, length, heads, width, dtype=torch.float32)]
-        of_query = torch.empty_like(query)
-        if key.shape[1] == heads:
-            of_key, of_value = torch.empty_like(key), torch.empty_like(value)
-        else:
-            several = [t.new_empty(rows, heads, t.shape[2], t.shape[3]) for t in (key, value)]
-            of_key, of_value = torch.empty_like(key), torch.empty_like(value)
-            del several
-        del summed
-        return of_query, of_key, of_value
+        temporary = [torch.empty_like(sums), query.new_empty(rows, length, heads, width, dtype=torch.float32)]
+        if key.shape[1] != heads:
+            temporary += [t.new_empty(rows, heads, *t.shape[2:]) for t in (key, value)]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _attention(
@@ -60,11 +54,11 @@ def _attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: rows are full, and the kernels know what is causal."""
+    """Return no mask: rows are full, and the kernels know what is causal."""
 
 
 def register() -> None:
     """Let models of transformers have `attn_implementation=NAME`."""
-    keep_attention.FUSED.add(_OPERATION)
+    selective.FUSED.add(_OPERATION)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)

@@ -1,4 +1,4 @@
-"""The model of a recipe without values: its classes, shapes, dtypes and our patches, and no memory."""
+"""Builds the model of a recipe without values: its classes, shapes, dtypes and our patches, and no memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,31 +15,20 @@ from liger_trainer.patching import apply_liger
 
 @dataclass
 class Shape:
-    """What decides the sizes of a model's tensors.
-
-    Attributes:
-        config (`PretrainedConfig`): The model's.
-        dtype (`torch.dtype`): Of its weights.
-        peft_config (`PeftConfig`, *optional*): The adapter that is trained in its place.
-        fp8 (`bool`): Whether the frozen layers under the adapter are in eight bits.
-        liger_config (`dict`, *optional*): What of the patches is switched off, as in `apply_liger`.
-        trust_remote_code (`bool`): Whether its code comes with it.
-    """
+    """What decides the sizes of a model's tensors."""
 
     config: PretrainedConfig
-    dtype: torch.dtype
-    peft_config: Any = None
-    fp8: bool = False
-    liger_config: dict[str, bool] | None = None
+    dtype: torch.dtype  # of its weights
+    peft_config: Any = None  # of the adapter that is trained in its place
+    fp8: bool = False  # whether the frozen layers under the adapter are in eight bits
+    liger_config: dict[str, bool] | None = None  # as in `apply_liger`
     trust_remote_code: bool = False
 
 
 def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
-    """The model as the trainer would train it, on PyTorch's meta device.
+    """Return the model as the trainer would train it, on PyTorch's meta device.
 
-    Args:
-        shape (`Shape`): What it is made of.
-        adapter (`bool`): Whether it has the adapter. The reference model of a preference loss has none.
+    The reference model of a preference loss is built without `adapter`.
     """
     attention.register()
     with torch.device("meta"):
@@ -58,7 +47,7 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
 
 
 def freed_by_fp8(model: nn.Module) -> int:
-    """How many bytes fewer the layers in eight bits take than they took before."""
+    """Return how many bytes fewer the layers in eight bits take than before."""
     layers = [module for module in model.modules() if type(module) is FrozenFloat8Linear]
     return sum(
         bits.numel() * layer.compute_dtype.itemsize - bits.nbytes - scale.nbytes
@@ -69,36 +58,26 @@ def freed_by_fp8(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter without values.
+    """A parameter without values."""
 
-    Attributes:
-        hollow (`nn.Parameter`): With the dtype in which it is computed with.
-        dtype (`torch.dtype`): In which it is stored and trained.
-        first (`nn.Parameter`): In the first module that has it, whose gradient arrives last. `hollow` is in the last.
-    """
-
-    hollow: nn.Parameter
-    dtype: torch.dtype
-    first: nn.Parameter
+    fake: nn.Parameter  # in the last module that has it, with the dtype of the computation
+    dtype: torch.dtype  # in which it is stored and trained
+    first: nn.Parameter  # in the first module that has it, whose gradient arrives last
 
     @property
     def trained(self) -> bool:
-        return self.hollow.requires_grad
+        return self.fake.requires_grad
 
     def bytes(self, dtype: torch.dtype | None = None) -> int:
-        return self.hollow.numel() * (dtype or self.dtype).itemsize
+        return self.fake.numel() * (dtype or self.dtype).itemsize
 
 
 def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> list[Weight]:
-    """Put tensors of the active `FakeTensorMode` in the place of all parameters and buffers of `model`.
+    """Replace all parameters and buffers of `model`, which is on the meta device, by tensors of the `FakeTensorMode`.
 
     A parameter that several modules share becomes one for each of them, and the last is listed. The gradients of the
-    others are forgotten as soon as they are there, as if they were added to that of the last. (Autograd does not add
-    tensors without values in place, as it does all others.)
-
-    Args:
-        model (`nn.Module`): Is on the meta device.
-        dtype (`torch.dtype`, *optional*): In which parameters are computed with, if not in their own.
+    others are dropped at once, as if they were added to the gradient of the last: autograd does not add tensors without
+    values in place, as it does all others. `dtype` is the dtype of the computation, if it is not their own.
     """
     found: dict[int, Weight] = {}
     originals = list(model.parameters())  # alive, so that each has an id of its own
@@ -108,12 +87,12 @@ def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> list[W
             if parameter is None:
                 continue
             to = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            hollow = nn.Parameter(torch.empty(parameter.shape, dtype=to), parameter.requires_grad)
-            module._parameters[name] = hollow
+            fake = nn.Parameter(torch.empty(parameter.shape, dtype=to), parameter.requires_grad)
+            module._parameters[name] = fake
             before = found.pop(id(parameter), None)
             if before is not None and before.trained:
-                before.hollow.register_post_accumulate_grad_hook(_forget)
-            found[id(parameter)] = Weight(hollow, parameter.dtype, hollow if before is None else before.first)
+                before.fake.register_post_accumulate_grad_hook(_forget)
+            found[id(parameter)] = Weight(fake, parameter.dtype, fake if before is None else before.first)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

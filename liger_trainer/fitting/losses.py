@@ -1,4 +1,4 @@
-"""What the trainers do with their models in one micro-batch, as far as it takes memory."""
+"""The losses of the trainers in one micro-batch, as far as they take memory."""
 
 import contextlib
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def _scores(model: Call, reference: Call | None, rows: int, length: int) -> torc
 
 
 def without_adapter(model: nn.Module) -> Call:
-    """The reference model of a model with an adapter: the same model, without it."""
+    """Return the reference model of a model with an adapter: the same model, without it."""
 
     def call(**inputs: Any) -> Any:
         with model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext():

@@ -14,11 +14,7 @@ _BYTES = {  # for each number of a weight, by libraries that need a GPU
 
 
 def make(args: Any, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer | int:
-    """The optimizer of the arguments, or how many bytes of states there are.
-
-    Raises:
-        RecipeError: It is not known.
-    """
+    """Return the optimizer of the arguments, or the bytes of its states. RecipeError if neither is known."""
     name = str(getattr(args.optim, "value", args.optim))
     numbers = sum(weight.numel() for weight in weights)
     if name in _BYTES:

@@ -1,4 +1,4 @@
-"""How weights, gradients and optimizer states are shared out over several GPUs, and what that takes on each of them."""
+"""Shares out weights, gradients and optimizer states over several GPUs, and counts what that takes on each of them."""
 
 import math
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_trainer.fitting.counting import CountedMemory
 from liger_trainer.fitting.hollow import Weight
+from liger_trainer.fitting.simulated_memory import SimulatedMemory
 
 _EMBEDDING, _TAIL, _COMING = "embedding", "head and last norm", "the next layer"
 
@@ -21,51 +21,40 @@ class Sharding:
     Attributes:
         kind (`str`): `"none"`; `"ddp"`: gradients are summed in buckets of as many bytes; `"fsdp2"`: each GPU has a
             share of everything, and gathers a layer when it is computed.
-        gpus (`int`): How many there are.
-        compute (`torch.dtype`, *optional*): The dtype in which FSDP2 gathers weights and sums gradients up.
-        master (`torch.dtype`, *optional*): To which accelerate widens the trained weights under FSDP2.
-        reshard (`bool`): Whether a layer is given back between its forward and its backward pass.
     """
 
     kind: str = "none"
     gpus: int = 1
-    compute: torch.dtype | None = None
-    master: torch.dtype | None = None
-    reshard: bool = True
+    compute: torch.dtype | None = None  # in which FSDP2 gathers weights and sums gradients
+    master: torch.dtype | None = None  # to which accelerate widens the trained weights under FSDP2
+    reshard: bool = True  # whether a layer is freed between its forward and its backward pass
 
     def share(self, weight: Weight) -> int:
-        """How many numbers of a weight are on one GPU."""
-        numbers = weight.hollow.numel()
+        """Return how many numbers of a weight are on one GPU."""
+        numbers = weight.fake.numel()
         if self.kind != "fsdp2":
             return numbers
-        rows = weight.hollow.shape[0] if weight.hollow.ndim else 1
+        rows = weight.fake.shape[0] if weight.fake.ndim else 1
         return math.ceil(rows / self.gpus) * (numbers // max(rows, 1))
 
     def stored_dtype(self, weight: Weight) -> torch.dtype:
         return self.master if self.master is not None and weight.trained else weight.dtype
 
     def stored(self, weights: Iterable[Weight]) -> int:
-        """Bytes of the weights on one GPU."""
+        """Return the bytes of the weights on one GPU."""
         return sum(self.share(w) * self.stored_dtype(w).itemsize for w in weights)
 
 
 class Units:
     """FSDP2's groups of weights while a step runs: each layer, the embedding, and the head with the last norm.
 
-    A layer is gathered for its passes, while the next is on its way. The gradients of a group are kept until all of
-    them are there. Then they are copied together and summed up over the GPUs, and the share of this GPU stays.
-
-    Args:
-        sharding (`Sharding`): How the model is shared out.
-        model (`nn.Module`): The model.
-        layers (`list`): Its layers.
-        weights (`list`): Its weights.
-        memory (`CountedMemory`): What counts.
+    A layer is gathered for its passes, while the next is on its way. The gradients of a group wait for each other. Then
+    they are copied together and summed over the GPUs, and the share of this GPU stays.
     """
 
     def __init__(
         self, sharding: Sharding, model: nn.Module, layers: list[nn.Module], weights: list[Weight],
-        memory: CountedMemory,
+        memory: SimulatedMemory,
     ):  # fmt: skip
         self.sharding, self.memory = sharding, memory
         self._gathered: dict[Any, int] = {}
@@ -77,8 +66,8 @@ class Units:
             inside |= {id(p): _EMBEDDING for p in embedding.parameters()}
         groups: dict[Any, list[Weight]] = {}
         for weight in weights:
-            groups.setdefault(inside.get(id(weight.hollow), _TAIL), []).append(weight)
-        sizes = {key: sum(w.bytes(w.hollow.dtype) for w in group) for key, group in groups.items()}
+            groups.setdefault(inside.get(id(weight.fake), _TAIL), []).append(weight)
+        sizes = {key: sum(w.bytes(w.fake.dtype) for w in group) for key, group in groups.items()}
         for key, group in groups.items():
             self._watch(key, [weight for weight in group if weight.trained])
         self._outside = {key: sizes.get(key, 0) for key in (_EMBEDDING, _TAIL)}
@@ -90,16 +79,16 @@ class Units:
 
     @property
     def gathered(self) -> int:
-        """Bytes of the groups that are whole now."""
+        """The bytes of the groups that are gathered now."""
         return sum(self._gathered.values())
 
     def begin(self) -> None:
-        """Gather the embedding and the head, and let the first layer come. To be called before a micro-batch."""
+        """Gather the embedding, the head and the first layer. To be called before a micro-batch."""
         for key, size in self._outside.items():
             self._gather(key, size)
 
     def end(self) -> None:
-        """Give everything back. To be called after a micro-batch."""
+        """Free everything that is gathered. To be called after a micro-batch."""
         self.memory.add(-self._sending - self.gathered)
         self._gathered, self._sending = {}, 0
 
@@ -108,34 +97,34 @@ class Units:
             self._gathered[key] = size
             self.memory.add(size)
 
-    def _give_back(self, key: Any) -> None:
+    def _free(self, key: Any) -> None:
         self.memory.add(-self._gathered.pop(key, 0))
 
     def _before(self, k: int, size: int) -> None:
         self._gather(k, size)
         if k == 0 and self.sharding.reshard and torch._C._current_graph_task_id() == -1:
-            self._give_back(_EMBEDDING)
+            self._free(_EMBEDDING)
 
     def _after(self, out: Any, k: int, size: int) -> None:
         hidden = out[0] if isinstance(out, tuple) else out
         in_backward = torch._C._current_graph_task_id() != -1
         if self.sharding.reshard and not in_backward:
-            self._give_back(k)
+            self._free(k)
         if hidden.requires_grad and not in_backward:
             hidden.register_hook(lambda gradient: self._backward(k, size))
 
     def _backward(self, k: int, size: int) -> None:
-        self._give_back(k + 1)
+        self._free(k + 1)
         self._gather(k, size)
         if k == 0:
-            self._give_back(_COMING)
+            self._free(_COMING)
             self._gather(_EMBEDDING, self._outside[_EMBEDDING])
 
     def _watch(self, key: Any, group: list[Weight]) -> None:
         waiting: dict[int, torch.Tensor] = {}
 
         def arrived(weight: Weight) -> None:
-            parameter = weight.hollow
+            parameter = weight.fake
             waiting[id(parameter)] = parameter.grad
             parameter.grad = None
             if len(waiting) < len(group):
@@ -144,19 +133,16 @@ class Units:
             self.memory.add(size - self._sending)
             self._sending = size
             waiting.clear()
-            self._give_back(key)
+            self._free(key)
             for member in group:
-                if id(member.hollow) not in self._shares:
-                    self._shares[id(member.hollow)] = self.share_bytes(member)
-                    self.memory.add(self.share_bytes(member))
+                if id(member.fake) not in self._shares:
+                    self._shares[id(member.fake)] = self.sharding.stored([member])
+                    self.memory.add(self._shares[id(member.fake)])
 
         for weight in group:
-            weight.hollow.register_post_accumulate_grad_hook(lambda _, weight=weight: arrived(weight))
+            weight.fake.register_post_accumulate_grad_hook(lambda _, weight=weight: arrived(weight))
 
     def forget_gradients(self) -> None:
         """Free this GPU's shares of the gradients."""
         self.memory.add(-sum(self._shares.values()))
         self._shares = {}
-
-    def share_bytes(self, weight: Weight) -> int:
-        return self.sharding.share(weight) * self.sharding.stored_dtype(weight).itemsize

@@ -1,16 +1,14 @@
-"""A few training steps of a model without values, and the memory that they take.
+"""Runs a few training steps of a model without values, and counts the memory that they take.
 
-The forward and the backward pass are those of the model, its patches and PyTorch's autograd, on tensors that have sizes
-only. So what is kept for the backward pass, what is computed again, and what kernels allocate is found by doing
-it. Only three things stand for others: attention (`attention.py`), communication (`sharding.py`), and the states of
-8-bit optimizers (`optimizers.py`).
+The model, its patches and PyTorch's autograd run their own code on tensors that have sizes only, so what is kept,
+recomputed and allocated is found by doing it. Three things have stand-ins: attention (`attention.py`), communication
+(`sharding.py`), and the states of 8-bit optimizers (`optimizers.py`).
 """
 
-import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +17,13 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_trainer.fitting.counting import CountedMemory
 from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_values
 from liger_trainer.fitting.losses import without_adapter
 from liger_trainer.fitting.sharding import Sharding, Units
+from liger_trainer.fitting.simulated_memory import SimulatedMemory
 from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.feature import AUTO
-from liger_trainer.memory.outcome import Outcome
+from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 
@@ -34,35 +32,22 @@ WORKSPACE = 32 << 20  # of cuBLAS, on one stream
 
 @dataclass
 class Job:
-    """A training.
-
-    Attributes:
-        shape (`Shape`): The model.
-        loss (`Callable`): Of `losses.py`.
-        optimizer (`Callable`): Makes the optimizer of a list of weights, or the number of bytes of its states.
-        autocast (`torch.dtype`, *optional*): The dtype of autocast.
-        sharding (`Sharding`): Over how many GPUs, and how.
-        accumulates (`bool`): Whether a step has several micro-batches.
-        checkpointing (`dict`): The options of checkpointing.
-        reference (`bool`): Whether a reference model scores the rows as well.
-        budget (`float`, *optional*): `memory_budget`, in GiB.
-        in_backward (`bool`): `optimizer_in_backward`.
-    """
+    """A training."""
 
     shape: Shape
-    loss: Callable[..., torch.Tensor]
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer | int]
+    loss: Callable[..., torch.Tensor]  # of `losses.py`
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer | int]  # or the bytes of its states
     autocast: torch.dtype | None = None
     sharding: Sharding = Sharding()
-    accumulates: bool = False
-    checkpointing: dict[str, Any] = field(default_factory=dict)
-    reference: bool = False
-    budget: float | None = None
-    in_backward: bool = False
+    accumulates: bool = False  # whether a step has several micro-batches
+    checkpointing: dict[str, Any] = field(default_factory=dict)  # its options
+    reference: bool = False  # whether a reference model scores the rows as well
+    budget: float | None = None  # memory_budget, in GiB
+    in_backward: bool = False  # optimizer_in_backward
     built: dict[bool, nn.Module] = field(default_factory=dict, repr=False)
 
     def model(self, adapter: bool = True) -> nn.Module:
-        """A copy of the model, on the meta device. To build it takes longer than to run it."""
+        """Return a copy of the model on the meta device. To build it takes longer than to run it."""
         if adapter not in self.built:
             self.built[adapter] = on_meta(self.shape, adapter)
         return copy.deepcopy(self.built[adapter])
@@ -70,34 +55,20 @@ class Job:
 
 @dataclass
 class Need:
-    """What a step takes up, in bytes.
-
-    Attributes:
-        weights, gradients, states (`int`): What stays from step to step, and the gradients of one: those of all weights
-            if they exist together, and otherwise the largest of them.
-        reference (`int`): The weights of a reference model.
-        others (`int`): The workspace of cuBLAS, and the buckets of DDP.
-        layers (`int`): How many layers are called in a micro-batch.
-        layer (`int`): What one of them holds between its forward and its backward pass, the second for example.
-        head (`int`): The most that exists of everything behind the last layer.
-        micro_batch (`int`): The peak of the forward and the backward pass.
-        step (`int`): The peak of the optimizer's step.
-        loaded (`int`): What the weights take up before fp8 has put those of frozen layers into eight bits.
-        chosen (`Outcome`, *optional*): What `auto` has chosen.
-    """
+    """What a step takes up, in bytes."""
 
     weights: int = 0
-    gradients: int = 0
-    states: int = 0
-    reference: int = 0
-    others: int = 0
-    layers: int = 0
-    layer: int = 0
-    head: int = 0
-    micro_batch: int = 0
-    step: int = 0
-    loaded: int = 0
-    chosen: Outcome | None = None
+    gradients: int = 0  # of all weights if they exist together, otherwise the largest
+    states: int = 0  # of the optimizer
+    reference: int = 0  # the weights of a reference model
+    others: int = 0  # the workspace of cuBLAS, and the buckets of DDP
+    layers: int = 0  # the number of layers that a micro-batch calls
+    layer: int = 0  # what one of them, the second for example, holds between its forward and its backward pass
+    head: int = 0  # the peak of everything behind the last layer
+    micro_batch: int = 0  # the peak of the forward and the backward pass
+    step: int = 0  # the peak of the optimizer's step
+    loaded: int = 0  # the weights before fp8 has put the frozen layers into eight bits
+    chosen: CheckpointingSummary | None = None  # by `auto`
 
     @property
     def peak(self) -> int:
@@ -105,9 +76,9 @@ class Need:
 
 
 class _Layers:
-    """Notes how much memory there is before and after each layer, in forward passes that keep a graph."""
+    """Measures what each layer holds, in forward passes that keep a graph."""
 
-    def __init__(self, layers: list[nn.Module], memory: CountedMemory, units: Units | None):
+    def __init__(self, layers: list[nn.Module], memory: SimulatedMemory, units: Units | None):
         self.memory, self.units = memory, units
         self.held: list[int] = []
         self.last = self._before = 0
@@ -130,38 +101,30 @@ class _Layers:
 def need(
     job: Job, rows: int, length: int, checkpointing: bool | str, memory_bytes: int, like: Need | None = None
 ) -> Need:
-    """Run steps of micro-batches of `rows` x `length` tokens.
+    """Return what steps with micro-batches of `rows` x `length` tokens need.
 
     Args:
         job (`Job`): What is trained.
         rows (`int`), length (`int`): A micro-batch. For pairs, there are two sequences of `length` in a row.
         checkpointing (`bool` or `"auto"`): As `activation_checkpointing`.
         memory_bytes (`int`): How much memory there is, by which `auto` chooses.
-        like (`Need`, *optional*): What another size needs, of which what does not depend on the size is taken.
+        like (`Need`, *optional*): What another size needs, for what does not depend on the size.
     """
     model = job.model()
     if checkpointing:
-        # Random states are those of the machine that this runs on, and of no use
+        # The random states of this machine are of no use
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable(job.checkpointing | {"preserve_rng_state": False})
         if job.shape.peft_config is not None:
             model.enable_input_require_grads()
     reference = job.model(adapter=False) if job.reference and job.shape.peft_config is None else None
-    with _hollow() as memory:
-        memory.size = memory_bytes
-        run = _Run(job, model, reference, memory)
-        return run.steps(rows, length, checkpointing, like)
-
-
-@contextlib.contextmanager
-def _hollow() -> Iterator[CountedMemory]:
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), sizes_only():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield CountedMemory(0)
+        return _Run(job, model, reference, SimulatedMemory(memory_bytes)).steps(rows, length, checkpointing, like)
 
 
 class _Run:
-    def __init__(self, job: Job, model: nn.Module, reference: nn.Module | None, memory: CountedMemory):
+    def __init__(self, job: Job, model: nn.Module, reference: nn.Module | None, memory: SimulatedMemory):
         self.job, self.model, self.memory = job, model, memory
         sharding = job.sharding
         compute = sharding.compute if sharding.kind == "fsdp2" else None
@@ -176,17 +139,17 @@ class _Run:
         if freed := freed_by_fp8(model):
             self.need.loaded = self.need.weights + freed
         self.units = None
-        self.masters = [weight.hollow for weight in self.trained]
+        self.masters = [weight.fake for weight in self.trained]
         if sharding.kind == "fsdp2":
             self.units = Units(sharding, model, layers, self.weights, memory)
             shares = [(sharding.share(weight), sharding.stored_dtype(weight)) for weight in self.trained]
             self.masters = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in shares]
         self.layers = _Layers(layers, memory, self.units)
-        self.uncounted = [weight.hollow for weight in self.weights] + self.masters
+        self.existing = [weight.fake for weight in self.weights] + self.masters
         self.reference: Callable[..., Any] | None = None
         if reference is not None:
             weights = without_values(reference, compute)
-            self.uncounted += [weight.hollow for weight in weights]
+            self.existing += [weight.fake for weight in weights]
             self.need.reference = sharding.stored(weights)
             self.reference = self._autocast(reference)
         elif job.reference:
@@ -197,10 +160,10 @@ class _Run:
         if job.in_backward:
             self.need.gradients = max(weight.bytes() for weight in self.trained)
             for weight in self.trained:
-                weight.first.register_post_accumulate_grad_hook(functools.partial(self._step_alone, weight.hollow))
+                weight.first.register_post_accumulate_grad_hook(functools.partial(self._step_alone, weight.fake))
 
     def _autocast(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """As accelerate does it: around each call of the model."""
+        """Return `model` with autocast around each call, as accelerate does it."""
 
         def call(**inputs: Any) -> Any:
             with torch.autocast("cpu", dtype=self.job.autocast, enabled=self.job.autocast is not None):
@@ -213,9 +176,9 @@ class _Run:
         chooser = None
         if checkpointing == AUTO:
             chooser = Chooser(memory, self.job.budget, lightly=self.job.sharding.kind != "fsdp2", warm=True)
-            need.chosen = chooser.outcome
+            need.chosen = chooser.summary
         with memory:
-            memory.count(self.uncounted)
+            memory.count(self.existing)
             memory.add(need.weights + need.others + need.reference - memory.allocated())
             # The first step makes the states of the optimizer, auto measures in the second, and then it chooses.
             if self.job.in_backward:

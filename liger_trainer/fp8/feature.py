@@ -1,12 +1,11 @@
 """The options `fp8` and `fp8_recipe`: torchao's layers by accelerate, or a frozen base in eight bits under adapters.
 
-`fp8` is accelerate's `mixed_precision: fp8` with torchao, asked for in the arguments or by a launcher. `fp8_recipe` is
-a name of torchao's. `accelerate launch` hands its `mixed_precision` on in a variable, which the trainer's own `bf16`
-overrides. TRL's configs set `bf16` by default, so that fp8 would be lost without a word.
+Arguments or a launcher ask for accelerate's `mixed_precision: fp8`, with torchao. `accelerate launch` hands its
+`mixed_precision` on in a variable, which the trainer's own `bf16` overrides. TRL's configs set `bf16` by default, so
+fp8 would be lost without a word.
 
-With adapters, the frozen base is put into eight bits, once, when the trainer is built. accelerate's own fp8 would
-convert the matrices of the adapters as well, so it is told another precision: that of autocast, bf16 unless the user
-has switched it off.
+With adapters, the frozen base is put into eight bits once, when the trainer is built. accelerate would convert the
+matrices of the adapters as well, so it is told the precision of autocast: bf16 unless the user has switched it off.
 """
 
 import functools
@@ -36,16 +35,16 @@ class Fp8Fields:
     fp8: bool = field(
         default=False,
         metadata={
-            "help": "Compute most products in eight bits: these are not the same numbers. accelerate converts all "
-            "linear layers but the first and the last, which is the LM head, to those of torchao when training starts. "
-            "With adapters, the weights of the frozen base are put into eight bits instead, which needs no torchao. "
-            "It needs a GPU of compute capability 8.9 or later."
+            "help": "Compute most products in eight bits. Results differ from bf16. accelerate converts all linear "
+            "layers but the first and the last, the LM head, to torchao's when training starts. With adapters, the "
+            "weights of the frozen base are put into eight bits instead, which needs no torchao. It needs a GPU of "
+            "compute capability 8.9 or later."
         },
     )
     fp8_recipe: str | None = field(
         default=None,
         metadata={
-            "help": "With fp8, and without adapters: a recipe of torchao, by its name. 'tensorwise', the default: one "
+            "help": "With fp8 and without adapters: the name of a recipe of torchao. 'tensorwise', the default: one "
             "scale for a tensor, gradients in e5m2. 'rowwise': scales by row, gradients in e4m3. 'rowwise_with_gw_hp': "
             "the same, with the gradients of weights computed in 16 bits."
         },
@@ -58,7 +57,7 @@ class Fp8(Feature):
     fields = Fp8Fields
 
     def settle(self, args: Any) -> None:
-        """Let a launcher that asks for fp8 be heard where `bf16` is unset."""
+        """Turn fp8 on if a launcher asks for it and `bf16` is unset."""
         if not isinstance(args.fp8, bool):
             raise ValueError(f"fp8 is {args.fp8!r}; expected true or false.")
         by_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8"
@@ -67,9 +66,8 @@ class Fp8(Feature):
         others = {"use_liger": not args.use_liger, "fp16": args.fp16, "deepspeed": getattr(args, "deepspeed", None)}
         for name, is_refused in others.items():
             if args.fp8 and is_refused:
-                value = getattr(args, name)
                 raise ValueError(
-                    f"fp8 is true, and {name} is {value!r}, with which it does not work. Remove one of them."
+                    f"fp8 is true, and {name} is {getattr(args, name)!r}, with which it does not work. Remove one."
                 )
 
     def check(self, args: Any) -> None:
@@ -81,15 +79,14 @@ class Fp8(Feature):
 
     @contextmanager
     def around_accelerator(self, trainer: Any) -> Iterator[None]:
-        """Decide what the fp8 of `trainer` is. Its arguments ask for the precision of autocast meanwhile if the base of
-        its model is to be in eight bits."""
+        """Decide what fp8 is for `trainer`. For a frozen base, ask the accelerator for autocast's precision alone."""
         args, model = trainer.args, getattr(trainer, "model", None)
         asked = trainer.uses_liger and str(args.mixed_precision) == "fp8" and _has_adapters(model)
         trainer.freezes_in_eight_bits = asked
         if not asked:
             if getattr(args, "fp8", False) and importlib.util.find_spec("torchao") is None:
                 raise ValueError(
-                    "fp8 is true, which needs torchao for a model without adapters: pip install torchao. Or set fp8 to "
+                    "fp8 is true, which needs torchao for a model without adapters: pip install torchao, or set fp8 to "
                     "false."
                 )
             yield
@@ -98,8 +95,8 @@ class Fp8(Feature):
             return
         if (recipe := getattr(args, "fp8_recipe", None)) is not None:
             raise ValueError(
-                f"fp8_recipe is {recipe!r}, and the model has adapters, with which fp8 puts the frozen base into "
-                "eight bits in a way of its own. Remove fp8_recipe, or train all weights."
+                f"fp8_recipe is {recipe!r}, and the model has adapters, with which fp8 has no recipes. Remove "
+                "fp8_recipe, or train all weights."
             )
         precision = args.mixed_precision
         # TRL's configs have None for a `bf16` that is unset, and make True of it, so that False is the user's word
@@ -111,10 +108,10 @@ class Fp8(Feature):
             args.mixed_precision = precision
 
     def before_patch(self, model: nn.Module, trainer: Any) -> dict[str, OperationReport]:
-        """Put the base of `model` into eight bits if `trainer` is to do so, before anything holds its layers.
+        """Put the base of `model` into eight bits if `trainer` asks for it, before anything holds its layers.
 
-        This cannot be undone, so that all that is refused on its account is refused before. A trainer that fails later,
-        while it is built, leaves the model with such a base, on which another one goes on.
+        This cannot be undone, so whatever has to be refused is refused before. If building the trainer fails later,
+        another trainer can go on with this base.
         """
         if not trainer.freezes_in_eight_bits:
             before = quantized_before(model)  # by an earlier trainer
@@ -130,7 +127,7 @@ class Fp8(Feature):
         return {OPERATION: report}
 
     def check_trainer(self, trainer: Any) -> None:
-        """Refuse torchao's fp8 where nothing multiplies in eight bits, or where it would round adapters."""
+        """Refuse torchao's fp8 where the device has no fp8, or where adapters would be converted."""
         if not trainer.uses_liger:
             return
         converts = handler_of(trainer.accelerator)
@@ -143,22 +140,19 @@ class Fp8(Feature):
             )
         if converts is not None and converts.module_filter_func is None and _has_adapters(trainer.model):
             raise ValueError(
-                "fp8 is asked for, and the model, which comes from model_init, has adapters. accelerate was told to "
-                "convert linear layers before that was known, and would convert those of the adapters too. Pass the "
-                "model itself to the trainer, in place of model_init."
+                "fp8 is asked for, and the model, which comes from model_init, has adapters, which accelerate would "
+                "convert too. Pass the model itself to the trainer, in place of model_init."
             )
         if converts is not None:
             _refuse_no_or_another_conversion(trainer.model, converts)
 
     def before_optimizer(self, trainer: Any) -> None:
-        """Do what accelerate leaves undone if it is going to wrap weights for fp8, to be gathered in eight bits.
+        """Mend what accelerate 1.15 does to weights that FSDP2 will gather in eight bits.
 
-        - For mixed precision it converts all weights that are trained to fp32, after it has wrapped some. With
-          accelerate 1.15 what is inside a wrapper stays as it was, and a model in 16 bits fails, since FSDP2 wants one
-          dtype. So they are converted here.
-        - After each step it makes the scales of all weights. Those of weights that are loaded later, such as the best
-          ones at the end of a training, would be out of date. So they are dropped then, and made when weights are
-          gathered.
+        - It wraps weights before it converts all trained ones to fp32, which leaves wrapped ones in 16 bits, and FSDP2
+          wants one dtype. They are converted here.
+        - It computes scales after each step. They would be stale for weights that are loaded later, such as the best
+          ones at the end. They are dropped on loading, and computed when the weights are gathered.
         """
         model, handler = trainer.model, handler_of(trainer.accelerator) if trainer.uses_liger else None
         if handler is None or not (trainer.accelerator.is_fsdp2 and handler.config.enable_fsdp_float8_all_gather):
@@ -184,21 +178,20 @@ def _check_recipe(args: Any) -> None:
 
 
 def fault_of_device(device: torch.device) -> str | None:
-    """Why nothing should be trained in eight bits on `device`; None where it can be."""
+    """Return why `device` cannot train in eight bits, or None."""
     return f"{device} is no GPU" if device.type == "cpu" else fault_of_gpu(device)
 
 
 def handler_of(accelerator: Any) -> Any:
-    """accelerate's settings of torchao's fp8, if it is going to convert models; None if it is not."""
+    """Return accelerate's settings of torchao's fp8, or None if it converts no models."""
     return getattr(accelerator, "ao_recipe_handler", None) if str(accelerator.mixed_precision) == "fp8" else None
 
 
 def prepare(args: Any, accelerator: Any) -> None:
-    """Have accelerate convert with the recipe that `args` name, and gather weights in fp8 only where some are gathered.
+    """Have accelerate convert with the recipe that `args` name, and gather weights in fp8 only under FSDP2.
 
-    What else its config says stays as far as the recipe allows. accelerate's default wraps each weight for gathering,
-    sharded or not. Without FSDP2 the wrapper is a new parameter, which the optimizer does not know: with accelerate
-    1.15, no layer in fp8 would be trained, without a sign.
+    The rest of its config stays as far as the recipe allows. accelerate 1.15 wraps each weight for gathering, sharded
+    or not. Without FSDP2 the wrapper is a new parameter, unknown to the optimizer: no layer in fp8 would train.
     """
     handler, name = handler_of(accelerator), getattr(args, "fp8_recipe", None)
     if handler is None:
@@ -212,7 +205,7 @@ def prepare(args: Any, accelerator: Any) -> None:
 
 
 def _has_adapters(model: Any) -> bool:
-    """Whether `model` has adapters of PEFT, around it or inside."""
+    """Return whether `model` has adapters of PEFT, around it or inside."""
     return bool(getattr(model, "peft_config", None))
 
 
@@ -243,8 +236,7 @@ def _refuse_elsewhere(trainer: Any, model: nn.Module) -> None:
 
 
 def _refuse_no_or_another_conversion(model: nn.Module, handler: Any) -> None:
-    """ValueError if accelerate would convert no layer to fp8, or anew those that were converted with another
-    config or filter. What an earlier trainer has converted in the same way may be converted again."""
+    """Raise if accelerate would convert no layer, or would convert layers anew with another config or filter."""
     chooses = handler.module_filter_func
     if chooses is None:
         ao = importlib.import_module("accelerate.utils.ao")
@@ -260,10 +252,9 @@ def _refuse_no_or_another_conversion(model: nn.Module, handler: Any) -> None:
     others = [name for name, m in chosen.items() if not (nominated(m) and m.config == handler.config)]
     if converted and others:
         raise ValueError(
-            f"fp8 is asked for, and layers of the model are in torchao's fp8 already, such as {converted[0]}. When "
-            f"training starts, accelerate would convert {len(others)} layers to a config of its own, such as "
-            f"{others[0]}, whatever you have chosen for them. Leave out fp8 to train the layers as they are, or pass a "
-            "model that is not converted."
+            f"fp8 is asked for, and layers of the model are in torchao's fp8 already, such as {converted[0]}. "
+            f"accelerate would convert {len(others)} layers, such as {others[0]}, with its own config. Leave out fp8 "
+            "to train the layers as they are, or pass a model that is not converted."
         )
 
 

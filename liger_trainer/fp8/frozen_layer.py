@@ -11,11 +11,11 @@ from liger_triton.frozen_float8 import Float8Weight, dequantized, frozen_float8_
 
 _WRITES = ("__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")))
 _NO_WRITES = ("requires_grad_", "detach_")
-_CODES = torch.uint8  # what holds the bits: no conversion of a model to another dtype touches it, and NCCL sends it
+_CODES = torch.uint8  # holds the bits: converting a model to another dtype leaves it alone, and NCCL can send it
 
 
 class _ReadOnly(torch.Tensor):
-    """A tensor that raises where it, or something that shares its memory, is written to. Results are plain tensors."""
+    """A tensor that raises when it, or a view of it, is written to. Results are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -42,13 +42,12 @@ class _ReadOnly(torch.Tensor):
 class FrozenFloat8Linear(nn.Module):
     """x W^T + b with a frozen W of eight bits, W ~ bits * scale[:, None].
 
-    Code that reads the `weight` of a layer, to compute with it or for its dtype, gets the numbers that the bits stand
-    for. A state dict has the bits under that name, as it has the weight of any linear layer.
+    Code that reads the `weight` of a layer gets the dequantised numbers. A state dict has the bits under that name.
 
     Args:
         weight (`Float8Weight`): (N, K).
         bias (`nn.Parameter`, *optional*): (N,), trained or not.
-        compute_dtype (`torch.dtype`): That of the weight before it was quantised.
+        compute_dtype (`torch.dtype`): The dtype of the weight before it was quantised.
 
     Attributes:
         bits (`nn.Parameter`): (N, K), uint8, without a gradient.
@@ -66,7 +65,7 @@ class FrozenFloat8Linear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Self:
-        """The layer that takes the place of `linear`, with its bias and its mode. On `meta` it has no values either."""
+        """Return a layer for `linear`, with its bias and its mode. On `meta` it has no values either."""
         weight = linear.weight
         if weight.is_meta:
             bits = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device="meta")
@@ -83,21 +82,21 @@ class FrozenFloat8Linear(nn.Module):
         if bits.dtype != _CODES or scale.dtype != torch.float32:
             raise RuntimeError(
                 f"A frozen layer in eight bits has bits of {bits.dtype} and a scale of {scale.dtype}; expected "
-                f"{_CODES} and torch.float32. Something has converted them by `.data` or `.type()`; build the trainer "
-                "on a model that is loaded anew."
+                f"{_CODES} and torch.float32. They were converted by `.data` or `.type()`. Build the trainer on a "
+                "model that is loaded anew."
             )
         return Float8Weight(bits.view(torch.float8_e4m3fn), scale)
 
     @property
     def weight(self) -> torch.Tensor:
-        """(N, K) in `compute_dtype`, computed each time that it is read. Writing to it raises a `RuntimeError`."""
+        """(N, K) in `compute_dtype`, computed at each read. Writing to it raises a `RuntimeError`."""
         return dequantized(self.float8, self.compute_dtype).as_subclass(_ReadOnly)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return frozen_float8_linear(x, self.float8, self.bias)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move the layer, or convert it, but for the scale, which keeps its dtype and its values."""
+        """Move or convert the layer, except its scale, which keeps its dtype and its values."""
         scale = self.scale.detach()  # which `_apply` does not reach
         super()._apply(fn, recurse)
         if self.scale.dtype != torch.float32:
@@ -105,27 +104,22 @@ class FrozenFloat8Linear(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As in any module, but with a weight (1, N, K): no other layer takes that for its own, not even with
-        `strict=False`, where `copy_` would make a number of each byte. It is a view, and takes no memory."""
+        """Save the bits as a weight (1, N, K), a view, which no other layer loads, not even with `strict=False`.
+
+        Its `copy_` would make a number of each byte.
+        """
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = destination.pop(prefix + "bits")[None]
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """As in any module, but weight and scale come together, and a weight of numbers is an error: `copy_` would make
-        a byte of each, without a word."""
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Load weight and scale together. A weight of numbers is an error: `copy_` would make a byte of each."""
         weight, scale = (state_dict.get(prefix + name) for name in ("weight", "scale"))
         if weight is None and scale is None:
             pass  # such as the state of an adapter
-        elif weight is not None and _is_ours(weight, scale):
+        elif weight is not None and scale is not None and _is_ours(weight, scale):
             state_dict = {**state_dict, prefix + "bits": weight[0]}
             del state_dict[prefix + "weight"]
         else:
@@ -134,9 +128,8 @@ class FrozenFloat8Linear(nn.Module):
                 for name, t in (("weight", weight), ("scale", scale))
             )
             error_msgs.append(
-                f"{prefix.rstrip('.')} has eight bits (fp8), but in this state its {found}; expected what the "
-                f"state_dict() of such a layer has, (1, N, K) {_CODES} and (N,) torch.float32. Load weights in 16 bits "
-                "before the trainer is built."
+                f"{prefix.rstrip('.')} has eight bits (fp8), but in this state its {found}; expected (1, N, K) "
+                f"{_CODES} and (N,) torch.float32. Load weights in 16 bits before the trainer is built."
             )
             return
         super()._load_from_state_dict(
@@ -150,8 +143,6 @@ class FrozenFloat8Linear(nn.Module):
         )
 
 
-def _is_ours(weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Whether these are what a layer in eight bits puts into its state."""
-    if scale is None:
-        return False
+def _is_ours(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Return whether a layer in eight bits has saved these."""
     return weight.dtype == _CODES and weight.ndim == 3 and len(weight) == 1 and scale.dtype == torch.float32

@@ -1,13 +1,12 @@
 """torchao's `Float8Linear`, nominated by its class: the same products in eight bits with fewer passes over memory.
 
-torchao's code is written for torch.compile, which puts its casts together; in eager code each is five passes. Ours are
-the kernels of `liger_triton.float8_cast`. What is converted, with which recipe and which filter, is torchao's and
-accelerate's business, and so are the state dict and FSDP2's gathering of weights in eight bits: a weight that has been
-gathered so is multiplied with the bits and the scale that it arrives with.
+torchao's code is written for torch.compile, which fuses its casts. In eager code each takes five passes; ours are the
+kernels of `liger_triton.float8_cast`. torchao and accelerate still decide what is converted, and own the state dict and
+FSDP2's gathering of weights in eight bits. A gathered weight is multiplied with the bits and the scale that arrive.
 
 The formula is proven on a small copy with the instance's own config, on the CPU, where torchao multiplies in fp32
-(`emulate`). torchao's recipes are known: a scale for a whole tensor ("tensorwise", its default), and scales by row
-("rowwise", "rowwise_with_gw_hp"). Modules with another recipe keep their own code.
+(`emulate`). Its recipes "tensorwise" (one scale per tensor), "rowwise" and "rowwise_with_gw_hp" are known. Modules with
+another recipe keep their own code.
 """
 
 import functools
@@ -31,13 +30,10 @@ from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, fl
 _CLASS = ("torchao.float8.float8_linear", "Float8Linear")
 OPERATION = "float8"
 _WIDTHS = (32, 48)  # of the small copy
-# What enable_fsdp_float8_all_gather makes of a weight, around its values, which are not in eight bits yet; and what
-# FSDP2 puts in its place for a call of the layer, where they are.
+# The wrapper that enable_fsdp_float8_all_gather puts around a weight, and what FSDP2 gathers from it, in eight bits
 _WRAPPER = ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
 _GATHERED = ("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AliasBackward0")
-_KEEPS_ITS_RESULT = ("ScaledDotProductFlash", "ScaledDotProductEfficient", "ScaledDotProductCudnn")
 
 # How a recipe casts each factor of the three products: (scaling type, granularity) of torchao
 _CASTS = (
@@ -52,7 +48,7 @@ _GW_HP = _ROWWISE | {
 
 @dataclass(frozen=True)
 class Float8:
-    """What a layer was proven to compute. `config` is torchao's, and what is proven holds for equal ones."""
+    """What a layer was proven to compute, for all configs of torchao that equal `config`."""
 
     form: Float8Form | Float8RowwiseForm
     config: Any
@@ -73,12 +69,12 @@ def nominated(module: nn.Module) -> bool:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """torchao's configs of the fp8 layers in `model`."""
+    """Return torchao's configs of the fp8 layers in `model`."""
     return [module.config for module in model.modules() if nominated(module)]
 
 
 def form_of(config: Any) -> Float8Form | Float8RowwiseForm | None:
-    """The form of the recipes "tensorwise", "rowwise" and "rowwise_with_gw_hp"; None if `config` is none of them."""
+    """Return the form of `config`, or None if it is not "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
     casts = {name: getattr(config, f"cast_config_{name}") for name in _CASTS}
     kinds = {name: (cast.scaling_type.value, cast.scaling_granularity.value) for name, cast in casts.items()}
     dtypes = {name: cast.target_dtype for name, cast in casts.items() if kinds[name] != _LEFT}
@@ -97,7 +93,7 @@ def form_of(config: Any) -> Float8Form | Float8RowwiseForm | None:
 
 
 def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
-    """(what this layer computes, None), or (None, why it is none of ours)."""
+    """Return (what this layer computes, None), or (None, why it keeps its code)."""
     form = form_of(module.config)
     if form is None:
         return None, "its recipe is none of torchao's: tensorwise, rowwise, rowwise_with_gw_hp"
@@ -115,8 +111,10 @@ def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
 def _computes_alike(
     module: nn.Module, form: Float8Form | Float8RowwiseForm, dtype: torch.dtype, rtol: float, gathered: bool = False
 ) -> bool:
-    """Whether our function and the layer's own code give the same output and gradients, of a weight in `dtype`, or of
-    one that has been gathered in eight bits."""
+    """Return whether our function and the layer's own code give the same output and gradients.
+
+    The weight is in `dtype`, or has been `gathered` in eight bits.
+    """
 
     def ours(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return float8_linear(x, layer.weight, layer.bias, form=form, bits_of=bits_of_gathered if gathered else None)
@@ -132,10 +130,10 @@ def _computes_alike(
 
 
 def _as_gathered(copy: nn.Module, dtype: torch.dtype) -> nn.Parameter:
-    """The weight of `copy` as FSDP2 would gather it from one process: torchao's own code does it.
+    """Return the weight of `copy` as torchao's own code would gather it under FSDP2, from one process.
 
-    The scale is not the one that the weight's values lead to, so that it cannot be found from them. It is given
-    beforehand, since torchao would ask the other processes for it.
+    The scale is given, since torchao would ask other processes for it. It does not follow from the weight's values, so
+    that a function that derives it from them is found out.
     """
     module, name = _WRAPPER
     scale, target = torch.tensor(37.0), copy.config.cast_config_weight.target_dtype
@@ -145,7 +143,7 @@ def _as_gathered(copy: nn.Module, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
-    """A narrow layer with the attributes of `module` and random weights, which multiplies on the CPU in fp32."""
+    """Return a narrow layer with the attributes of `module` and random weights, which multiplies on the CPU in fp32."""
     copy = probe.clone(module, source, parameters=False)
     shapes = {"weight": (_WIDTHS[1], _WIDTHS[0]), "bias": None if module.bias is None else (_WIDTHS[1],)}
     copy.__dict__["_parameters"] = {
@@ -159,10 +157,10 @@ def _small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) 
 
 @functools.cache
 def build(proven: Float8) -> Callable:
-    """The `forward` to bind to a layer.
+    """Return the `forward` to bind to a layer.
 
-    An input that a norm or a gate can compute again is kept as it is, which costs nothing there (`memory/rebuild.py`),
-    and so is the output of an attention, which keeps it too. Another one is kept in eight bits.
+    It keeps its input in eight bits. An input that can be rebuilt (`memory/rebuild.py`), or that an attention keeps,
+    costs nothing as it is, and stays so.
     """
     form, config = proven.form, proven.config
 
@@ -180,8 +178,10 @@ def build(proven: Float8) -> Callable:
 
 
 def _weight_of(module: nn.Module) -> tuple[torch.Tensor | None, BitsOf | None]:
-    """(the weight, None) as a plain tensor with the gradient of the parameter; where it has been gathered in eight bits
-    (the parameter itself, how to read these); (None, None) where it is sharded."""
+    """Return (the weight as a plain tensor with the gradient of the parameter, None).
+
+    If it has been gathered in eight bits, return (the parameter, how to read them). If it is sharded, (None, None).
+    """
     weight = module.weight
     if type(weight) in PLAIN_TENSORS:
         return weight, None
@@ -195,25 +195,22 @@ def _weight_of(module: nn.Module) -> tuple[torch.Tensor | None, BitsOf | None]:
 
 
 def bits_of_gathered(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of a weight that FSDP2 has gathered, and what they have to be multiplied by.
+    """Return the bits of a weight that FSDP2 has gathered, and the scale to multiply them by.
 
-    FSDP2 frees the bits after the forward pass and gathers them again, into the same tensor, for the backward pass. So
-    what is kept is the parameter, as autograd keeps any other, and the bits are read when they are needed.
+    FSDP2 frees the bits after the forward pass and gathers them into the same tensor for the backward pass. So autograd
+    keeps the parameter, and the bits are read when they are needed.
     """
     return weight._data, weight._scale.reciprocal()
 
 
 def _attention_keeps(x: torch.Tensor) -> bool:
-    """Whether x is the output of an attention of PyTorch's, which keeps it for its own backward pass, in another
-    shape."""
-    node = x.grad_fn
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-    return node is not None and node.name().startswith(_KEEPS_ITS_RESULT)
+    """Return whether x is, or is a view of, the output of PyTorch's attention, which keeps it for its backward pass."""
+    made_by = (x if x._base is None else x._base).grad_fn
+    return hasattr(made_by, "_raw_saved_output")  # `_saved_output` would ask saved-tensor hooks for it
 
 
 def _computes(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether our function takes these tensors. Where it does not, torchao's code runs, or raises."""
+    """Return whether our function takes these tensors. Otherwise torchao's code runs, or raises."""
     if type(x) not in PLAIN_TENSORS or (module.bias is not None and type(module.bias) not in PLAIN_TENSORS):
         return False
     if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or x.ndim == 0 or x.shape[-1] != weight.shape[1]:

@@ -1,16 +1,16 @@
-"""The frozen linear layers of a model with adapters, put into eight bits, one after the other.
+"""Puts the frozen linear layers of a model with adapters into eight bits, one after the other.
 
-Each becomes a `FrozenFloat8Linear` in its place, so that half of its memory is free before the next one is looked at.
-What is trained or shared stays as it is.
+Each becomes a `FrozenFloat8Linear` in its place, so half of its memory is free before the next one is looked at. What
+is trained or shared stays as it is.
 
-PEFT must not write to such a base, since what it writes would be lost. Its LoRA uses the weight of its base layer
+PEFT must not write to such a base, since that would be lost. Its LoRA uses the weight of its base layer
 
 - to merge adapters into it: refused here;
-- to begin an adapter from it (PiSSA, OLoRA, CorDA, MiCA, LoftQ, orthogonal, LoRA-GA) or to change it (KaSA), which also
-  writes it: refused here for adapters that are added later. What a model had before its base was quantised stands;
+- to begin an adapter from it (PiSSA, OLoRA, CorDA, MiCA, LoftQ, orthogonal, LoRA-GA) or to change it (KaSA): refused
+  here for adapters that are added later, which would write it too;
 - to read it, for DoRA, or for its device and dtype when an adapter is added or loaded: works.
 
-All that is put on a model here is found by its name in a pickle, and is copied with the model.
+Methods that are put on a model here survive pickling and copying.
 """
 
 import functools
@@ -33,7 +33,7 @@ from liger_triton.float8_cast import MULTIPLE
 
 OPERATION = "frozen_float8"
 
-# PEFT's methods whose own code reads no weight of the base but by calls of its layers. LoRA's is guarded, see `_guard`.
+# PEFT's methods that use the base only by calls of its layers. LoRA is guarded, see `_guard`.
 KNOWN_METHODS = ("LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 
 _LORA = ("peft.tuners.lora.layer", "Linear")
@@ -52,7 +52,7 @@ _MERGES = ("merge_and_unload", "merge_adapter")
 def quantize_base(model: nn.Module) -> OperationReport:
     """Put the frozen linear layers of `model`, which has adapters of PEFT, into eight bits.
 
-    Those that are in eight bits already count as swapped.
+    Layers that are in eight bits already count as swapped.
 
     Raises:
         ValueError: The adapters are of a method that may read the weights, or one of them is merged into the weights.
@@ -62,8 +62,8 @@ def quantize_base(model: nn.Module) -> OperationReport:
         method = str(getattr(config.peft_type, "value", config.peft_type))
         if method not in KNOWN_METHODS:
             raise ValueError(
-                f"The adapter {name!r} is of PEFT's method {method}, whose code may read the weights of frozen layers, "
-                f"so that they cannot be put into eight bits. Use one of {', '.join(KNOWN_METHODS)}, or leave out fp8."
+                f"The adapter {name!r} is of PEFT's method {method}, whose code may read the weights of frozen layers. "
+                f"Use one of {', '.join(KNOWN_METHODS)}, or leave out fp8."
             )
     report, base = OperationReport(), base_model_of(model)
     output = output_head(model)
@@ -71,7 +71,11 @@ def quantize_base(model: nn.Module) -> OperationReport:
     owners = Counter(id(p) for _, p in base.named_parameters(remove_duplicate=False))
     found = _layers_of_base(base)
     for name, chain in found.items():
-        _refuse_merged(chain[-1], name)
+        if merged := getattr(chain[-1], "merged_adapters", None):
+            raise ValueError(
+                f"The adapters {merged} are merged into {name}, from which they could not be taken out in eight bits. "
+                "Call unmerge_adapter() before the trainer is built, or leave out fp8."
+            )
     for name, chain in found.items():
         linear = base.get_submodule(name)
         if linear in head:
@@ -94,7 +98,7 @@ def quantize_base(model: nn.Module) -> OperationReport:
 
 
 def quantized_before(model: nn.Module) -> OperationReport:
-    """The layers of `model` that have been put into eight bits."""
+    """Return the layers of `model` that are in eight bits."""
     report = OperationReport()
     for name, module in base_model_of(model).named_modules():
         if type(module) is FrozenFloat8Linear:
@@ -107,9 +111,9 @@ def _is(module: nn.Module, names: tuple[str, str]) -> bool:
 
 
 def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
-    """The name of each linear layer of the base, and the modules around it. Layers of adapters are none of it.
+    """Return the name of each linear layer of the base, without adapters, and the modules around it.
 
-    The layers themselves are not returned, so that no caller holds a layer that was replaced.
+    The layers themselves are not returned, so that no caller holds one that was replaced.
     """
     modules, found = dict(base.named_modules()), {}
     for name, module in modules.items():
@@ -128,7 +132,7 @@ def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | None:
-    """Why a layer that is neither the LM head nor shared stays as it is; None where it need not."""
+    """Return why a layer that is neither the LM head nor shared stays as it is, or None."""
     weight, parent = linear.weight, chain[-1]
     if any(_is(around, _WRAPPER) for around in chain):
         return "modules_to_save has a trained copy of it"
@@ -177,7 +181,7 @@ def _guard(model: nn.Module) -> None:
 
 
 def refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
-    """In the place of all methods of PEFT that add an adapter to the weights of the base."""
+    """Stand for all methods of PEFT that add an adapter to the weights of the base."""
     raise RuntimeError(
         "The base of this model has eight bits (fp8), into which no adapter can be merged. Save the adapter, load the "
         "original model in 16 bits, and merge there: PeftModel.from_pretrained(original, adapter).merge_and_unload(), "
@@ -186,29 +190,27 @@ def refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
-    """In the place of the `save_pretrained` of the base, and of models that are parts of it."""
+    """Stand for `save_pretrained` of the base, and of models that are parts of it."""
     raise RuntimeError(
         "The base of this model has eight bits (fp8), which transformers would load as if they were its weights. Save "
-        "the adapter, with the save_pretrained of the PEFT model or with trainer.save_model; the original model is "
-        "unchanged where it was loaded from."
+        "the adapter, with save_pretrained of the PEFT model or with trainer.save_model."
     )
 
 
 def _inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """PEFT's `inject_adapter`, for adapters that do not begin from the weights of the base."""
+    """Call PEFT's `inject_adapter` for adapters that do not begin from the weights of the base."""
     _refuse_reading(model, tuner.peft_config[adapter_name], adapter_name)
     return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
 
 
 def _add_adapter(model: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
-    """The `add_adapter` of transformers, for the same adapters. PEFT refuses most of the others, too, but when the
-    model has a part of them already."""
+    """Call the `add_adapter` of transformers for such adapters. PEFT's own refusal is not complete."""
     _refuse_reading(model, adapter_config, adapter_name or "default")
     type(model).add_adapter(model, adapter_config, adapter_name)
 
 
 def _refuse_reading(model: nn.Module, config: Any, adapter_name: str) -> None:
-    """ValueError if an adapter of `config` begins from the weights of the base, or trains copies of its layers."""
+    """Raise if an adapter of `config` begins from the weights of the base, or trains copies of its layers."""
     begins = getattr(config, "init_lora_weights", True)
     changes = getattr(config, "kasa_config", None) is not None
     if begins not in _KNOWN_INITS or changes:
@@ -223,21 +225,12 @@ def _refuse_reading(model: nn.Module, config: Any, adapter_name: str) -> None:
             if any(".".join(around[: k + 1]).endswith(copied) for k in range(len(around))):
                 raise ValueError(
                     f"modules_to_save has {copied!r} for the adapter {adapter_name!r}, which would train a copy of "
-                    f"{name}, but that has eight bits (fp8). Add the adapter before the trainer is built, or give it a "
-                    "LoRA there, by target_modules."
+                    f"{name}, but that has eight bits (fp8). Add the adapter before the trainer is built, or name the "
+                    "layer in target_modules."
                 )
 
 
 def _unknown_variant(layer: nn.Module) -> str | None:
-    """The name of a variant of LoRA that an adapter of `layer` is, unless that is known to read no bits."""
+    """Return the name of the LoRA variant of `layer`, unless it is known to read no bits."""
     names = [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
     return next((name for name in names if name not in _KNOWN_VARIANTS), None)
-
-
-def _refuse_merged(layer: nn.Module, name: str) -> None:
-    """ValueError if `layer` holds the base layer `name`, and has an adapter merged into it."""
-    if getattr(layer, "merged_adapters", None):
-        raise ValueError(
-            f"The adapters {layer.merged_adapters} are merged into {name}, from which they could not be taken out in "
-            "eight bits. Call unmerge_adapter() before the trainer is built, or leave out fp8."
-        )

@@ -34,17 +34,19 @@ from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits, real
 from liger_trainer.head.find import (
     FusedHeadBinding,
+    base_model_of,
     head_options,
     head_reason,
     output_head,
     report_unfused,
     who_sees_outputs,
 )
-from liger_trainer.head.module import capture, innermost, why_not_fusable
-from liger_trainer.head.outputs import TOKEN_OUTPUTS, FusedLMOutput, HeadOptions, LossRequest
+from liger_trainer.head.module import CaptureBinding, bind_all, capture, innermost, why_not_fusable
+from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
-from liger_trainer.instance.binding import call_previous
+from liger_trainer.instance.binding import bind, call_previous, is_bound, unbind
 from liger_trainer.instance.hooks import replaced_forward
+from liger_trainer.instance.report import Place
 from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
 from liger_trainer.varlen.padding import Plan, cache_of, running
 
@@ -53,24 +55,87 @@ _OF_EVERY_POSITION = {"hidden_states", "vocab_mean"}  # TRL's ORPO and CPO log t
 
 
 class _Call(NamedTuple):
-    """A call of the model's own forward, and the options of its head."""
+    """A call of the model's own forward, the options of its head, and what else the call asks of the head."""
 
     model: nn.Module
     args: tuple
     kwargs: dict[str, Any]
     options: HeadOptions
+    is_scored: bool  # the model's own code then computes no loss
+    label_smoothing: float
+    token_predictions: bool
+    token_outputs: tuple[str, ...]  # fields of `FusedLMOutput`
+    uniform_grad: bool  # promises that the upstream gradients of all labels are equal, which saves a product
 
     def run(self) -> Any:
         """Run the forward that the model would have without ours."""
-        return call_previous(self.model, FusedHeadBinding, self.args, self.kwargs)
+        left_out = _OF_A_LOSS if self.is_scored else ()
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in left_out}
+        return call_previous(self.model, FusedHeadBinding, self.args, kwargs)
+
+    def shifted(self, logits: Any) -> tuple[Any, torch.Tensor]:
+        """The logits that predict a label, with the labels: those of the next tokens, or `shift_labels` as they are."""
+        labels, shift_labels = self.kwargs.get("labels"), self.kwargs.get("shift_labels")
+        if shift_labels is not None:
+            return logits, shift_labels
+        if labels is None:
+            raise ValueError(
+                "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
+            )
+        return logits[:, :-1], labels[:, 1:]
+
+
+def install_fused_head(model: nn.Module, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
+    """Bind the fused forward to `model`. Where it is bound already, only `options` and `place` change.
+
+    A model whose head cannot be fused, because of a DoRA on it for example, answers the same calls from real logits. A
+    model without a head is left alone.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model with an LM head.
+        options (`HeadOptions`, *optional*): Defaults of calls with `fused_lm_head=True`.
+        place (`Place`, *optional*): What is told if the head stops being fused. Unset: as given before.
+
+    Returns:
+        `str` or `None`: None where the head is fused, else why real logits are built.
+
+    Raises:
+        ValueError: `options.outputs` has an unknown name.
+    """
+    model, options = base_model_of(model), options or HeadOptions()
+    if output_head(model) is None:
+        return head_reason(model)
+    unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}
+    if unknown:
+        raise ValueError(f"outputs has {sorted(unknown)}; expected names from {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
+    binding = FusedHeadBinding.of(model)
+    if binding is None:
+        forward = _forward_of(type(model))  # type: ignore[arg-type] # mypy takes no class for hashable
+        binding = bind(model, FusedHeadBinding(forward))
+    binding.options, binding.place = options, place or binding.place
+    reason = head_reason(model)
+    if reason is None:
+        bind_all(output_head(model))
+        masks.install(model)
+    return reason
+
+
+def remove_fused_head(model: nn.Module) -> None:
+    """Undo `install_fused_head`. A wrapper of the forward, such as accelerate's, stays and calls the model's own."""
+    model = base_model_of(model)
+    for module in model.modules():
+        unbind(module, CaptureBinding)
+    masks.uninstall(model)
+    binding = FusedHeadBinding.of(model)
+    if binding is None or is_bound(model, binding):
+        unbind(model, FusedHeadBinding)
+    else:
+        binding.options = None  # see `FusedHeadBinding`
 
 
 @functools.cache
-def fused_forward_of(model_class: type[nn.Module]) -> Callable:
-    """The forward to bind to models of one class, with the signature of the class's own.
-
-    `Trainer` and `generate` read that signature to see which arguments the model takes.
-    """
+def _forward_of(model_class: type[nn.Module]) -> Callable:
+    """The forward to bind to models of one class, with the signature of its own: `Trainer` and `generate` read that."""
     signature = inspect.signature(model_class.forward)
 
     @functools.wraps(model_class.forward)
@@ -91,20 +156,18 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
             return call_previous(self, FusedHeadBinding, args, kwargs)
         leaves_out = leaves_padding_out(self)
         shown: str | None = None  # what the answer has of every position
-        if fused_lm_head or label_smoothing or scored_by is not None:
-            if "use_cache" in signature.parameters and cache_of(kwargs) is None:
-                kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
-            unlabelled = {name: value for name, value in kwargs.items() if name not in _OF_A_LOSS}
-            call = _Call(self, args, unlabelled, options)
+        is_scored = bool(fused_lm_head or label_smoothing or scored_by is not None)
+        asked = options.outputs if token_outputs is None else token_outputs
+        call = _Call(
+            self, args, kwargs, options, is_scored, label_smoothing, token_predictions, asked, uniform_grad
+        )  # fmt: skip
+        if is_scored and "use_cache" in signature.parameters and cache_of(kwargs) is None:
+            kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
         if scored_by is not None:  # `shift_labels` then say only which positions are scored
             answer = functools.partial(scored_by, functools.partial(_deferred, call))
-        elif fused_lm_head or label_smoothing:
-            request = LossRequest(
-                kwargs.get("labels"), kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), label_smoothing,
-                token_predictions, options.outputs if token_outputs is None else token_outputs, uniform_grad,
-            )  # fmt: skip
-            answer = functools.partial(_token_outputs if fused_lm_head else _smoothed_loss, call, request)
-            of_all = _OF_EVERY_POSITION.intersection(request.token_outputs)
+        elif is_scored:
+            answer = functools.partial(_token_outputs if fused_lm_head else _smoothed_loss, call)
+            of_all = _OF_EVERY_POSITION.intersection(asked)
             shown = f"the call asks for {', '.join(sorted(of_all))}" if of_all else None
         else:
             labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
@@ -114,8 +177,7 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
                 skip_logits = False
             if leaves_out:
                 shown = states_shown(self, kwargs) if skip_logits else "the call returns logits"
-            call = _Call(self, args, kwargs, options)
-            answer = functools.partial(_own_outputs, call, skip_logits, token_predictions)
+            answer = functools.partial(_own_outputs, call, skip_logits)
         if not leaves_out:
             return answer()
         plan = plan_of_call(self, args, kwargs, shown, functools.partial(_why_unfit, self, options))
@@ -123,18 +185,14 @@ def fused_forward_of(model_class: type[nn.Module]) -> Callable:
             return answer()
 
     forward.__name__, forward.__module__ = "forward", __name__
-    # The signature takes the place of `__wrapped__`: accelerate's `unwrap_model` takes forwards that have a
-    # `__wrapped__` for wrappers of its own and removes them.
+    # accelerate's `unwrap_model` takes forwards that have a `__wrapped__` for its own wrappers and removes them.
     forward.__signature__ = signature  # type: ignore[attr-defined]
     del forward.__wrapped__
     return forward
 
 
 def _why_unfit(model: nn.Module, options: HeadOptions, plan: Plan) -> str | None:
-    """What keeps the batch from going through the backbone by `plan`: code of the user's, or a head that is not fused.
-
-    Such code would get zeros for what stock computes for padding.
-    """
+    """Name what would see zeros where stock computes padding: code of the user's, or a head that is not fused."""
     why = masks.why_not_ours(model)
     if why is not None or not plan.leaves_out:
         return why
@@ -146,45 +204,33 @@ def _why_unfit(model: nn.Module, options: HeadOptions, plan: Plan) -> str | None
     return None if unfused is None else f"the LM head is not fused, since {unfused}"
 
 
-def _own_outputs(call: _Call, skip_logits: bool, token_predictions: bool) -> Any:
-    """What the model's own forward returns; in training without the logits that its loss was computed from."""
+def _own_outputs(call: _Call, skip_logits: bool) -> Any:
+    """Return what the model's own forward does; in training without the logits that its loss was computed from."""
     if not skip_logits:
         return capture(innermost(output_head(call.model)), None, call.run)  # real ones, even within another call
 
     def shown(outputs: Any) -> Any:
         kept = _without_stand_ins(outputs)
-        if token_predictions:
-            labels = call.kwargs.get("labels"), call.kwargs.get("shift_labels")
-            kept["predictions"] = predictions(*_shifted(_field(outputs, "logits"), *labels))
+        if call.token_predictions:
+            kept["predictions"] = predictions(*call.shifted(_field(outputs, "logits")))
         return kept
 
     return _deferred(call, shown)
 
 
 def _without_stand_ins(outputs: Any) -> Any:
-    """`outputs` of the model's own forward without the fields that are stand-ins. A tuple has real logits instead."""
-    if isinstance(outputs, dict):
-        fields = dict(outputs)
-    elif dataclasses.is_dataclass(outputs):
-        fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
-    else:
+    """The `ModelOutput` of the model's own forward without the fields that are stand-ins. Others have real logits."""
+    if not isinstance(outputs, ModelOutput):
         return tree_map(real, outputs, is_leaf=lambda x: x is not outputs)
-    taken = [name for name, value in fields.items() if isinstance(value, DeferredLogits)]
-    if taken and isinstance(outputs, ModelOutput) and (torch.compiler.is_compiling() or not _has_more(outputs)):
-        return type(outputs)(**{name: value for name, value in fields.items() if name not in taken})
-    if taken:
-        outputs = copy.copy(outputs)  # which takes longer, and traced copies have no keys
+    taken = [name for name, value in outputs.items() if isinstance(value, DeferredLogits)]
+    has_more = vars(outputs).keys() != getattr(outputs, "__dataclass_fields__", {}).keys()  # than its class
+    if torch.compiler.is_compiling() or not has_more:
+        return type(outputs)(**{name: value for name, value in outputs.items() if name not in taken})
+    outputs = copy.copy(outputs)  # which takes longer, and traced copies have no keys
     for name in taken:
-        if isinstance(outputs, dict):  # of its class, since a `ModelOutput` refuses
-            (OrderedDict if isinstance(outputs, OrderedDict) else dict).__delitem__(outputs, name)
-        if hasattr(outputs, name):
-            object.__setattr__(outputs, name, None)
+        OrderedDict.__delitem__(outputs, name)  # a `ModelOutput` refuses
+        object.__setattr__(outputs, name, None)
     return outputs
-
-
-def _has_more(outputs: ModelOutput) -> bool:
-    """Whether `outputs` was given a key or an attribute that its class does not have."""
-    return vars(outputs).keys() != getattr(outputs, "__dataclass_fields__", {}).keys()
 
 
 def _field(outputs: Any, name: str) -> Any:
@@ -195,10 +241,10 @@ def _field(outputs: Any, name: str) -> Any:
 def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
     """Run the model's own forward so that its head returns `DeferredLogits`, or real logits if it cannot be fused now.
 
-    Adapters and hooks come and go after patching, so every call asks again whether the head can be fused. The head
-    returns real logits also where gradients are switched since the model was called, or in a checkpoint.
+    Adapters and hooks come and go after patching, so every call asks again. The head also returns real logits where
+    gradients are switched inside the forward, or in a checkpoint.
 
-    Returns what `use` makes of the outputs. The model may have kept a stand-in: that becomes real, since the head's
+    Returns what `use` makes of the outputs. A stand-in that the model has kept then becomes real, since the head's
     weights will change. Without `use`, the outputs are returned with their stand-ins.
     """
     head = output_head(call.model)
@@ -230,29 +276,18 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _gradient_modes() -> tuple[bool, Any]:
-    """Whether gradients are on, and the checkpoint inside of which we are, if any: it would call the head again."""
+    """Return whether gradients are on, and the checkpoint that we are in, if any: it would call the head again."""
     hooks: Any = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
     in_checkpoint = hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
     return torch.is_grad_enabled(), hooks[0] if in_checkpoint else None
 
 
-def _shifted(logits: Any, labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
-    """The logits that predict a label, with the labels: those of the next tokens, or `shift_labels` as they are."""
-    if shift_labels is not None:
-        return logits, shift_labels
-    if labels is None:
-        raise ValueError(
-            "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
-        )
-    return logits[:, :-1], labels[:, 1:]
-
-
-def _token_outputs(call: _Call, request: LossRequest) -> FusedLMOutput:
+def _token_outputs(call: _Call) -> FusedLMOutput:
     """Answer a call with `fused_lm_head=True`."""
     routers: list[Any] = []
 
     def scored(outputs: Any) -> FusedLMOutput:
-        found, aux_loss = _scores(call, outputs, request), _aux_loss(call, outputs, routers)
+        found, aux_loss = _scores(call, outputs), _aux_loss(call, outputs, routers)
         if aux_loss is not None:
             weight = getattr(call.model.config.get_text_config(), "router_aux_loss_coef", 0.0)
             found |= {"loss": found["loss"] + weight * aux_loss, "aux_loss": aux_loss}
@@ -267,45 +302,40 @@ def _token_outputs(call: _Call, request: LossRequest) -> FusedLMOutput:
         hook.remove()
 
 
-def _smoothed_loss(call: _Call, request: LossRequest) -> FusedLMOutput:
-    """Answer a call with `label_smoothing` alone: the loss of `transformers.trainer_pt_utils.LabelSmoother`.
-
-    It does not contain an auxiliary loss, as it does not in the stock trainer.
-    """
-    call = call._replace(options=dataclasses.replace(call.options, temperature=1.0))
-    request = request._replace(token_outputs=(), uniform_grad=True)  # only the sum of log-probabilities is returned
-    found = _deferred(call, lambda outputs: _scores(call, outputs, request))
+def _smoothed_loss(call: _Call) -> FusedLMOutput:
+    """Answer a call with `label_smoothing` alone as `LabelSmoother` of transformers does, without an auxiliary loss."""
+    options = dataclasses.replace(call.options, temperature=1.0)
+    call = call._replace(options=options, token_outputs=(), uniform_grad=True)  # the sum of log-probabilities is enough
+    found = _deferred(call, lambda outputs: _scores(call, outputs))
     return FusedLMOutput(loss=found["loss"], predictions=found["predictions"])
 
 
-def _scores(call: _Call, outputs: Any, request: LossRequest) -> dict[str, Any]:
-    """The fields of `FusedLMOutput` that `request` asks for, of what the model's own forward has returned."""
-    options, wanted, all_logits = call.options, request.token_outputs, _field(outputs, "logits")
-    logits, target = _shifted(all_logits, request.labels, request.shift_labels)
+def _scores(call: _Call, outputs: Any) -> dict[str, Any]:
+    """The fields of `FusedLMOutput` that `call` asks for, of what the model's own forward has returned."""
+    options, wanted, all_logits = call.options, call.token_outputs, _field(outputs, "logits")
+    logits, target = call.shifted(all_logits)
     if "hidden_states" in wanted and not isinstance(logits, DeferredLogits):
         raise ValueError(f"token_outputs has 'hidden_states', but {head_reason(call.model)}.")
     scores = token_scores(
         logits, target, tuple(name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"),
-        temperature=options.temperature, label_smoothing=request.label_smoothing, uniform_grad=request.uniform_grad,
+        temperature=options.temperature, label_smoothing=call.label_smoothing, uniform_grad=call.uniform_grad,
         in_fp32=options.cast_lm_head_to_fp32,
     )  # fmt: skip
     mask = target.to(scores["log_probs"].device) != -100
-    count = mask.sum().clamp(min=1) if request.num_items_in_batch is None else request.num_items_in_batch
+    count = call.kwargs.get("num_items_in_batch")
+    count = mask.sum().clamp(min=1) if count is None else count
     count = count.to(mask.device) if isinstance(count, torch.Tensor) else count
     return scores | {
         "loss": -scores["log_probs"].sum() / count,
         "label_mask": mask,
         "hidden_states": logits.hidden if "hidden_states" in wanted else None,
         "vocab_mean": vocab_mean(all_logits, options.temperature) if "vocab_mean" in wanted else None,
-        "predictions": predictions(logits, target) if request.token_predictions else None,
+        "predictions": predictions(logits, target) if call.token_predictions else None,
     }
 
 
 def _aux_loss(call: _Call, outputs: Any, routers: list) -> torch.Tensor | None:
-    """The auxiliary loss of a mixture of experts, if the model computes one or, as in TRL, if a call asks for it.
-
-    TRL computes Mixtral's for all models, from what the backbone returns. A model that computes one has the same.
-    """
+    """The model's auxiliary loss of experts or, where a call asks for router logits, Mixtral's, as TRL computes it."""
     aux_loss = _field(outputs, "aux_loss")
     if aux_loss is not None or not call.kwargs.get("output_router_logits"):
         return aux_loss

@@ -35,10 +35,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Origin:
-    """What all stand-ins of one call of a head share: its input, its modes, and who they are, the oldest first.
-
-    They are held weakly, so that hidden states are freed with the last stand-in.
-    """
+    """State shared by all stand-ins of one call of a head: its input, its modes, and weak references to them."""
 
     def __init__(self, hidden: torch.Tensor):
         traced = torch.compiler.is_compiling()
@@ -58,7 +55,7 @@ class _Origin:
 
 
 def _autocast_of(device_type: str) -> tuple[torch.dtype, bool, bool]:
-    """What `torch.autocast` takes after the type of the device: dtype, whether it is on, whether it keeps casts."""
+    """Arguments of `torch.autocast` after the type of the device: dtype, whether it is on, whether it keeps casts."""
     on = torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type), on, torch.is_autocast_cache_enabled()
 
@@ -136,7 +133,7 @@ class DeferredLogits:
         return self._real is None and (torch.is_grad_enabled() or not self.origin.grad)
 
     def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What the method `name` of these logits returns: another stand-in, if a rule of `_RULES` knows it."""
+        """Call the method `name` of these logits. A rule of `_RULES` returns another stand-in."""
         known = name in _RULES and self._records and (not kwargs or name in ("to", "flatten"))
         changed = _RULES[name](self, *args, **kwargs) if known else None
         if changed is None:
@@ -151,9 +148,8 @@ class DeferredLogits:
     def fused(self, function: Callable, target: torch.Tensor, in_fp32: bool = False, **kwargs: Any) -> Any:
         """Call `function(hidden, weight, target, ...)` of `liger_triton` for the head and the recorded operations.
 
-        This happens inside a call of the head (and of the modules of an adapter on it), under the autocast of the call
-        that made these logits. Or else, with `in_fp32`, on everything cast to fp32, which TRL calls
-        `cast_lm_head_to_fp32`. Returns what `function` returns, a tensor or a tuple, on `self.device`.
+        It is called inside a call of the head and under the autocast of the call that made these logits, or with
+        `in_fp32` on everything cast to fp32. Returns its tensor or tuple on `self.device`.
         """
 
         def compute(hidden: torch.Tensor) -> Any:
@@ -210,8 +206,8 @@ class DeferredLogits:
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
 
-# What is recorded: for a method of tensors, a function of a stand-in and the arguments that returns which arguments of
-# `DeferredLogits` are others for the result, or None where real logits are needed.
+# What is recorded: for a method of tensors, a function of a stand-in and the method's arguments. It returns the changed
+# arguments of `DeferredLogits`, or None where real logits are needed.
 
 
 def _times(logits: DeferredLogits, factor: Any) -> dict[str, Any] | None:
@@ -312,7 +308,7 @@ def real(x: Any) -> Any:
 
 
 def is_deferred(logits: Any) -> TypeGuard[DeferredLogits]:
-    """Whether `logits` stands in for logits that have not been computed."""
+    """Return whether `logits` stands in for logits that have not been computed."""
     return isinstance(logits, DeferredLogits) and not logits.is_materialized
 
 

@@ -14,12 +14,11 @@ from liger_trainer.instance.hooks import output_seen_by
 
 
 class FusedHeadBinding(Binding):
-    """What `install_fused_head` binds to a model.
+    """The binding of a model, made by `install_fused_head`.
 
     Attributes:
-        options (`HeadOptions` or `None`): None once the head has been removed while a user's wrapper still calls our
-            forward. The binding is kept then, so that a later install does not bind a second forward around the
-            wrapper.
+        options (`HeadOptions` or `None`): None once the head has been removed while a wrapper still calls our forward.
+            The binding then stays, so that a later install does not bind a second forward around the wrapper.
     """
 
     key: ClassVar[str] = "_liger_head"
@@ -42,7 +41,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def head_reason(model: nn.Module) -> str | None:
-    """Why `model` cannot have a fused head, or None."""
+    """Tell why `model` cannot have a fused head, or return None."""
     head = output_head(model)
     if head is None:
         return f"{type(base_model_of(model)).__name__} has no LM head (get_output_embeddings() is None)"
@@ -58,10 +57,7 @@ def head_options(model: nn.Module) -> HeadOptions | None:
 
 
 def has_fused_head(model: nn.Module) -> bool:
-    """Whether `install_fused_head` has been called on `model`.
-
-    The answer comes from the binding and not from `model.forward`, which accelerate wraps when training starts.
-    """
+    """Return whether `model` has a fused head, also where accelerate has wrapped its forward."""
     return head_options(model) is not None
 
 
@@ -91,7 +87,7 @@ def report_unfused(model: nn.Module, reason: str) -> None:
 
 
 def why_peft_needs_logits(model: nn.Module) -> str | None:
-    """Why the PEFT wrapper `model` needs real logits in calls with labels, or None if it does not."""
+    """Tell why the PEFT wrapper `model` needs real logits in calls with labels, or return None."""
     for name, config in getattr(model, "peft_config", {}).items():
         if config.peft_type == "CPT":
             return f"the adapter {name!r} is CPT, which computes its own loss from logits"

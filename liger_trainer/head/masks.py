@@ -1,16 +1,13 @@
-"""No mask in memory where attention is plainly causal, under torch.compile too.
+"""Our functions in transformers' registries for SDPA: attention by lengths, and no needless mask under torch.compile.
 
 Without torch.compile, transformers looks at the values of `attention_mask` and `position_ids`. Where nothing is masked
 and nothing packed, it tells SDPA `is_causal=True`, which skips half of the work. Traced code cannot look at values, so
-each layer reads a (B, 1, S, S) mask and computes both halves. But when a patched model is called without these two
-arguments, nothing can be masked or packed. The model is then given a mask of ones, by which transformers sees that
-nothing is packed, and `sdpa_mask` of transformers is told that the mask is all ones. transformers still decides whether
-anything else needs a mask, such as a sliding window or tokens of an image that see each other.
+each layer reads a (B, 1, S, S) mask and computes both halves. But in a call without these two arguments nothing can be
+masked or packed. The model is then given a mask of ones, and `sdpa_mask` is told so. transformers still decides whether
+anything else needs a mask, such as a sliding window.
 
-The same function of ours answers for a call whose padding is left out (`liger_trainer.varlen`), with the mask of its
-rows, and `varlen_attention` takes the place of transformers' attention for SDPA. Models with sinks or soft caps have no
-SDPA and attend by a function of their own, under the name `eager`, which is no key of a registry: there `_interface`
-answers the call with which each layer asks for its function.
+Models with sinks or soft caps have no SDPA. They attend by a function of their own under the name `eager`, which is no
+key of a registry: `_interface` answers the call with which each layer asks for its function.
 """
 
 import functools
@@ -65,10 +62,9 @@ _FUNCTIONS = (  # transformers' registry, the name and its function there, ours
 
 
 def install(model: nn.Module) -> None:
-    """Put our functions in the place of transformers' own for SDPA while `model` is patched.
+    """Register our functions for SDPA while `model` is patched, unless the user has registered another.
 
-    They answer like those that they replace, except in traced calls and for rows that are known. A function that the
-    user has registered stays.
+    They answer like transformers' own, except in traced calls and for rows that are known.
     """
     if model not in _models:
         weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set above has let go of the model
@@ -80,11 +76,8 @@ def install(model: nn.Module) -> None:
 
 
 def why_not_ours(model: nn.Module) -> str | None:
-    """Why layers of `model` would not be given our attention and our masks, or None.
-
-    A copy of a patched model is asked this first, and the original may be gone by then.
-    """
-    install(model)
+    """Tell why layers of `model` would not be given our attention and our masks, or return None."""
+    install(model)  # it may be a copy, whose original is gone
     attention = model.config._attn_implementation  # type: ignore[union-attr]
     if attention == "eager" and (
         "eager" in ALL_ATTENTION_FUNCTIONS or vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] is not _interface
@@ -115,7 +108,7 @@ def _is_needless(
     *, q_length, kv_length, q_offset=0, kv_offset=0, local_size=None, allow_is_causal_skip=True,
     allow_is_bidirectional_skip=False, **_,
 ) -> bool:  # fmt: skip
-    """Whether `sdpa_mask`, called with these arguments, could return None if it knew that nothing is padding."""
+    """Return whether `sdpa_mask`, called with these arguments, could return None if it knew that nothing is padding."""
     may_return_none = allow_is_causal_skip or allow_is_bidirectional_skip
     is_square = q_length == kv_length and (q_offset, kv_offset) == (0, 0)
     return may_return_none and is_square and (local_size is None or kv_length < local_size)
@@ -135,9 +128,9 @@ def run_without_masks(call: Any) -> Any:
 
 
 def _nothing_is_masked(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether `model` decodes text, attends through SDPA in all layers, and nothing in `kwargs` says what to mask.
+    """Return whether `model` decodes text and attends through SDPA, and nothing in `kwargs` says what to mask.
 
-    Models with state-space layers or with towers are left out, since a mask of ones may change what they do.
+    A mask of ones may change what models with state-space layers or with towers do.
     """
     if not isinstance(model, PreTrainedModel):
         return False
@@ -149,11 +142,7 @@ def _nothing_is_masked(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def without_mask_of_ones(compiled: Callable, model: nn.Module) -> Callable:
-    """A function to call in place of `compiled`, the compiled `model`, without an `attention_mask` that masks nothing.
-
-    It looks at the values of the mask (B, S), which traced code cannot do. So does transformers in a model that is not
-    compiled.
-    """
+    """A function that calls `compiled`, the compiled `model`, without an `attention_mask` (B, S) that masks nothing."""
 
     def forward(**kwargs):
         mask = kwargs.pop("attention_mask", None)

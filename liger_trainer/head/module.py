@@ -1,8 +1,7 @@
 """The LM head as a module: when it can be fused, where its parameters are, and the forward bound to it.
 
 A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top. Its parameters are used only
-inside calls of the modules that own them, so that FSDP2 and ZeRO-3 gather the parameters, and the hooks of everyone
-else run, as in a normal forward.
+inside calls of the modules that own them, so that FSDP2 and ZeRO-3 gather them and all hooks run.
 """
 
 import functools
@@ -25,7 +24,7 @@ LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the sc
 
 
 class CaptureBinding(Binding):
-    """What `bind_head` binds to an LM head."""
+    """The binding of an LM head, made by `bind_head`."""
 
     key: ClassVar[str] = "_liger_capture"
 
@@ -42,11 +41,7 @@ class HeadCall:
 
 
 def head_parameters(head: nn.Module, hidden: torch.Tensor, vocab_size: int) -> dict[str, Any]:
-    """What the functions of `liger_triton` take for the first `vocab_size` rows of `head`, read inside a call of it.
-
-    That is `weight` (V, H), `bias` (V,) or None, the active adapter as `lora`, or None, and its input as `lora_input`,
-    or None where there is no dropout.
-    """
+    """Read what the functions of `liger_triton` take for the first `vocab_size` rows of `head`, inside a call of it."""
     head = innermost(head)
     base, adapters = base_and_adapters(head)
     bias = None if base.bias is None else base.bias[:vocab_size]
@@ -61,10 +56,7 @@ def head_parameters(head: nn.Module, hidden: torch.Tensor, vocab_size: int) -> d
 
 
 def innermost(head: nn.Module) -> nn.Module:
-    """The module that does the projection.
-
-    That is `head` itself, unless PEFT's `modules_to_save` has wrapped it in a module that chooses one of its copies.
-    """
+    """The module that projects: `head`, or the copy that PEFT's `modules_to_save` chooses now."""
     if "modules_to_save" in head._modules:
         adapters = head.active_adapters
         if head.disable_adapters or len(adapters) != 1 or adapters[0] not in head.modules_to_save:
@@ -76,19 +68,12 @@ def innermost(head: nn.Module) -> nn.Module:
 def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
     """The reason why the fused kernels do not compute what `head` computes, or None where they do.
 
-    With `cast_to_fp32` the fused kernels project in fp32. So does the forward that TRL's `cast_lm_head_to_fp32` gives
-    to the head, so that forward does not count then.
+    With `cast_to_fp32` they project in fp32, as does the forward that TRL gives to the head, which then does not count.
     """
     outer, head = head, innermost(head)
     base, adapters = base_and_adapters(head)
-    layers = [
-        base,
-        *(
-            getattr(part[name], "_fsdp_wrapped_module", part[name])
-            for name in adapters
-            for part in (head.lora_A, head.lora_B)
-        ),
-    ]
+    parts = [part[name] for name in adapters for part in (head.lora_A, head.lora_B)]
+    layers = [base, *(getattr(part, "_fsdp_wrapped_module", part) for part in parts)]
     if base is not head:
         kind = f"{own_class(head).__module__}.{own_class(head).__name__}"
         if kind != "peft.tuners.lora.layer.Linear":
@@ -112,7 +97,7 @@ def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
 
 
 def _why_not_plain(module: nn.Module) -> str | None:
-    """Why `module` is no linear layer of plain numbers, or None. Tensors of other classes may compute anything."""
+    """Tell why `module` is no plain linear layer, or return None. Tensors of other classes may compute anything."""
     if not isinstance(module, nn.Linear):
         return f"it is a {type(module).__name__}, not a linear layer"
     if type(module).forward is not nn.Linear.forward or not linear_is_torchs():
@@ -128,7 +113,7 @@ def _why_not_plain(module: nn.Module) -> str | None:
 
 
 def _gathered_by_a_call(units: tuple[nn.Module, ...], weight: DTensor) -> bool:
-    """Whether FSDP2 gathers the whole weight for a call: it shards one of `units`, and nothing else shards it too."""
+    """Return whether FSDP2, which shards one of `units`, gathers the whole weight for a call."""
     is_unit = any(isinstance(unit, FSDPModule) for unit in units)
     return is_unit and sum(not placement.is_replicate() for placement in weight.placements) == 1
 
@@ -168,25 +153,17 @@ def plain_forward(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 def _call_inside(owners: list[nn.Module], hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
     """Run `run()` inside calls of those `owners` whose parameters are gathered when they are called.
 
-    These are the units of FSDP, and under ZeRO-3 all modules. Their hooks have seen `hidden` in the call that was
-    captured, and here they get it detached. Otherwise FSDP2 would take the gradient of this argument for the end of
-    the unit's backward pass. Where the unit holds a norm and the head, the norm's weight would then be freed before
-    the norm's own backward pass.
-
-    A unit that is gathered already is not called, because a unit of several modules would take the call for the start
-    of another forward pass.
+    These are the units of FSDP, and under ZeRO-3 all modules. They get `hidden` detached: FSDP2 would take the gradient
+    of this argument for the end of the unit's backward pass, and free the weight of a norm in the same unit too early.
+    A unit that is gathered already is not called, since it would take that for another forward pass.
     """
     for owner in reversed(owners):
         sharded_by_fsdp1 = isinstance(owner, FullyShardedDataParallel)
         is_gathered = isinstance(owner, FSDPModule) and not any(isinstance(p, DTensor) for p in owner.parameters())
         if (has_hooks(owner) or sharded_by_fsdp1) and not is_gathered:
             bind_head(owner.module if sharded_by_fsdp1 else owner)
-            run = functools.partial(owner, hidden.detach(), HeadCall(_ignoring_argument(run)))
+            run = functools.partial(owner, hidden.detach(), HeadCall(lambda _, run=run: run()))
     return run()
-
-
-def _ignoring_argument(run: Callable[[], Any]) -> Callable[[Any], Any]:
-    return lambda _: run()
 
 
 def _captured_forward(self, *args, **kwargs):
@@ -207,10 +184,7 @@ _captured_forward.__name__ = "forward"
 
 
 def bind_head(module: nn.Module) -> None:
-    """Bind the capturing forward to `module`, once. Whatever forward it had is kept and called outside of captures.
-
-    Compiled code binds nothing, so `bind_all` does it beforehand.
-    """
+    """Bind the capturing forward to `module`, once. Compiled code binds nothing, so `bind_all` does it beforehand."""
     if CaptureBinding.of(module) is None and not torch.compiler.is_compiling():
         bind(module, CaptureBinding(_captured_forward))
 
@@ -225,8 +199,8 @@ def bind_all(head: nn.Module) -> None:
 def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) -> Any:
     """Run `run()`, in which calls of `head` return `stand_in(hidden, vocab_size)` in place of logits.
 
-    Where `stand_in` is None or returns None, they return logits. Calls in other threads are not affected. A hook inside
-    `run` may call the model. That call has a `capture` of its own, in which it gets what it asks for.
+    Where `stand_in` is None or returns None, they return logits. Calls in other threads are not affected. A call of the
+    model inside `run`, by a hook, has a `capture` of its own.
     """
     if stand_in is not None:
         bind_head(head)

@@ -1,7 +1,6 @@
-"""What calls of a fused head ask for and return, and the options that stay the same from call to call."""
+"""The output of calls of a fused head, and the options that stay the same from call to call."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from transformers.utils import ModelOutput
@@ -12,11 +11,11 @@ EXTRA_OUTPUTS = ("hidden_states", "vocab_mean")
 
 @dataclass
 class FusedLMOutput(ModelOutput):
-    """What `model(..., labels=labels, fused_lm_head=True)` returns.
+    """The output of `model(..., labels=labels, fused_lm_head=True)`.
 
     It has the fields of TRL's `FusedCausalLMOutput`, and some of its own. Fields with one value per token have the
-    shape `(B, S - 1)` for labels `(B, S)`, which are shifted, or `(B, S)` with `shift_labels`. They are fp32, except
-    `is_top1`, which is bool. They are zero where the label is -100, and `None` where they have not been asked for.
+    shape `(B, S - 1)` for labels `(B, S)`, or `(B, S)` with `shift_labels`. They are fp32, except `is_top1`, zero where
+    the label is -100, and `None` where they have not been asked for.
 
     Args:
         loss (`torch.Tensor`): Negative log-likelihood summed over the labels that count and divided by
@@ -64,15 +63,3 @@ class HeadOptions:
     temperature: float = 1.0
     cast_lm_head_to_fp32: bool = False
     outputs: tuple[str, ...] = ("log_probs",)
-
-
-class LossRequest(NamedTuple):
-    """What one call of the model asks of its head, in addition to the arguments of the model's own forward."""
-
-    labels: torch.Tensor | None  # (B, S), to be shifted by one
-    shift_labels: torch.Tensor | None  # (B, S), shifted already
-    num_items_in_batch: torch.Tensor | int | None  # divides the sum over the labels; None stands for their number
-    label_smoothing: float
-    token_predictions: bool  # whether the output has `predictions`
-    token_outputs: tuple[str, ...]  # fields of `FusedLMOutput`
-    uniform_grad: bool  # promises that the upstream gradients of all labels are equal, which saves a product

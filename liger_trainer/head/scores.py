@@ -1,7 +1,4 @@
-"""What trainers ask of logits and labels, by the fused kernels from stand-ins, or from real logits.
-
-Logits are real where the head cannot be fused. That takes more time and memory, and the numbers are the same.
-"""
+"""Scores of logits and labels for the trainers: by the fused kernels from stand-ins, by PyTorch from real logits."""
 
 from typing import Any, TypeAlias
 
@@ -52,7 +49,7 @@ def token_scores(
 
 
 def predictions(logits: Logits, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What `FusedLMOutput.predictions` holds, for logits and the labels that they predict."""
+    """Compute `FusedLMOutput.predictions` from logits and the labels that they predict."""
     if is_deferred(logits):
         token_ids, log_probs, ranks = logits.fused(linear_token_ranks, target)
     else:

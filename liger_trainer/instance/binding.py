@@ -23,21 +23,17 @@ from liger_trainer.instance.report import Place
 
 
 class Rests(Protocol):
-    """What a method rests on: the guards of a proof."""
+    """The guards of a proof, on which a method rests."""
 
     def broken(self, module: nn.Module) -> str | None:
-        """Why it does not hold for `module` now, or None."""
-
-
-def _nothing() -> None:
-    """Where no module is."""
+        """Tell why it does not hold for `module` now, or return None."""
 
 
 class Weakly:
     """A reference to a module that does not keep it alive. In a deep copy it leads to the copy, in a pickle nowhere."""
 
     def __init__(self, module: nn.Module | None = None):
-        self.to: Callable[[], nn.Module | None] = _nothing if module is None else weakref.ref(module)
+        self.to: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Weakly":
         return Weakly(memo.get(id(self.to())))
@@ -61,9 +57,8 @@ class Binding:
         key (`str`): The key under which the `__dict__` of the instance has the binding a second time, where it stays
             if the method is wrapped.
         previous: What the slot held before, or None where the class's own method was in effect.
-        aside (`bool`): Whether calls go to the class's own method, because something would be missed otherwise, or
-            because ours was removed while a foreign wrapper still calls it. It stays aside for good, since a
-            checkpoint that recomputes a call must take the same path again.
+        aside (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or ours was
+            removed while a wrapper still calls it. A checkpoint that recomputes a call must take the same path again.
     """
 
     key: ClassVar[str] = "_liger_patch"
@@ -82,7 +77,7 @@ class Binding:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """What is bound to `module`; None where nothing is, or where the module has been pickled since."""
+        """The binding of `module`; None where it has none, or has been pickled since."""
         found = module.__dict__.get(cls.key)
         return found if isinstance(found, cls) else None
 
@@ -96,14 +91,13 @@ class Binding:
         return self.function(module, *args, **kwargs)
 
     def must_step_aside(self, module: nn.Module) -> bool:
-        """Whether the proof no longer holds for `module`, to which this is bound. Then the method steps aside."""
-        reason = self.broken(module)
-        if reason is not None:
+        """Return whether the proof no longer holds for `module`, to which this is bound, and step aside then."""
+        if (reason := self.broken(module)) is not None:
             self.step_aside(reason)
         return reason is not None
 
     def broken(self, module: nn.Module) -> str | None:
-        """Why the proof no longer holds for `module`, or None."""
+        """Tell why the proof no longer holds for `module`, or return None."""
         return None if self.guards is None else self.guards.broken(module)
 
     def step_aside(self, reason: str) -> None:
@@ -157,7 +151,7 @@ def bind(module: nn.Module, binding: BindingT) -> BindingT:
 
 
 def is_bound(module: nn.Module, binding: Binding) -> bool:
-    """Whether a call reaches the method of `binding` first. It does not where the method has been wrapped since."""
+    """Return whether a call reaches the method of `binding` first, as it does until the method is wrapped."""
     return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
 
 

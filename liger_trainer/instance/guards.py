@@ -1,7 +1,7 @@
 """Guards: what a proof of a module rests on besides its weights, compared in every call with what it was.
 
-A proof runs a module's code at one state of one object. It holds as long as that code is the same, down to the
-functions that it calls, and finds the same numbers and children by their names. Then the module's own code runs.
+A proof holds as long as the module's code is the same, down to the functions that it calls, and finds the same numbers
+and children by their names. Then the module's own code runs.
 
 Code of transformers, PyTorch, PEFT and torchao is known to do nothing else. Other code may count its calls, keep a term
 of a loss, or read what no guard can compare, so that no proof of it holds.
@@ -12,8 +12,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from operator import attrgetter, is_, itemgetter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,19 +37,18 @@ Lookup = tuple[type | types.ModuleType | None, str, Any]
 
 
 class NotProven(Exception):
-    """Why a module keeps its own code."""
+    """The reason why a module keeps its own code."""
 
 
 def linear_is_torchs() -> bool:
-    """Whether the forward of `nn.Linear` is PyTorch's, for code that multiplies in its place."""
+    """Return whether the forward of `nn.Linear` is PyTorch's, for code that multiplies in its place."""
     return _IS_GENUINE and nn.Linear.forward is _TORCHS_LINEAR[0] and F.linear is _TORCHS_LINEAR[1]
 
 
 class Guards:
-    """What some code looks up by name.
+    """Everything that the code of a module of class `cls` looks up by name.
 
     Attributes:
-        cls (`type`): The class of the module whose code it is.
         lookups (`tuple`): Names of the instance, in its `__dict__`, of classes and of Python modules.
         missing (`tuple`): The names of its parameters and children that are None.
         children (`tuple`): (name, guards) of the children that our method does not call.
@@ -59,14 +57,6 @@ class Guards:
     def __init__(self, cls: type, lookups: Iterable[Lookup] = ()):
         self.cls = cls
         self.lookups = tuple({(id(found[0]), found[1]): found for found in lookups}.values())
-        own = [(name, value) for owner, name, value in self.lookups if owner is None]
-        self._absent = [name for name, value in own if value is _ABSENT]
-        self._own = _reading(itemgetter, [found for found in own if found[1] is not _ABSENT])
-        self._others = []
-        for owner in dict.fromkeys(owner for owner, _, _ in self.lookups if owner is not None):
-            found = [(name, value) for other, name, value in self.lookups if other is owner]
-            scope, getter = (owner, attrgetter) if isinstance(owner, type) else (vars(owner), itemgetter)
-            self._others.append((scope, *_reading(getter, found)))
         self.missing: tuple[str, ...] = ()
         self.children: tuple[tuple[str, Guards], ...] = ()
 
@@ -74,16 +64,14 @@ class Guards:
         return self
 
     def broken(self, module: nn.Module, label: str = "it") -> str | None:
-        """Why the proof does not hold for `module` now, or None. `label` is what the reason calls the module."""
+        """Tell why the proof does not hold for `module` now, or return None. The reason calls the module `label`."""
         if type(module) is not self.cls and own_class(module) is not self.cls:
             return f"{label} is a {type(module).__name__} now; it was a {self.cls.__name__}"
         state = module.__dict__
-        # torch.compile traces a loop, and guards on what it reads; else it is hardly ever run
-        if torch.compiler.is_compiling() or not self._finds_the_same(state):
-            for owner, name, value in self.lookups:
-                now = state.get(name, _ABSENT) if owner is None else getattr(owner, name, _ABSENT)
-                if now is not value and not _is_same(now, value):
-                    return f"{name} of {label if owner is None else _label(owner)} has changed"
+        for owner, name, value in self.lookups:
+            now = state.get(name, _ABSENT) if owner is None else getattr(owner, name, _ABSENT)
+            if now is not value and not _is_same(now, value):
+                return f"{name} of {label if owner is None else _label(owner)} has changed"
         for name in self.missing:
             if getattr(module, name, None) is not None:
                 return f"{label} has a {name} now"
@@ -94,27 +82,6 @@ class Guards:
             if (attached := hook_on(child)) is not None:
                 return f"{attached} on {name} would not be called"
         return None
-
-    def _finds_the_same(self, state: dict[str, Any]) -> bool:
-        """Whether each lookup finds the same object. It is asked in every call of a module, and loops in C only."""
-        try:
-            for scope, read, values in self._others:
-                if not all(map(is_, read(scope), values)):
-                    return False
-            read, values = self._own
-            return state.keys().isdisjoint(self._absent) and all(map(is_, read(state), values))
-        except (AttributeError, KeyError):
-            return False
-
-
-def _reading(getter: Callable, found: list[tuple[str, Any]]) -> tuple[Callable[[Any], tuple], tuple]:
-    """A function that reads names of `found` in a scope, made by `getter`, and the values that it should give."""
-    if not found:
-        return lambda scope: (), ()
-    names, values = zip(*found, strict=True)
-    if len(names) == 1:  # the getter of a single name returns no tuple
-        names, values = names * 2, values * 2
-    return getter(*names), values
 
 
 def guards_of(module: nn.Module, method: str = "forward", called: Collection[str] = ()) -> Guards:
@@ -148,16 +115,14 @@ def code_guards_of(cls: type[nn.Module], *others: type[nn.Module]) -> Guards:
 
 
 def lookups_of(function: Any) -> tuple[Lookup, ...]:
-    """What a rotary function, or a module in place of it, looks up by name. Raises `NotProven` as `guards_of` does."""
+    """List what a rotary function, or a module in its place, looks up. Raises `NotProven` as `guards_of` does."""
     return guards_of(function).lookups if isinstance(function, nn.Module) else _read_by(function)[1]
 
 
 def key_of(function: types.FunctionType) -> tuple:
-    """What a proof of `function` rests on: its code, that of the functions that it calls, and what all of them look up.
+    """The code of `function` and of the functions that it calls, and what all of them look up.
 
-    Raises:
-        NotProven: As from `guards_of`.
-        TypeError: Something of it has no hash.
+    Raises `NotProven` as `guards_of` does, and `TypeError` where something has no hash.
     """
     functions, lookups = _read_by(function)
     codes = [(one, one.__code__, one.__defaults__, repr(one.__kwdefaults__)) for one in functions]
@@ -184,7 +149,7 @@ def global_lookups(function: types.FunctionType) -> list[Lookup]:
 
 
 def _class_lookups(classes: list[type], names: Iterable[str]) -> Iterator[Lookup]:
-    """What the first of `classes` has by these names, and those from which it may have it."""
+    """Look names up in the first of `classes`, and in the others that define them."""
     for name in names:
         for owner in dict.fromkeys((classes[0], *(base for base in classes if name in vars(base)))):
             yield owner, name, getattr(owner, name, _ABSENT)

@@ -1,9 +1,8 @@
 """Hooks of others on modules that our code does not call, or calls in another way than the model does.
 
-A replacement may leave out a child that the model's own code calls, such as the activation of an MLP, and the fused LM
-head is called to compute a loss and not to return logits. A hook on such a module would miss what the model's own code
-shows it, so the model's own code runs where there is one. Hooks by which FSDP2 and DeepSpeed gather weights do not
-count, because our code calls the modules that own weights, so that these hooks run.
+Our code leaves out some children, such as the activation of an MLP, and calls the fused LM head for a loss. A hook
+there would miss what the model's own code shows it, so that code runs instead. Hooks by which FSDP2 and DeepSpeed
+gather weights do not count: our code calls the modules that own weights, so they run.
 """
 
 import functools
@@ -15,7 +14,6 @@ from liger_trainer.instance.binding import Binding, is_bound
 
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in _HOOK_DICTS]
-_OF_ALL, _OF_ALL_BEFORE, _OF_ALL_BACK, _OF_ALL_BEFORE_BACK = _GLOBAL_HOOKS
 # The hooks of Python modules whose names begin so run in our calls too, or have nothing to see there.
 _HOOKS_THAT_MISS_NOTHING = (
     "torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.", "trl.models.activation_offloading",
@@ -25,30 +23,15 @@ _OF_LIBRARIES = ("torch.", "transformers.", "peft.", "trl.")  # which read no lo
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks around its forward, in the forward or in the backward pass."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _OF_ALL
-        or _OF_ALL_BEFORE
-        or _OF_ALL_BACK
-        or _OF_ALL_BEFORE_BACK
-    )
+    """Return whether a call of `module` runs hooks around its forward, in the forward or in the backward pass."""
+    return any(map(module.__dict__.get, _HOOK_DICTS)) or any(_GLOBAL_HOOKS)
 
 
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:
-    """Describe what was attached to `module` that the model's own code would run: a hook, or a forward.
+    """Describe what was attached to `module` that the model's own code would run: a hook, or a forward; None without.
 
-    Hooks that gather sharded weights do not count.
-
-    Args:
-        ours (`Binding`, *optional*): What we have bound to the module, which does not count.
-        allowed (`tuple[str, ...]`, *optional*): Forwards and hooks of Python modules whose names begin so do not count.
-
-    Returns:
-        `str` or `None`: A description such as `"a forward hook (count_calls)"`; None where there is nothing.
+    Hooks that gather sharded weights, `ours`, and what Python modules whose names begin with one of `allowed` have
+    attached do not count. A description is, for example, `"a forward hook (count_calls)"`.
     """
     if not has_hooks(module) and "forward" not in module.__dict__:  # as nearly always; this is asked in every call
         return None
@@ -97,7 +80,7 @@ def home(function: Any) -> str:
 
 
 def comes_from(function: Any, rooms: str | tuple[str, ...]) -> bool:
-    """Whether the code of a function, and of all that it wraps, stands in Python modules whose names begin so."""
+    """Return whether a function, and all that it wraps, stands in Python modules whose names begin so."""
     inner = getattr(function, "__wrapped__", None)
     return home(function).startswith(rooms) and (inner is None or comes_from(inner, rooms))
 

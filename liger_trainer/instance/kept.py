@@ -15,12 +15,10 @@ def hooks_in_force() -> Hooks | None:
 
 
 def keep(tensor: torch.Tensor) -> Kept:
-    """What is to be kept in place of `tensor`: itself and its version.
+    """Keep `tensor`: itself and its version.
 
-    Tensors are kept detached, because an operation that keeps its own result would own itself through Python, where
-    neither autograd nor the garbage collector finds the cycle, and a forward pass without a backward pass would leak.
-    Leaves are no such results, and they must not be detached: ZeRO-3 exchanges the data of its parameters, which a
-    detached tensor would not follow.
+    It is kept detached, since an operation that keeps its own result would own itself, a cycle that is never freed. A
+    leaf is not: ZeRO-3 exchanges the data of its parameters, which a detached tensor would not follow.
     """
     return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 

@@ -14,22 +14,15 @@ PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and noth
 
 
 class Proven(Hashable, Protocol):
-    """What a module was proven to compute. Its `str()` is the variant that the report names.
-
-    Attributes:
-        operation (`str`): A key of the report.
-    """
+    """The formula that a module was proven to compute. Its `str()` is the variant that the report names."""
 
     @property
-    def operation(self) -> str: ...
-
-
-def _nothing(module: nn.Module) -> None:
-    """The `why_not` of kinds that have none."""
+    def operation(self) -> str:
+        """A key of the report."""
 
 
 class Kind(NamedTuple):
-    """How modules of one kind are found, proven and replaced.
+    """The way to find, prove and replace modules of one kind.
 
     Attributes:
         nominated: Tells whether a module looks like one of this kind.
@@ -49,7 +42,7 @@ class Kind(NamedTuple):
     build: Callable[..., Callable]
     guessed_operation: Callable[[nn.Module], str]
     method: str = "forward"
-    why_not: Callable[[nn.Module], str | None] = _nothing
+    why_not: Callable[[nn.Module], str | None] = lambda module: None
     binding: type[Binding] = Binding
     guards: Callable[[nn.Module], Guards] = guards_of
     rebuilds: bool = False

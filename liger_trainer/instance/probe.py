@@ -1,8 +1,7 @@
 """Running a module and its replacement side by side, on clones with small random parameters on the CPU.
 
-A proof is about the formula of the module and needs neither its weights nor its device. So it works in the same way for
-models that are on `meta`, sharded by FSDP or ZeRO-3, or quantised. That a kernel computes the same as its CPU twin is
-shown by the tests of `liger_triton`.
+A proof is about the formula of the module and needs neither its weights nor its device, so it works for models that are
+on `meta`, sharded or quantised. The tests of `liger_triton` show that a kernel computes the same as its CPU twin.
 """
 
 import contextlib
@@ -44,11 +43,8 @@ def randn(shape: Sequence[int], source: torch.Generator, dtype: torch.dtype = to
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a whole parameter, also where it is sharded.
-
-    ZeRO-3 leaves an empty parameter, with the shape in `ds_shape`. FSDP2 keeps the whole shape on the shard.
-    """
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """The shape of a whole parameter, also where it is sharded."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves an empty parameter
 
 
 def clone(
@@ -59,15 +55,14 @@ def clone(
 ) -> nn.Module:
     """A module of the same class and attributes, with fresh random parameters and buffers on the CPU and no hooks.
 
-    With `parameters=False` it has neither parameters nor buffers, so that reading one raises. `children` are put in the
-    place of the module's own children of these names.
+    With `parameters=False` it has neither, so that reading one raises. `children` replace its own of these names.
     """
     copy = object.__new__(type(module))
     state = dict(module.__dict__)
     for name, value in state.items():
         if name.endswith("_hooks") or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
             state[name] = OrderedDict() if isinstance(value, dict) else value
-    for slot in ("forward", "_old_forward", "_hf_hook", "_apply_gate", Binding.key):
+    for slot in (*_SLOTS, "_hf_hook", Binding.key):
         state.pop(slot, None)
     copy.__dict__.update(state)
     children = children or {}
@@ -107,23 +102,18 @@ def fingerprint(module: nn.Module) -> tuple:
 
     Two modules with equal fingerprints compute the same formula.
     """
-    attributes = []
-    for name, value in sorted(module.__dict__.items()):
-        if name == "training" or name.startswith("_") and name.lstrip("_") in _MODULE_STATE:
-            continue
-        if name in ("forward", "_old_forward", "_apply_gate"):
-            continue
-        attributes.append((name, _comparable(value)))
+    own = sorted(module.__dict__.items())
     return (
         type(module),
         tuple((name, None if p is None else full_shape(p)) for name, p in module._parameters.items()),
         tuple((name, None if b is None else tuple(b.shape)) for name, b in module._buffers.items()),
-        tuple(attributes),
+        tuple((name, _comparable(value)) for name, value in own if name not in _MODULE_STATE and name not in _SLOTS),
         tuple((name, None if child is None else fingerprint(child)) for name, child in module._modules.items()),
     )
 
 
-_MODULE_STATE = {name.lstrip("_") for name in nn.Module().__dict__}
+_SLOTS = ("forward", "_old_forward", "_apply_gate")  # where methods are bound
+_MODULE_STATE = {*nn.Module().__dict__}
 _OWN_NAME = "target_name"  # PEFT's layers keep their own name under this key, which no other layer has
 
 
@@ -149,7 +139,7 @@ def inputs_of(forward: Callable) -> list[str] | None:
 
 
 def rest_is_optional(forward: Callable) -> bool:
-    """Whether an unbound `forward` has None as the default of all its inputs but `self` and the first."""
+    """Return whether an unbound `forward` has None as the default of all its inputs but `self` and the first."""
     return all(p.default is None for p in list(inspect.signature(forward).parameters.values())[2:])
 
 
@@ -163,7 +153,7 @@ def attempt(prove: Callable[[Any], tuple[Any, str | None]], subject: Any) -> tup
 
 
 def same(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = False) -> bool:
-    """Whether shapes and dtypes are equal, and no element differs by more than `rtol` times the largest one.
+    """Return whether shapes and dtypes are equal, and no element differs by more than `rtol` times the largest one.
 
     That is the largest of all elements or, with `by_row`, of the row. A NaN in either tensor counts as a difference.
     """
@@ -181,9 +171,7 @@ def trained(
 ) -> list[torch.Tensor]:
     """The result of `forward` for random rows, and the gradients of these and of the parameters that learn."""
     x = randn((2, 5, widths[0]), source, dtype).requires_grad_()
-    torch.default_generator.manual_seed(
-        SEED
-    )  # of a dropout; `torch.manual_seed` would seed the GPUs of the user as well
+    torch.default_generator.manual_seed(SEED)  # of a dropout; `torch.manual_seed` would seed the GPUs as well
     y = forward(module, x)
     leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
     dy = randn((2, 5, widths[1]), source, dtype)
@@ -200,12 +188,11 @@ def changed_share(got: torch.Tensor, want: torch.Tensor) -> float:
 def slot_of(module: nn.Module, method: str = "forward") -> tuple[str, str | None]:
     """(the attribute that is to hold our method, None), or (that attribute, why we cannot put a method there).
 
-    For a forward it is `_old_forward` under accelerate's hooks (`device_map`), which call that. A method on the
-    instance stays, unless it is the class's own, which unpickling leaves there.
+    accelerate's hooks (`device_map`) call `_old_forward`. A method that was put on the instance stays.
     """
     hooked = method == "forward" and "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
     slot = "_old_forward" if hooked else method
-    present = module.__dict__.get(slot)
+    present = module.__dict__.get(slot)  # unpickling leaves the class's own there
     if present is None or getattr(present, "__func__", None) is getattr(type(module), method):
         return slot, None
     return slot, f"its {method} was replaced on the instance by {getattr(present, '__qualname__', present)!s}"

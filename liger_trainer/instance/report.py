@@ -1,4 +1,4 @@
-"""What `apply_liger` did: for each operation the modules that it found, swapped and left alone, and why."""
+"""The report of `apply_liger`: for each operation the modules that it found, swapped and left alone, and why."""
 
 import json
 import os
@@ -14,7 +14,7 @@ OPERATIONS = (
 
 @dataclass
 class OperationReport:
-    """What happened to the modules of one operation.
+    """The modules of one operation.
 
     Attributes:
         enabled (`bool`): Whether the config asked for the operation.
@@ -31,7 +31,7 @@ class OperationReport:
 
     @property
     def found(self) -> int:
-        """How many modules were recognised, whether they could be swapped or not."""
+        """The number of modules that were recognised, swapped or not."""
         return len(self.swapped) + len(self.skipped)
 
 
@@ -54,7 +54,7 @@ class Place:
 
 
 class LigerReport:
-    """What was patched in one model.
+    """The report of one model.
 
     Args:
         model_name (`str`): The name of the model's class.
@@ -86,17 +86,9 @@ class LigerReport:
                 name: {
                     "enabled": operation.enabled,
                     "found": operation.found,
-                    "swapped": [
-                        {"modules": modules, "count": count, "variant": text}
-                        for modules, count, text in compress(operation.swapped)
-                    ],
-                    **{
-                        key: [
-                            {"modules": modules, "count": count, "reason": text}
-                            for modules, count, text in compress(reasons)
-                        ]
-                        for key, reasons in (("skipped", operation.skipped), ("unsuited", operation.unsuited))
-                    },
+                    "swapped": _rows(operation.swapped, "variant"),
+                    "skipped": _rows(operation.skipped, "reason"),
+                    "unsuited": _rows(operation.unsuited, "reason"),
                 }
                 for name, operation in self.operations.items()
             },
@@ -135,12 +127,14 @@ class LigerReport:
         return "\n".join(lines)
 
 
-def compress(modules: dict[str, str]) -> list[tuple[str, int, str]]:
-    """Put modules together whose names differ only in their numbers and whose texts are equal.
+def _rows(modules: dict[str, str], text_is: str) -> list[dict[str, Any]]:
+    return [{"modules": names, "count": count, text_is: text} for names, count, text in compress(modules)]
 
-    Returns:
-        `list` of (name, how many modules, text), in order of appearance. The name has `*` in place of its numbers, or
-        keeps them where it stands for one module alone.
+
+def compress(modules: dict[str, str]) -> list[tuple[str, int, str]]:
+    """Group modules whose names differ only in their numbers and whose texts are equal: (name, how many, text).
+
+    The name has `*` in place of its numbers, or keeps them where it stands for one module alone.
     """
     groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for name, text in modules.items():

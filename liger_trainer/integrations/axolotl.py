@@ -14,11 +14,11 @@ except ImportError as error:
 
 from liger_trainer.patching import apply_liger, check_config
 
-logger = logging.getLogger("axolotl.liger_trainer")  # Axolotl shows no more than warnings of others
+logger = logging.getLogger("axolotl.liger_trainer")  # of other names Axolotl shows warnings only
 
-# What Axolotl switches on by itself for adapters, unless one of these is in the config.
+# Axolotl switches these on by itself for adapters, unless one of them is in the config.
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-# Options of Axolotl that swap the same modules, or the loss, and the plugins that have options of that kind.
+# Options of Axolotl and of its plugins that swap the same modules, or the loss.
 _SWAPS = (
     "liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_glu_activation",
     "liger_cross_entropy", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy",
@@ -51,8 +51,8 @@ class LigerTrainerArgs(BaseModel):
         given = [name for name in _SWAPS if isinstance(data, dict) and data.get(name)]
         if given and data.get("use_liger", True) is not False:
             raise ValueError(
-                f"{', '.join(given)} of the config swap what LigerTrainerPlugin swaps. Remove them, or set use_liger: "
-                "false."
+                f"{', '.join(given)} of the config swap the modules that LigerTrainerPlugin swaps. Remove them, or set "
+                "use_liger: false."
             )
         return data
 
@@ -61,7 +61,7 @@ class LigerTrainerPlugin(BasePlugin):
     """Patches the model once it is loaded, with its adapters, and leaves the trainer to Axolotl."""
 
     def register(self, cfg: Any) -> None:
-        """Leave Axolotl's own kernels for adapters off, of which the config says nothing yet."""
+        """Switch Axolotl's own kernels for adapters off, unless the config names one."""
         if cfg.get("use_liger") is not False and all(cfg.get(name) is None for name in _LORA_KERNELS):
             cfg.update(dict.fromkeys(_LORA_KERNELS, False))
 

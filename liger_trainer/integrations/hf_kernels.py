@@ -15,7 +15,7 @@ LAYERS = ("RMSNorm",)
 
 
 class ProvenRMSNorm(nn.Module):
-    """What `kernels` binds to a norm: no state of its own, and a forward that asks what that norm was proven to be."""
+    """The layer that `kernels` binds to a norm. It has no state; its forward is what the norm was proven to be."""
 
     has_backward = True
     can_torch_compile = False
@@ -25,7 +25,7 @@ class ProvenRMSNorm(nn.Module):
 
 
 class _Ours:
-    """The repository that `kernels` is told of. It wants an object with `load`, wherever that loads from."""
+    """Stands for a repository: `kernels` asks it for `load`."""
 
     def load(self) -> type[nn.Module]:
         return ProvenRMSNorm
@@ -59,7 +59,7 @@ def register(devices: tuple[str, ...] = ("cuda", "rocm", "xpu")) -> None:
     from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
 
     mode = importlib.import_module("kernels").Mode  # an import statement would have mypy look into our folder kernels/
-    # transformers registers this table again for each model, so what is to stay has to stand in it.
+    # transformers registers this table again for each model, so our layers go into the table itself.
     table = get_kernel_mapping_transformers()
     ours = _Ours()
     for name in LAYERS:
@@ -71,7 +71,7 @@ _bound: weakref.WeakKeyDictionary[nn.Module, Binding] = weakref.WeakKeyDictionar
 
 
 def _binding_of(norm: nn.Module) -> Binding:
-    """Our forward for `norm`, or that of its class where ours would compute something else."""
+    """Our forward for `norm`, or its own where ours would compute something else."""
     if norm not in _bound:
         with probe.isolated():
             nothing = None, None, "it is no norm of this package's"

@@ -1,10 +1,10 @@
-"""LoRA layers on bases of eight bits that get the same input one after the other, q, k and v of an attention: their
-adapters and the gradient of the input are computed at once. Bases of 16 bits would gain less than 2 % of a step.
+"""Computes LoRA layers with one input, q, k and v of an attention, at once: their adapters and the input's gradient.
 
-Each layer is still called by the model's own code, when it likes, and returns its own output. The first of them that
-is called with some tensor computes the r-wide products of all. The next one takes its own if everything that these
-depend on is as it was (`_state`). In any other case it computes for itself, so that nothing depends on whether the
-layers really share their input: that they have the names of q, k and v only makes it worth while.
+Their bases have eight bits. With 16 bits, this would gain less than 2 % of a step.
+
+The model's own code still calls each layer and gets its output. The first layer that is called computes the r-wide
+products of all. The next one takes its own if everything that they depend on is unchanged (`_state`), and otherwise
+computes for itself. So nothing depends on whether the layers really share their input.
 """
 
 import threading
@@ -24,12 +24,12 @@ _PARAMETERS = (nn.Parameter, FakeTensor)  # a parameter without values has the s
 
 
 class _Begun:
-    """What has been computed for the layers that are not called yet.
+    """What has been computed for layers that are not called yet.
 
     Attributes:
-        outputs (`tuple` or `None`): What computes them, and the tensors whose ids are in the states. None once they
-            are used up, or something has changed.
-        waiting (`dict`): The layers to come: module -> (its number in `outputs`, the state that these are of).
+        outputs (`tuple` or `None`): What computes them, and the tensors whose ids are in the states. None once they are
+            used up or stale.
+        waiting (`dict`): The layers to come: module -> (its number in `outputs`, the state that it must have).
     """
 
     def __init__(self, x: torch.Tensor, members: dict[nn.Module, Tensors]):
@@ -37,7 +37,7 @@ class _Begun:
         self.waiting = {layer: (k, _state(x, tensors)) for k, (layer, tensors) in enumerate(members.items())}
 
     def take(self, layer: nn.Module, state: tuple) -> torch.Tensor | None:
-        """The output of `layer`; None where something is not as it was when the first layer was called."""
+        """Return the output of `layer`, or None if something has changed since the first layer was called."""
         outputs, self.outputs = self.outputs, None
         k, expected = self.waiting.pop(layer, (0, None))
         if outputs is None or state != expected or outputs[0].is_spent():
@@ -50,14 +50,14 @@ class _Begun:
 
 
 class InputGroup:
-    """Layers of one parent that nearly always get the same input. `tensors_now` finds what one of them multiplies."""
+    """Layers of one parent that nearly always get the same input. `tensors_now` returns what one of them multiplies."""
 
     def __init__(self, layers: list[nn.Module], tensors_now: Callable[[nn.Module, torch.Tensor], Tensors | None]):
         self.layers, self.tensors_now = layers, tensors_now
         self.begun: weakref.ref[_Begun] | None = None
 
     def output(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> torch.Tensor | None:
-        """y of one of the layers; None where it has to compute for itself."""
+        """Return y of one of the layers, or None if it has to compute for itself."""
         if not torch.is_grad_enabled() or any(map(has_hooks, self.layers)):  # a hook may change x behind its version
             return None
         if not isinstance(tensors[0], Float8Weight) or any(t.is_inference() for t in _tensors_of(x, tensors)):
@@ -71,7 +71,7 @@ class InputGroup:
         return y
 
     def _begin(self, layer: nn.Module, x: torch.Tensor, tensors: Tensors) -> _Begun | None:
-        """Compute the adapters of `layer` and of those that follow it; None where it has none to share with."""
+        """Compute the adapters of `layer` and of the layers after it; None if there are none to share with."""
         members = {}
         for other in self.layers[self.layers.index(layer) :]:
             of_other = tensors if other is layer else self.tensors_now(other, x)
@@ -88,7 +88,7 @@ def _tensors_of(x: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _state(x: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
-    """What the output of a layer depends on: which tensors, in which versions, and in which mode."""
+    """Return what the output of a layer depends on: which tensors, in which versions, and in which mode."""
     adapter, device = tensors[2], x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     found: list[Any] = [threading.get_ident(), autocast, adapter and adapter[2]]

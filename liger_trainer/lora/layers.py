@@ -1,12 +1,12 @@
 """PEFT's LoRA on linear layers, `peft.tuners.lora.Linear`, nominated by its class.
 
-Its formula is the same for all sizes, so it is proven on a small copy that has the instance's own attributes: adapters,
-scalings, dropout. What the layer does is asked of PEFT's own state in every call: adapters can be switched, disabled,
-merged, added and removed after the swap. Where it is anything but a sum of plain LoRAs beside a plain linear layer, as
-with DoRA, the layer's own code runs for that call.
+Its formula is the same for all sizes, so it is proven on a small copy with the instance's own adapters, scalings and
+dropout. Each call asks PEFT's own state what the layer does, because adapters can be switched, disabled, merged, added
+and removed after the swap. If that is anything but plain LoRAs added to a plain linear layer, as with DoRA, the layer's
+own code runs for that call.
 
-Our forward reads weights without calling the modules that own them. Where a hook is on one of these, of the user's own
-or one that gathers its weights (ZeRO-3, `device_map`), the layer runs its own code from then on.
+Our forward reads weights without calling the modules that own them. If one of these has a hook, the user's or one that
+gathers its weights (ZeRO-3, `device_map`), the layer runs its own code from then on.
 """
 
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ _WIDTHS, _FLOAT8_WIDTHS, _RANK = (6, 10), (16, 32), 3  # of the small copy
 
 _GROUPED = ("q_proj", "k_proj", "v_proj")
 
-# The least product of tokens, width and width for which our function runs without autocast: 2048 tokens of a width of
-# 4096. With fewer, the GPU is done before the host has launched the next layer, and PEFT's own code, which multiplies
-# in fp32 there, launches less than ours. Under autocast, which has it cast every factor, it launches more: for a layer
-# of a checkpointed Llama with a LoRA on everything, forward and backward, 224 kernels where ours launches 130.
+# The least tokens * width * width for which our function runs without autocast: 2048 tokens of a width of 4096. With
+# fewer, the GPU waits for the host, and PEFT's own code launches less than ours. Under autocast, which casts each of
+# its factors, it launches more: 224 kernels, where ours launches 130, for a layer of a checkpointed Llama with a LoRA
+# on everything, forward and backward.
 LEAST_WORK = 2**35
 
 
@@ -64,10 +64,10 @@ class LoRA:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` is PEFT's LoRA on a linear layer, or one of its own on a layer of another kind.
+    """Return whether `module` is PEFT's LoRA on a linear layer, or on a layer with a file of its own in PEFT.
 
-    The latter, those of quantised layers for example, are not proven, and keep their code. Those of embeddings,
-    convolutions and parameters, which stand in the same file as the former, are none of this kind.
+    The latter, such as LoRA on quantised layers, are not proven and keep their code. LoRA on embeddings, convolutions
+    and parameters is not nominated.
     """
     cls = own_class(module)
     return names_of(cls) == _CLASS or (
@@ -76,7 +76,7 @@ def nominated(module: nn.Module) -> bool:
 
 
 def _attached(modules: list[nn.Module]) -> str | None:
-    """What is attached to one of `modules` and would be missed if it is not called."""
+    """Return what is attached to one of `modules` and would be missed if it is not called."""
     for module in modules:
         if not has_hooks(module) and "forward" not in module.__dict__:
             continue
@@ -89,7 +89,7 @@ def _attached(modules: list[nn.Module]) -> str | None:
 
 
 def why_not(layer: nn.Module) -> str | None:
-    """Why `layer`, with the adapters that are active now, has to run its own code; None where it need not."""
+    """Return why `layer`, with the adapters that are active now, has to run its own code, or None."""
     active = layer.__dict__["_active_adapter"]
     for name in (active,) if isinstance(active, str) else active:
         if name in layer.__dict__["lora_variant"]:
@@ -106,7 +106,7 @@ def why_not(layer: nn.Module) -> str | None:
 
 
 def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
-    """(what this layer computes, None), or (None, why it is none of ours)."""
+    """Return (what this layer computes, None), or (None, why it keeps its code)."""
     cls = own_class(layer)
     if names_of(cls) != _CLASS:
         base = type(layer._modules.get("base_layer")).__name__
@@ -131,7 +131,7 @@ def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
 
 
 def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, widths: tuple[int, int]) -> nn.Module:
-    """A layer with the attributes of `layer`, narrow, with fp32 adapters of a small rank and random weights."""
+    """Return a narrow layer with the attributes of `layer`, and fp32 adapters of a small rank with random weights."""
 
     def linear(width_in: int, width_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
         module = nn.Linear(width_in, width_out, bias=bias, device="meta", dtype=dtype)
@@ -154,7 +154,7 @@ def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, w
 
 
 def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of PEFT's layer: ours where the call has enough to do, else its own."""
+    """Run our forward where the call has enough to do, otherwise PEFT's."""
     if args or kwargs or not _pays(x) or torch.compiler.is_compiling():
         return type(self).forward(self, x, *args, **kwargs)
     return fused(self, x)
@@ -165,7 +165,7 @@ def _pays(x: torch.Tensor) -> bool:
 
 
 def _parts_now(layer: nn.Module, x: torch.Tensor, width: int | None = None) -> tuple[list[Part] | None, str | None]:
-    """(the adapters of `layer` in a call with `x`, None) where it is plain then; else (None, why it is for good)."""
+    """Return (the adapters of `layer` in a call with `x`, None) if it is plain; else (None, why for good, if so)."""
     parts = active_parts(layer)
     if parts is None or not is_plain(layer, parts):
         return None, None
@@ -175,7 +175,7 @@ def _parts_now(layer: nn.Module, x: torch.Tensor, width: int | None = None) -> t
 
 
 def fused(self, x: torch.Tensor) -> torch.Tensor:
-    """The layer, with the adapter added to the product in place where the layer is plain now."""
+    """Run the layer, with the adapter added to the product in place if the layer is plain now."""
     (parts, reason), dropped, binding = _parts_now(self, x), None, Binding.of(self)
     if reason is not None and binding is not None:
         binding.step_aside(reason)
@@ -196,10 +196,10 @@ def fused(self, x: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) -> Tensors | None:
-    """(weight, bias, adapter or None) of a linear layer, or of a LoRA that is swapped, for code that calls neither.
+    """Return (weight, bias, adapter or None) of a linear layer or a swapped LoRA, for code that calls neither.
 
-    None where a call of `module` with `x`, or with something of its dtype and another width, would be anything but the
-    sum of their products now, or would show a user's hook what it computes, or has too little to do.
+    Return None if a call with `x`, or with something of its dtype and another width, would be anything but the sum of
+    their products now, if a user's hook would see it, or if it has too little to do.
     """
     if has_hooks(module) or not _pays(x):
         return None
@@ -216,13 +216,13 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
 
 
 class LoRABinding(Binding):
-    """What is bound to a LoRA layer. `group` has those that nearly always get its input, on bases of eight bits."""
+    """The binding of a LoRA layer. `group` has the layers that nearly always get its input, on bases of eight bits."""
 
     group: InputGroup | None = None
 
 
 def form_groups(model: nn.Module) -> None:
-    """Tell the swapped LoRA layers of each attention of each other, where all its bases have eight bits."""
+    """Group the swapped LoRA layers of each attention whose bases all have eight bits."""
     for module in model.modules():
         layers = [module._modules[name] for name in _GROUPED if module._modules.get(name) is not None]
         bindings = [binding for layer in layers if isinstance(binding := Binding.of(layer), LoRABinding)]

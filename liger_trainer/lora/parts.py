@@ -1,7 +1,7 @@
-"""The tensors of a linear layer and of PEFT's LoRA on it, as they are now, for code that does not call the layer.
+"""Reads the tensors of a linear layer and of PEFT's LoRA on it, for code that does not call the layer.
 
-The layer has a weight of 16 or 32 bits, or one of eight bits (`fp8/frozen_layer.py`). What is asked of it in each call
-is read from the dictionaries of the modules, since an attribute of a module takes a call of Python.
+The layer has a weight of 16 or 32 bits, or of eight bits (`fp8/frozen_layer.py`). Tensors are read from the
+dictionaries of the modules, since an attribute of a module takes a call of Python.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ _KNOWN_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 class Part(NamedTuple):
-    """One adapter of a layer, as the layer calls it."""
+    """One adapter of a layer."""
 
     a: nn.Module
     b: nn.Module
@@ -28,12 +28,12 @@ class Part(NamedTuple):
     scaling: float
 
     def drops(self) -> bool:
-        """Whether the dropout changes its input now."""
+        """Return whether the dropout changes its input now."""
         return type(self.dropout) is nn.Dropout and self.dropout.training and self.dropout.p > 0
 
 
 def active_parts(layer: nn.Module) -> list[Part] | None:
-    """The plain adapters whose results `layer` adds to that of its base now; None where it does anything else."""
+    """Return the plain adapters whose results `layer` adds to its base's now; None if it does anything else."""
     state = layer.__dict__
     if state["_disable_adapters"] or state["merged_adapters"] or not state.get("cast_input_dtype_enabled", True):
         return None
@@ -53,7 +53,7 @@ def active_parts(layer: nn.Module) -> list[Part] | None:
 
 
 def called_by(layer: nn.Module, parts: list[Part]) -> list[nn.Module]:
-    """The modules that the layer's own code calls, and ours does not."""
+    """Return the modules that the layer's own code calls, and ours does not."""
     called = [layer._modules["base_layer"]]
     for part in parts:
         called += part[:3]
@@ -69,15 +69,12 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_base(module: nn.Module) -> bool:
-    """Whether this is a linear layer as LoRA has it for its base: with plain tensors, or with a weight of eight bits.
-
-    The latter is a class of this package, which has no subclasses.
-    """
+    """Return whether this is a linear layer with plain tensors, or with a weight of eight bits."""
     return type(module) is FrozenFloat8Linear or is_linear(module)
 
 
 def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
-    """Whether base and adapters are linear layers with plain tensors, adapters without a bias."""
+    """Return whether base and adapters are linear layers with plain tensors, adapters without a bias."""
     if not is_base(layer._modules["base_layer"]):
         return False
     for a, b, dropout, _ in parts:
@@ -89,13 +86,13 @@ def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
 
 
 def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | None = None) -> bool:
-    """Whether x, or something of its dtype and another width, is what the layer's own code multiplies without an error.
+    """Return whether the layer's own code multiplies x, or something of its dtype and another width, without an error.
 
-    Where it is not, that code runs and raises.
+    If not, that code runs and raises.
     """
     if type(x) not in PLAIN_TENSORS or not x.is_floating_point():
         return False
-    float8 = type(base) is FrozenFloat8Linear  # its weight has no dtype that x has to have
+    float8 = type(base) is FrozenFloat8Linear  # takes x of any dtype
     weight, device, dtype = base._parameters["bits" if float8 else "weight"], x.device, x.dtype
     if (x.shape[-1] if width is None else width) != weight.shape[1]:
         return False
@@ -116,10 +113,10 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
 
 
 def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Part]]:
-    """x with zeros where the dropout of `part` puts them, and `part` with a scaling that makes up for them.
+    """Return x with zeros where the dropout of `part` puts them, and `part` with a scaling that makes up for them.
 
-    The module itself draws the mask. What it multiplies the others by goes into the scaling, since in 16 bits x times
-    that number would be rounded. The zeros of x have a gradient, so that they are kept, or not, like all others.
+    The module itself draws the mask. Its factor for the other numbers goes into the scaling, because x times it would
+    be rounded in 16 bits.
     """
     with torch.no_grad():
         kept = part.dropout(torch.ones_like(x, dtype=part.a.weight.dtype)) != 0
@@ -127,8 +124,7 @@ def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Par
 
 
 def tensors_of(base: nn.Module, parts: list[Part]) -> Tensors:
-    """What our functions take in place of `base` and its adapters. Those of several adapters become one: their A over
-    one another, their scaled B side by side."""
+    """Return what our functions take for `base` and its adapters. Several adapters are concatenated to one."""
     weight = base.float8 if type(base) is FrozenFloat8Linear else base._parameters["weight"]
     adapter = None
     if len(parts) == 1:

@@ -1,8 +1,7 @@
-"""Losses for a training loop of your own: functions of log-probabilities, which need no logits and no trainer.
+"""Losses for a training loop of your own: functions of log-probabilities, without logits, transformers or TRL.
 
-The trainers of this package do not use them, because their losses are TRL's own code.
-`tests/liger_trainer/losses/test_losses.py` checks that the two agree. Importing this loads neither transformers nor
-TRL.
+TRL has these formulas only inside its trainers. The trainers of this package run them there, and
+`tests/liger_trainer/losses/test_losses.py` holds the two equal.
 """
 
 from liger_trainer.losses.linear import linear_loss

@@ -20,21 +20,20 @@ def linear_loss(
 ) -> Any:
     """`loss_fn(log_probs)` with log_probs = log_softmax(hidden @ weight.T + bias)[target], and exact gradients.
 
-    Only the logits of a few rows, a chunk, exist at any time. If there is more than one chunk, the backward pass
-    computes them again, whatever `loss_fn` is. That takes four matrix products of the head's size, or two if `weight`
-    is frozen. If `loss_fn` weighs all tokens alike, as a sum or a mean does, `uniform_grad=True` makes it three.
+    Only the logits of one chunk of rows exist at any time. With more than one chunk the backward pass recomputes them,
+    which makes four matrix products of the head's size, or two if `weight` is frozen. If `loss_fn` weighs all tokens
+    alike, as a sum or a mean does, `uniform_grad=True` makes it three.
 
     Args:
         hidden (`torch.Tensor`): Input of the head (..., H); bf16, fp16 or fp32.
         weight, bias (`torch.Tensor`): The parameters of the head, (V, H) and (V,).
         target (`torch.Tensor`): The token to score in each row (...), int64, or -100 for none. To score the next
             token, pass `hidden[:, :-1]` and `labels[:, 1:]`.
-        loss_fn (`Callable`): Is called with one tensor of the shape of `target` for each name in `outputs`, in that
-            order; they are fp32, and zero where the target is -100. Returns the loss, or a tuple that begins with it.
+        loss_fn (`Callable`): Gets one tensor of the shape of `target` for each name in `outputs`, in that order, fp32
+            and zero where the target is -100. Returns the loss, or a tuple that begins with it.
         outputs (`tuple`, *optional*, defaults to `("log_probs",)`): Names of `liger_triton.LogProbs`. `log_probs` and
             `entropy` are differentiable.
-        options: Further arguments of `liger_triton.linear_logprobs`: `temperature`, `softcap`, `logit_scale`,
-            `label_smoothing`, `ignore_index`, `lora`, `lora_input`, `uniform_grad`, `accumulate`, `chunk_rows`.
+        options: Further arguments of `liger_triton.linear_logprobs`, such as `temperature` and `softcap`.
 
     Returns:
         What `loss_fn` returned.

@@ -5,14 +5,26 @@ Dtypes  any floating one. Losses are computed and returned in fp32, or in fp64 f
 Units   nats. "Summed" and "averaged" mean over the tokens of the completion, which `sequence_logprobs` does.
 
 Each function returns `(loss, metrics)`: the loss, () or (B,), and a dict of detached tensors (), which are means over
-this batch and have the names under which TRL logs them: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
-`rewards/accuracies`, `logps/chosen`, `logps/rejected`. With several processes, or micro-batches of different sizes,
-take `reduction="sum"` and divide by the number of pairs in all of them.
+this batch under the names that TRL logs: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
+`rewards/accuracies`, `logps/chosen`, `logps/rejected`. `reduction` is `"mean"`, `"sum"` or `"none"`. With several
+processes, or micro-batches of different sizes, take `"sum"` and divide by the number of pairs in all of them.
+A ValueError says which shapes disagree, or which option is unknown, out of range or without effect.
 """
 
 import torch
 import torch.nn.functional as F
 
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+# Losses (B,) of the rewards c and r of the chosen and the rejected completion, beta, and the label smoothing e.
+_PAIR_LOSSES = {
+    "sigmoid": lambda c, r, beta, e: -(1 - e) * F.logsigmoid(c - r) - e * F.logsigmoid(r - c),
+    "robust": lambda c, r, beta, e: (-(1 - e) * F.logsigmoid(c - r) + e * F.logsigmoid(r - c)) / (1 - 2 * e),
+    "hinge": lambda c, r, beta, e: torch.relu(1 - (c - r)),
+    "ipo": lambda c, r, beta, e: (c - r - 0.5).square() / beta**2,
+    "apo_zero": lambda c, r, beta, e: torch.sigmoid(-c) + torch.sigmoid(r),
+    "apo_down": lambda c, r, beta, e: torch.sigmoid(c) + torch.sigmoid(r - c),
+}
 _SMOOTHED = ("sigmoid", "robust")
 
 
@@ -20,13 +32,10 @@ def sequence_logprobs(log_probs: torch.Tensor, mask: torch.Tensor, average: bool
     """Log-probability of each sequence (B,) from its tokens' log-probabilities.
 
     Args:
-        log_probs (`torch.Tensor`): Those of the tokens (B, S), as in `outputs.log_probs` of a patched model.
+        log_probs (`torch.Tensor`): Log-probabilities of tokens (B, S), as in `outputs.log_probs` of a patched model.
         mask (`torch.Tensor`): Which tokens count (B, S), bool or 0 and 1, as in `outputs.label_mask`.
         average (`bool`, *optional*, defaults to `False`): Divide by the number of tokens that count. A sequence
             without any gets 0.
-
-    Raises:
-        ValueError: The shapes differ.
     """
     if log_probs.shape != mask.shape or log_probs.ndim != 2:
         raise ValueError(
@@ -47,7 +56,7 @@ def dpo_loss(
     loss_type: str = "sigmoid",
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> Result:
     """DPO, Rafailov et al. 2023 (arXiv:2305.18290), and its nearest relatives.
 
     With the rewards c = beta * (log p - log p_ref) of the chosen and r of the rejected completion, d = c - r and label
@@ -66,30 +75,19 @@ def dpo_loss(
         chosen_logps, rejected_logps (`torch.Tensor`): Summed log-probabilities (B,); averaged ones for `"ipo"`.
         ref_chosen_logps, ref_rejected_logps (`torch.Tensor`): The same under the reference model, without gradient.
         beta (`float`, *optional*, defaults to 0.1): Strength of the tie to the reference, which IPO calls tau.
-        loss_type (`str`, *optional*, defaults to `"sigmoid"`): One of the above. [`LigerDPOTrainer`] has the others
-            of TRL.
+        loss_type (`str`, *optional*, defaults to `"sigmoid"`): One of the above. [`LigerDPOTrainer`] takes all of
+            TRL's.
         label_smoothing (`float`, *optional*, defaults to 0.0): In [0, 0.5), for `"sigmoid"` and `"robust"`.
-        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"`, `"sum"` or `"none"`.
-
-    Raises:
-        ValueError: Shapes disagree, or an option is unknown, out of range or without effect on this `loss_type`.
     """
     chosen, rejected, ref_chosen, ref_rejected = _checked(
+        beta,
         chosen_logps=chosen_logps,
         rejected_logps=rejected_logps,
         ref_chosen_logps=ref_chosen_logps,
         ref_rejected_logps=ref_rejected_logps,
     )
-    _check_beta(beta)
     c, r = beta * (chosen - ref_chosen.detach()), beta * (rejected - ref_rejected.detach())
-    if loss_type == "apo_zero":
-        losses = torch.sigmoid(-c) + torch.sigmoid(r)
-    elif loss_type == "apo_down":
-        losses = torch.sigmoid(c) + torch.sigmoid(r - c)
-    else:
-        others = ("apo_zero", "apo_down")
-        losses = _margin_losses(c - r, beta, loss_type, label_smoothing, ("sigmoid", "robust", "hinge", "ipo"), others)
-    _refuse_useless_smoothing(loss_type, label_smoothing)
+    losses = _pair_losses(c, r, beta, loss_type, label_smoothing, tuple(_PAIR_LOSSES))
     return _reduced(losses, reduction), _metrics(c, r, chosen, rejected)
 
 
@@ -103,7 +101,7 @@ def cpo_loss(
     loss_type: str = "sigmoid",
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> Result:
     """CPO, Xu et al. 2024 (arXiv:2401.08417): DPO against a uniform reference, plus a likelihood term.
 
         loss = cpo_alpha * chosen_nll + l(d),   d = beta * (log p(chosen) - log p(rejected))
@@ -116,16 +114,11 @@ def cpo_loss(
             TRL it is the mean over all their tokens in the batch.
         beta (`float`, *optional*, defaults to 0.1): Temperature of the preference term.
         cpo_alpha (`float`, *optional*, defaults to 1.0): Weight of `chosen_nll`.
-        loss_type, label_smoothing, reduction: As in `dpo_loss`.
-
-    Raises:
-        ValueError: For the same reasons as in `dpo_loss`.
+        loss_type, label_smoothing: As in `dpo_loss`.
     """
-    chosen, rejected = _checked(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
-    _check_beta(beta)
+    chosen, rejected = _checked(beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     c, r = beta * chosen, beta * rejected
-    losses = _margin_losses(c - r, beta, loss_type, label_smoothing, ("sigmoid", "hinge", "ipo"))
-    _refuse_useless_smoothing(loss_type, label_smoothing)
+    losses = _pair_losses(c, r, beta, loss_type, label_smoothing, ("sigmoid", "hinge", "ipo"))
     losses = losses + cpo_alpha * _nll(chosen_nll, chosen)
     return _reduced(losses, reduction), _metrics(c, r, chosen, rejected)
 
@@ -139,7 +132,7 @@ def simpo_loss(
     alpha: float = 0.0,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> Result:
     """SimPO, Meng et al. 2024 (arXiv:2405.14734), eq. 6: no reference, averaged log-probabilities, a target margin.
 
         loss = -(1 - e) log sigmoid(d) - e log sigmoid(-d),   d = beta * (x(chosen) - x(rejected)) - gamma
@@ -153,15 +146,10 @@ def simpo_loss(
         gamma (`float`, *optional*, defaults to 1.0): Margin, in units of the reward d.
         alpha (`float`, *optional*, defaults to 0.0): AlphaPO's shape of the reward.
         label_smoothing (`float`, *optional*, defaults to 0.0): In [0, 0.5).
-        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"`, `"sum"` or `"none"`.
-
-    Raises:
-        ValueError: Shapes disagree, or an option is out of range.
     """
-    chosen, rejected = _checked(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
-    _check_beta(beta)
+    chosen, rejected = _checked(beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     c, r = (beta * (-torch.expm1(-alpha * x) / alpha if alpha else x) for x in (chosen, rejected))
-    losses = _margin_losses(c - r - gamma, beta, "sigmoid", label_smoothing, ("sigmoid",))
+    losses = _pair_losses(c - r - gamma, torch.zeros_like(r), beta, "sigmoid", label_smoothing, ("sigmoid",))
     return _reduced(losses, reduction), _metrics(c, r, chosen, rejected)
 
 
@@ -172,28 +160,21 @@ def orpo_loss(
     *,
     beta: float = 0.1,
     reduction: str = "mean",
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> Result:
     """ORPO, Hong et al. 2024 (arXiv:2403.07691), eqs. 6 and 7: likelihood plus the log odds ratio of the pair.
 
         loss = chosen_nll - beta * log sigmoid(log odds(chosen) - log odds(rejected)),   odds = p / (1 - p)
 
-    with p = exp(averaged log-probability). The loss and its gradient stay finite where p rounds to 1.
+    with p = exp(averaged log-probability). The loss and its gradient stay finite where p rounds to 1. The metrics also
+    have `nll_loss`, `log_odds_ratio` and `log_odds_chosen`.
 
     Args:
         chosen_logps, rejected_logps (`torch.Tensor`): Averaged log-probabilities (B,), at most 0.
         chosen_nll (`torch.Tensor`): Negative log-likelihood of the chosen rows, () or (B,). In TRL it is the mean over
             all tokens of prompt and completion in the batch.
         beta (`float`, *optional*, defaults to 0.1): Weight of the odds ratio, lambda in the paper.
-        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"`, `"sum"` or `"none"`.
-
-    Returns:
-        `(loss, metrics)`; the metrics also have `nll_loss`, `log_odds_ratio` and `log_odds_chosen`.
-
-    Raises:
-        ValueError: Shapes disagree, or `reduction` is unknown.
     """
-    chosen, rejected = _checked(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
-    _check_beta(beta)
+    chosen, rejected = _checked(beta, chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     ratio = F.logsigmoid(log_odds)
     nll = _nll(chosen_nll, chosen)
@@ -213,11 +194,14 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     reduction: str = "mean",
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> Result:
     """KTO, Ethayarajh et al. 2024 (arXiv:2402.01306): single completions, each desirable or not.
 
         loss = w * (1 - sigmoid(s * beta * (log p - log p_ref - max(kl, 0)))),   s = 1 and w = desirable_weight
                                                                    where desirable, else -1 and undesirable_weight
+
+    In the metrics "chosen" means the desirable rows and "rejected" the rest; a kind without rows has NaN. There is
+    `kl`, and no `rewards/accuracies`.
 
     Args:
         logps, ref_logps (`torch.Tensor`): Summed log-probabilities (B,) under the model and the reference.
@@ -227,17 +211,8 @@ def kto_loss(
         beta (`float`, *optional*, defaults to 0.1): Strength of the tie to the reference.
         desirable_weight, undesirable_weight (`float`, *optional*, defaults to 1.0): Weights of the two kinds of rows;
             the paper wants the ratio of the weighted counts between 1 and 4/3.
-        reduction (`str`, *optional*, defaults to `"mean"`): `"mean"`, `"sum"` or `"none"`.
-
-    Returns:
-        `(loss, metrics)`. In the metrics "chosen" means the desirable rows and "rejected" the others; a kind without
-        rows has NaN. They have `kl` but no `rewards/accuracies`.
-
-    Raises:
-        ValueError: Shapes disagree, `desirable` is not bool, or `reduction` is unknown.
     """
-    logps, ref_logps = _checked(logps=logps, ref_logps=ref_logps)
-    _check_beta(beta)
+    logps, ref_logps = _checked(beta, logps=logps, ref_logps=ref_logps)
     if desirable.dtype != torch.bool or desirable.shape != logps.shape:
         raise ValueError(
             f"desirable is {tuple(desirable.shape)} {desirable.dtype}; expected {tuple(logps.shape)} torch.bool, one "
@@ -258,51 +233,34 @@ def kto_loss(
     return _reduced(losses, reduction), metrics
 
 
-def _checked(**named: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in fp32 or fp64. ValueError unless all are (B,) and floating."""
+def _checked(beta: float, **named: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in fp32 or fp64. ValueError unless all are (B,) and floating, and beta is positive."""
     shape = next(iter(named.values())).shape
     if any(x.shape != shape or x.ndim != 1 or not x.is_floating_point() for x in named.values()):
         got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in named.items())
         raise ValueError(
             f"Got {got}; expected one floating-point log-probability per completion, (B,), in all of them. "
-            "sequence_logprobs(log_probs, mask) makes them from those of tokens."
+            "sequence_logprobs(log_probs, mask) makes them from log-probabilities of tokens."
         )
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}; expected a positive number.")
     return [x if x.dtype == torch.float64 else x.float() for x in named.values()]
 
 
-def _check_beta(beta: float) -> None:
-    if not beta > 0:
-        raise ValueError(f"beta is {beta}; expected a positive number.")
-
-
-def _margin_losses(
-    d: torch.Tensor,
-    beta: float,
-    loss_type: str,
-    label_smoothing: float,
-    known: tuple[str, ...],
-    also: tuple[str, ...] = (),
+def _pair_losses(
+    c: torch.Tensor, r: torch.Tensor, beta: float, loss_type: str, label_smoothing: float, known: tuple[str, ...]
 ) -> torch.Tensor:
-    """The losses (B,) of the reward margin d (B,), by the formulas in `dpo_loss`."""
     if loss_type not in known:
-        names = ", ".join((*known, *also))
-        raise ValueError(f"loss_type is {loss_type!r}; expected one of {names}. The trainers have the others of TRL.")
+        names = ", ".join(known)
+        raise ValueError(f"loss_type is {loss_type!r}; expected one of {names}. The trainers take all of TRL's.")
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; expected a probability in [0, 0.5).")
-    if loss_type == "hinge":
-        return torch.relu(1 - d)
-    if loss_type == "ipo":
-        return (d - 0.5).square() / beta**2
-    right, wrong = (1 - label_smoothing) * -F.logsigmoid(d), label_smoothing * -F.logsigmoid(-d)
-    return (right - wrong) / (1 - 2 * label_smoothing) if loss_type == "robust" else right + wrong
-
-
-def _refuse_useless_smoothing(loss_type: str, label_smoothing: float) -> None:
     if label_smoothing and loss_type not in _SMOOTHED:
         raise ValueError(
             f"label_smoothing is {label_smoothing}, which the loss_type {loss_type!r} has no use for. Set it to 0, or "
             f"take the loss_type {' or '.join(map(repr, _SMOOTHED))}."
         )
+    return _PAIR_LOSSES[loss_type](c, r, beta, label_smoothing)
 
 
 def _nll(nll: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

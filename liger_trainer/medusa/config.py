@@ -1,4 +1,4 @@
-"""`MedusaConfig`: the arguments of `LigerMedusaTrainer`."""
+"""`LigerMedusaConfig`: the arguments of `LigerMedusaTrainer`."""
 
 import math
 import re
@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from liger_trainer.medusa.heads import MedusaHeadsConfig, check_shape
+from liger_trainer.medusa.files import check_shape
 from liger_trainer.trainers.sft_trainer import LigerSFTConfig
-
-__all__ = ["MedusaConfig", "MedusaHeadsConfig"]
 
 
 def schedule_of(name: str) -> Callable[[float], float]:
@@ -33,7 +31,7 @@ def schedule_of(name: str) -> Callable[[float], float]:
 
 
 @dataclass
-class MedusaConfig(LigerSFTConfig):
+class LigerMedusaConfig(LigerSFTConfig):
     """[`LigerSFTConfig`] with the options of Medusa heads, for [`LigerMedusaTrainer`].
 
     The loss, with N the labels in the accumulated batch over all ranks and s / S the share of the training steps done:
@@ -53,8 +51,8 @@ class MedusaConfig(LigerSFTConfig):
     medusa_tied: bool = field(
         default=True,
         metadata={
-            "help": "True: all heads project with the LM head of the model, and only their residual blocks are their "
-            "own. False: each has a trainable copy of the LM head, of vocabulary x hidden size parameters."
+            "help": "True: all heads project with the LM head of the model. False: each trains a copy of it, of "
+            "vocabulary x hidden size parameters."
         },
     )
     medusa_stage: Literal[1, 2] = field(
@@ -78,8 +76,8 @@ class MedusaConfig(LigerSFTConfig):
         default="constant",
         metadata={
             "help": "How the weight of the heads grows over the training steps: 'constant', 'linear' (from 0 to 1), "
-            "'sine' (a quarter of a sine wave), or 'sine_R' with a number R above 0 and at most 1, such as 'sine_0.1': "
-            "the sine over the first R of the steps, then 1. Evaluation takes the full weight."
+            "'sine' (a quarter of a sine wave), or 'sine_R' such as 'sine_0.1': the sine over the first R of the "
+            "steps, then 1. Evaluation takes the full weight."
         },
     )
     medusa_lr_multiplier: float | None = field(
@@ -96,9 +94,8 @@ class MedusaConfig(LigerSFTConfig):
     medusa_eval_rows: int = field(
         default=0,
         metadata={
-            "help": "At the end of a recipe, measure the heads as `liger-trainer medusa-eval` does, on the model's "
-            "greedy text after the prompts of this many rows that were held out for evaluation. This works on one "
-            "process only. 0: do not measure them."
+            "help": "At the end of a recipe, measure the heads as `liger-trainer medusa-eval` does, on the prompts of "
+            "this many rows that were held out for evaluation. One process only. 0: do not measure them."
         },
     )
     medusa_eval_max_new_tokens: int = field(
@@ -125,3 +122,6 @@ class MedusaConfig(LigerSFTConfig):
         for name, least in (("medusa_eval_rows", 0), ("medusa_eval_max_new_tokens", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more.")
+
+
+MedusaConfig = LigerMedusaConfig  # the old name, which stands in saved training_args.bin too

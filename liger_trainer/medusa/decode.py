@@ -1,8 +1,8 @@
 """Greedy decoding with Medusa heads: propose a chain of tokens, verify it in one forward pass, keep what is right.
 
 A pass reads the last token and the K guesses for those after it. Its logits say what the model itself would have
-written after each, so the guesses are kept up to the first wrong one, and the model's own token follows them. That
-makes 1 to K + 1 tokens per pass, and the text of plain greedy decoding (Leviathan et al. 2023, arXiv:2211.17192).
+written after each. The guesses are kept up to the first wrong one, and the model's own token follows them. That makes 1
+to K + 1 tokens per pass, and the text of plain greedy decoding (Leviathan et al. 2023, arXiv:2211.17192).
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,9 @@ from liger_trainer.medusa.heads import MedusaHeads
 
 @dataclass(frozen=True)
 class Decoded:
-    """What `greedy_decode` returns.
+    """The new tokens, with the end token, and the forward passes after the one over the prompt.
 
-    Attributes:
-        tokens: The new tokens, including the end token.
-        passes: The forward passes after the one over the prompt. That one gives the first token, so that these gave
-            `len(tokens) - 1` tokens.
+    The pass over the prompt gives the first token, so `passes` gave `len(tokens) - 1` tokens.
     """
 
     tokens: list[int]
@@ -39,14 +36,12 @@ def greedy_decode(
     """The greedy text of `model` after one `prompt`, decoded with the proposals of the heads or without.
 
     Args:
-        model (`PreTrainedModel`): A decoder whose cache can be cut, in eval mode.
+        model (`PreTrainedModel`): A decoder in eval mode. ValueError if it keeps a running state, as state-space and
+            linear-attention layers do, from which wrong guesses cannot be removed.
         heads (`MedusaHeads` or `None`): With None, every pass gives one token.
         prompt (`list[int]`): Token ids, not empty.
         ends (`set[int]`): Tokens that end the text.
         max_new_tokens (`int`): Length at which the text is cut, 1 or more.
-
-    Raises:
-        ValueError: The model keeps a state that cannot be taken back, as state-space and linear-attention layers do.
     """
     if getattr(base_model_of(model), "_is_stateful", False):
         raise ValueError(

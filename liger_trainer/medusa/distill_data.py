@@ -1,7 +1,7 @@
 """Self-distillation data: the model's own answers to prompts, as rows that a recipe trains on.
 
-Heads are to guess what the model itself writes, so its own text teaches them more than anyone else's. A row has
-`prompt` and `completion`, which are texts or messages as the prompts are, and `prompt_index`, the number of its prompt.
+Heads are to guess what the model itself writes, so its own text teaches them most. A row has `prompt` and `completion`,
+which are texts or messages as the prompts are, and `prompt_index`, the number of its prompt.
 """
 
 import json
@@ -48,23 +48,16 @@ def distill(
     An answer that was cut at `max_new_tokens` is left out. A trainer would put the end-of-text token behind it, and the
     heads, or in stage 2 the model, would learn to stop in the middle of a sentence.
 
-    Args:
-        prompts: As `read_prompts` returns them.
-        output (`str`): A .jsonl file, which is made if it is missing.
-        answerer: `local_answerer(...)` or `server_answerer(...)`.
-        batch_size (`int`, *optional*, defaults to 16): Prompts handed to `answerer` at once.
-        progress (*optional*): Is called with the number of prompts done, after each batch.
-
-    Raises:
-        ValueError: `batch_size` is below 1, or `output` is no .jsonl file or holds rows of other prompts.
+    `batch_size` prompts are handed to `answerer` at once; `progress` is called with the number of prompts done after
+    each batch. ValueError if `output` is no .jsonl file or holds rows of other prompts.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more.")
     if Path(output).suffix != ".jsonl":
         raise ValueError(f"output is {output!r}; expected a file ending in .jsonl, with one row per line.")
+    os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
     found, start = _rows_there(output, prompts)
     written = cut = empty = 0
-    os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
     with open(output, "a", encoding="utf-8") as file:
         for first in range(start, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
@@ -82,26 +75,24 @@ def distill(
 
 
 def _rows_there(output: str, prompts: Sequence[Prompt]) -> tuple[int, int]:
-    """How many rows `output` has, and the index of the first prompt to answer. An unfinished last line is cut off."""
-    if not os.path.exists(output):
-        return 0, 0
-    with open(output, "r+b") as file:
-        content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        file.truncate(len(whole))
-    last, lines = -1, whole.decode("utf-8").split("\n")[:-1]  # splitlines would split at U+2028, which a text may have
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            last = row["prompt_index"]
-            same = row["prompt"] == prompts[last]
-        except (json.JSONDecodeError, KeyError, TypeError, IndexError):
-            same = False
-        if not same:
-            raise ValueError(
-                f"output is {output!r}, which is there already, and its line {number} does not answer one of these "
-                "prompts. Give the prompts and the max_rows that it was begun with, or another file."
-            )
+    """Count the rows in `output`, find the first prompt to answer, and cut off an unfinished last line."""
+    with open(output, "a+b") as file:
+        file.seek(0)
+        *lines, unfinished = file.read().split(b"\n")
+        last = -1
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                last = row["prompt_index"]
+                same = row["prompt"] == prompts[last]
+            except (ValueError, LookupError, TypeError):
+                same = False
+            if not same:
+                raise ValueError(
+                    f"output is {output!r}, which is there already, and its line {number} does not answer one of these "
+                    "prompts. Give the prompts and the max_rows that it was begun with, or another file."
+                )
+        file.truncate(file.tell() - len(unfinished))
     return len(lines), last + 1
 
 
@@ -109,14 +100,13 @@ def local_answerer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int = 512, temperature: float = 0.0
 ) -> Answerer:
     """Answers with a model in this process, by `prompts.answer`."""
-    _check(max_new_tokens, temperature)
     ends = end_tokens(model, tokenizer)
 
     def answer_batch(prompts: Sequence[Prompt]) -> list[tuple[str, bool]]:
         answers = answer(model, [encode(tokenizer, p) for p in prompts], ends, max_new_tokens, temperature)
         ended = [new[-1] in ends for new in answers]
         texts = [new[:-1] if at_end else new for new, at_end in zip(answers, ended, strict=True)]
-        return [(tokenizer.decode(t, skip_special_tokens=True), at_end) for t, at_end in zip(texts, ended, strict=True)]
+        return list(zip(tokenizer.batch_decode(texts, skip_special_tokens=True), ended, strict=True))
 
     return answer_batch
 
@@ -126,15 +116,9 @@ def server_answerer(
 ) -> Answerer:
     """Answers with an OpenAI-compatible server: `/v1/chat/completions` for messages, `/v1/completions` for text.
 
-    Args:
-        url (`str`): An address such as `http://localhost:8000`, with or without `/v1`.
-        model (`str`): The name under which the server has the model.
-
-    Raises:
-        ValueError: `url` does not begin with http:// or https://. When the answerer is used: the server cannot be
-            reached, or refuses the request.
+    `url` is an address such as `http://localhost:8000`, with or without `/v1`, and `model` the name that the server has
+    for the model. ValueError when the answerer is used: the server cannot be reached, or refuses the request.
     """
-    _check(max_new_tokens, temperature)
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server is {url!r}; expected a URL such as http://localhost:8000.")
     root = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -142,9 +126,7 @@ def server_answerer(
     def ask(prompt: Prompt) -> tuple[str, bool]:
         path, key = ("/completions", "prompt") if isinstance(prompt, str) else ("/chat/completions", "messages")
         body = {"model": model, key: prompt, "max_tokens": max_new_tokens, "temperature": temperature}
-        request = urllib.request.Request(
-            root + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
+        request = urllib.request.Request(root + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 choice = json.load(response)["choices"][0]
@@ -154,7 +136,7 @@ def server_answerer(
             raise ValueError(f"server {root + path} answered {error.code} for model {model!r}: {said}") from error
         except OSError as error:
             raise ValueError(f"server {root + path} cannot be reached: {error}. Is it running there?") from error
-        except (json.JSONDecodeError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"server {root + path} answered what is not an OpenAI completion: {error!r}.") from error
         return text or "", choice.get("finish_reason") == "stop"
 
@@ -163,10 +145,3 @@ def server_answerer(
             return list(pool.map(ask, prompts))
 
     return answer_batch
-
-
-def _check(max_new_tokens: int, temperature: float) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more.")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; expected 0 (greedy) or more.")

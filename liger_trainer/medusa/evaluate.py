@@ -1,9 +1,8 @@
-"""How good Medusa heads are: on the greedy text of their own model, not on anyone else's.
+"""Measures Medusa heads on the greedy text of their own model.
 
-With y the greedy text and t a position in it, head k is right where its argmax at t is y[t + k + 1]. The number that
-matters is the acceptance length, the number of tokens that a forward pass yields. It follows from one teacher-forced
-forward pass over the text, which is then walked as a decoder would: if at t the first a heads are right and the next
-one is not, their guesses are accepted, the model's own token follows them, and the walk goes on at t + a + 1.
+With y the greedy text and t a position in it, head k is right where its argmax at t is y[t + k + 1]. The acceptance
+length is the number of tokens that a forward pass yields. One teacher-forced pass over the text is enough to know it:
+walk the text as a decoder would; if at t the first a heads are right and the next one is not, go on at t + a + 1.
 `decode.greedy_decode` measures the same number by decoding.
 """
 
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.module import innermost
-from liger_trainer.medusa.decode import Decoded, greedy_decode, head_input
+from liger_trainer.medusa.decode import greedy_decode, head_input
 from liger_trainer.medusa.heads import MedusaHeads, heads_of
 from liger_trainer.medusa.prompts import answer, encode, end_tokens, prompt_of
 
@@ -32,8 +31,7 @@ RANKS = 10  # how deep the tree looks into a head's candidates
 class Decoding:
     """Measured decoding of `rows` prompts, one at a time, with the heads and without.
 
-    `differ` counts the rows whose two texts part where two of the model's own logits are nearly equal, closer than
-    rounding in their dtype can tell. Any other difference is an error.
+    `differ` counts the rows whose texts part at a near tie: two logits closer than rounding in their dtype can tell.
     """
 
     rows: int
@@ -46,7 +44,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class MedusaReport:
-    """What `evaluate` found. Its `str()` is a table.
+    """The result of `evaluate`. Its `str()` is a table.
 
     Attributes:
         accuracy: For each head, the shares of positions whose token is its 1st, ..., `RANKS`-th candidate (not summed).
@@ -75,10 +73,9 @@ class MedusaReport:
             f"{self.tokens} tokens of greedy text after {self.rows} prompts",
             "  head   top-1   top-2   top-3   top-4   top-5   accepted after those before it",
         ]
-        for k, ranks in enumerate(self.accuracy):
+        for k, (ranks, accepted) in enumerate(zip(self.accuracy, self.accepted, strict=True), 1):
             tops = "   ".join(f"{sum(ranks[: n + 1]):.3f}" for n in range(5))
-            accepted = "-" if self.accepted[k] is None else f"{self.accepted[k]:.3f}"
-            lines.append(f"  {k + 1:<6} {tops}   {accepted}")
+            lines.append(f"  {k:<6} {tops}   {'-' if accepted is None else f'{accepted:.3f}'}")
         lines += [
             "  tokens per forward pass (1 without heads)",
             f"    chain  {self.chain:.3f}",
@@ -112,13 +109,11 @@ def evaluate(
 
     Args:
         model (`PreTrainedModel`): Its mode is put back afterwards.
-        heads (`MedusaHeads`): On the device of the LM head and in its dtype. They may be attached to the model.
-        prompts: Token ids, one list per prompt.
-        ends (`set[int]`): Tokens that end a text, as `end_tokens` gives them.
-        max_new_tokens (`int`, *optional*, defaults to 128): Length at which a greedy text is cut.
-        batch_size (`int`, *optional*, defaults to 16): How many prompts are answered at once.
-        decode_rows (`int`, *optional*, defaults to 8): How many prompts are decoded with heads and without; 0: none.
-        tree_nodes (`int`, *optional*, defaults to 64): Size of the tree, built from the accuracy measured here.
+        heads (`MedusaHeads`): On the device of the LM head and in its dtype, attached to the model or not.
+        prompts, ends: Token ids of each prompt; tokens that end a text, as `end_tokens` gives them.
+        max_new_tokens, batch_size (`int`): Length at which a greedy text is cut; prompts answered at once.
+        decode_rows (`int`): How many prompts are decoded with heads and without; 0: none.
+        tree_nodes (`int`): Size of the tree, built from the accuracy measured here.
 
     Raises:
         ValueError: A number is out of its range, or no text has two tokens, so that there is nothing to guess.
@@ -144,7 +139,10 @@ def evaluate(
         decoding = _measure(model, heads, prompts[:decode_rows], ends, max_new_tokens) if decode_rows else None
     finally:
         model.train(training)
-    accuracy = _accuracy(rows, len(heads))
+    accuracy = [
+        [(ranks == rank).sum().item() / max((ranks >= 0).sum().item(), 1) for rank in range(RANKS)]
+        for ranks in torch.cat(rows, dim=1)
+    ]
     choices = build_tree(accuracy, tree_nodes)
     chain, accepted = walk(rows, [[0] * depth for depth in range(1, len(heads) + 1)])
     return MedusaReport(
@@ -165,10 +163,7 @@ def evaluation_after_training(trainer: Any, rows: Any) -> Callable[[], MedusaRep
 
     Args:
         trainer (`LigerMedusaTrainer`): Its `args.output_dir` also gets the file `medusa_report.json`.
-        rows (`datasets.Dataset`): The rows held out, as the recipe reads them. `prompt_of` says what their prompts are.
-
-    Raises:
-        ValueError: A row has no prompt.
+        rows (`datasets.Dataset`): The rows held out, as the recipe reads them. ValueError if one has no prompt.
     """
     tokenizer, args = trainer.processing_class, trainer.args
     rows = rows.select(range(min(args.medusa_eval_rows, len(rows))))
@@ -177,13 +172,8 @@ def evaluation_after_training(trainer: Any, rows: Any) -> Callable[[], MedusaRep
     ends = end_tokens(trainer.model, tokenizer)  # now, as Trainer.train reduces the model's own to the tokenizer's
 
     def run() -> MedusaReport:
-        report = evaluate(
-            trainer.model,
-            heads_of(trainer.model),
-            prompts,
-            ends,
-            max_new_tokens=args.medusa_eval_max_new_tokens,
-        )
+        heads: Any = heads_of(trainer.model)
+        report = evaluate(trainer.model, heads, prompts, ends, max_new_tokens=args.medusa_eval_max_new_tokens)
         with open(os.path.join(args.output_dir, REPORT_FILE), "w", encoding="utf-8") as file:
             json.dump(report.to_dict(), file, indent=1)
         return report
@@ -197,42 +187,28 @@ def ranks_of(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int], text
     Returns:
         `torch.Tensor`: (K, n - 1) int64 on the CPU, for a text of n tokens. Row k, column i has the rank of
         `text[i + k + 1]` for head k + 1 at the position whose next token is `text[i]`. 0 is the first candidate, and -1
-        means that there is no such token because the text has ended.
+        means that the text has ended.
     """
-    head, device = innermost(output_head(model)), model.device
+    head, target = innermost(output_head(model)), torch.tensor(text, device=model.device)
     with head_input(model) as seen:
-        model(input_ids=torch.tensor([prompt + text], device=device), use_cache=False)
+        model(input_ids=torch.tensor([prompt + text], device=model.device), use_cache=False)
     hidden = seen[0][0, len(prompt) - 1 : -2]  # (n - 1, H): the last two positions have nothing to guess in the text
-    target = torch.tensor(text, device=device)
     ranks = torch.full((len(heads), len(text) - 1), -1)
     for k, own in enumerate(heads):
-        rows = len(text) - 1 - k
-        if rows < 1:
-            break
-        logits = (own.lm_head or head)(own(hidden[:rows]))  # (rows, V), of one head at a time
         right = target[k + 1 :, None]
+        logits = (own.lm_head or head)(own(hidden[: len(right)]))  # (n - 1 - k, V), of one head at a time
         value = logits.gather(-1, right)
-        before = torch.arange(logits.shape[-1], device=device) < right  # of equal logits, argmax takes the first
-        ranks[k, :rows] = ((logits > value) | ((logits == value) & before)).sum(-1).cpu()
+        before = torch.arange(logits.shape[-1], device=model.device) < right  # of equal logits, argmax takes the first
+        ranks[k, : len(right)] = ((logits > value) | ((logits == value) & before)).sum(-1).cpu()
     return ranks
-
-
-def _accuracy(rows: list[torch.Tensor], num_heads: int) -> list[list[float]]:
-    """For each head, the share of each of the first `RANKS` ranks over all rows of text."""
-    ranks = torch.cat(rows, dim=1)
-    return [
-        [(ranks[k] == rank).sum().item() / max((ranks[k] >= 0).sum().item(), 1) for rank in range(RANKS)]
-        for k in range(num_heads)
-    ]
 
 
 def build_tree(accuracy: list[list[float]], nodes: int) -> list[list[int]]:
     """The `nodes` paths of candidates that are most likely to be right, most likely first.
 
-    A path (r_1, ..., r_j) takes head 1's candidate of rank r_1, and so on. Its chance is taken to be the product of the
-    heads' measured accuracies at those ranks, and the tree grows greedily, as in Cai et al. 2024, arXiv:2401.10774. The
-    chance of a path is at most that of its beginning, so the beginning of every path is in the tree too. Paths whose
-    chance was measured as 0 are left out.
+    A path (r_1, ..., r_j) takes head 1's candidate of rank r_1, and so on. Its chance is the product of the heads'
+    accuracies at those ranks, and the tree grows greedily (Cai et al. 2024, arXiv:2401.10774). So the beginning of
+    every path is in the tree too. Paths of chance 0 are left out.
     """
     tree: list[list[int]] = []
     heap = [(-chance, [rank]) for rank, chance in enumerate(accuracy[0])]
@@ -249,15 +225,11 @@ def build_tree(accuracy: list[list[float]], nodes: int) -> list[list[int]]:
 
 
 def walk(rows: list[torch.Tensor], paths: list[list[int]]) -> tuple[float, list[float | None]]:
-    """Tokens per forward pass of a decoder that tries `paths` of candidates. A chain is `[[0], [0, 0], ...]`.
+    """Tokens per forward pass of a decoder that tries `paths` of candidates, and how often each head was accepted where
+    it was reached, or None if it never was.
 
-    Args:
-        rows: What `ranks_of` returned, for each text.
-        paths: The paths, with the beginnings of each, as `build_tree` gives them.
-
-    Returns:
-        `tuple[float, list]`: Tokens per pass; and for each head how often it was accepted where it was reached, or None
-        if it was never reached.
+    `rows` has the result of `ranks_of` for each text. `paths` has the beginnings of each path too, as from
+    `build_tree`; a chain is `[[0], [0, 0], ...]`.
     """
     known = {tuple(path) for path in paths}
     num_heads = rows[0].shape[0]
@@ -266,17 +238,15 @@ def walk(rows: list[torch.Tensor], paths: list[list[int]]) -> tuple[float, list[
         columns, at = ranks.T.tolist(), 0
         tokens += len(columns)  # the first token of a text comes from the pass over the prompt
         while at < len(columns):
-            passes += 1
-            taken = 0
-            for k, rank in enumerate(columns[at]):
+            guessed, passes, at = columns[at], passes + 1, at + 1  # each pass yields the model's own token
+            for k, rank in enumerate(guessed):
                 if rank < 0:  # past the end of the text
                     break
                 reached[k] += 1
-                if tuple(columns[at][: k + 1]) not in known:
+                if tuple(guessed[: k + 1]) not in known:
                     break
                 accepted[k] += 1
-                taken += 1
-            at += taken + 1
+                at += 1
     return tokens / passes, [a / r if r else None for a, r in zip(accepted, reached, strict=True)]
 
 
@@ -284,8 +254,13 @@ def _measure(
     model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int
 ) -> Decoding:
     greedy_decode(model, heads, prompts[0], ends, 4)  # warm up
-    plain, plain_s = _timed(model, None, prompts, ends, max_new_tokens)
-    fast, fast_s = _timed(model, heads, prompts, ends, max_new_tokens)
+    done, speeds = [], []
+    for own in (None, heads):
+        start = time.perf_counter()
+        done.append([greedy_decode(model, own, prompt, ends, max_new_tokens) for prompt in prompts])
+        seconds = time.perf_counter() - start  # the last token has been read on the host, so the device is done
+        speeds.append(sum(len(d.tokens) for d in done[-1]) / seconds)
+    plain, fast = done
     differ = 0
     for prompt, want, got in zip(prompts, plain, fast, strict=True):
         if want.tokens != got.tokens:
@@ -294,23 +269,11 @@ def _measure(
     return Decoding(
         rows=len(prompts),
         tokens=sum(len(d.tokens) for d in fast),
-        tokens_per_second=sum(len(d.tokens) for d in fast) / fast_s,
-        tokens_per_second_without=sum(len(d.tokens) for d in plain) / plain_s,
+        tokens_per_second=speeds[1],
+        tokens_per_second_without=speeds[0],
         tokens_per_pass=sum(len(d.tokens) - 1 for d in fast) / max(sum(d.passes for d in fast), 1),
         differ=differ,
     )
-
-
-def _timed(
-    model: PreTrainedModel,
-    heads: MedusaHeads | None,
-    prompts: Sequence[list[int]],
-    ends: set[int],
-    max_new_tokens: int,
-) -> tuple[list[Decoded], float]:
-    start = time.perf_counter()
-    done = [greedy_decode(model, heads, prompt, ends, max_new_tokens) for prompt in prompts]
-    return done, time.perf_counter() - start  # the last token has been read on the host, so the device is done
 
 
 def _near_tie_or_raise(model: PreTrainedModel, prompt: list[int], want: list[int], got: list[int]) -> None:
@@ -318,8 +281,8 @@ def _near_tie_or_raise(model: PreTrainedModel, prompt: list[int], want: list[int
     at = next(i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b)
     logits = model(input_ids=torch.tensor([prompt + want[:at]], device=model.device), use_cache=False).logits[0, -1]
     gap = (logits[want[at]] - logits[got[at]]).abs().item()
-    # The product of several rows is summed in another order than that of one row. The error of that is a few units in
-    # the last place of the largest logit.
+    # A product of several rows adds up in another order than a product of one row. The difference is a few units in the
+    # last place of the largest logit.
     allowed = 16 * torch.finfo(logits.dtype).eps * logits.abs().max().item()
     if gap > allowed:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Writes heads to a directory that FasterDecoding, TGI and vLLM (up to 0.32) all read, and reads such directories.
+"""Writes heads to a directory that FasterDecoding, TGI and vLLM (up to 0.32) all read.
 
     medusa_lm_head.safetensors  {k}.{l}.linear.weight, {k}.{l}.linear.bias, untied heads {k}.{L}.weight; k, l from 0
     lm_head.safetensors         tied heads only: lm_head.weight (V, H), which vLLM reads from the head directory. It has
@@ -9,32 +9,28 @@ Releases of vLLM that do not know those names yet silently drop the tensors. For
 of vLLM: blocks.{k}.layers.{l}.weight and .bias, lm_heads.{k}.weight.
 """
 
-import json
 import os
-import re
-from collections.abc import Mapping
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.module import innermost
-from liger_trainer.medusa.heads import (
+from liger_trainer.medusa.files import (
     CONFIG_FILE,
     HEADS_FOLDER,
-    WEIGHTS_FILE,
-    MedusaHeads,
+    LAYER,
+    PROJECTION,
     MedusaHeadsConfig,
     heads_folder,
+    write_heads,
 )
+from liger_trainer.medusa.heads import MedusaHeads
 
 FORMATS = ("all", "vllm")
 LM_HEAD_FILE = "lm_head.safetensors"
-_LAYER = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
-_PROJECTION = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.weight")
-_VLLM_LAYER = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-_VLLM_PROJECTION = re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight")
+load_heads = MedusaHeads.from_pretrained
 
 
 def export_heads(
@@ -75,13 +71,19 @@ def export_heads(
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.state_dict().items()}
     if format == "vllm":
         tensors = {_to_vllm(name): tensor for name, tensor in tensors.items()}
-    os.makedirs(output, exist_ok=True)
-    save_file(tensors, os.path.join(output, WEIGHTS_FILE), metadata={"format": "pt"})
+    # No further key may have "num" and "heads", or "num" and "layers", in its name: vLLM takes any such key for the
+    # number of heads or layers. By default (medusa_fc_bias: false) vLLM silently drops the biases.
+    values = config.to_dict() | {
+        "base_model_name_or_path": base_model,
+        "model_type": "medusa",
+        "medusa_fc_bias": True,
+        "original_lm_head": config.tied,
+        "truncated_vocab_size": config.vocab_size,
+    }
+    write_heads(output, values, tensors)
     if lm_head is not None and config.tied:
         weight = lm_head.weight.detach().to("cpu", dtype or heads[0][0].linear.weight.dtype).contiguous().clone()
         save_file({"lm_head.weight": weight}, os.path.join(output, LM_HEAD_FILE), metadata={"format": "pt"})
-    with open(os.path.join(output, CONFIG_FILE), "w", encoding="utf-8") as file:
-        json.dump(_config_for_servers(config, base_model), file, indent=2)
     return output
 
 
@@ -109,96 +111,10 @@ def _check_tied(config: MedusaHeadsConfig, lm_head: nn.Module | None, format: st
         )
 
 
-def _config_for_servers(config: MedusaHeadsConfig, base_model: str) -> dict:
-    """What `config.json` holds. No further key may have "num" and "heads", or "num" and "layers", in its name.
-
-    vLLM would take any such key for the number of heads or layers. `medusa_fc_bias` is there because its default in
-    vLLM is false, and vLLM then silently drops the biases.
-    """
-    return {
-        **config.to_dict(),
-        "base_model_name_or_path": base_model,
-        "model_type": "medusa",
-        "medusa_fc_bias": True,
-        "original_lm_head": config.tied,
-        "truncated_vocab_size": config.vocab_size,
-    }
-
-
 def _to_vllm(name: str) -> str:
-    if layer := _LAYER.fullmatch(name):
+    if layer := LAYER.fullmatch(name):
         return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"
-    return _PROJECTION.sub(r"lm_heads.\1.weight", name)
-
-
-def load_heads(folder: str, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> MedusaHeads:
-    """Heads from a directory of this package, an export in either format, or a FasterDecoding checkpoint.
-
-    Their shape is read off the tensors, and the config has to agree with it.
-
-    Args:
-        folder (`str`): The head directory, or an output directory of the trainer that has one.
-        dtype, device (*optional*): Where and in which dtype to load them. Unset: as saved, on the CPU.
-
-    Raises:
-        ValueError: There are no heads, a tensor belongs to no head, the heads have unequal shapes, or the config
-            contradicts the tensors.
-    """
-    folder = heads_folder(folder)
-    tensors = _own_names(load_file(os.path.join(folder, WEIGHTS_FILE)), folder)
-    config = _config_of(tensors, folder)
-    heads = MedusaHeads(config, dtype or next(iter(tensors.values())).dtype, "meta")
-    expected = {name: tuple(t.shape) for name, t in heads.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in tensors.items()}
-    if wrong := sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)):
-        raise ValueError(
-            f"{folder}: the heads are not alike. With {config.num_heads} heads of {config.num_layers} blocks, "
-            f"{wrong[0]} is {found.get(wrong[0], 'missing')}; expected {expected.get(wrong[0], 'no such tensor')}."
-        )
-    heads = heads.to_empty(device=device or "cpu")
-    heads.load_state_dict(tensors)
-    return heads
-
-
-def _own_names(tensors: Mapping[str, torch.Tensor], folder: str) -> dict[str, torch.Tensor]:
-    """The tensors by the names of `MedusaHeads.state_dict()`."""
-    named: dict[str, torch.Tensor] = {}
-    projections: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if layer := _LAYER.fullmatch(name) or _VLLM_LAYER.fullmatch(name):
-            named[f"{layer[1]}.{layer[2]}.linear.{layer[3]}"] = tensor
-        elif projection := _PROJECTION.fullmatch(name) or _VLLM_PROJECTION.fullmatch(name):
-            projections[projection[1]] = tensor
-        else:
-            raise ValueError(f"{os.path.join(folder, WEIGHTS_FILE)}: {name} is the name of no part of a Medusa head.")
-    num_layers = len({name.split(".")[1] for name in named})
-    return named | {f"{k}.{num_layers}.weight": tensor for k, tensor in projections.items()}
-
-
-def _config_of(tensors: dict[str, torch.Tensor], folder: str) -> MedusaHeadsConfig:
-    layers = {name.split(".")[1] for name in tensors if ".linear." in name}
-    projections = [t for name, t in tensors.items() if ".linear." not in name]
-    path = os.path.join(folder, CONFIG_FILE)
-    if not os.path.isfile(path):
-        raise ValueError(f"{folder!r} has no {CONFIG_FILE}, which belongs beside the weights.")
-    with open(path, encoding="utf-8") as file:
-        values = json.load(file)
-    found = {
-        "medusa_num_heads": len({name.split(".")[0] for name in tensors}),
-        "medusa_num_layers": len(layers),
-        "medusa_tied": not projections,
-        "hidden_size": next(iter(tensors.values())).shape[-1],
-        "vocab_size": projections[0].shape[0] if projections else values.get("vocab_size"),
-    }
-    for key, value in found.items():
-        if key in values and values[key] != value:
-            raise ValueError(
-                f"{path} says {key}: {values[key]}, and the tensors in {WEIGHTS_FILE} say {value}. Servers go by the "
-                "config, so correct it."
-            )
-    if found["vocab_size"] is None:
-        raise ValueError(f"{path} has no vocab_size, and tied heads do not show it. Add that of the model.")
-    return MedusaHeadsConfig.from_dict(found | {"base_model_name_or_path": values.get("base_model_name_or_path")})
+    return PROJECTION.sub(r"lm_heads.\1.weight", name)
 
 
 def lm_head_of(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The heads themselves, how they hang on a model, and the directory they are saved in.
+"""The heads themselves, and how they hang on a model.
 
 With h the input of the LM head (the last hidden state, after the final norm), head k = 1..K computes
 
@@ -6,85 +6,24 @@ With h the input of the LM head (the last hidden state, after the final norm), h
     logits = x @ U.T            U (V, H): the LM head's own weight (tied), or a copy of it that is trained (untied)
 
 and guesses the token k + 1 places ahead, where the LM head guesses the next. With W = b = 0, a fresh head computes
-exactly what the LM head does. Modules are named so that the state dict of a model with heads has the names of the
-FasterDecoding checkpoints: `medusa_head.{k}.{l}.linear.weight`, `.bias`, and for untied heads
-`medusa_head.{k}.{L}.weight`, with k and l from 0.
+exactly what the LM head does. The state dict of a model with heads has the names of the FasterDecoding checkpoints:
+`medusa_head.{k}.{l}.linear.weight`, `.bias`, and for untied heads `medusa_head.{k}.{L}.weight`, with k and l from 0.
 """
 
-import dataclasses
-import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from liger_trainer.head.find import base_model_of, head_reason, output_head
 from liger_trainer.head.module import HeadCall, bind_head, innermost
+from liger_trainer.medusa.files import MedusaHeadsConfig, read_heads, write_heads
 
 HEADS_NAME = "medusa_head"  # the attribute of the model
-HEADS_FOLDER = "medusa_heads"  # in the output directory and in every checkpoint of the trainer
-WEIGHTS_FILE = "medusa_lm_head.safetensors"
-CONFIG_FILE = "config.json"
 Device: TypeAlias = torch.device | str | None
-
-
-@dataclass(frozen=True)
-class MedusaHeadsConfig:
-    """The shape of the heads, as in the `config.json` next to their weights.
-
-    Args:
-        num_heads (`int`): K, the number of heads, 1 or more. Key in the file: `medusa_num_heads`.
-        num_layers (`int`): L, the residual blocks of each head, 0 or more (tied: 1 or more). Key: `medusa_num_layers`.
-        tied (`bool`): Whether the heads project with the LM head of the model. Key: `medusa_tied`.
-        hidden_size (`int`): H, the input width of the LM head.
-        vocab_size (`int`): V, the rows of the LM head.
-        base_model_name_or_path (`str`, *optional*): The model that the heads were trained on.
-
-    Raises:
-        ValueError: A number is out of its range.
-    """
-
-    num_heads: int
-    num_layers: int
-    tied: bool
-    hidden_size: int
-    vocab_size: int
-    base_model_name_or_path: str | None = None
-
-    def __post_init__(self) -> None:
-        check_shape(self.num_heads, self.num_layers, self.tied)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The values under the keys of the file."""
-        return {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "MedusaHeadsConfig":
-        """The reverse of `to_dict`. Other keys are ignored, and a missing key is a KeyError."""
-        named = {name: values[_KEYS.get(name, name)] for name in (f.name for f in dataclasses.fields(cls)[:-1])}
-        return cls(**named, base_model_name_or_path=values.get("base_model_name_or_path"))
-
-
-_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers", "tied": "medusa_tied"}
-
-
-def check_shape(num_heads: int, num_layers: int, tied: bool) -> None:
-    """ValueError if a number is out of its range, or if such heads would have nothing to train."""
-    if num_heads < 1:
-        raise ValueError(f"medusa_num_heads is {num_heads}; expected 1 or more.")
-    if num_layers < 0:
-        raise ValueError(f"medusa_num_layers is {num_layers}; expected 0 or more.")
-    if tied and num_layers == 0:
-        raise ValueError(
-            "medusa_num_layers is 0 and medusa_tied is true: such heads are the LM head itself, with nothing to train. "
-            "Set medusa_num_layers to 1 or more, or medusa_tied to false."
-        )
 
 
 class ResBlock(nn.Module):
@@ -199,10 +138,6 @@ class MedusaHeads(nn.ModuleList):
 
         return enter([], [])
 
-    def one_by_one(self, hidden: torch.Tensor, then: Callable[..., Any]) -> list:
-        """`then(k, x, U)` for each head k = 0 .. K - 1, run inside the call of that head alone, as in `MedusaHead`."""
-        return [head(hidden, lambda x, weight, k=k: then(k, x, weight)) for k, head in enumerate(self)]
-
     def logits(self, hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
         """The logits (K, ..., V) of all heads, for evaluation: nothing is fused.
 
@@ -218,59 +153,30 @@ class MedusaHeads(nn.ModuleList):
             folder (`str`): The directory, which is made if it is missing.
             state_dict (`dict`, *optional*): Full tensors by those names, in case the module's own are sharded.
         """
-        os.makedirs(folder, exist_ok=True)
         tensors = self.state_dict() if state_dict is None else state_dict
         if missing := self.state_dict().keys() ^ tensors.keys():
             raise ValueError(f"state_dict of the Medusa heads and the heads differ in {sorted(missing)}.")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, os.path.join(folder, WEIGHTS_FILE), metadata={"format": "pt"})
-        with open(os.path.join(folder, CONFIG_FILE), "w", encoding="utf-8") as file:
-            json.dump(self.config.to_dict(), file, indent=2)
+        write_heads(folder, self.config.to_dict(), {n: t.detach().cpu().contiguous() for n, t in tensors.items()})
 
     @classmethod
     def from_pretrained(cls, folder: str, dtype: torch.dtype | None = None, device: Device = None) -> "MedusaHeads":
-        """The heads that `save_pretrained` wrote.
+        """Heads from a directory of this package, an export in either format, or a FasterDecoding checkpoint.
 
         Args:
             folder (`str`): The head directory, or an output directory of the trainer that has one.
-            dtype, device (*optional*): Those of the heads. Unset: the dtype in the file, on the CPU.
+            dtype, device (*optional*): Where and in which dtype to load them. Unset: as saved, on the CPU.
 
         Raises:
-            ValueError: A file is missing, or the weights are not those that `config.json` describes.
+            ValueError: A file is missing, a tensor belongs to no head, the heads have unequal shapes, or the config
+                contradicts the tensors.
         """
-        folder = heads_folder(folder)
-        with open(os.path.join(folder, CONFIG_FILE), encoding="utf-8") as file:
-            values = json.load(file)
+        config, tensors = read_heads(folder)
+        heads = cls(config, dtype or next(iter(tensors.values())).dtype, "meta").to_empty(device=device or "cpu")
         try:
-            config = MedusaHeadsConfig.from_dict(values)
-        except KeyError as key:
-            raise ValueError(f"{os.path.join(folder, CONFIG_FILE)} has no {key}; is it the config of heads?") from None
-        tensors = load_file(os.path.join(folder, WEIGHTS_FILE))
-        heads = cls(config, dtype or next(iter(tensors.values())).dtype, "meta")
-        expected = {name: tuple(t.shape) for name, t in heads.state_dict().items()}
-        found = {name: tuple(t.shape) for name, t in tensors.items()}
-        if expected != found:
-            name = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))[0]
-            raise ValueError(
-                f"{folder}: {CONFIG_FILE} describes {config.num_heads} heads of {config.num_layers} layers, "
-                f"{'tied' if config.tied else 'untied'}, hidden_size {config.hidden_size}, vocab_size "
-                f"{config.vocab_size}. That does not fit {WEIGHTS_FILE}: {name} is {found.get(name, 'missing')} there "
-                f"and {expected.get(name, 'absent')} by the config."
-            )
-        heads = heads.to_empty(device=device or "cpu")
-        heads.load_state_dict(tensors)
+            heads.load_state_dict(tensors)  # copies them, as safetensors maps its file into memory
+        except RuntimeError as error:
+            raise ValueError(f"{folder}: the heads are not alike. {error}") from error
         return heads
-
-
-def heads_folder(folder: str) -> str:
-    """`folder` if it is a head directory, or else the head directory in it. ValueError if there is none."""
-    for candidate in (os.fspath(folder), os.path.join(folder, HEADS_FOLDER)):
-        if os.path.isfile(os.path.join(candidate, WEIGHTS_FILE)):
-            return candidate
-    raise ValueError(
-        f"{os.fspath(folder)!r} has no {WEIGHTS_FILE}, and no {HEADS_FOLDER}/{WEIGHTS_FILE}. Give the output_dir of a "
-        "Medusa training, or the folder of its heads."
-    )
 
 
 def heads_of(model: nn.Module) -> MedusaHeads | None:

@@ -1,18 +1,18 @@
-"""What `LigerMedusaTrainer` refuses while it is built: what would train wrongly, or be ignored, without a sign."""
+"""Refuses, while `LigerMedusaTrainer` is built, what would train wrongly or be ignored without a sign."""
 
 from typing import Any
 
 from torch import nn
 
 from liger_trainer.fp8 import feature as fp8_fields
-from liger_trainer.medusa.config import MedusaConfig
+from liger_trainer.medusa.config import LigerMedusaConfig
 from liger_trainer.medusa.heads import HEADS_NAME
 
 
-def check_args(args: MedusaConfig, kwargs: dict[str, Any]) -> None:
+def check_args(args: LigerMedusaConfig, kwargs: dict[str, Any]) -> None:
     """ValueError for what would be silently ignored, before anything is loaded."""
-    if not isinstance(args, MedusaConfig):
-        raise ValueError(f"args is a {type(args).__name__}; expected a MedusaConfig, which says what the heads are.")
+    if not isinstance(args, LigerMedusaConfig):
+        raise ValueError(f"args is a {type(args).__name__}; expected a LigerMedusaConfig.")
     if not args.use_liger:
         raise ValueError("use_liger is false, but the Medusa loss is computed by the fused LM head. Remove use_liger.")
     config: Any = args.liger_config or {}
@@ -31,18 +31,18 @@ def check_args(args: MedusaConfig, kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {value!r}, which the Medusa loss does not have. Remove {name}.")
     if (kwargs.get("optimizers") or (None,))[0] is not None:
         raise ValueError(
-            "optimizers has an optimizer, which was made before the heads and would not train them. Choose one by "
-            "args.optim, or pass optimizer_cls_and_kwargs."
+            "optimizers has an optimizer, which was made before the heads and would not train them. Set args.optim, or "
+            "pass optimizer_cls_and_kwargs."
         )
 
 
-def check_setup(model: nn.Module, args: MedusaConfig, accelerator: Any) -> None:
+def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Any) -> None:
     """ValueError for a model, an adapter or a launch with which the heads would not be trained or saved as asked."""
     adapters = getattr(model, "peft_config", {})
     if args.medusa_stage == 1 and adapters:
         raise ValueError(
-            "medusa_stage is 1, which freezes the model, but it has an adapter (see peft_config, use_peft)."
-            " Set medusa_stage: 2 to train the adapter too, or merge it into the model first."
+            "medusa_stage is 1, which freezes the model, but it has an adapter (see peft_config, use_peft). Set "
+            "medusa_stage: 2 to train the adapter too, or merge it into the model first."
         )
     for name, config in adapters.items():
         if config.is_prompt_learning:
@@ -54,15 +54,14 @@ def check_setup(model: nn.Module, args: MedusaConfig, accelerator: Any) -> None:
         p.requires_grad for n, p in model.named_parameters() if f"{HEADS_NAME}." not in n
     ):
         raise ValueError(
-            "medusa_stage is 2, which trains the model too, but all its parameters are frozen. Set medusa_stage: 1 "
-            "to train the heads alone, or unfreeze the model."
+            "medusa_stage is 2, which trains the model too, but all its parameters are frozen. Set medusa_stage: 1, or "
+            "unfreeze the model."
         )
     if fp8_fields.handler_of(accelerator) is not None:
         raise ValueError(
-            "fp8 is asked for, with which accelerate converts the LM head and the heads too when training starts, but "
-            "the Medusa loss needs the weights of these in 16 bits. Leave out fp8, and convert the model before the "
-            "trainer is built, without its LM head: convert_to_float8_training(model, module_filter_fn=lambda module, "
-            'name: name != "lm_head").'
+            "fp8 is asked for, with which accelerate converts the LM head and the heads too, but the Medusa loss needs "
+            "their weights in 16 bits. Leave out fp8, and convert the model without its LM head before the trainer is "
+            'built: convert_to_float8_training(model, module_filter_fn=lambda module, name: name != "lm_head").'
         )
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):

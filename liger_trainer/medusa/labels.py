@@ -1,4 +1,4 @@
-"""Which token each head is to guess at which position: labels shifted by k + 1, within one document."""
+"""Targets of the heads: labels shifted by k + 1, within one document."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ def head_targets(inputs: dict[str, Any], num_heads: int) -> torch.Tensor:
     """Class ids (K + 1, B, S), int64, -100 where there is nothing to guess.
 
     Index 0 is for the LM head: `labels` shifted by one, as in the stock trainers. Index k = 1..K has at t the label of
-    token t + k + 1, if its position says that it is k + 1 places further in the same document, and if it is not masked.
-    The token at t may belong to a prompt, from which decoding starts, but may not be padding.
+    token t + k + 1, if its position is k + 1 places further in the same document. The token at t may belong to a
+    prompt, from which decoding starts, but may not be padding.
 
     Args:
         inputs (`dict`): The batch, with `labels` (B, S), which are -100 for tokens that do not count.

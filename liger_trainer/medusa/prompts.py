@@ -43,9 +43,7 @@ def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Pro
 
 
 def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
-    """The prompt of a row.
-
-    That is its `prompt` as it is, its `messages` or ShareGPT's `conversations` up to the first answer, or the
+    """The prompt of a row: its `prompt`, its `messages` or ShareGPT's `conversations` up to the first answer, or the
     `instruction` and `input` of an Alpaca row, which become one message with `chat`, and Alpaca's template without.
 
     Raises:
@@ -84,7 +82,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that end an answer: those of the model's generation config and the tokenizer's end-of-text token."""
+    """The ids that end an answer, from the model's generation config and the tokenizer."""
     own = getattr(model.generation_config, "eos_token_id", None)
     ends = [own] if isinstance(own, int) else list(own or ())
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
@@ -98,10 +96,10 @@ def answer(
     max_new_tokens: int,
     temperature: float = 0.0,
 ) -> list[list[int]]:
-    """What `model.generate` answers to a batch of prompts, padded on the left.
+    """The new tokens that `model.generate` answers to a batch of prompts, with the end token where it was reached.
 
-    What the model's own generation config asks for, such as a repetition penalty, is left out. So at temperature 0 each
-    token is the argmax of the logits, which is what a decoder with heads verifies.
+    The model's own generation config, such as a repetition penalty, is left out. So at temperature 0 each token is the
+    argmax of the logits, which is what a decoder with heads verifies.
 
     Args:
         model (`PreTrainedModel`): In eval mode.
@@ -109,9 +107,6 @@ def answer(
         ends (`set[int]`): Tokens that end an answer.
         max_new_tokens (`int`): Length at which an answer is cut.
         temperature (`float`, *optional*, defaults to 0.0): 0 is greedy.
-
-    Returns:
-        `list[list[int]]`: The new tokens of each answer, with the end token if it was reached.
     """
     width = max(map(len, prompts))
     pad = min(ends, default=0)
@@ -126,9 +121,5 @@ def answer(
         new = model.generate(input_ids=ids, attention_mask=mask)[:, width:].tolist()
     finally:
         model.generation_config = own
-    return [_until_end(tokens, ends) for tokens in new]
-
-
-def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
-    stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:stop]
+    stops = [next((i for i, token in enumerate(tokens, 1) if token in ends), None) for tokens in new]
+    return [tokens[:stop] for tokens, stop in zip(new, stops, strict=True)]

@@ -1,42 +1,36 @@
 """`LigerMedusaTrainer`: Medusa heads on a frozen model (stage 1), or together with it (stage 2)."""
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.find import base_model_of, head_reason
-from liger_trainer.medusa.config import MedusaConfig, schedule_of
-from liger_trainer.medusa.heads import (
-    HEADS_FOLDER,
-    HEADS_NAME,
-    MedusaHeads,
-    attach_heads,
-    heads_detached,
-    heads_of,
-)
+from liger_trainer.medusa.config import LigerMedusaConfig, schedule_of
+from liger_trainer.medusa.files import HEADS_FOLDER
+from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
 from liger_trainer.medusa.init_checks import check_args, check_setup
 from liger_trainer.medusa.labels import head_targets
-from liger_trainer.medusa.loss import hard_loss, soft_loss
+from liger_trainer.medusa.loss import heads_loss
 from liger_trainer.trainers.sft_trainer import LigerSFTTrainer
 
 
 class LigerMedusaTrainer(LigerSFTTrainer):
-    """[`LigerSFTTrainer`] for Medusa heads: its data, packing and arguments, and the loss of [`MedusaConfig`].
+    """[`LigerSFTTrainer`] for Medusa heads: its data, packing and arguments, and the loss of [`LigerMedusaConfig`].
 
     Only the logits of a few rows exist at any time, of the LM head and all heads together. Once the trainer is built,
-    the heads are the model's attribute `medusa_head`. In training and evaluation, `medusa_head{k}_loss` and
-    `medusa_head{k}_accuracy` are logged for each head k = 1..K; they are means over all its targets since the last log,
-    on all ranks. Stage 2 also logs `lm_loss` and `mean_token_accuracy` of the LM head.
+    the heads are the model's attribute `medusa_head`. Training and evaluation log `medusa_head{k}_loss` and
+    `medusa_head{k}_accuracy` for each head k = 1..K: means over all its targets since the last log, on all ranks.
+    Stage 2 also logs `lm_loss` and `mean_token_accuracy` of the LM head.
 
     `output_dir` and every checkpoint get the heads, as `medusa_heads/config.json` and
     `medusa_heads/medusa_lm_head.safetensors`. In stage 2 they also get the model, or its adapter, as plain transformers
@@ -44,7 +38,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model, with or without heads.
-        args (`MedusaConfig`): Shape of the heads, stage, loss and everything else.
+        args (`LigerMedusaConfig`): Shape of the heads, stage, loss and everything else.
         kwargs: The other arguments of `SFTTrainer`.
 
     Raises:
@@ -56,11 +50,11 @@ class LigerMedusaTrainer(LigerSFTTrainer):
     gives_token_predictions = False
 
     def __init__(
-        self, model: str | PreTrainedModel | nn.Module, args: MedusaConfig | None = None, **kwargs: Any
+        self, model: str | PreTrainedModel | nn.Module, args: LigerMedusaConfig | None = None, **kwargs: Any
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config.name_or_path
-            args = MedusaConfig(f"{name.split('/')[-1]}-Medusa")
+            args = LigerMedusaConfig(f"{name.split('/')[-1]}-Medusa")
         check_args(args, kwargs)
         super().__init__(model, args, **kwargs)
         self._schedule = schedule_of(args.medusa_schedule)
@@ -69,20 +63,18 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         self._tokens: defaultdict[str, Any] = defaultdict(int)
 
     @property
-    def _heads(self) -> MedusaHeads:
+    def _heads(self) -> Any:
         """The heads of the model, which it has once the trainer is built."""
-        heads = heads_of(self.model)
-        if heads is None:
-            raise RuntimeError(f"The model has lost its Medusa heads ({HEADS_NAME}) since the trainer was built.")
-        return heads
+        return heads_of(self.model)
 
     # What is trained
 
     def _finish_init(self) -> None:
         super()._finish_init()
         check_setup(self.model, self.args, self.accelerator)
+        if self.args.medusa_stage == 1:
+            self.model.requires_grad_(False)
         attach_heads(self.model, self._initial_heads())
-        self._freeze()
 
     def _initial_heads(self) -> MedusaHeads:
         args, heads = self.args, heads_of(self.model)
@@ -96,28 +88,18 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             heads, given = MedusaHeads.from_pretrained(args.medusa_init_heads_from), "medusa_init_heads_from has"
         if heads is None:
             return MedusaHeads.for_model(self.model, args.medusa_num_heads, args.medusa_num_layers, args.medusa_tied)
-        for name in ("num_heads", "num_layers", "tied"):
-            want, have = getattr(args, f"medusa_{name}"), getattr(heads.config, name)
+        for name in ("medusa_num_heads", "medusa_num_layers", "medusa_tied"):
+            want, have = getattr(args, name), heads.config.to_dict()[name]
             if want != have:
-                raise ValueError(
-                    f"medusa_{name} is {want}, but {given} heads with {have}. Set medusa_{name} to {have}."
-                )
+                raise ValueError(f"{name} is {want}, but {given} heads with {have}. Set {name} to {have}.")
         return heads
-
-    def _freeze(self) -> None:
-        if self.args.medusa_stage == 1:
-            self.model.requires_grad_(False)
-        self._heads.requires_grad_(True)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The stock optimizer, with `medusa_lr_multiplier` times the learning rate for every parameter of the heads."""
         made = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
-        if made:
-            self._scale_learning_rate(optimizer)
-        return optimizer
-
-    def _scale_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        if not made:
+            return optimizer
         heads = {id(p) for p in self._heads.parameters()}
         found = 0
         for group in list(optimizer.param_groups):
@@ -134,8 +116,9 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         if found != len(heads):
             raise ValueError(
                 f"optim is {self.args.optim}, whose parameter groups hold {found} of the {len(heads)} parameters of "
-                "the Medusa heads, so the others would not be trained. Use another, such as adamw_torch."
+                "the Medusa heads, so the rest would not be trained. Use another optim, such as adamw_torch."
             )
+        return optimizer
 
     # The loss
 
@@ -147,11 +130,6 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         training, args = self.model.training, self.args
-        if "shift_labels" in inputs:
-            raise ValueError(
-                "The batch has shift_labels, already shifted for the LM head; the heads need labels. Use a collator "
-                "that leaves the shifting to the trainer."
-            )
         targets = head_targets(inputs, args.medusa_num_heads)
         share = self.state.global_step / max(self.state.max_steps, 1)
         weight = args.medusa_heads_coefficient * (self._schedule(share) if training else 1.0)
@@ -159,7 +137,7 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         if self.aux_loss_enabled and args.medusa_stage == 2:
             call["output_router_logits"] = True
         scorer = partial(self._scores, targets=targets, weight=weight)
-        scores = model(**call, scored_by=scorer, shift_labels=targets[0])  # those of the other heads are of real tokens
+        scores = model(**call, scored_by=scorer, shift_labels=targets[0])  # the other heads have no targets in padding
 
         count = targets[0].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
         loss = scores["loss"] / torch.as_tensor(count, device=scores["loss"].device).clamp(min=1)
@@ -178,26 +156,21 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         """The losses of one batch, computed inside the forward of the model. `run` calls the model's own forward.
 
         Returns:
-            `dict`: `loss` (), the sum of all losses, which is still to be divided by the number of labels, and `sums`
-            (3, heads), fp32: for each head the sum of its unweighted losses, the number of its targets that were its
-            first choice, and the number of its targets. In stage 2 it may also have `aux_loss` ().
+            `dict`: `loss` (), the sum of all losses, not yet divided by the number of labels. `sums` (3, heads), fp32:
+            for each head its unweighted losses, the targets that were its first choice, and its targets. In stage 2
+            also `aux_loss` () where the model has one.
         """
         args, joint = self.args, self.args.medusa_stage == 2
-        if joint:
+        with nullcontext() if joint else _as_served(base_model_of(self.model)):
             outputs = run()
-        else:
-            with _as_served(base_model_of(self.model)):
-                outputs = run()
         logits = outputs.logits
         if not isinstance(logits, DeferredLogits) or logits.is_materialized:
             raise ValueError(f"Medusa heads need the input of the LM head, but {head_reason(self.model)}.")
-        if logits.shape[:2] != targets.shape[1:]:
-            raise ValueError(f"The model has logits {tuple(logits.shape)} for labels {tuple(targets.shape[1:])}.")
         by_head = torch.tensor(
             [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
             device=logits.device,
         )
-        score = partial(soft_loss if args.medusa_targets == "soft" else hard_loss, self._heads, row_weight=by_head)
+        score = partial(heads_loss, self._heads, args.medusa_targets == "soft", row_weight=by_head)
         loss, *sums = logits.fused(score, targets if joint else targets[1:])
         scores = {"loss": loss, "sums": torch.stack([s.float() for s in sums])}
         if joint and outputs.get("aux_loss") is not None:
@@ -238,9 +211,9 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         output_dir = self.args.output_dir if output_dir is None else output_dir
         own = rest = None
         if state_dict is not None:
-            names = {name: re.search(rf"(?:^|\.){HEADS_NAME}\.(.+)$", name) for name in state_dict}
-            own = {found[1]: state_dict[name] for name, found in names.items() if found}
-            rest = {name: state_dict[name] for name, found in names.items() if not found}
+            before = f"{HEADS_NAME}."
+            own = {name.rpartition(before)[2]: tensor for name, tensor in state_dict.items() if before in name}
+            rest = {name: tensor for name, tensor in state_dict.items() if before not in name}
         if self.args.should_save:
             self._heads.save_pretrained(os.path.join(output_dir, HEADS_FOLDER), own)
         if self.args.medusa_stage == 2:
@@ -267,23 +240,13 @@ class LigerMedusaTrainer(LigerSFTTrainer):
         elif self.args.medusa_stage == 2:
             with heads_detached(self.model):
                 load()
-        self._load_heads(checkpoint)
-
-    def _load_heads(self, checkpoint: str) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        heads, saved = self._heads, MedusaHeads.from_pretrained(checkpoint)
-        if saved.state_dict().keys() != heads.state_dict().keys():
-            raise ValueError(
-                f"{checkpoint} has heads of another shape, {saved.config.to_dict()}. Resume with the medusa_num_heads, "
-                "medusa_num_layers and medusa_tied that they were trained with."
-            )
-        set_model_state_dict(heads, saved.state_dict(), options=StateDictOptions(full_state_dict=True))
+        saved = MedusaHeads.from_pretrained(checkpoint).state_dict()
+        set_model_state_dict(self._heads, saved, options=StateDictOptions(full_state_dict=True))
 
 
 @contextmanager
 def _as_served(model: nn.Module) -> Iterator[None]:
-    """Within the block a frozen model runs as it will when it is served: without dropout, and without a graph."""
+    """Within the block a frozen model runs as it will be served: without dropout, and without a graph."""
     training = model.training
     model.eval()
     try:

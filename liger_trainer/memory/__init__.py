@@ -1,1 +1,1 @@
-"""The memory of a training: what is computed again, what waits on the host, and `activation_checkpointing: auto`."""
+"""The memory of a training: what is recomputed, what is swapped out, and `activation_checkpointing: auto`."""

@@ -1,6 +1,6 @@
 """The options of activation checkpointing, and how layers are checkpointed in one training.
 
-Transformers 5.23 has `activation_checkpointing` as a switch, with `gradient_checkpointing` for its old name.
+Transformers 5.23 has the switch `activation_checkpointing`, with `gradient_checkpointing` for its old name.
 Transformers 5.17 has the old name alone, which TRL sets to True. The new name counts wherever it is given.
 """
 
@@ -14,9 +14,9 @@ from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
-from liger_trainer.memory import light, switches
+from liger_trainer.memory import recompute, switches
 from liger_trainer.memory.chooser import Chooser
-from liger_trainer.memory.memory import memory_of
+from liger_trainer.memory.memory import GpuMemory
 
 AUTO = "auto"
 KNOWS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -30,9 +30,9 @@ class MemoryFields:
     activation_checkpointing: str | None = field(
         default=None,
         metadata={
-            "help": "true: the layers' activations are computed again in the backward pass, which takes less memory "
-            "and more time. false: they are kept. 'auto': they are kept in as many layers as memory_budget allows, "
-            "as measured in the first steps. Newer name of gradient_checkpointing.",
+            "help": "true: recompute the layers' activations in the backward pass, which takes less memory and more "
+            "time. false: keep them. 'auto': keep them in as many layers as memory_budget allows, as measured in the "
+            "first steps. Newer name of gradient_checkpointing.",
             "nargs": "?",
             "const": "true",
         },
@@ -58,7 +58,7 @@ class MemoryFields:
 
 
 class Checkpointing(Feature):
-    """Activation checkpointing: by the `Chooser` of `auto`, or by `light.py`."""
+    """Activation checkpointing: by the `Chooser` of `auto`, or by `recompute.py`."""
 
     fields = MemoryFields
 
@@ -73,16 +73,11 @@ class Checkpointing(Feature):
         _check_budget(args)
         if value == AUTO and args.torch_compile:
             raise ValueError(
-                "activation_checkpointing is 'auto', which runs each layer in one way or another from step to step, "
-                "and torch_compile would compile the model anew each time. Set activation_checkpointing to true or "
-                "false, or remove torch_compile."
+                "activation_checkpointing is 'auto', and torch_compile would compile the model anew for each plan. Set "
+                "activation_checkpointing to true or false, or remove torch_compile."
             )
         if value == AUTO and getattr(args, "activation_offloading", False):
-            raise ValueError(
-                "activation_checkpointing is 'auto' and activation_offloading is true, and each of them decides what "
-                "waits in the host's memory. Remove activation_offloading, or set activation_checkpointing to true or "
-                "false."
-            )
+            raise _offloads("activation_offloading is true", "activation_offloading")
         if not KNOWS_NEW_NAME and value is not None:
             args.gradient_checkpointing = bool(value)
         if not KNOWS_NEW_NAME and args.activation_checkpointing_kwargs is not None:
@@ -91,20 +86,15 @@ class Checkpointing(Feature):
     def check(self, args: Any) -> None:
         options = args.gradient_checkpointing_kwargs  # a dict, now that the stock class has looked
         if args.activation_checkpointing == AUTO and isinstance(options, dict) and options.get("offload"):
-            raise ValueError(
-                "activation_checkpointing is 'auto' and its option offload is true, and each of them decides what "
-                "waits in the host's memory. Remove offload from activation_checkpointing_kwargs, or set "
-                "activation_checkpointing: true."
-            )
+            raise _offloads("its option offload is true", "offload from activation_checkpointing_kwargs")
 
     @contextmanager
     def around_training(self, trainer: Any) -> Iterator[Run | None]:
         args, memory = trainer.args, None
         # What is kept of sharded parameters would have to be gathered again
         lightly = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
-        auto = getattr(args, "activation_checkpointing", None) == AUTO
-        if auto:
-            memory = trainer.device_memory or memory_of(args.device)
+        if getattr(args, "activation_checkpointing", None) == AUTO:
+            memory = trainer.device_memory or (GpuMemory(args.device) if args.device.type == "cuda" else None)
             if memory is None and args.process_index == 0:
                 logger.info(
                     "activation_checkpointing: auto goes by the memory of a CUDA GPU. There is none, so every layer is "
@@ -112,28 +102,30 @@ class Checkpointing(Feature):
                 )
         if memory is not None:
             chooser = Chooser(memory, args.memory_budget, args.host_memory_budget, lightly)
-            trainer.checkpointing = chooser.outcome
+            trainer.checkpointing = chooser.summary
             try:
                 yield lambda step, *given, **named: chooser.run(trainer.model, step, given, named)
             finally:
                 chooser.end()
         elif lightly and trainer.uses_liger:
-            with _lightly(trainer) as run:
+            with _recomputing_lightly(trainer) as run:
                 yield run
         else:
             yield None
 
 
 @contextmanager
-def _lightly(trainer: Any) -> Iterator[Run]:
-    """A context in which layers that are checkpointed in the plain way cost the host less, see `light.py`."""
+def _recomputing_lightly(trainer: Any) -> Iterator[Run]:
+    """Return a context in which layers are checkpointed by `recompute.py`."""
     model = None
 
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
         if model is None:  # with `model_init` there is none before training has begun
             model = trainer.model
-            switches.install(model, light.light)
+            switches.install(
+                model, lambda switch, function, given: recompute.checkpoint(switch.checkpointed, function, given)
+            )
         return step(*args, **kwargs)
 
     try:
@@ -141,6 +133,13 @@ def _lightly(trainer: Any) -> Iterator[Run]:
     finally:
         if model is not None:
             switches.remove(model)
+
+
+def _offloads(what: str, remove: str) -> ValueError:
+    return ValueError(
+        f"activation_checkpointing is 'auto' and {what}, and each of them decides what waits in the host's memory. "
+        f"Remove {remove}, or set activation_checkpointing to true or false."
+    )
 
 
 def _check_budget(args: Any) -> None:

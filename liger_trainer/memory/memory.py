@@ -1,7 +1,6 @@
-"""The memory of the device, and the host's memory as far as activations may wait there for their backward pass.
+"""The memory of the device, and the host's pinned memory to which activations are swapped out.
 
-The host's memory is pinned, so that the GPU copies to and from it while it computes, and taken in slabs that are used
-again from step to step.
+The GPU copies to and from pinned memory while it computes. It is taken in slabs that are used again from step to step.
 """
 
 import functools
@@ -16,48 +15,43 @@ import torch
 from liger_trainer._logging import logger
 
 GIB = 2**30
-RESERVE = 0.06  # of what tensors may take up: for what the allocator cannot use, being in pieces
-RESERVE_OF_BUDGET = 0.002  # of a budget that the user has set: for what is not the same in every step
-SMALL = 1 << 20  # bytes: tensors that are smaller stay on the GPU
-SHARE = 0.5  # of what is free, for all processes of this machine
+RESERVE = 0.06  # of the device's memory: for fragmentation
+RESERVE_OF_BUDGET = 0.002  # of a budget that the user has set: for what differs from step to step
+SMALL = 1 << 20  # bytes: smaller tensors stay on the GPU
+SHARE = 0.5  # of the host's free memory, for all processes of this machine
 TRIED = 64 << 20  # bytes that are copied to measure the rate
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Memory(Protocol):
-    """What is asked of a device. All sizes are bytes of tensors of this process.
+    """The memory of a device, in bytes of this process's tensors."""
 
-    Attributes:
-        highest (`int`): The most bytes until `peak` was last called.
-    """
-
-    highest: int
+    highest: int  # the peak until `peak` was last called
 
     def allocated(self) -> int:
-        """Bytes of the tensors that exist."""
+        """Return the bytes that are allocated now."""
 
     def peak(self) -> int:
-        """The most bytes since this was last called."""
+        """Return the most bytes since this was last called."""
 
     def capacity(self) -> int:
-        """How many bytes tensors could take up at most, if no other process takes more of the device's memory."""
+        """Return the most bytes that tensors could take up, as long as other processes take no more."""
 
     def retries(self) -> int:
-        """How often the allocator has had to give back what it had cached, because nothing else was left."""
+        """Return how often the allocator has had to release its cache."""
 
     def transport(self, host_gib: float | None) -> "Transport | None":
-        """What carries activations to at most `host_gib` GiB of the host's memory, or a part of what is free."""
+        """Return what swaps out to `host_gib` GiB of the host's memory, or to a part of what is free."""
 
 
 class GpuMemory:
     """The memory of a CUDA device, as its allocator counts it.
 
-    To count a peak anew resets torch's own counter, `torch.cuda.max_memory_allocated`.
+    `peak` resets torch's own counter, `torch.cuda.max_memory_allocated`.
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.highest = 0
+        self.device, self.highest = device, 0
 
     def _bytes(self, kind: str, which: str) -> int:
         return torch.cuda.memory_stats_as_nested_dict(self.device)[kind]["all"][which]
@@ -81,16 +75,11 @@ class GpuMemory:
 
     def transport(self, host_gib: float | None) -> "Transport | None":
         room = room_of(host_gib)
-        return Transport(HostMemory(room), self.device) if room else None
-
-
-def memory_of(device: torch.device) -> Memory | None:
-    """The memory of `device`, or None if it has none that can be measured."""
-    return GpuMemory(device) if device.type == "cuda" else None
+        return Transport(PinnedMemory(room), self.device) if room else None
 
 
 def limit_of(budget_gib: float | None, capacity: int) -> int:
-    """How many bytes a plan may fill: the budget that was set, as far as the device has it, less a reserve."""
+    """Return how many bytes a plan may fill: the budget, or the device's memory if that is less, without a reserve."""
     fits = int(capacity * (1 - RESERVE))
     if budget_gib is None:
         return fits
@@ -98,7 +87,7 @@ def limit_of(budget_gib: float | None, capacity: int) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that the device's memory is full. cuBLAS and Triton have messages of their own for that."""
+    """Return whether `error` says that the device's memory is full. cuBLAS and Triton have messages of their own."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text)
@@ -110,7 +99,7 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 class Slot:
-    """Bytes of a slab, uint8 (n,), until this is not held any more."""
+    """Bytes of a slab, uint8 (n,), as long as this object lives."""
 
     def __init__(self, slab: "_Slab", start: int, size: int):
         self._slab, self.bytes = slab, slab.memory[start : start + size]
@@ -121,7 +110,7 @@ class Slot:
 
 
 class _Slab:
-    """Memory that is given away from its start to its end, and again when all of it has come back."""
+    """Memory that is handed out from its start to its end, and again when all of it has come back."""
 
     def __init__(self, memory: torch.Tensor):
         self.memory, self.slots, self._used = memory, 0, 0
@@ -140,11 +129,11 @@ def _aligned(size: int) -> int:
     return -(-size // 512) * 512
 
 
-class HostMemory:
-    """At most `room` bytes of the host for the activations of one process.
+class PinnedMemory:
+    """At most `room` bytes of pinned memory for the activations of one process.
 
-    `pin` makes the uint8 tensor of a slab, which has `slab` bytes (PyTorch pins powers of two) unless a tensor has
-    more. Tensors of fewer than `small` bytes stay on the GPU.
+    `pin` makes the uint8 tensor of a slab. It has `slab` bytes unless a tensor has more: PyTorch pins powers of two.
+    Tensors of fewer than `small` bytes stay on the GPU.
     """
 
     def __init__(self, room: int, pin: Callable[[int], torch.Tensor] = _pinned, slab: int = GIB, small: int = SMALL):
@@ -153,11 +142,10 @@ class HostMemory:
 
     @property
     def taken(self) -> int:
-        """How many bytes it has taken."""
         return sum(len(slab.memory) for slab in self._slabs)
 
     def take(self, size: int) -> Slot | None:
-        """Room for `size` bytes, or None if there is none left."""
+        """Return a slot of `size` bytes, or None if there is no room left."""
         for slab in self._slabs:
             if (slot := slab.take(size)) is not None:
                 return slot
@@ -168,30 +156,30 @@ class HostMemory:
             self._slabs.append(_Slab(self._pin(new)))
         except RuntimeError as error:  # the system pins less than it has free
             logger.warning(
-                f"The host has pinned {self.taken / GIB:.0f} GiB for activations and no more ({error}). The others "
-                "stay on the GPU. Set host_memory_budget to fewer GiB."
+                f"The host has pinned {self.taken / GIB:.0f} GiB for activations and no more ({error}). Set "
+                "host_memory_budget to fewer GiB."
             )
             self.room = self.taken
             return None
         return self._slabs[-1].take(size)
 
     def release(self) -> None:
-        """Give back everything that is not in use."""
+        """Free all slabs that are not in use."""
         self._slabs = [slab for slab in self._slabs if slab.slots]
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # copies of what is not wanted any more may go on
+            torch.cuda.synchronize()  # copies may still run
             torch._C._host_emptyCache()  # PyTorch 2.11 has no public name for it
 
 
 class Transport:
-    """Carries bytes between a CUDA GPU and the host's memory, on a stream of its own."""
+    """Copies between a CUDA GPU and pinned memory, on a stream of its own."""
 
-    def __init__(self, host: HostMemory, device: torch.device):
+    def __init__(self, host: PinnedMemory, device: torch.device):
         self.host, self.device, self.stream = host, device, torch.cuda.Stream(device)
 
     @functools.cached_property
     def rate(self) -> float:
-        """Bytes a second, in the slower direction. Measured when it is first asked for, which waits for the GPU."""
+        """Bytes a second in the slower direction. The first read measures them and waits for the GPU."""
         on_gpu, on_host = torch.empty(TRIED, dtype=torch.uint8, device=self.device), _pinned(TRIED)
         slowest = 0.0
         for to, of in ((on_host, on_gpu), (on_gpu, on_host)):
@@ -202,19 +190,19 @@ class Transport:
         return TRIED / slowest
 
     def mark(self) -> torch.cuda.Event:
-        """Mark the point that the GPU has come to when it has done what it has been given until now."""
+        """Return an event after all that the GPU has been given until now."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """How long it has taken from one mark to another."""
+        """Return the seconds from one mark to another."""
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
 
 def room_of(budget_gib: float | None) -> int:
-    """How many bytes of the host's memory activations may take: the budget, or this process's part of what is free."""
+    """Return how many bytes may be pinned: the budget, or this process's part of the free memory."""
     if budget_gib is not None:
         return int(budget_gib * GIB)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -222,7 +210,7 @@ def room_of(budget_gib: float | None) -> int:
 
 
 def _left_in_cgroup() -> float:
-    """How many bytes a container may still take; infinite where there is no such limit."""
+    """Return how many bytes a container may still take; infinite without a limit."""
     for most, now, cache in (
         ("memory.max", "memory.current", "inactive_file "),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file "),

@@ -1,19 +1,18 @@
-"""Layers whose activations wait for their backward pass in the host's memory.
+"""Swaps the activations of layers out to the host's memory, and in again for their backward pass.
 
-What autograd keeps of such a layer is copied to the host when the layer has returned, while the GPU computes the next
-layers, and copied back while it computes the backward pass of those behind. So a layer that lies between others costs
-neither the GPU's memory nor its time, as long as the copies keep up with the layers. `plan.py` chooses these layers.
+What autograd keeps of such a layer is copied to the host while the GPU computes the next layers, and back while it
+computes the backward pass of the layers behind. So it costs neither the GPU's memory nor its time, as long as the
+copies keep up with the layers. `plan.py` chooses these layers.
 
-What is kept is copied as a whole: several tensors that share memory, such as views, share the copy. Weights, small
-tensors, and what the layer was given besides its hidden states stay where they are. A tensor that is changed in place
-after it was kept is an error, as without this.
+Storages are copied as a whole: tensors that share one, such as views, share the copy. Weights, small tensors, and the
+inputs of the layer besides its hidden states stay on the GPU. A tensor that is changed in place after it was kept is an
+error, as without this.
 
-PyTorch's `save_on_cpu` and TRL's `OffloadActivations` fetch a tensor when the backward pass asks for it, which then
-waits for longer than it takes to compute the layer again.
+PyTorch's `save_on_cpu` and TRL's `OffloadActivations` copy a tensor back only when the backward pass asks for it. That
+takes longer than to recompute the layer.
 """
 
 import contextlib
-import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -25,40 +24,40 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from liger_trainer.instance.kept import Kept, hooks_in_force, how_modified, keep, unchanged
-from liger_trainer.memory.memory import HostMemory, Slot
+from liger_trainer.memory.memory import PinnedMemory, Slot
 from liger_trainer.memory.switches import tensors_in
 
 
 class _Storage:
-    """The memory of one or several tensors that autograd keeps of a call."""
+    """The storage of one or several tensors that autograd keeps of a call."""
 
     def __init__(self, call: "_Call", storage: torch.UntypedStorage):
         self.call, self.size = call, storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage  # as long as it is on the GPU
-        self.seen: list[Kept] = []  # the tensors in it, as long as it is on the GPU
-        self.slot: Slot | None = None  # where the copy is
-        self.back: torch.Tensor | None = None  # uint8 (size,), what came back from the host
-        self.broken: str | None = None  # why the copy is worth nothing
+        self.tensors: list[Kept] = []  # in it, as long as it is on the GPU
+        self.slot: Slot | None = None  # of the copy on the host
+        self.back: torch.Tensor | None = None  # uint8 (size,), swapped in
+        self.broken: str | None = None  # why the copy must not be used
         self.parts = 0  # how many times autograd has kept a tensor of it
         self.asked = set[int]()  # which of these it has asked for in this backward pass
 
     def __del__(self) -> None:
         if self.back is not None:
-            self.call.wait()  # the memory may go to another tensor, and must not be written to any more
+            self.call.wait()  # or the copy may write to memory that has gone to another tensor
 
     def leave_gpu(self) -> None:
-        """The copy is there."""
-        for x, version in self.seen:
+        """Drop what is on the GPU, since the copy is there."""
+        for x, version in self.tensors:
             if x._version != version:
                 self.broken = how_modified((x, version))
             elif x.untyped_storage().nbytes() != self.size:
                 self.broken = f"The memory of a tensor {tuple(x.shape)} was freed while it was copied to the host. "
                 self.broken += "Set host_memory_budget: 0, so that activations stay on the GPU, and please report this."
-        self.seen, self.storage = [], None
+        self.tensors, self.storage = [], None
 
 
 class _Part:
-    """What autograd keeps in place of a tensor: where its values are, and its form."""
+    """Stands for a tensor in the graph: its storage and its form."""
 
     __slots__ = ("form", "number", "storage")
 
@@ -66,13 +65,13 @@ class _Part:
         x, _ = kept
         self.storage, self.number, storage.parts = storage, storage.parts, storage.parts + 1
         self.form = (x.dtype, x.storage_offset(), x.shape, x.stride())
-        storage.seen.append(kept)
+        storage.tensors.append(kept)
 
     def value(self) -> torch.Tensor:
         storage = self.storage
         if storage.storage is not None:  # it has not left the GPU
-            return unchanged(storage.seen[self.number])
-        found = storage.call.fetched(storage)
+            return unchanged(storage.tensors[self.number])
+        found = storage.call.swapped_in(storage)
         dtype, offset, shape, stride = self.form
         x = torch.empty(0, dtype=dtype, device=found.device).set_(found.untyped_storage(), offset, shape, stride)
         storage.asked.add(self.number)
@@ -82,16 +81,11 @@ class _Part:
 
 
 class _Call:
-    """One call of a layer, which is also the function by which autograd keeps its tensors.
+    """One call of a layer, which is also the hook by which autograd keeps its tensors."""
 
-    Attributes:
-        keeps_values (`bool`): Tells others who have hooks for kept tensors that what they leave to this one, and ask of
-            it again, has the same values.
-    """
+    keeps_values = True  # tells `rebuild.py` that what it leaves to this hook comes back with the same values
 
-    keeps_values = True
-
-    def __init__(self, host: HostMemory, stream: torch.cuda.Stream | None, module: nn.Module | None, given: Any):
+    def __init__(self, host: PinnedMemory, stream: torch.cuda.Stream | None, module: nn.Module | None, given: Any):
         self.host, self.stream, self._module = host, stream, module
         self._elsewhere = {x.untyped_storage()._cdata for x in _plain_in(given)}
         self._storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
@@ -102,7 +96,7 @@ class _Call:
     # While the layer runs
 
     def __call__(self, x: torch.Tensor) -> Any:
-        """What autograd keeps in place of `x`."""
+        """Return what stands for `x` in the graph."""
         if self._module is not None:  # the weights that FSDP has gathered are there now
             tensors = (*self._module.parameters(), *self._module.buffers())
             self._elsewhere |= {weight.untyped_storage()._cdata for weight in _plain_in(tensors)}
@@ -122,7 +116,7 @@ class _Call:
             storage = self._storages[key] = _Storage(self, x.untyped_storage())
         return _Part(storage, kept)
 
-    def send(self) -> None:
+    def swap_out(self) -> None:
         """Begin to copy to the host. To be called when the layer has returned."""
         with self._copying():
             for kept in list(self._storages.values()):
@@ -135,8 +129,8 @@ class _Call:
                     on_gpu = torch.empty(0, dtype=torch.uint8, device=here.device).set_(here)
                     kept.slot.bytes.copy_(on_gpu, non_blocking=True)
 
-    def settle(self) -> None:
-        """Give back the GPU's memory, as soon as the copies are there."""
+    def free_gpu(self) -> None:
+        """Free the GPU's memory when the copies to the host are done."""
         self.wait()
         for kept in list(self._storages.values()):
             if kept.slot is not None:
@@ -144,7 +138,7 @@ class _Call:
 
     # In the backward pass
 
-    def fetch(self) -> None:
+    def swap_in(self) -> None:
         """Begin to copy back from the host what has left the GPU."""
         device = torch.device("cpu") if self.stream is None else self.stream.device
         absent = [kept for kept in self._storages.values() if kept.storage is None and kept.back is None]
@@ -155,12 +149,12 @@ class _Call:
                     assert kept.slot is not None
                     kept.back = back.copy_(kept.slot.bytes, non_blocking=True)
 
-    def fetched(self, kept: _Storage) -> torch.Tensor:
-        """uint8 (size,), what came back from the host, for the stream that is about to read it."""
+    def swapped_in(self, kept: _Storage) -> torch.Tensor:
+        """Return the bytes, uint8 (size,), for the stream that is about to read them."""
         if kept.broken is not None:
             raise RuntimeError(kept.broken)
         if kept.back is None:
-            self.fetch()
+            self.swap_in()
         assert kept.back is not None
         self.wait()
         if self.stream is not None and self._compute is not None:
@@ -171,14 +165,14 @@ class _Call:
         return kept.back
 
     def wait(self) -> None:
-        """Let the GPU wait for the copies that have begun."""
+        """Have the GPU wait for the copies that have begun."""
         event, self._event = self._event, None
         if event is not None and self._compute is not None:
             self._compute.wait_event(event)
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """A context in which copies go on while the GPU computes, after what it has been given until now."""
+        """Return a context for copies that begin after what the GPU has been given, and run while it computes."""
         if self.stream is None:
             yield
             return
@@ -191,64 +185,54 @@ class _Call:
 
 
 class Offload:
-    """The calls of one micro-batch whose activations wait on the host.
+    """The calls of one micro-batch whose activations are swapped out.
 
-    Args:
-        host (`HostMemory`): Where they wait.
-        stream (`torch.cuda.Stream`, *optional*): On which they are copied. None on a device that copies at once.
-        lag (`int`): How many calls later the copies of a call are waited for.
-        ahead (`int`): How many calls before its own backward pass a call is fetched.
-
-    Attributes:
-        stays (`int`): Bytes of the calls that are not copied.
+    The copies of a call are waited for `lag` calls later, and it is swapped in `ahead` calls before its backward pass.
+    Without a `stream`, the device copies at once.
     """
 
-    def __init__(self, host: HostMemory, stream: torch.cuda.Stream | None, lag: int, ahead: int):
+    def __init__(self, host: PinnedMemory, stream: torch.cuda.Stream | None, lag: int, ahead: int):
         self.host, self.stream, self.lag, self.ahead = host, stream, lag, ahead
-        self.stays = 0
-        self._copied: dict[int, _Call] = {}  # by the call that waits for it
-        self._fetched: defaultdict[int, list[_Call]] = defaultdict(list)  # by the call whose backward pass begins it
+        self.stays = 0  # bytes of the calls that were not copied
+        self._leaving: dict[int, _Call] = {}  # by the call that waits for the copy
+        self._swapped_in: defaultdict[int, list[_Call]] = defaultdict(list)  # by the call whose backward pass begins it
 
     def call(
         self, number: int, module: nn.Module | None, run: Callable[..., Any], args: tuple[Any, ...], given: Any
     ) -> Any:
-        """Return `run(*args)`, of which autograd keeps on the host what it needs.
+        """Return `run(*args)`, call `number` of a layer, and swap out what autograd keeps of it.
 
-        Args:
-            number (`int`): Of the call.
-            module (`nn.Module` or `None`): The layer, whose weights stay where they are.
-            run (`Callable`), args (`tuple`): The function to be called, and what it is given.
-            given: Tensors that stay on the GPU, because all layers are given them.
+        The weights of `module` stay on the GPU, and so do the tensors in `given`, which all layers get.
         """
         call = _Call(self.host, self.stream, module, given)
-        self._copied[number + 1 + self.lag] = call
-        self._fetched[number + self.ahead].append(call)
+        self._leaving[number + 1 + self.lag] = call
+        self._swapped_in[number + self.ahead].append(call)
         with saved_tensors_hooks(call, _value_of):
             output = run(*args)
-        call.send()
+        call.swap_out()
         self.stays += call.stays
         return output
 
-    def begins(self, number: int) -> None:
+    def before_call(self, number: int) -> None:
         """To be called before each call of a layer."""
-        if number in self._copied:
-            self._copied.pop(number).settle()
+        if number in self._leaving:
+            self._leaving.pop(number).free_gpu()
 
-    def returned(self, number: int, outputs: Iterable[torch.Tensor]) -> None:
-        """To be called after each call of a layer, with what it has returned."""
-        calls = self._fetched.pop(number, ())
+    def after_call(self, number: int, outputs: Iterable[torch.Tensor]) -> None:
+        """To be called after each call of a layer, with its results."""
+        calls = self._swapped_in.pop(number, ())
         node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
+
+        def swap_in(_: Any) -> None:
+            for call in calls:
+                call.swap_in()
+
         if calls and node is not None:
-            node.register_prehook(functools.partial(_fetch, calls))
-
-
-def _fetch(calls: Iterable[_Call], _: Any) -> None:
-    for call in calls:
-        call.fetch()
+            node.register_prehook(swap_in)
 
 
 def is_possible() -> bool:
-    """Whether there are no saved-tensor hooks yet."""
+    """Return whether there are no saved-tensor hooks yet."""
     return hooks_in_force() is None
 
 
@@ -257,7 +241,7 @@ def _value_of(found: Any) -> torch.Tensor:
 
 
 def _plain_in(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors in `value`; of wrappers such as DTensor, the tensors that they are made of."""
+    """Yield the plain tensors in `value`, and those inside wrappers such as DTensor."""
     for x in tensors_in(value):
         if is_traceable_wrapper_subclass(x):
             for name in x.__tensor_flatten__()[0]:

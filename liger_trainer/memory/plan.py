@@ -1,10 +1,10 @@
-"""What was seen of a micro-batch, and from that the layers that keep their activations within a limit.
+"""From the measurement of a micro-batch to a plan: what each layer keeps within a limit of memory.
 
-A micro-batch is cut into moments. The first begins with its first layer, each of the others where the backward pass
-computes a layer again. Known of a moment is the most bytes that were allocated in it. A layer that keeps its
-activations instead of computing them again adds no more than their bytes, and only to the moments from its call to
-where its backward pass begins. So the largest sum is a bound of the new peak. The layer whose backward pass is first is
-chosen first: its activations are gone again before the gradients of the other layers have grown. All sizes are bytes.
+A micro-batch is cut into phases. The first begins with the first layer, each of the others where the backward pass
+recomputes a layer. The peak of each phase is known. A layer that keeps its activations adds at most their bytes, and
+only to the phases from its call to its backward pass. So the largest sum is a bound of the new peak. The layer whose
+backward pass is first is chosen first: its activations are freed before the gradients of the other layers have grown.
+All sizes are bytes.
 """
 
 import math
@@ -15,42 +15,42 @@ from typing import Any, NamedTuple
 
 import torch
 
-SLACK = 1.05  # how much longer copies to the host may take than they should
-ROOM = 0.9  # of the host's memory: tensors do not fill slabs to the last byte
-_Spans = Iterable[tuple[int, int, int]]  # (first, last, bytes): they are there from a moment to before another
+SLACK = 1.05  # copies to the host may take longer than planned by this factor
+ROOM = 0.9  # of the host's memory is planned with: tensors do not fill slabs to the last byte
+_Span = tuple[int, int, int]  # (first, last, bytes): allocated in the phases from `first` to before `last`
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a tensor (rows, length, ...), such as what a layer is given."""
+    """The size of a tensor (rows, length, ...), such as the hidden states of a layer."""
 
     rows: int
     length: int
 
     @property
     def tokens(self) -> int:
-        """With these, nearly all activations grow."""
+        """What nearly all activations grow with."""
         return self.rows * self.length
 
     @property
     def pairs(self) -> int:
-        """With these, masks and the scores of eager attention grow."""
+        """What masks and the scores of eager attention grow with."""
         return self.rows * self.length**2
 
     def covers(self, other: "Size") -> bool:
-        """Whether a layer that is given `other` needs no more than one that is given this."""
+        """Return whether a layer needs no more for `other` than for this."""
         return other.tokens <= self.tokens and other.pairs <= self.pairs
 
     def share(self, other: "Size") -> float:
-        """At most this share of the activations of this size are those of `other`."""
+        """Return a bound of the activations for `other`, as a share of those for this."""
         return min(1.0, max(other.tokens / max(self.tokens, 1), other.pairs / max(self.pairs, 1)))
 
 
-Sizes = dict[Hashable, Size]  # of the tensors of a batch by their places in it, and of what the first layer is given
+Sizes = dict[Hashable, Size]  # of the tensors of a batch by their places in it; at None, of the first layer's input
 
 
 def sizes_of(batch: Any, place: tuple[Hashable, ...] = ()) -> Sizes:
-    """The sizes of all tensors in `batch`, which may be nested containers, by where they are in it."""
+    """Return the sizes of all tensors in `batch`, which may be nested, by their places in it."""
     if isinstance(batch, torch.Tensor):
         rows = batch.shape[0] if batch.ndim > 1 else 1
         return {place: Size(rows, batch.numel() // max(rows, 1))} if batch.ndim else {}
@@ -67,43 +67,43 @@ class Call:
     """One call of a layer."""
 
     layer: int
-    group: Hashable  # layers of one group are built alike
-    size: Size  # of what it is given
-    first: int  # the moment in which it is called
-    last: int | None = None  # the moment that begins when it is computed again; None: it was not
-    extra: int = 0  # how many bytes more it holds if its activations are kept
-    casts: int = 0  # of these, weights that autocast has cast, which are as many for few tokens
-    attention: int = 0  # how many bytes more it holds if the results of its attention are kept; 0: it has none
-    given: int = 0  # the bytes of the hidden states that it is given
+    group: Hashable  # equal for layers that are built alike
+    size: Size  # of its input
+    first: int  # the phase in which it is called
+    last: int | None = None  # the phase that begins when it is recomputed; None: it was not
+    extra: int = 0  # the bytes that it holds more if its activations are kept
+    casts: int = 0  # the part of `extra` that autocast has cast from weights, which tokens do not change
+    attention: int = 0  # the bytes that it holds more if the results of its attention are kept; 0: it has none
+    given: int = 0  # the bytes of its hidden states
 
     def bytes(self, share: float) -> int:
-        """`extra` of so large a share of the tokens."""
+        """Return `extra` for a share of the tokens."""
         casts = min(self.casts, self.extra)
         return casts + math.ceil((self.extra - casts) * share)
 
-    def held(self, size: int) -> tuple[int, int, int]:
-        """So many bytes, from the call to its backward pass."""
+    def span(self, size: int) -> _Span:
+        """Return the span of `size` bytes from the call to its backward pass."""
         return self.first, self.last or 0, size
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is kept of which layers. The rest is computed again."""
+    """What is kept of which layers. The rest is recomputed."""
 
     kept: frozenset[int] = frozenset()  # all activations
     attention: frozenset[int] = frozenset()  # the results of attention, of other layers
-    on_host: frozenset[int] = frozenset()  # all activations of other layers, on the host
-    peak: int = 0  # the most bytes that the micro-batch will have allocated
-    lag: int = 0  # how many calls later copies to the host are waited for
+    on_host: frozenset[int] = frozenset()  # all activations of other layers, in the host's memory
+    peak: int = 0  # a bound of the bytes that will be allocated
+    lag: int = 0  # how many calls later a copy to the host is waited for
 
     @property
     def ahead(self) -> int:
-        """How many calls before its backward pass a call is fetched again. A backward pass takes twice as long."""
+        """How many calls before its backward pass a call is swapped in. A backward pass takes twice as long."""
         return max(1, self.lag // 2)
 
     @property
     def once(self) -> frozenset[int]:
-        """The layers that are computed once."""
+        """The layers that are not recomputed."""
         return self.kept | self.on_host
 
     @property
@@ -119,23 +119,23 @@ NOTHING = Plan()
 
 
 class Link(NamedTuple):
-    """The way to the host's memory."""
+    """The link to the host's memory."""
 
-    room: int  # how many bytes of activations the host takes at most
+    room: int  # the bytes that the host takes at most
     pace: float  # how many layers are computed while the activations of one are copied
 
 
 @dataclass
-class Seen:
-    """A micro-batch with every layer checkpointed that was measured. It is a bound for all that it covers."""
+class Measurement:
+    """A micro-batch that was measured with every layer checkpointed: a bound for all that it covers."""
 
-    sizes: Sizes  # of its tensors and of its first layer, which is at None
-    adds: bool  # whether it has added to gradients that were there
+    sizes: Sizes
+    accumulates: bool  # whether it has added to gradients of an earlier one
     long: bool  # whether its rows were long enough to measure the results of attention
-    moments: list[int]  # the most bytes of each, beyond those that were there when the first layer was called
+    peaks: list[int]  # of the phases, above what was allocated when the first layer was called
     calls: list[Call]  # in their order
-    seconds: float = 0.0  # how long the forward pass of the calls has taken; 0 if that was not measured
-    margin: int = 0  # by how many bytes a prediction was too low that was made from this
+    seconds: float = 0.0  # of its calls in the forward pass; 0: not measured
+    margin: int = 0  # by how many bytes a plan made from this was too low
 
     @property
     def layers(self) -> dict[int, list[Call]]:
@@ -146,10 +146,10 @@ class Seen:
 
     @property
     def choosable(self) -> dict[int, list[Call]]:
-        """The layers that may keep something, that with the first backward pass first.
+        """The layers that may keep something, the one with the first backward pass first.
 
-        Where the batch does not show how much the last layers will be given, as without padding, the layers before
-        those that are given as much keep nothing: what they hold would be there when the last ones need more.
+        Where the batch does not show how much the last layers will get, as without padding, earlier layers with inputs
+        of another size keep nothing: their activations would still be there when the last ones need more.
         """
         last = self.calls[-1].size
         shown = any(size == last for place, size in self.sizes.items() if place is not None)
@@ -160,48 +160,53 @@ class Seen:
         }
         return dict(sorted(able.items(), key=lambda item: min(call.last or 0 for call in item[1])))
 
-    def covers(self, sizes: Sizes, adds: bool, long: bool) -> bool:
-        """Whether a micro-batch of `sizes` needs no more than this one."""
-        if adds != self.adds or long > self.long or sizes.keys() != self.sizes.keys():
+    def covers(self, sizes: Sizes, accumulates: bool, long: bool) -> bool:
+        """Return whether a micro-batch of `sizes` needs no more than this one."""
+        if accumulates != self.accumulates or long > self.long or sizes.keys() != self.sizes.keys():
             return False
         return all(self.sizes[place].covers(size) for place, size in sizes.items())
 
     def share(self, sizes: Sizes) -> float:
-        """How large a share of the activations there are with `sizes`."""
+        """Return a bound of the activations for `sizes`, as a share of these."""
         if len({call.size for call in self.calls}) == 1:
             return self.sizes[None].share(sizes[None])
         return max(self.sizes[place].share(size) for place, size in sizes.items())
 
     def pace(self, rate: float) -> float:
-        """How many calls are computed while a call is copied to the host, at `rate` bytes a second."""
+        """Return how many calls are computed while a call is copied to the host, at `rate` bytes a second."""
         largest = max(call.extra + call.given for call in self.calls)
         return largest / rate / (self.seconds / len(self.calls)) * SLACK if self.seconds else math.inf
 
 
-def choose(seen: Seen, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None) -> Plan:
-    """The plan that keeps the most. Nothing that is kept adds to a moment that exceeds `limit`.
+def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: bool, link: Link | None = None) -> Plan:
+    """Return the plan that keeps the most. Nothing that is kept adds to a phase that exceeds `limit`.
 
     Args:
-        seen (`Seen`): A micro-batch that covers `sizes`, those of this one.
+        measured (`Measurement`): A micro-batch that covers `sizes`, the sizes of this one.
         base (`int`): What is allocated when the first layer is called.
         limit (`int`): The most that may be allocated.
         long (`bool`): Whether rows are so long that it pays to keep the results of attention.
-        link (`Link`, *optional*): To the host's memory.
+        link (`Link`, *optional*): The link to the host's memory.
     """
-    filling = _Filling(seen, [base + moment for moment in seen.moments], limit, seen.share(sizes))
-    best, able = filling.plan(NOTHING, long), seen.choosable
+    share, able = measured.share(sizes), measured.choosable
+    peaks = [base + peak for peak in measured.peaks]
+    best = _filled(measured, peaks, limit, share, long, NOTHING)
     if link is None or len(best.once) == len(able):
         return best
     lag, room = math.ceil(link.pace), link.room * ROOM
-    spots = _spots(seen, lag, link.pace)
+    spots = _spots(measured, lag, link.pace)
     for number, i in enumerate(spots, 1):
-        call = seen.calls[i]
-        room -= call.bytes(filling.share) + call.given
-        if room < 0 or not filling.add(filling.on_host(i, max(1, lag // 2))):
+        call = measured.calls[i]
+        room -= call.bytes(share) + call.given
+        # From its swap-in, a copy of its hidden states too, which may be held elsewhere as well
+        swap_in, last = measured.calls[i + max(1, lag // 2)].last or 0, call.last or 0
+        grown = _grown(peaks, limit, [(swap_in, last, call.bytes(share)), (swap_in, last + 1, call.given)])
+        if room < 0 or grown is None:
             break
-        plan = filling.plan(Plan(on_host=frozenset(seen.calls[k].layer for k in spots[:number]), lag=lag), long)
+        peaks, on_host = grown, frozenset(measured.calls[k].layer for k in spots[:number])
+        plan = _filled(measured, peaks, limit, share, long, Plan(on_host=on_host, lag=lag))
         # While these are copied, they take room that the layers behind them need later only
-        behind = {c.layer for c in seen.calls[spots[0] + 1 :]} & plan.kept
+        behind = {c.layer for c in measured.calls[spots[0] + 1 :]} & plan.kept
         if len(behind) < min(number, int((lag + 1) / max(link.pace, 1)) + 1):
             break
         best = plan if plan.amount > best.amount else best
@@ -210,64 +215,51 @@ def choose(seen: Seen, base: int, limit: int, sizes: Sizes, long: bool, link: Li
     return best
 
 
-class _Filling:
-    """The bytes of each moment, to which layers are added as long as they fit."""
-
-    def __init__(self, seen: Seen, moments: list[int], limit: int, share: float):
-        self.seen, self.moments, self.limit, self.share = seen, moments, limit, share
-
-    def add(self, spans: _Spans) -> bool:
-        """Add bytes if they fit, each in its moments: others may exceed the limit anyhow."""
-        grown, fits = list(self.moments), True
-        for first, last, size in spans:
-            for moment in range(first, last):
-                grown[moment] += size
-                fits = fits and grown[moment] <= self.limit
-        if fits:
-            self.moments = grown
-        return fits
-
-    def plan(self, plan: Plan, long: bool) -> Plan:
-        """`plan` and what else fits: the results of attention if rows are long, then whole layers."""
-        rest = _Filling(self.seen, self.moments, self.limit, self.share)
-        able = {layer: calls for layer, calls in self.seen.choosable.items() if layer not in plan.on_host}
-        attention: dict[int, dict[int, int]] = {}
-        kept = set()
-        for layer, calls in able.items() if long else ():
-            sizes = [math.ceil(call.attention * self.share) for call in calls]
-            if not all(sizes):
-                continue
-            if not rest.add(call.held(size) for call, size in zip(calls, sizes, strict=True)):
-                break
-            attention[layer] = dict(enumerate(sizes))
-        for layer, calls in able.items():
-            there = attention.get(layer, {})
-            if not rest.add(call.held(call.bytes(self.share) - there.get(n, 0)) for n, call in enumerate(calls)):
-                break
-            kept.add(layer)
-        return Plan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(rest.moments), plan.lag)
-
-    def on_host(self, i: int, ahead: int) -> _Spans:
-        """What call `i` adds to the moments of the backward pass when its activations are on the host.
-
-        They are there from when they are fetched, and with them a copy of what the call was given, which may be held
-        elsewhere as well.
-        """
-        call, trigger = self.seen.calls[i], self.seen.calls[i + ahead]
-        fetched, last = trigger.last or 0, call.last or 0
-        return [(fetched, last, call.bytes(self.share)), (fetched, last + 1, call.given)]
+def _grown(peaks: list[int], limit: int, spans: Iterable[_Span]) -> list[int] | None:
+    """Return `peaks` with `spans`; None if one of these phases exceeds `limit` then. Others may exceed it anyhow."""
+    grown = list(peaks)
+    for first, last, size in spans:
+        for phase in range(first, last):
+            grown[phase] += size
+            if grown[phase] > limit:
+                return None
+    return grown
 
 
-def _spots(seen: Seen, lag: int, pace: float) -> list[int]:
-    """The numbers of the calls whose activations can be copied to the host and back in time, the last one first.
+def _filled(measured: Measurement, peaks: list[int], limit: int, share: float, long: bool, plan: Plan) -> Plan:
+    """Return `plan` and what else fits: the results of attention if rows are long, then whole layers."""
+    able = {layer: calls for layer, calls in measured.choosable.items() if layer not in plan.on_host}
+    attention: dict[int, list[int]] = {}
+    kept = set()
+    for layer, calls in able.items() if long else ():
+        sizes = [math.ceil(call.attention * share) for call in calls]
+        if not all(sizes):
+            continue
+        grown = _grown(peaks, limit, [call.span(size) for call, size in zip(calls, sizes, strict=True)])
+        if grown is None:
+            break
+        peaks, attention[layer] = grown, sizes
+    for layer, calls in able.items():
+        there = attention.get(layer, [0] * len(calls))
+        more = [call.span(call.bytes(share) - size) for call, size in zip(calls, there, strict=True)]
+        grown = _grown(peaks, limit, more)
+        if grown is None:
+            break
+        peaks = grown
+        kept.add(layer)
+    return Plan(frozenset(kept), frozenset(attention) - kept, plan.on_host, max(peaks), plan.lag)
+
+
+def _spots(measured: Measurement, lag: int, pace: float) -> list[int]:
+    """Return the calls whose activations can be copied to the host and back in time, by number, the last one first.
 
     They are of the largest group of layers, and `pace` calls apart. Enough other calls come after them.
     """
-    able, ahead, spots = seen.choosable, max(1, lag // 2), []
-    groups = Counter(call.group for call in seen.calls if call.layer in able and len(able[call.layer]) == 1)
-    below = float(len(seen.calls) - 2 - max(lag, ahead))
+    able, ahead, spots = measured.choosable, max(1, lag // 2), []
+    groups = Counter(call.group for call in measured.calls if call.layer in able and len(able[call.layer]) == 1)
+    below = float(len(measured.calls) - 2 - max(lag, ahead))
     for i in range(int(below), -1, -1) if groups else ():
-        call, trigger = seen.calls[i], seen.calls[i + ahead]
+        call, trigger = measured.calls[i], measured.calls[i + ahead]
         fits = call.layer in able and len(able[call.layer]) == 1 and call.group == groups.most_common(1)[0][0]
         if i <= below and fits and trigger.last is not None and trigger.last < (call.last or 0):
             spots.append(i)

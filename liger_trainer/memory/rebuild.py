@@ -1,18 +1,19 @@
-"""Tensors that the backward pass can compute again by elementwise work are not kept for it.
+"""Rebuilds tensors in the backward pass by elementwise work, so that autograd need not keep them.
 
-There are two of them. `down(act(gate) * up)` would keep three tensors of the intermediate width: gate and up for the
-gradient of their product, and the product for the gradient of `down`'s weight. The product is computed again. The
-output of a norm would be kept by the projections after it. The norm keeps its own input anyway, so that its output is
-computed again, once for all the projections that need it.
+There are two of them:
 
-In addition, the gradients of gate and up are written over gate and up where nothing else reads them. A layer's backward
-pass then holds four tensors of the intermediate width at its peak, not five.
+- `down(act(gate) * up)` would keep three tensors of the intermediate width: gate and up for the gradient of their
+  product, and the product for the gradient of `down`'s weight. The product is rebuilt.
+- The projections after a norm would keep its output. The norm keeps its input anyway, so its output is rebuilt once,
+  for all of them.
 
-Nothing of this happens under torch.compile, which does as much by itself, nor inside the saved-tensor hooks of others,
-such as checkpointing and TRL's offloading, which decide for themselves what is kept. The hooks of
-`offload.py` keep what is left to be kept, as their attribute `keeps_values` says. Small tensors are left
-alone. To compute one again costs the host about 0.1 ms, which a step of few rows would wait for, and the memory of such
-a step is taken by its weights.
+Where nothing else reads gate and up, their gradients are written over them. The backward pass of a layer then holds
+four tensors of the intermediate width at its peak, not five.
+
+Under torch.compile nothing is rebuilt: it does as much by itself. Nor is anything inside the saved-tensor hooks of
+others, such as checkpointing and TRL's offloading, which decide for themselves what is kept. Hooks with a true
+`keeps_values`, as in `offload.py`, give back the same values, so they keep what is left. Small tensors are kept: to
+rebuild one costs the host about 0.1 ms, for which a step of few rows would wait.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from liger_trainer.instance.binding import Binding, is_bound
 from liger_trainer.instance.hooks import has_hooks, home
 from liger_trainer.instance.kind import PLAIN_TENSORS
 
-# The Python modules of forwards that keep nothing of what they return: linear layers, LoRA and what is inside it.
+# Python modules whose forwards keep nothing of what they return: linear layers, LoRA and its parts
 _PROJECTIONS = (
     "torch.nn.modules.linear", "peft.tuners.lora.layer", "transformers.pytorch_utils",
     "liger_trainer.fp8.frozen_layer",
@@ -38,7 +39,7 @@ REBUILD_ABOVE_BYTES = 16 << 20  # tensors of up to this size are kept unless a c
 
 
 class _Rebuilt:
-    """What autograd keeps in place of a tensor that can be computed again.
+    """Stands for a tensor that can be rebuilt.
 
     Attributes:
         kept (`int`): How many operations keep this for their backward pass.
@@ -55,16 +56,16 @@ class _Rebuilt:
         self.value: torch.Tensor | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Become None in a pickle, since pickle stores the attributes of a tensor too, and this is one of them."""
+        """Become None in a pickle of the tensor, whose attribute this is."""
         return type(None), ()
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is this one, or a view of all of it, and still has the values that `make` gives."""
+        """Return whether `tensor` is this one, or a view of all of it, and has not been changed."""
         same = tensor is self.tensor() or (tensor._base is not None and tensor._base is self.tensor())
         return same and tensor.numel() == self.numel and tensor.is_contiguous() and tensor._version == self.version
 
     def get(self, shape: torch.Size) -> torch.Tensor:
-        """The value, which is computed for the first operation that asks, and dropped after the last."""
+        """Return the value. It is computed for the first operation that asks, and dropped after the last."""
         if self.value is None:
             with torch.no_grad():
                 self.value = self.make(*(None if parent is None else self.value_of(parent) for parent in self.parents))
@@ -78,10 +79,10 @@ class _Rebuilt:
 def rebuildable(
     tensor: torch.Tensor, make: Callable, *parents: torch.Tensor | None, above: int = REBUILD_ABOVE_BYTES
 ) -> torch.Tensor:
-    """Return `tensor` with the note that `make(*parents)` computes it again, so that `rebuilding` need not keep it.
+    """Return `tensor` with a note that `make(*parents)` rebuilds it, so that `rebuilding` need not keep it.
 
-    `make` must compute the same bits from `parents`, which are kept anyway, and which it gets detached. A tensor of no
-    more than `above` bytes gets no note.
+    `make` gets the `parents` detached, which are kept anyway, and must compute the same bits. A tensor of at most
+    `above` bytes gets no note.
     """
     if _applies(tensor) and tensor.nbytes > above:
         tensor._liger_rebuilt = _Rebuilt(tensor, make, parents)
@@ -89,23 +90,23 @@ def rebuildable(
 
 
 def is_rebuildable(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has the note of `rebuildable`."""
+    """Return whether `tensor` has the note of `rebuildable`."""
     return hasattr(tensor, "_liger_rebuilt")
 
 
 def _applies(tensor: torch.Tensor) -> bool:
-    """Whether what autograd keeps of `tensor` is ours to decide."""
+    """Return whether autograd would keep `tensor`, and no hooks of others decide about it."""
     return not torch.compiler.is_compiling() and tensor.requires_grad and not _other_hooks_active()
 
 
 def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.AbstractContextManager:
-    """A context in which autograd keeps the note of `rebuildable` and not `tensor` itself or a view of all of it.
+    """Return a context in which autograd keeps the note of `rebuildable` in place of `tensor` and views of all of it.
 
-    The context does nothing where one of the `consumers`, the modules to which `tensor` goes, or a module inside them
-    has a hook, because a hook may change the values without autograd seeing it, through `tensor.data` or NumPy.
+    It does nothing where one of `consumers`, the modules to which `tensor` goes, has a hook, or a module inside it. A
+    hook may change the values without autograd seeing it, through `tensor.data` or NumPy.
 
-    A tensor that has been changed in place since the note was made is kept as it is, like all others. Changing a kept
-    tensor in place before the backward pass is an error, as without this context.
+    A tensor that was changed in place after the note is kept like all others. Changing a kept tensor in place before
+    the backward pass is an error, as without this context.
     """
     rebuilt = None if torch.compiler.is_compiling() else getattr(tensor, "_liger_rebuilt", None)
     if rebuilt is None or not _applies(tensor) or any(map(_has_hooks_inside, consumers)):
@@ -126,7 +127,7 @@ def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.
 
 
 def _has_hooks_inside(module: torch.nn.Module) -> bool:
-    """Whether `module`, or one inside it such as a part of its LoRA, has hooks."""
+    """Return whether `module`, or one inside it such as a part of its LoRA, has hooks."""
     if has_hooks(module):
         return True
     return any(_has_hooks_inside(child) for child in module._modules.values() if child is not None)
@@ -134,7 +135,7 @@ def _has_hooks_inside(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def forward_rebuilding(forward: Callable) -> Callable:
-    """The method `forward`, called so that an argument that can be computed again is not kept."""
+    """Return the method `forward`, called so that an argument that can be rebuilt is not kept."""
 
     @functools.wraps(forward)
     def call(self, *args, **kwargs):
@@ -149,17 +150,13 @@ def forward_rebuilding(forward: Callable) -> Callable:
 
 
 def call_rebuilding(
-    module: Callable,
-    gate: Callable,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    reuse: bool = False,
+    module: Callable, gate: Callable, a: torch.Tensor, b: torch.Tensor, reuse: bool = False,
     above: int = REBUILD_ABOVE_BYTES,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return `module(gate(a, b))`, keeping a and b for the backward pass but not the product, whatever `module` is.
 
-    With `reuse`, the gradients of a and b may be written over a and b, see `nobody_else_reads`. A product of no more
-    than `above` bytes is kept.
+    With `reuse`, the gradients of a and b may be written over a and b, see `only_caller_reads`. A product of at most
+    `above` bytes is kept.
     """
     x = gate(a, b, reuse_inputs=reuse)
     consumers = [module] if isinstance(module, torch.nn.Module) else []
@@ -167,11 +164,11 @@ def call_rebuilding(
         return module(x)
 
 
-def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool:
-    """Whether the caller alone reads this `output` of `projection`, in the backward pass too.
+def only_caller_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool:
+    """Return whether the caller alone reads this `output` of `projection`, in the backward pass too.
 
-    A matrix product does not keep its result, nor does the sum that adds the output of an adapter. A forward hook may
-    keep it, and so may a replaced forward, or a weight that is more than a tensor.
+    A matrix product does not keep its result, nor does the sum that adds the output of an adapter. A forward hook, a
+    replaced forward, or a weight of a tensor subclass may.
     """
     if torch.compiler.is_compiling() or torch.nn.modules.module._global_forward_hooks or output.grad_fn is None:
         return False
@@ -186,11 +183,11 @@ def nobody_else_reads(projection: torch.nn.Module, output: torch.Tensor) -> bool
 
 
 def _hooks() -> kept.Hooks:
-    """The functions by which a tensor is kept and found again: the active saved-tensor hooks, or our own."""
+    """Return the functions that keep a tensor and find it again: the active saved-tensor hooks, or our own."""
     return kept.hooks_in_force() or (kept.keep, kept.unchanged)
 
 
 def _other_hooks_active() -> bool:
-    """Whether it is for others to decide what is kept."""
+    """Return whether saved-tensor hooks of others decide what is kept."""
     hooks = kept.hooks_in_force()
     return hooks is not None and not getattr(hooks[0], "keeps_values", False)

@@ -1,8 +1,8 @@
-"""The place in a model where it is decided, for each call of a layer, whether its activations are kept.
+"""The place in a model where each call of a layer is decided: whether its activations are kept.
 
-A model of transformers that checkpoints its layers calls each through a function, `_gradient_checkpointing_func`. A
-`Switch` takes the place of that function while a trainer trains, and leaves each call to the trainer's decision. No
-hook is added, so that everything inside the layers stays as it is.
+A model of transformers calls each checkpointed layer through a function, `_gradient_checkpointing_func`. While a
+trainer trains, a `Switch` takes its place and asks the trainer for each call. No hook is added, so everything inside
+the layers stays as it is.
 """
 
 import collections
@@ -25,23 +25,23 @@ Decide = Callable[["Switch", Callable[..., Any], tuple[Any, ...]], Any]
 
 
 class Switch:
-    """In the place of the function by which the layer `module` is checkpointed.
+    """Stands for the function by which the layer `module` is checkpointed.
 
-    In a copy or a pickle of the model there is the plain function of torch instead.
+    A copy or a pickle of the model has the plain function of torch instead.
 
     Attributes:
         checkpointed (`Callable`): The function that was there before.
-        group: Layers of one group are built alike.
+        group: Equal for layers that are built alike.
         layer (`int`): Tells the layer from all others, also from one switch of it to the next.
-        casts (`int`): Bytes of its fp32 weights in 16 bits, which autocast makes.
-        module (`Callable`): Returns the layer, or None if there is no such module any more.
+        casts (`int`): The bytes that autocast makes of its fp32 weights.
+        module (`Callable`): Returns the layer, or None if it is gone.
     """
 
     def __init__(self, decide: Decide, module: nn.Module, checkpointed: Callable[..., Any]):
         self.decide, self.checkpointed, self.layer, self.module = decide, checkpointed, id(module), weakref.ref(module)
         weights = list(module.parameters())
         sizes = tuple(getattr(p, "ds_shape", p.shape) for p in weights)
-        learns = any(p.requires_grad for p in weights)  # one that does not learn holds less
+        learns = any(p.requires_grad for p in weights)  # a frozen layer holds less
         self.casts = sum(p.numel() * 2 for p in weights if p.dtype == torch.float32)
         self.group = (type(module).__qualname__, sizes, learns)
 
@@ -56,6 +56,13 @@ def _plain() -> Callable[..., Any]:
     return functools.partial(checkpoint, use_reentrant=False)
 
 
+def options_of(checkpointed: Callable[..., Any]) -> dict[str, Any] | None:
+    """Return the options of PyTorch's non-reentrant `checkpoint`, or None if `checkpointed` is anything else."""
+    if not isinstance(checkpointed, functools.partial) or checkpointed.func is not checkpoint or checkpointed.args:
+        return None
+    return checkpointed.keywords if checkpointed.keywords.get("use_reentrant") is False else None
+
+
 def install(model: nn.Module, decide: Decide) -> None:
     """Put switches into `model`. They come back when checkpointing is turned off and on again."""
     remove(model)
@@ -67,13 +74,13 @@ def install(model: nn.Module, decide: Decide) -> None:
 
 
 def switches_of(model: nn.Module) -> list[Switch]:
-    """All switches in `model`, in the order of its modules."""
+    """Return all switches in `model`, in the order of its modules."""
     found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
     return [switch for switch in found if isinstance(switch, Switch)]
 
 
 def remove(model: nn.Module) -> None:
-    """Undo `install`. The layers are checkpointed as before."""
+    """Undo `install`."""
     for module in model.modules():
         if isinstance(vars(module).get(_SETTER), _Setter):
             del module.__dict__[_SETTER]
@@ -89,7 +96,7 @@ def _put(model: nn.Module, decide: Decide) -> None:
 
 
 class _Setter:
-    """In the place of the method by which `model` turns checkpointing on and off: it puts the switches in again."""
+    """Stands for the method by which `model` turns checkpointing on and off, and puts the switches in again."""
 
     def __init__(self, model: nn.Module, decide: Decide):
         self.model, self.decide = model, decide
@@ -107,9 +114,14 @@ def _setter_of(model: nn.Module) -> types.MethodType:
     return types.MethodType(getattr(type(model), _SETTER), model)
 
 
+def inputs_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return all inputs of a layer, also those that are bound to `function` by name."""
+    return (*args, *getattr(function, "keywords", {}).values())
+
+
 def hidden_of(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor | None:
-    """The hidden states (rows, length, ...) that a layer is given; None if there are none."""
-    return next((x for x in given(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
+    """Return the hidden states (rows, length, ...) among the inputs of a layer; None if there are none."""
+    return next((x for x in inputs_of(function, args) if getattr(x, "ndim", 0) >= 2 and x.is_floating_point()), None)
 
 
 def size_of(hidden: torch.Tensor) -> Size:
@@ -117,24 +129,19 @@ def size_of(hidden: torch.Tensor) -> Size:
 
 
 def longest_of(function: Callable[..., Any], args: tuple[Any, ...], hidden: torch.Tensor) -> int:
-    """How many tokens a token of the layer attends to at most.
+    """Return how many tokens a token of the layer attends to at most.
 
-    Where rows lie one after the other in one, the layer is given a mask that knows them (`RowMask` in `varlen/`, of
-    which nothing but its attributes is known here). Other masks leave all pairs of tokens to be computed.
+    For rows packed into one, the layer gets a mask that knows them: `RowMask` of `varlen/`, known here by its
+    attributes alone. With other masks attention computes all pairs of tokens.
     """
-    for x in given(function, args):
+    for x in inputs_of(function, args):
         if hasattr(x, "rows") and hasattr(x, "window"):
             return x.rows.longest if x.window is None else min(x.rows.longest, x.window)
     return size_of(hidden).length
 
 
-def given(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that a layer is given."""
-    return (*args, *getattr(function, "keywords", {}).values())
-
-
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """`value` itself if it is a tensor, or all tensors in a list, tuple, deque or dictionary, however deep they lie."""
+    """Yield `value` if it is a tensor, or all tensors in nested lists, tuples, deques and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, collections.UserDict)):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.fp8 import layers as float8
+from liger_trainer.head.calls import install_fused_head, remove_fused_head
 from liger_trainer.head.find import output_head
-from liger_trainer.head.install import install_fused_head, remove_fused_head
 from liger_trainer.head.module import modules_called_by
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance import probe
@@ -22,9 +22,9 @@ from liger_trainer.instance.kind import Kind, Proven
 from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
-from liger_trainer.patching import experts, gated_norms, mlps, norms, rotary, varlen
+from liger_trainer.patching import experts, mlps, norms, rotary, varlen
 
-KINDS: tuple[Kind, ...] = (norms.KIND, gated_norms.KIND, mlps.KIND, experts.KIND, lora.KIND, float8.KIND)
+KINDS: tuple[Kind, ...] = (norms.KIND, mlps.KIND, experts.KIND, lora.KIND, float8.KIND)
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)
 _Proof = tuple[Proven | None, Guards | None, str | None]
@@ -98,15 +98,9 @@ def _unbind_all(model: nn.Module) -> None:
 
 
 def swap_converted(model: nn.Module, report: LigerReport, config: dict | None = None) -> int:
-    """Swap the fp8 layers that accelerate has put into a patched model since, and add them to its report.
+    """Swap the fp8 layers that accelerate has put into a patched model since. Returns how many it has found.
 
-    Args:
-        model (`nn.Module`): What `apply_liger` has patched.
-        report (`LigerReport`): What it has returned.
-        config (`dict`, *optional*): Its `config`.
-
-    Returns:
-        `int`: How many layers have been found.
+    `report` is what `apply_liger` has returned, to which they are added, and `config` its `config`.
     """
     before = report[float8.OPERATION].found
     with probe.isolated():
@@ -121,8 +115,7 @@ def _swap_kinds(
     kinds: tuple[Kind, ...] = KINDS,
     only_new: bool = False,
 ) -> None:
-    """Swap the modules of `kinds`, with `only_new` those that are not. Modules with equal fingerprints share one
-    proof."""
+    """Swap the modules of `kinds`, or with `only_new` the unswapped ones. Equal fingerprints share one proof."""
     proofs: dict[tuple, _Proof] = {}
     rebuild_above = int(wanted[REBUILD_ABOVE_MIB] * 2**20)
     output = output_head(model)
@@ -187,16 +180,8 @@ def prove_module(kind: Kind, module: nn.Module) -> _Proof:
 def check_config(config: dict | None) -> dict[str, bool | float]:
     """Check a `liger_config` and fill in its defaults.
 
-    Args:
-        config (`dict`, *optional*): Operation -> bool, and `rebuild_above_mib` -> number. Keys that it leaves out have
-            their defaults.
-
-    Returns:
-        `dict`: Every operation and whether it is on, and `rebuild_above_mib`.
-
-    Raises:
-        ValueError: `config` is no dict, or has an unknown key (the message names the nearest known one), or the value
-            of an operation is no bool, or that of `rebuild_above_mib` no number of 0 or more.
+    Returns every operation and whether it is on, and `rebuild_above_mib`. ValueError for an unknown key, whose message
+    names the nearest known one, and for a value of another type.
     """
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"liger_config is {config!r}; expected a dict such as {{'rope': False}}, or None.")

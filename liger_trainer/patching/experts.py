@@ -38,7 +38,7 @@ class ExpertGate:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` is a block of experts of transformers (`use_experts_implementation`) with a gate."""
+    """Return whether `module` is a block of experts of transformers (`use_experts_implementation`) with a gate."""
     return callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
 
 
@@ -79,7 +79,7 @@ def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
 def _gate_and_grad(
     function: Callable, module: nn.Module, x: torch.Tensor, dy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `function`, an `_apply_gate`, returns for `x`, and the gradient of `x`."""
+    """Run `function`, an `_apply_gate`. Returns its result and the gradient of `x`."""
     x = x.clone().requires_grad_()
     y = function(module, x)
     return y, torch.autograd.grad(y, x, dy)[0] if y.shape == dy.shape else torch.zeros(())

@@ -1,4 +1,4 @@
-"""What gated MLPs and blocks of experts have in common: both compute act(gate) * up, plain or clamped and scaled."""
+"""The gates of MLPs and of blocks of experts: act(gate) * up, plain or clamped and scaled."""
 
 import functools
 import itertools
@@ -25,8 +25,8 @@ class Gate:
     Attributes:
         operation (`str`): `"swiglu"` or `"geglu"`.
         approximate (`str`): Which GELU it is, `"tanh"` or `"none"`; empty for SwiGLU.
-        limit, alpha, scale (`str` or `None`): The names of the module's attributes that are the `limit`, `alpha` and
-            `gate_scale` of `liger_triton.swiglu`; None where it has no such thing.
+        limit, alpha, scale (`str` or `None`): The module's attributes that are the `limit`, `alpha` and `gate_scale` of
+            `liger_triton.swiglu`.
         up_offset (`float`): What is added to up.
     """
 

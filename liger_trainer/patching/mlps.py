@@ -3,10 +3,8 @@
 The result may be multiplied by a number, and a dropout may follow.
 
 For the proof, the projections are replaced by recorders that return random tensors, so that the weights do not matter.
-It shows that x goes to the first projections unchanged, that act(gate) * up goes to the last one unchanged, and that
-the output of the last one is the result. With anything in between that is not known here the results differ, and the
-module keeps its own code. Our forward calls the projections as modules and in the same order, so adapters in them
-and around them keep working.
+It shows that x goes to the first projections and act(gate) * up to the last one unchanged, and that the output of that
+one is the result. Our forward calls the projections as modules and in the same order, so adapters keep working.
 """
 
 import functools
@@ -24,15 +22,8 @@ from liger_trainer.instance.guards import Guards, guards_of
 from liger_trainer.instance.kind import Kind
 from liger_trainer.lora.layers import tensors_now
 from liger_trainer.lora.parts import Tensors
-from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, nobody_else_reads, rebuilding
-from liger_trainer.patching.gates import (
-    SCALES,
-    Gate,
-    candidates,
-    guessed_operation,
-    numbers,
-    scale_names,
-)
+from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, only_caller_reads, rebuilding
+from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names
 from liger_triton import lora_mlp
 from liger_triton.halves import halves
 
@@ -42,7 +33,7 @@ ACTIVATIONS = {Gate("swiglu", ""): "silu", Gate("geglu", "tanh"): "gelu_tanh", G
 
 @dataclass(frozen=True)
 class MLP:
-    """What a gated MLP computes, and the names of the children that do it.
+    """The function of a gated MLP, and the names of the children that compute it.
 
     Attributes:
         gate (`Gate`): The function between the projections.
@@ -108,7 +99,7 @@ def projections_of(module: nn.Module) -> tuple[list[str], str] | None:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` has projections of the widths of a gated MLP, and a forward without `*args` and `**kwargs`."""
+    """Return whether `module` has projections as wide as a gated MLP's and a forward without `*args` and `**kwargs`."""
     return projections_of(module) is not None and probe.inputs_of(type(module).forward) is not None
 
 
@@ -127,7 +118,7 @@ class _Recorder(nn.Module):
 
 
 class _Cases:
-    """What an MLP's own code does with random inputs, its projections recorded, to compare our forwards with."""
+    """Runs of an MLP's own code on random inputs, its projections recorded, to compare our forwards with."""
 
     def __init__(self, module: nn.Module, inner: list[str], down: str):
         self.module, self.inner, self.down = module, inner, down
@@ -137,12 +128,8 @@ class _Cases:
     def run(
         self, forward: Callable, training: bool, scale: float, dtype: torch.dtype
     ) -> tuple[list[str], list[torch.Tensor]]:
-        """The projections in the order of their calls; x, what they are given, the result, and the gradients of what
-        those before the gate return.
-
-        What the last one is given is in it, since the recorder returns it: a factor or a dropout before that would look
-        like one after it.
-        """
+        """The order in which the projections are called; x, what they are given, the result, and the gradients of what
+        the ones before the gate return. The input of the last tells a factor before it from one after it."""
         source = probe.generator()
         calls: list[tuple[str, torch.Tensor]] = []
         widths = {name: _widths(self.module._modules[name]) or (0, 0) for name in (*self.inner, self.down)}
@@ -159,7 +146,7 @@ class _Cases:
         return [name for name, _ in calls], [x, *(given for _, given in calls), out, *grads]
 
     def agree(self, forward: Callable) -> bool:
-        """Whether `forward` makes the calls that the MLP's own makes, with its values and gradients."""
+        """Return whether `forward` makes the calls that the MLP's own makes, with its values and gradients."""
         for case, (order, wanted) in zip(self.cases, self.wanted, strict=True):
             got_order, got = self.run(forward, *case)
             rtol = probe.FP32_RTOL if case[-1] == torch.float32 else 0.02
@@ -198,10 +185,7 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
 
 @functools.cache
 def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `forward` to bind to a gated MLP.
-
-    A gated product of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
-    """
+    """The `forward` to bind to a gated MLP. A larger product than `rebuild_above` bytes is computed again backward."""
     first, second, gate_first = mlp.inner[0], mlp.inner[-1], mlp.gate_first
     names = (first, second, mlp.down) if gate_first else (second, first, mlp.down)
     activation = None if first == second else ACTIVATIONS.get(mlp.gate)  # of `lora_mlp`
@@ -224,7 +208,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         projections = [getattr(self, name) for name in mlp.inner]
         with rebuilding(x, self):
             outputs = [projection(x) for projection in projections]
-        reuse = all(map(nobody_else_reads, projections, outputs))
+        reuse = all(map(only_caller_reads, projections, outputs))
         return (*halves(outputs[0]), reuse) if first == second else (*outputs, reuse)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
@@ -255,8 +239,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
 
 
 def guards(module: nn.Module) -> Guards:
-    """The guards of a module that is nominated. Other children than its projections, such as the activation, are not
-    called."""
+    """The guards of a module that is nominated, of which our forward calls the projections alone."""
     projections = projections_of(module)
     assert projections is not None, "the module is not nominated"
     return guards_of(module, called=(*projections[0], projections[1]))

@@ -1,13 +1,15 @@
 """RMSNorm and LayerNorm, nominated by name and shape, and swapped where a row of `VARIANTS` computes the same.
 
+Some RMSNorms take a gate: norm(x) * act(gate) as in Qwen3-Next, or norm(x * act(gate)) over groups as in Mamba 2.
+
 The variants differ in where fp32 is rounded, in whether 1 is added to the weight, in what an fp32 weight does to a
 bf16 input, and in whether a mean is over a row or over groups of its columns. Results in bf16 tell them apart: a
-rounding in another place changes 25 to 36 % of the elements. Norms that take a gate too are in `gated_norms.py`.
+rounding in another place changes 25 to 36 % of the elements.
 """
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,8 @@ VARIANTS = (
     ("rms_norm", 0.0, "t5"),
     ("layer_norm", 1.0, ""),
 )
+# The same of (gate_first, activation, cast)
+GATED_VARIANTS = tuple(itertools.product((False, True), ("silu", "sigmoid"), ("llama", "gemma")))
 HALF = (torch.float16, torch.bfloat16)
 LITERAL_EPS = (1e-5, 1e-6)  # for norms that have a number in their code and no attribute, as in olmo
 MAX_CHANGED = 0.02  # bf16 elements that another order of summation may flip; a wrong cast flips a quarter of them
@@ -49,6 +53,8 @@ class Norm:
             with an fp32 result, `"own"` where the norm's code asks about autocast and so runs itself, else empty.
         group (`int` or `None`): How many columns are normed together; None for all.
         channels_first (`bool`): Whether the input is an image (B, N, H, W).
+        gate (`str` or `None`): The name of the second input of the forward, if it has one.
+        activation (`str`), gate_first (`bool`): Arguments of `liger_triton.gated_rms_norm`.
     """
 
     operation: str
@@ -60,9 +66,15 @@ class Norm:
     autocast: str = ""
     group: int | None = None
     channels_first: bool = False
+    gate: str | None = None
+    activation: str = ""
+    gate_first: bool = False
 
     def __str__(self) -> str:
         parts = [f"cast={self.cast}"] if self.cast else []
+        if self.gate is not None:
+            gate = f"{self.activation}({self.gate})"
+            parts.append(f"{gate} before the norm" if self.gate_first else f"times {gate}")
         parts += [f"offset={self.offset:g}"] if self.offset else []
         parts += [] if self.weight else ["no weight"]
         parts += ["bias"] if self.bias else []
@@ -72,12 +84,7 @@ class Norm:
 
 
 def nominated(module: nn.Module) -> bool:
-    """Whether `module` looks like a norm, and not like one that takes a gate."""
-    return looks_like_a_norm(module) and len(probe.inputs_of(type(module).forward) or ()) != 2
-
-
-def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether `module` has "norm" in its class's name, no children of its own, at most a 1D weight and a 1D bias."""
+    """Return whether `module` has "norm" in its class's name, no children, at most a 1D weight and a 1D bias."""
     return (
         "norm" in type(module).__name__.lower()
         and not isinstance(module, NOT_OURS)
@@ -96,38 +103,58 @@ def guessed_operation(module: nn.Module) -> str:
 
 def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
     """(what this norm computes, None), or (None, why it is none of ours)."""
-    forward = type(module).forward
-    inputs = probe.inputs_of(forward)
-    if inputs is None or len(inputs) != 1:
-        taken = "an open list of inputs" if inputs is None else f"{len(inputs)} inputs ({', '.join(inputs)})"
+    inputs = probe.inputs_of(type(module).forward)
+    taken = "an open list of inputs" if inputs is None else f"{len(inputs)} inputs ({', '.join(inputs)})"
+    if inputs is None or len(inputs) not in (1, 2):
         return None, f"its forward takes {taken}, a plain norm takes one"
     names = [name for name, p in module._parameters.items() if p is not None]
     weight = next((n for n in names if "bias" not in n), None)
     bias = next((n for n in names if "bias" in n), None)
     if len(names) > (weight is not None) + (bias is not None):
         return None, f"its parameters are {names}; expected a weight, or a weight and a bias"
-    channels_first = "channels_first" in [v for v in module.__dict__.values() if isinstance(v, str)]
-    cases = Cases(module, channels_first=channels_first)
+    gated = len(inputs) == 2
+    if gated and (bias or weight is None or autocast_of(module, "rms_norm")):
+        return None, f"its forward takes {taken}, and it has more or less than a weight"
+    norms = _gated(module, weight, inputs[1]) if gated else _plain(module, weight, bias)
+    cases = Cases(module, gated, _is_channels_first(module) and not gated)
+    for norm in norms:
+        if cases.agree(build(norm)):
+            return norm, None
+    if gated:
+        return None, f"its forward takes {taken}, and is no RMSNorm and a product with silu or sigmoid of the second"
+    return None, "it computes none of the known norms (RMSNorm with llama or gemma cast, LayerNorm)"
+
+
+def _plain(module: nn.Module, weight: str | None, bias: str | None) -> Iterator[Norm]:
+    """The norms without a gate that `module` may compute."""
     for operation, offset, cast in VARIANTS:
         if (bias and operation == "rms_norm") or (weight is None and (offset or cast == "t5")):
             continue
         groups = groups_of(module) if operation == "rms_norm" and weight and cast in ("llama", "gemma") else []
+        autocast, first = autocast_of(module, operation), _is_channels_first(module)
         for group, eps in itertools.product((*groups, None), eps_of(module)):
-            autocast = autocast_of(module, operation)
-            norm = Norm(operation, offset, cast, weight, bias, eps, autocast, group, channels_first)
-            if cases.agree(build(norm)):
-                return norm, None
-    return None, "it computes none of the known norms (RMSNorm with llama or gemma cast, LayerNorm)"
+            yield Norm(operation, offset, cast, weight, bias, eps, autocast, group, first)
+
+
+def _gated(module: nn.Module, weight: str | None, gate: str) -> Iterator[Norm]:
+    """The norms with a gate that `module` may compute."""
+    found = itertools.product(GATED_VARIANTS, (*groups_of(module), None), eps_of(module))
+    for (gate_first, activation, cast), group, eps in found:
+        yield Norm("rms_norm", 0.0, cast, weight, None, eps, "", group, False, gate, activation, gate_first)
+
+
+def _is_channels_first(module: nn.Module) -> bool:
+    return "channels_first" in [value for value in module.__dict__.values() if isinstance(value, str)]
 
 
 def eps_of(module: nn.Module) -> list[float]:
-    """What the eps of a norm may be: numbers of the module, then those that stand in code."""
+    """List what the eps of a norm may be: numbers of the module, then numbers that stand in code."""
     own = [v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 0.1]
     return list(dict.fromkeys((*own, *LITERAL_EPS)))
 
 
 def groups_of(module: nn.Module) -> list[int]:
-    """How many columns of the weight may be normed together, by the attributes of the module."""
+    """List how many columns of the weight may be normed together, by the attributes of the module."""
     width = max((probe.full_shape(p)[0] for p in module._parameters.values() if p is not None), default=0)
     return [
         value
@@ -149,10 +176,31 @@ def autocast_of(module: nn.Module, operation: str) -> str:
 
 @functools.cache
 def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
-    """The `forward` to bind to a norm.
+    """The `forward` to bind to a norm. An output of more than `rebuild_above` bytes is computed again backward."""
+    return _forward(norm, rebuild_above) if norm.gate is None else _gated_forward(norm, rebuild_above)
 
-    An output of more than `rebuild_above` bytes is not kept for the backward pass, which computes it again.
-    """
+
+def _gated_forward(norm: Norm, rebuild_above: int) -> Callable:
+    weight, second = str(norm.weight), str(norm.gate)
+
+    def make(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor) -> torch.Tensor:
+        return gated_rms_norm(
+            x, z, w, norm.eps, activation=norm.activation, gate_first=norm.gate_first, group_size=norm.group,
+            cast=norm.cast,
+        )  # fmt: skip
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        gate = args[1] if len(args) == 2 else named.get(second) if len(args) == 1 else None
+        if gate is None or len(args) + len(named) != 2 or gate.shape != args[0].shape:
+            return type(self).forward(self, *args, **named)  # nothing was proven of calls without a gate
+        parents = args[0], gate, getattr(self, weight)
+        y = make(*parents)
+        return y if has_hooks(self) else rebuildable(y, make, *parents, above=rebuild_above)
+
+    return forward
+
+
+def _forward(norm: Norm, rebuild_above: int) -> Callable:
     t5 = norm.cast == "t5"
 
     def make(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
@@ -164,7 +212,7 @@ def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         return rms_norm(x, w, norm.eps, offset=norm.offset, cast=cast)
 
     def runs_itself(self, x: torch.Tensor) -> bool:
-        """Whether the norm's own code is to run, because of something for which nothing was proven."""
+        """Return whether the norm's own code is to run, because of something for which nothing was proven."""
         if norm.autocast == "own" and torch.is_autocast_enabled(x.device.type):
             return True
         if t5 and norm.weight and (dtype := getattr(self, norm.weight).dtype) in HALF and x.dtype != dtype:
@@ -190,15 +238,12 @@ def build(norm: Norm, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
 
 
 class Cases:
-    """A norm's own results on random rows, which are computed once and compared with those of each candidate.
+    """A norm's own results on random rows, computed once to be compared with each candidate's.
 
-    Args:
-        module (`nn.Module`): The norm.
-        gates (`int`, *optional*, defaults to 0): How many inputs it has in addition to the rows, of the same shape.
-        channels_first (`bool`, *optional*, defaults to `False`): Whether it is given (1, N, rows / 2, 2).
+    A `gated` one has a second input of the same shape. With `channels_first` it is given (1, N, rows / 2, 2).
     """
 
-    def __init__(self, module: nn.Module, gates: int = 0, channels_first: bool = False):
+    def __init__(self, module: nn.Module, gated: bool = False, channels_first: bool = False):
         source = probe.generator()
         wide = probe.clone(module, source)
         narrow = probe.clone(module, source)
@@ -211,7 +256,7 @@ class Cases:
         x = probe.randn((rows, n), source) * scale
         self.channels_first = channels_first
         self.dy = self._shaped(probe.randn((1, rows, n), source))
-        x = [x, *(2 * probe.randn((rows, n), source) for _ in range(gates))]
+        x = [x, *([2 * probe.randn((rows, n), source)] if gated else [])]
         bf16 = [self._shaped(t.bfloat16()[None, None]) for t in x]
         fp32 = [self._shaped(t[None]) for t in x]
         self.cases = [(wide, fp32, True), (wide, fp32, False), (narrow, bf16, True)]
@@ -241,7 +286,7 @@ class Cases:
         return [y.detach(), *torch.autograd.grad(y, leaves, self.dy, materialize_grads=True)]
 
     def agree(self, forward: Callable) -> bool:
-        """Whether `forward` gives the norm's own results in all cases."""
+        """Return whether `forward` gives the norm's own results in all cases."""
         for case, want in zip(self.cases, self.wanted, strict=True):
             got = self._run(forward, *case)
             if len(want) == 1:  # 16-bit rows, for which every rounding has to be in its place

@@ -1,8 +1,7 @@
 """Rotary functions, which are globals of modeling modules, replaced for the attentions of one model only.
 
 A patched attention runs its own code, with globals in which the name of the rotary function leads to ours
-(`forward_with_globals`). Ours checks each call, and hands those of shapes for which nothing was proven to the original
-function.
+(`forward_with_globals`). Ours hands calls of unproven shapes to the original function.
 """
 
 import functools
@@ -28,7 +27,7 @@ Plan = tuple[Proof, frozenset[int] | None]  # a proof, and the widths of cos for
 
 
 class RotaryBinding(Binding):
-    """What is bound to an attention.
+    """The binding of an attention.
 
     Attributes:
         parent (`Weakly`): The parent of what makes its angles.
@@ -61,10 +60,7 @@ def rotary_names(forward: Callable) -> list[str]:
 
 
 def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float]) -> None:
-    """Bind a forward that sees our rotary functions to every attention of `model` whose functions are proven.
-
-    `wanted` is the checked config.
-    """
+    """Bind a forward that sees our rotary functions to every attention of `model` whose functions are proven."""
     if not wanted["rope"]:
         return
     operation = report["rope"]
@@ -91,16 +87,13 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
 def _binding_of(
     way: list[nn.Module], makers: list[str], seen: frozenset[tuple[int, str]], prove_once: Callable
 ) -> tuple["RotaryBinding", str]:
-    """What to bind to an attention, and what it computes.
+    """Make the binding of an attention, and say what it computes. Raises `NotProven` where it keeps its own code.
 
     Args:
         way (`list`): The modules from the parent of what makes the angles down to the attention, each inside the last.
         makers (`list`): The names of the children of that parent that make the angles.
         seen (`frozenset`): What was seen of these: (width of cos, its layout).
         prove_once (`Callable`): `prove` of a rotary function, or an earlier result of it.
-
-    Raises:
-        NotProven: The attention keeps its own code.
     """
     module = way[-1]
     decorated = type(module).forward
@@ -140,7 +133,7 @@ def _binding_of(
 
 
 def _proven(function: Callable) -> tuple[Any, str | None]:
-    """What `prove` finds. Of code that is known it finds it once in a process, for each state of that code."""
+    """Prove a rotary function, in a process once for each state of code that is known."""
     try:
         key = key_of(function) if isinstance(function, types.FunctionType) else None
     except (NotProven, TypeError):
@@ -154,11 +147,7 @@ def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
 
 
 def _is_decorated_as_known(forward: Callable) -> bool:
-    """Whether a forward has no decorators but `@torch.no_grad()` and transformers' `@deprecate_kwarg`.
-
-    The first is on the indexer of DeepSeek V3.2, which chooses tokens and is not trained; the second renames an
-    argument of almost every attention since transformers 5.24.
-    """
+    """Return whether a forward has no decorators but `@torch.no_grad()` and transformers' `@deprecate_kwarg`."""
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
         room = getattr(forward, "__globals__", {}).get("__name__")
         cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
@@ -187,10 +176,9 @@ def _decorated_like(decorated: Callable, forward: Callable) -> Callable:
 
 
 def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]]) -> list[str]:
-    """The names of the rotary embeddings that make the angles for the module `name`.
+    """The names of the rotary embeddings that make the angles for the module `name`: children of its nearest ancestor.
 
-    These are the children of the module's nearest ancestor that has any. Those of a sibling are not among them: the
-    rotary embedding of a text model says nothing about a vision tower that makes its own cos.
+    The rotary embedding of a sibling, as of a text model beside a vision tower, says nothing about it.
     """
     parts = name.split(".") if name else []
     for depth in range(len(parts), -1, -1):
@@ -260,8 +248,8 @@ _forwards: dict[tuple, tuple[Callable, list[Any]]] = {}
 def forward_with_globals(own: types.FunctionType, replaced: tuple[tuple[str, Callable], ...]) -> Callable:
     """The function `own` with its code unchanged and a dict of globals of its own: those it reads, some replaced.
 
-    The globals are those of this moment, which guards compare with what the Python module has later. A dict that looks
-    there itself would have torch.compile guard on all that the module has.
+    Guards compare these globals with what the Python module has later. A dict that looks there itself would have
+    torch.compile guard on all that the module has.
     """
     scope = own.__globals__
     names = [name for _, name, _ in global_lookups(own)]

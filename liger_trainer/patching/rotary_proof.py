@@ -1,4 +1,4 @@
-"""Which rotation a rotary function computes, found by running it, and how the numbers of a cos are laid out.
+"""Finds which rotation a rotary function computes, by running it, and how the numbers of a cos are laid out.
 
 Our kernel reads one angle for each pair of numbers. Most rotary functions read two, which are equal because of how cos
 is made: as `[a, b, a, b]` ("half") or as `[a, a, b, b]` ("interleaved"). So a proof says which layout cos must have,
@@ -41,7 +41,7 @@ def size_of(head_size: int, angles: int) -> str | None:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which numbers of a head are turned by which angle.
+    """A rotation: which numbers of a head are turned by which angle.
 
     `sign` is 1.0, or -1.0 for a rotation by the negative angles. The other fields are arguments of `liger_triton.rope`.
     """
@@ -68,14 +68,12 @@ class Geometry:
 
 
 GEOMETRIES = tuple(
-    Geometry(a, b, layout, last, sign)
-    for sign, last, (a, b), layout in itertools.product(
-        (1.0, -1.0),
-        (False, True),
-        ((False, False), (True, True), (True, False), (False, True)),
+    Geometry(interleaved, out_interleaved, layout, last, sign)
+    for sign, last, (interleaved, out_interleaved), layout in itertools.product(
+        (1.0, -1.0), (False, True), ((False, False), (True, True), (True, False), (False, True)),
         ("half", "interleaved", "single"),
     )
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Proof:
-    """Which rotation a function computes in one kind of call, for one size of head.
+    """The rotation that a function computes in one kind of call, for one size of head.
 
     Attributes:
         call (`tuple`): One of `CALLS`.
@@ -207,14 +205,14 @@ def _prove_call(
 
 
 def _turn(geometry: Geometry, case: Case) -> tuple[torch.Tensor, ...]:
-    """What our kernel makes of q (and k)."""
+    """Turn q (and k) by our kernel."""
     (q, *k), cos, sin, unsqueeze_dim = case
     turned = rope(q, k[0] if k else None, cos, sin * geometry.sign, unsqueeze_dim=unsqueeze_dim, **geometry.arguments())
     return turned[: 1 + len(k)]
 
 
 def _matches(geometry: Geometry, case: Case, want: tuple[torch.Tensor, ...], rtol: float = probe.FP32_RTOL) -> bool:
-    """Whether our kernel with this geometry gives what is wanted."""
+    """Return whether our kernel with this geometry gives what is wanted."""
     try:
         got = _turn(geometry, case)
     except ValueError:  # this geometry does not fit the shapes
@@ -250,7 +248,7 @@ def _with_cast(
 
 
 def makes_angles(module: nn.Module) -> bool:
-    """Whether `module` looks like a rotary embedding: its class has "rotary" in its name, and it has no parameters."""
+    """Return whether `module` has "rotary" in its class's name and no parameters, as a rotary embedding."""
     return "rotary" in type(module).__name__.lower() and not any(True for _ in module.parameters())
 
 

@@ -28,11 +28,9 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are 
 
 
 def small_config(config, **sizes_of_caller: int):
-    """A copy of `config` with small sizes, a layer of each kind, and nothing random in training mode.
+    """A copy of `config`, of a decoder of text, with small sizes, a layer of each kind, and nothing random in training.
 
-    Args:
-        config (`PretrainedConfig`): The config of a decoder of text.
-        sizes_of_caller (`int`): Sizes for fields of the config that it may have, in place of those here.
+    `sizes_of_caller` are for fields that the config may have.
     """
     small = copy.deepcopy(config)
     known = small.to_dict()
@@ -101,7 +99,7 @@ def small_copy(module, seed: int, attention: str = "sdpa"):
 
 
 def drawn(build: Callable[[], nn.Module], seed: int):
-    """What `build` returns, on the CPU and in training mode, with random weights. ValueError if it is not small."""
+    """Build a model on the CPU, in training mode, with random weights. ValueError if it is not small."""
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in build().parameters())
     if size > _MOST_PARAMETERS:

@@ -1,15 +1,12 @@
 """Rows without their padding: proven on a small copy of the model, and installed in its backbone.
 
-The proof runs a batch padded on the right and one padded on the left through two small copies with the same weights,
-one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of all weights
-must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or whose loss
-counts padding, shows it there. Packed rows take our attention too if a packed row agrees with the padded batch that has
-the same rows. Rows without padding take it where layers have a window, chunks, sinks or a soft cap, if that agrees as
-well. It may do so where padding cannot be left out: such a model takes it for rows without padding alone.
+The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
+same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
+all weights must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or
+whose loss counts padding, shows it there. Where layers have a window, chunks, sinks or a soft cap, rows without padding
+are run too. If they alone agree, they alone take our attention.
 
-Where nothing is installed, packed rows may see each other. Some models keep them apart, others do not, and none says
-so. transformers finds them by `position_ids` that start anew, where a model hands these to the function that makes
-masks. Models with a state (Mamba) or with masks of their own have no such place.
+Where nothing is installed, packed rows may see each other. Some models keep them apart, others do not, without a word.
 """
 
 from typing import Any
@@ -20,6 +17,7 @@ from transformers import PreTrainedModel
 from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, head_options
 from liger_trainer.instance import probe
+from liger_trainer.instance.binding import unbind
 from liger_trainer.instance.report import Place
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
@@ -73,7 +71,7 @@ def remove(model) -> None:
     model = base_model_of(model)
     backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
     if isinstance(backbone, PreTrainedModel):
-        padding.remove(backbone)
+        unbind(backbone, padding.BackboneBinding)
 
 
 def _why_not(model, backbone) -> str | None:
@@ -143,7 +141,7 @@ def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:
 
 
 def _apart(got, wanted) -> str | None:
-    """What of two results of `_run` differs, or None."""
+    """Name what differs in two results of `_run`, or return None."""
     (logits, loss, grads), (wanted_logits, wanted_loss, wanted_grads) = got, wanted
     if not probe.same(logits, wanted_logits, _RTOL):
         return "what is computed for real tokens differs"
@@ -161,7 +159,8 @@ def _apart(got, wanted) -> str | None:
 def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Logits (N, V) of the real tokens, the loss, and the gradients of the loss and a function of those logits."""
     model.zero_grad()
-    outputs = model(**batch, **_asks_for_routers(model), use_cache=False)
+    routers = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}  # for their loss
+    outputs = model(**batch, **routers, use_cache=False)
     logits = outputs.logits[batch["attention_mask"].bool()] if "attention_mask" in batch else outputs.logits[0]
     total = outputs.loss + (logits * probe.randn(logits.shape, probe.generator())).mean()
     if outputs.get("aux_loss") is not None:
@@ -170,16 +169,8 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
     return logits.detach(), total.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _asks_for_routers(model) -> dict[str, bool]:
-    """For a mixture of experts, that the loss which balances them is computed too."""
-    return {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
-
-
 def why_rows_mix(model) -> str | None:
-    """Why packed rows would see each other in `model`, or None where they do not, or where it cannot be shown.
-
-    It is shown on a small copy with random weights: a packed row is compared with its rows one by one.
-    """
+    """Tell why packed rows would see each other in `model`, or return None if a small copy does not show it."""
     model = base_model_of(model)
     backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)

@@ -1,9 +1,9 @@
-"""What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss."""
+"""The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -19,7 +19,7 @@ from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.memory.memory import Memory
-from liger_trainer.memory.outcome import Outcome
+from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching import LigerReport
 from liger_trainer.trainers import init_checks
 from liger_trainer.trainers.features import FEATURES
@@ -37,7 +37,7 @@ _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 
 
 class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
-    """What every Liger trainer shares: it patches its models when it is built, and a subclass may change the loss.
+    """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss.
 
     A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over
     tokens, the division by the number of labels in the accumulated batch over all ranks, and the metrics stay the stock
@@ -55,23 +55,31 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
+        other_losses (`dict`): The options that decide the loss too, with the values at which they do not.
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
         freezes_in_eight_bits (`bool`): Whether the base of a model with adapters is put into eight bits, as `fp8` asks.
-        checkpointing (`Outcome` or `None`): What `activation_checkpointing: auto` has chosen, in the last training.
+        checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
         device_memory (`Memory` or `None`): Another memory than the GPU's, by which it chooses.
         grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
     """
 
     token_outputs: tuple[str, ...] = ()
     loss_hook: str | None = "token_loss"
+    other_losses: ClassVar[dict[str, Any]] = {
+        "label_smoothing_factor": 0.0,
+        "loss_type": "nll",
+        "compute_loss_func": None,
+    }
     gives_token_predictions: bool = False
     _predicted: list[dict[str, torch.Tensor]] | None = None  # a list while `prediction_step` gathers predictions
+    _loss_only: bool = False  # True while `prediction_step` wants no logits
     _patched: PatchedModels
+    _needs_heads: bool = False  # whether the loss is computed by fused heads alone
     liger_report: LigerReport | None = None
     freezes_in_eight_bits: bool = False
-    checkpointing: Outcome | None = None
+    checkpointing: CheckpointingSummary | None = None
     device_memory: Memory | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
     _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
@@ -109,7 +117,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         return self.loss_hook == "token_loss" and type(self).token_loss is not LigerTrainerMixin.token_loss
 
     def _token_loss_of(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
-        """What `token_loss` returns, with zeros where there is no label. ValueError if it is not one loss per label."""
+        """Call `token_loss`, and put zeros where there is no label. ValueError if it is not one loss per label."""
         per_token: Any = self.token_loss(outputs, inputs)  # a user's method, which may return anything
         mask: Any = outputs.label_mask
         shape = getattr(per_token, "shape", None)
@@ -165,17 +173,15 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     def _use_own_heads(self) -> None:
         """Give the heads the options of this trainer, since another one may have been built on the same models.
 
-        Raises:
-            RuntimeError: The fused head was removed from the model, and the loss of this trainer needs it.
+        RuntimeError if the fused head was removed from a model, and the loss needs it.
         """
         if self.liger_report is None:
             return
-        for model, options in self._patched.use():
-            self._without_head(model, options)
-        if self.has_own_loss and not self.head_is_ours:
+        all_there = self._patched.use()
+        if not all_there and (self._needs_heads or self.has_own_loss):
             raise RuntimeError(
-                f"{type(self).__name__} overrides {self.loss_hook}, which needs the fused LM head, but remove_liger "
-                "has taken it from the model. Call apply_liger(trainer.model), or build a new trainer."
+                f"The loss of {type(self).__name__} needs the fused LM head, which remove_liger has taken from a "
+                "model. Call apply_liger(model), or build a new trainer."
             )
 
     @property
@@ -203,12 +209,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             unpacked = str(error).startswith("not enough values to unpack")  # `loss, logits = model(...)[:2]`
             if (of_none or unpacked) and self.head_is_ours and self._overrides_compute_loss:
                 error.add_note(self._ways_to_a_loss_of_logits())
-            elif self.loss_hook == "token_loss" and self.has_own_loss and (of_none or "FusedLMOutput" in str(error)):
-                error.add_note(init_checks.what_token_loss_gets(self))
             raise
-
-    def _without_head(self, model: nn.Module, options: HeadOptions) -> None:
-        """Have the stock trainer's code run on `model`, which has lost its fused head since it was patched."""
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock trainer does, with the features that the arguments ask for."""
@@ -247,7 +248,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             logger.info(self.liger_report.one_line())
 
     def why_unfused(self, model: nn.Module) -> str | None:
-        """Why the loss needs the logits of `model`, so that its head stays as it is, or None if it needs none."""
+        """Tell why the loss needs the logits of `model`, so that its head stays as it is, or return None."""
         return None
 
     @property
@@ -262,16 +263,17 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]:
         self._use_own_heads()
-        if prediction_loss_only or not self._wants_tokens:
-            with self._explaining_missing_logits():
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._predicted = []
+        gathers = self._wants_tokens and not prediction_loss_only
+        self._loss_only, self._predicted = prediction_loss_only or gathers, [] if gathers else None
         try:
-            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+            with self._explaining_missing_logits():
+                found = super().prediction_step(model, inputs, self._loss_only, ignore_keys)
+            if self._predicted is None:
+                return found
             predictions = dict(self._predicted[-1])  # KTO scores the mismatched pairs of its KL estimate first
+            return found[0], predictions, predictions.pop("labels")
         finally:
-            self._predicted = None
-        return loss, predictions, predictions.pop("labels")
+            self._loss_only, self._predicted = False, None
 
     def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """`model` or, if it is compiled for training, a stand-in that calls it without attention masks of ones."""
@@ -294,27 +296,16 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
 
         return forward
 
-    def _refuse_a_second_loss(self) -> None:
-        """ValueError if an option and the user's own method both decide the loss: one of them would be ignored.
-
-        This is about `token_loss`. A trainer with another `loss_hook` overrides it.
-        """
-        init_checks.refuse_a_second_loss(self)
-
-    def _refuse_token_predictions(self) -> None:
-        """ValueError if `eval_predictions="tokens"` has no meaning here. A subclass may have further reasons."""
-        init_checks.refuse_token_predictions(self)
-
     def _finish_init(self) -> None:
         if self.uses_liger:
             init_checks.refuse_processes_apart(self)
         for feature in FEATURES:
             feature.check_trainer(self)
         if self.has_own_loss:
-            self._refuse_a_second_loss()
+            init_checks.refuse_a_second_loss(self)
             init_checks.refuse_unfit_for_own_loss(self)
         if self._wants_tokens:
-            self._refuse_token_predictions()
+            init_checks.refuse_token_predictions(self)
         if self.uses_liger:
             init_checks.refuse_packed_rows_that_mix(self)
         if self.head_is_ours and self._overrides_compute_loss:

@@ -1,16 +1,15 @@
 """`LigerDistillationTrainer`: `trl.DistillationTrainer` with a divergence that both LM heads compute without logits.
 
 TRL's trainer asks `_get_last_hidden_state` for the hidden states of student and teacher, and gives them with the
-weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards run instead and return deferred
-logits. These go through TRL's loss in the place of the hidden states, down to that function, for which we put one that
-calls both heads. So masks, reduction and metrics stay TRL's, while adapters, prompt learning and whatever a model does
-to its logits take effect.
+weights of both heads to its `ChunkedDivergenceFunction`. Here the models' own forwards return deferred logits. These go
+through TRL's loss in the place of the hidden states, down to that function, in whose place ours calls both heads. So
+masks, reduction and metrics stay TRL's, while adapters and whatever a model does to its logits take effect.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import head_reason, output_head
+from liger_trainer.head.find import head_reason
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals
@@ -40,8 +39,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     by fields of their configs.
 
     Raises:
-        ValueError: Student and teacher have vocabularies of different sizes, one of their heads cannot be fused, or an
-            option would have no effect.
+        ValueError: The LM head of student or teacher cannot be fused, or an option would have no effect.
     """
 
     loss_hook = None
@@ -61,10 +59,9 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
         return replaced
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do what the stock trainer does, but have the teacher patched before accelerate prepares it.
+        """Have the teacher, the one model that is prepared for evaluation only, patched before accelerate prepares it.
 
-        The teacher is the model that is prepared for evaluation only. If it were patched later, our forward would lie
-        outside of the autocast that accelerate puts around the teacher's.
+        Patched later, our forward would lie outside of the autocast that accelerate puts around the teacher's.
         """
         super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare_model
@@ -81,27 +78,14 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
 
     def _finish_init(self) -> None:
         del self.accelerator.prepare_model  # brings back the method of the class
-        if self.head_is_ours and self.teacher_model is not None:
-            self._refuse_unlike_heads()
-        super()._finish_init()
-
-    def _refuse_unlike_heads(self) -> None:
-        sizes = {}
-        for name, model in (("student", self.model), ("teacher", self.accelerator.unwrap_model(self.teacher_model))):
-            if (reason := head_reason(model)) is not None:
+        teacher = None if self.teacher_model is None else self.accelerator.unwrap_model(self.teacher_model)
+        for name, model in (("student", self.model), ("teacher", teacher)):
+            if self.head_is_ours and model is not None and (reason := head_reason(model)) is not None:
                 raise ValueError(
                     f"The {name} cannot be distilled with a fused divergence, since {reason}. Set "
                     'liger_config={"fused_linear_cross_entropy": false}.'
                 )
-            head = output_head(model)
-            assert head is not None, "head_reason would have said so"
-            sizes[name] = head.out_features
-        if sizes["student"] != sizes["teacher"]:
-            raise ValueError(
-                f"The LM head of the student has {sizes['student']} outputs, that of the teacher {sizes['teacher']}. A "
-                "divergence needs one vocabulary: use a teacher with the student's, or resize one of the two with "
-                "resize_token_embeddings."
-            )
+        super()._finish_init()
 
     def _get_last_hidden_state(self, unwrapped_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.head_is_ours:
@@ -111,8 +95,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     def _compute_loss(self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         if not self.head_is_ours:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
-        # If `_use_triton` says that Triton runs, TRL drops the positions outside of the mask before it calls the
-        # function.
+        # With `_use_triton`, TRL drops the positions outside of the mask before it calls the function.
         divergence = with_globals(
             _stock_module()._chunked_divergence_loss,
             {"ChunkedDivergenceFunction": _FusedDivergence, "_use_triton": lambda device: True},
@@ -135,7 +118,7 @@ class _LogitsForHiddenStates(nn.Module):
         super().__init__()
         self.model = model
 
-    def base_model(self, **inputs: Any) -> "_BackboneOutput":
+    def base_model(self, **inputs: Any) -> SimpleNamespace:
         device = inputs["input_ids"].device.type
         outside = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
 
@@ -144,15 +127,9 @@ class _LogitsForHiddenStates(nn.Module):
             with torch.autocast(device, **outside):
                 return run()
 
-        # This must not be a call of the module. We are inside one already, of the module that wraps it, and the hooks
-        # of a second would shard the weights again too early.
+        # Not a call of the module: its hooks would shard the weights again before the call that we are in has ended.
         outputs = self.model.forward(**inputs, scored_by=score)
-        return _BackboneOutput(outputs.logits)
-
-
-class _BackboneOutput:
-    def __init__(self, last_hidden_state: Any) -> None:
-        self.last_hidden_state = last_hidden_state
+        return SimpleNamespace(last_hidden_state=outputs.logits)
 
 
 class _FusedDivergence:
@@ -172,9 +149,9 @@ class _FusedDivergence:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Divergence and entropy of each row, (T,) each.
 
-        `student` and `teacher` are `DeferredLogits` (T, V), which bring their weights, biases and scales. Those that
-        TRL passes are ignored. `uniform_grad` promises that TRL sums the rows, so that all of them have one upstream
-        gradient, which spares a matrix product. If the promise were broken, the gradients would be NaN.
+        `student` and `teacher` are `DeferredLogits` (T, V), which bring their own weights, biases and scales.
+        `uniform_grad` promises that TRL sums the rows, so that all have one upstream gradient, which spares a product.
+        If the promise were broken, the gradients would be NaN.
         """
         for name, logits in (("student", student), ("teacher", teacher)):
             if not isinstance(logits, DeferredLogits) or logits.is_materialized:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -47,6 +47,10 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     """
 
     loss_hook = "pair_loss"
+    other_losses: ClassVar[dict[str, Any]] = {
+        "loss_type": ["sigmoid"], "loss_weights": None, "f_divergence_type": "reverse_kl", "ld_alpha": None,
+        "label_smoothing": 0.0, "use_weighting": False,
+    }  # fmt: skip
     pair_columns: tuple[str, ...] = ()
     gives_token_predictions = True
     args: DPOConfig
@@ -142,18 +146,6 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
                     "row."
                 )
         self.data_collator = _WithColumns(self.data_collator, self.pair_columns)
-
-    def _refuse_a_second_loss(self) -> None:
-        default = {
-            "loss_type": ["sigmoid"], "loss_weights": None, "f_divergence_type": "reverse_kl", "ld_alpha": None,
-            "label_smoothing": 0.0, "use_weighting": False,
-        }  # fmt: skip
-        for name, value in default.items():
-            if (got := getattr(self.args, name)) != value:
-                raise ValueError(
-                    f"{type(self).__name__} overrides pair_loss, and {name} is {got!r}: only one can be the loss. "
-                    f"Remove {name}, or put what it does into pair_loss."
-                )
 
 
 class _WithColumns:

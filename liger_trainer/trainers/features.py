@@ -20,10 +20,9 @@ from liger_trainer.patching.apply import swap_converted
 class LossFilter(Feature):
     """Filters logged losses as `logging_nan_inf_filter` asks, without making the host wait for the GPU.
 
-    `Trainer` asks every loss whether it is NaN or infinite, and adds the mean of the losses before it in place of such
-    a one. For the answer the host waits for the GPU once per micro-batch. Here the device chooses between the two, and
-    the argument is off from the end of `training_step` to the call of `floating_point_ops`, which `Trainer` makes right
-    after it has added the loss. So nothing but its own two statements finds it off.
+    `Trainer` asks every loss whether it is NaN or infinite, and waits for the answer. If so, it adds the mean of the
+    losses before it. Here the device chooses between the two. The argument is off from the end of `training_step` to
+    the call of `floating_point_ops`, right after the loss was added, so only these two statements find it off.
     """
 
     @contextmanager
@@ -43,7 +42,7 @@ class LossFilter(Feature):
                 args.logging_nan_inf_filter = None
             return loss
 
-        def counted(*given: Any, **named: Any) -> Any:
+        def filter_on_and_count(*given: Any, **named: Any) -> Any:
             filter_on()
             return operations(*given, **named)
 
@@ -51,7 +50,7 @@ class LossFilter(Feature):
             if args.logging_nan_inf_filter is None:
                 args.logging_nan_inf_filter = True
 
-        ours = {"training_step": filtered_step, "floating_point_ops": counted}
+        ours = {"training_step": filtered_step, "floating_point_ops": filter_on_and_count}
         before = {name: trainer.__dict__[name] for name in ours if name in trainer.__dict__}
         trainer.__dict__.update(ours)
         try:
@@ -82,10 +81,9 @@ class _ReportCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Swap the fp8 layers that accelerate has made of linear ones since (`mixed_precision: fp8`), and write."""
-        trainer = self.trainer
-        if swap_converted(trainer.model, trainer.liger_report, getattr(args, "liger_config", None)):
-            if args.process_index == 0:
-                logger.info(trainer.liger_report.one_line())
+        report = self.trainer.liger_report
+        if swap_converted(self.trainer.model, report, getattr(args, "liger_config", None)) and args.process_index == 0:
+            logger.info(report.one_line())
         self._write(args, state)
 
     def on_train_end(

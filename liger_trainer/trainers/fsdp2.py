@@ -1,9 +1,8 @@
-"""What is set right before FSDP2 shards a model: losses stay in fp32, and references and teachers get their weights.
+"""Set right before FSDP2 shards a model: losses stay in fp32, and references and teachers get their weights.
 
-With `fsdp_cpu_ram_efficient_loading: true` transformers reads a checkpoint on the first process of each machine only.
-The others hold zeros, or tensors without memory, until accelerate sends them the weights of the model that is trained.
-TRL shards references itself and sends nothing: with transformers 5.17 all but the first shard of a reference are then
-zeros, and DPO trains against it without a word.
+With `fsdp_cpu_ram_efficient_loading: true` only the first process of each machine reads a checkpoint. accelerate sends
+the others the weights of the model that is trained. TRL shards references itself and sends nothing: with transformers
+5.17 all but the first shard of a reference are then zeros, and DPO trains against it without a word.
 """
 
 from dataclasses import replace
@@ -31,13 +30,8 @@ def keep_losses_in_fp32(accelerator: Any) -> None:
 def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> None:
     """Copy the weights of `model` from process 0 to all others, if it is about to be sharded by FSDP2 and is not yet.
 
-    Every process has to call this with its own copy of the model. Tensors stay on the device that they were on, those
-    without memory get some on the CPU, and tied weights stay tied.
-
-    Args:
-        model (`PreTrainedModel`): A reference or teacher. A quantised model, which every process has read, is left
-            alone.
-        accelerator (`accelerate.Accelerator`): Of the trainer.
+    Every process has to call this with its own copy of the model. Tensors stay on their device, meta tensors get memory
+    on the CPU, and tied weights stay tied. A quantised model, which every process has read, is left alone.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.fsdp_version != 2 or not is_fsdp_enabled() or getattr(model, "is_quantized", False):
@@ -57,11 +51,7 @@ def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> N
 
 
 def _give_memory(model: nn.Module) -> None:
-    """Put an empty tensor on the CPU in the place of each parameter and buffer that has no memory.
-
-    Buffers that are not in the state dict stay as they are, since their values are not sent. Transformers computes them
-    on every process; without memory, the model will not run.
-    """
+    """Put an empty tensor on the CPU in the place of each parameter and buffer of the state dict that has no memory."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -1,7 +1,6 @@
-"""What every Liger trainer refuses while it is built, because it would train wrongly or ignore an option in silence.
+"""Refuses, while a Liger trainer is built, what would train wrongly or ignore an option in silence.
 
-Each function here raises a ValueError that says what to change, or does nothing. `LigerTrainerMixin` calls
-`refuse_before_patching` in `_apply_liger`, and the others in `_finish_init`.
+`LigerTrainerMixin` calls `refuse_before_patching` in `_apply_liger`, and the others in `_finish_init`.
 """
 
 import difflib
@@ -9,7 +8,7 @@ import os
 from typing import Any
 
 from torch import nn
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
@@ -70,24 +69,19 @@ def refuse_processes_apart(trainer: Any) -> None:
 
 
 def refuse_a_second_loss(trainer: Any) -> None:
-    """ValueError if an option that decides the loss is set together with `token_loss`: one of them would be ignored."""
-    args = trainer.args
-    others = {
-        "label_smoothing_factor": args.label_smoothing_factor or None,
-        "loss_type": None if getattr(args, "loss_type", "nll") == "nll" else args.loss_type,
-        "compute_loss_func": trainer.compute_loss_func,
-    }
-    for name, value in others.items():
-        if value is not None:
+    """ValueError if an option and the user's own method both decide the loss: one of them would be ignored."""
+    hook = trainer.loss_hook
+    for name, unset in trainer.other_losses.items():
+        value = getattr(trainer if name == "compute_loss_func" else trainer.args, name, unset)
+        if value != unset:
             raise ValueError(
-                f"{type(trainer).__name__} overrides token_loss, and {name} is {value!r}: only one can be the loss. "
-                f"Remove {name}, or put what it does into token_loss."
+                f"{type(trainer).__name__} overrides {hook}, and {name} is {value!r}: only one can be the loss. "
+                f"Remove {name}, or put what it does into {hook}."
             )
 
 
 def refuse_unfit_for_own_loss(trainer: Any) -> None:
-    """ValueError if `token_outputs` has an unknown name, if the model keeps its plain head, or if its labels are not
-    those that `token_loss` is to score."""
+    """ValueError for unknown `token_outputs`, for a head that stays plain, and for labels that are no next tokens."""
     names, known = trainer.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
     if isinstance(names, str):
         raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
@@ -110,17 +104,6 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
         )
 
 
-def what_token_loss_gets(trainer: Any) -> str:
-    """What to say where `token_loss` has read an output that is not there."""
-    others = [name for name in (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS) if name != "log_probs"]
-    return (
-        f"{type(trainer).__name__} overrides token_loss, whose outputs have log_probs, label_mask and what "
-        f"token_outputs names, which is {trainer.token_outputs!r}. Name there what token_loss reads, any of "
-        f"{', '.join(others)}. There are no logits: a loss that needs them overrides compute_loss and calls "
-        "model(..., skip_logits=False)."
-    )
-
-
 def refuse_token_predictions(trainer: Any) -> None:
     """ValueError if `eval_predictions="tokens"` has no meaning for `trainer`."""
     why = None
@@ -131,6 +114,8 @@ def refuse_token_predictions(trainer: Any) -> None:
         why = unfused or "the fused LM head that finds them is switched off (use_liger, liger_config)"
     elif (other := _why_not_next_tokens(trainer.model)) is not None:
         why = f"{other}, whose labels are not the tokens that follow"
+    elif trainer.compute_loss_func is not None and trainer.stock_class() is Trainer:
+        why = "compute_loss_func is set, which needs the logits"
     if why is not None:
         raise ValueError(f"eval_predictions is 'tokens', but {why}. Set eval_predictions to 'logits'.")
 
@@ -149,7 +134,7 @@ def refuse_packed_rows_that_mix(trainer: Any) -> None:
 
 
 def _why_not_next_tokens(model: nn.Module) -> str | None:
-    """Why the labels of `model` are not the tokens that follow in its input, or None if they are."""
+    """Tell why the labels of `model` are not the tokens that follow in its input, or return None."""
     model = base_model_of(model)
     name = own_class(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):

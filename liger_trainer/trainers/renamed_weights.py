@@ -1,9 +1,8 @@
 """Checkpoints whose weights have other names than the model's.
 
-transformers saves some models in the form of their files on the Hub: the experts of a mixture one by one, where the
-model has them in one tensor, or the head of GPT-NeoX as `embed_out`. `from_pretrained` reads both forms. `Trainer`
-loads a checkpoint by name, and what it does not find keeps its value, with a warning. A run that goes on would have the
-experts that it began with, and `load_best_model_at_end` would put those of the last step into the best model.
+transformers saves some models in the form of their files on the Hub, such as each expert by itself where the model has
+one tensor for all. `from_pretrained` reads both forms. `Trainer` loads a checkpoint by name, and warns of what it does
+not find: a resumed run would have the experts that it began with, and the best model the experts of the last step.
 """
 
 import json

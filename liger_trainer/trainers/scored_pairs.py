@@ -1,9 +1,8 @@
-"""What `LigerORPOTrainer` and `LigerCPOTrainer` share: they run TRL's own code on a stand-in for the logits.
+"""The base of `LigerORPOTrainer` and `LigerCPOTrainer`, which run TRL's own code on a stand-in for the logits.
 
-The stock classes score pairs from full logits, in `concatenated_forward`. Here that method runs as it is. The model it
-calls answers with `ScoredLogits`, which holds the log-probability of every label and the mean of every row: all that
-the method uses the logits for. So which tokens the likelihood term covers, what is averaged and what is logged stay
-TRL's decisions. If a later release asks for anything else, that is an error and never a wrong number.
+TRL scores pairs from full logits, in `concatenated_forward`. Here that method runs as it is. The model that it calls
+answers with `ScoredLogits`, which holds all that the method uses the logits for: the log-probability of every label and
+the mean of every row. If a later release asks for anything else, that is an error and never a wrong number.
 """
 
 from collections.abc import Callable
@@ -24,8 +23,8 @@ _OFF = 'liger_config={"fused_linear_cross_entropy": false}'
 class ScoredLogits:
     """Stands in for logits (..., V) that are never computed, and holds what is known of each of their rows.
 
-    It is not a `DeferredLogits`, which holds hidden states and can still become logits. TRL's method runs outside of
-    the model's call, where the head's weights may be sharded, so everything that it asks for is computed before.
+    TRL's method runs outside of the model's call, where the head's weights may be sharded, so a `DeferredLogits` cannot
+    take its place.
 
     Args:
         log_probs (`torch.Tensor`): Log-probability of `target` in each row (...), fp32, differentiable.
@@ -135,8 +134,6 @@ class LigerPairMixin(LigerTRLMixin):
         quantization_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        if args is None:
-            raise ValueError(f"args is None; {type(self).__name__} needs its config, with an output_dir.")
         use_liger = getattr(args, "use_liger", True)
         if quantization_config is not None and not use_liger:
             kwargs["quantization_config"] = quantization_config

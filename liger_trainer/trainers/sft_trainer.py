@@ -1,7 +1,4 @@
-"""`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head in the place of TRL's own.
-
-Its losses and metrics stay TRL's.
-"""
+"""`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head in the place of TRL's own."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +28,6 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
 
     gives_token_predictions = True
     ignored_fields = ()
-    # This one warns of full logits and of a second forward pass.
-    untrue_warnings = ("`label_smoothing_factor` is deprecated in `SFTTrainer`",)
     args: SFTConfig
     label_smoother: Any
     router_aux_loss_coef: float
@@ -55,9 +50,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
         if own_loss:
             options["token_outputs"] = ("log_probs", "entropy", "is_top1", *self.token_outputs)
         elif self.args.loss_type == "nll":
-            # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. With that
-            # promise the fused head may compute its gradients in the forward pass. It checks the promise, and returns
-            # NaN if it is broken.
+            # TRL reduces by `-log_probs.sum() / num_tokens`, so that all tokens have one upstream gradient. Then the
+            # head computes its gradients in the forward pass. It checks the promise: a broken one gives NaN.
             options["uniform_grad"] = True
             if smoothed:
                 options["label_smoothing"] = smoother.epsilon

@@ -34,7 +34,6 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
     """
 
     gives_token_predictions = True
-    _loss_only = False  # True while `prediction_step` wants no logits
     label_smoother: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,29 +85,8 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         finally:
             self.label_smoother = smoother
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        self._loss_only = prediction_loss_only or self._wants_tokens
-        try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self._loss_only = False
-
-    def _refuse_token_predictions(self) -> None:
-        super()._refuse_token_predictions()
-        if self.compute_loss_func is not None:
-            raise ValueError(
-                "eval_predictions is 'tokens', and compute_loss_func is set, which needs the logits. Set "
-                "eval_predictions to 'logits', or override token_loss instead of compute_loss_func."
-            )
-
     def _is_causal_lm(self) -> bool:
-        """Whether the stock trainer shifts the labels for its `LabelSmoother`. The answer is right under FSDP2 too."""
+        """Return whether the stock trainer shifts the labels for its `LabelSmoother`, under FSDP2 too."""
         return own_class(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _own_loss_model(self, model: Callable[..., Any], wants_logits: bool) -> Callable[..., dict[str, torch.Tensor]]:
@@ -130,7 +108,7 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
         return forward
 
     def _aux_loss_weight(self) -> float:
-        """What the model's own forward multiplies its auxiliary loss by, when it adds that to a loss."""
+        """The factor by which the model's own forward adds its auxiliary loss to a loss."""
         model = base_model_of(self.model)
         for owner in (model, model.config.get_text_config()):
             for name in ("router_aux_loss_coef", "aux_loss_coef"):

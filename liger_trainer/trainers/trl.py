@@ -1,49 +1,26 @@
-"""How our kernels and our fused head get into TRL's trainers, whose losses stay TRL's.
+"""Puts our kernels and our fused head into TRL's trainers, whose losses stay TRL's.
 
-TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the reference model while they
-are built. What builds them is a copy of their `__init__` that finds a function of ours by that name. So TRL still
-decides which outputs, temperature and precision it wants for which model, and each model is patched before anything
-shards or wraps it.
+While they are built, TRL's trainers call `add_fused_lm_head`, a global of their module, for the policy and for the
+reference. A copy of their `__init__` finds a function of ours by that name. So TRL still decides which outputs,
+temperature and precision it wants for which model, and each model is patched before anything shards or wraps it.
 `tests/liger_trainer/trainers/test_contracts.py` fails if a TRL release moves a name on which this depends.
 """
 
 import inspect
-import re
 import sys
 import types
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable
 from typing import Any
 
 import trl
-from accelerate.utils import (
-    convert_outputs_to_fp32,
-    get_mixed_precision_context_manager,
-)
 from torch import nn
 from transformers.integrations import is_fsdp_enabled
 
-from liger_trainer._logging import logger
 from liger_trainer.head.find import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
-from liger_trainer.trainers.patched_models import STANDS_IN, PatchedModels
-
-# Models whose own logits differ from TRL's fused head, which multiplies the hidden states of the backbone with the
-# weight of the head, and scales and caps the result by fields of the config. A test scores every model type of
-# transformers by both, and finds this list.
-OTHER_LOGITS = frozenset(
-    "bert big_bird camembert chameleon data2vec-text electra ernie inkling_text megatron-bert modernbert-decoder "
-    "prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl "
-    "xlstm xmod".split()
-)
-NOT_APPLIED = {  # a field of the text config that TRL applies and the model does not
-    "aya_vision": "logit_scale", "cohere2_vision": "logit_scale", "mpt": "logit_scale",
-    "gemma3": "final_logit_softcapping", "shieldgemma2": "final_logit_softcapping",
-}  # fmt: skip
+from liger_trainer.trainers.patched_models import PatchedModels
 
 
 class NoAdapterIsRefused:
@@ -74,7 +51,7 @@ def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.F
 
 
 def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
-    """What replaces globals of the module of a TRL trainer under FSDP."""
+    """Replacements for globals of the module of a TRL trainer under FSDP."""
     replaced = {}
     if (stock_prepare := vars(module).get("prepare_fsdp")) is not None:
 
@@ -87,39 +64,14 @@ def _for_fsdp(module: types.ModuleType) -> dict[str, Any]:
     if (stock_create := vars(module).get("create_model_from_path")) is not None:
 
         def create_on_cpu(*args: Any, **kwargs: Any) -> nn.Module:
-            """TRL takes `device_map="auto"`, except under DDP and DeepSpeed. Under FSDP the process that reads a file
-            would spread the model over the GPUs of all others. That costs them memory, and on two H200 the sending of a
-            reference from there ended in "CUDA error: unspecified launch failure"."""
+            """With TRL's `device_map="auto"` the process that reads a file would spread the model over all GPUs, and
+            sending a reference from there ended in "CUDA error: unspecified launch failure"."""
             if is_fsdp_enabled():
                 kwargs.setdefault("device_map", None)
             return stock_create(*args, **kwargs)
 
         replaced["create_model_from_path"] = create_on_cpu
     return replaced
-
-
-@contextmanager
-def _naming_columns(given: dict[str, Any]) -> Iterator[None]:
-    """Adds to the KeyError of a column that is missing, which TRL raises bare, which columns the `given` rows have."""
-    try:
-        yield
-    except KeyError as error:
-        columns = {name: getattr(given.get(name), "column_names", None) for name in ("train_dataset", "eval_dataset")}
-        listed = {name: found for name, found in columns.items() if isinstance(found, list)}
-        if listed and error.args and not all(error.args[0] in found for found in listed.values()):
-            have = ", and ".join(f"{name} has the columns {', '.join(found)}" for name, found in listed.items())
-            error.add_note(
-                f"{error.args[0]!r} is looked for; {have}. Rename columns, or turn the rows into a form that the "
-                "trainer reads: docs/recipes.md lists them by trainer."
-            )
-        raise
-
-
-def differs_from_trl(model: nn.Module) -> bool:
-    """Whether the own forward of `model` computes logits that differ from TRL's fused head."""
-    config = base_model_of(model).config
-    field = NOT_APPLIED.get(config.model_type, "")
-    return config.model_type in OTHER_LOGITS or getattr(config.get_text_config(), field, None) not in (None, 1)
 
 
 class LigerTRLMixin(LigerTrainerMixin):
@@ -138,30 +90,20 @@ class LigerTRLMixin(LigerTrainerMixin):
     Attributes:
         ignored_fields (`tuple[str, ...]`): Fields that the config inherits and the stock trainer does not use; setting
             one is an error.
-        untrue_warnings (`tuple[str, ...]`): The beginnings of warnings of the stock `__init__` that are not true with a
-            fused head.
     """
 
     ignored_fields: tuple[str, ...] = ("label_smoothing_factor",)
-    untrue_warnings: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stock_init = super().__init__
         given = dict(zip(inspect.signature(stock_init).parameters, args, strict=False)) | kwargs
         config: Any = given.get("args")
         self.args = config  # `uses_liger` and `wants_part` read it
-        if self.uses_liger:
-            self._refuse_compute_loss_func(kwargs, stock_init)
         self._patched = PatchedModels()
         with self._patched.undone_on_error():
             replaced = _for_fsdp(sys.modules[self.stock_class().__module__]) | self._replaced_globals()
             init = with_globals(self._stock_init(stock_init), replaced)
-            with warnings.catch_warnings():
-                if self.wants_part("fused_linear_cross_entropy") and given.get("compute_loss_func") is None:
-                    for beginning in self.untrue_warnings:
-                        warnings.filterwarnings("ignore", re.escape(beginning))
-                with _naming_columns(given):
-                    init(self, *args, **kwargs)
+            init(self, *args, **kwargs)
             if self.liger_report is None:
                 self._apply_liger(self.model)
             self._finish_init()
@@ -206,14 +148,8 @@ class LigerTRLMixin(LigerTrainerMixin):
                 f"{self.stock_class().__name__} of trl {trl.__version__} builds no logits, but {why}. Use "
                 "LigerTrainer, or another adapter, such as PromptTuningConfig."
             )
+        self._needs_heads = True  # the stock trainer calls its models with `fused_lm_head=True`
         self._patch(model, HeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs)))
-        if self.args.process_index == 0 and differs_from_trl(model):
-            logger.warning_once(
-                f"{self.stock_class().__name__} of trl {trl.__version__} computes other logits than "
-                f"{type(base_model_of(model)).__name__}, which does more to its hidden states than to multiply them "
-                "with the weight of its head. Here the model's own forward runs, so losses differ from the stock "
-                "trainer's: docs/trainers.md."
-            )
 
     def _patch(self, model: nn.Module, options: HeadOptions | None = None) -> None:
         """Patch the policy, whose report becomes the trainer's, or a model that is frozen."""
@@ -227,34 +163,11 @@ class LigerTRLMixin(LigerTrainerMixin):
         if self.uses_liger:
             self._patched.patch(model, getattr(self.args, "liger_config", None), options)
 
-    def _without_head(self, model: nn.Module, options: HeadOptions) -> None:
-        """Give `model` TRL's own fused head, because TRL's trainers go on calling it with `fused_lm_head=True`."""
-        add_fused_lm_head = vars(sys.modules[self.stock_class().__module__]).get("add_fused_lm_head")
-        if add_fused_lm_head is None or hasattr(model.forward, STANDS_IN):
-            return
-        inner = model.forward
-        add_fused_lm_head(model, **asdict(options))
-        forward = model.forward.__func__
-        if "_original_forward" in vars(model):
-            # The autocast of accelerate covers only the forward inside TRL's, so TRL's gets one of its own.
-            amp = get_mixed_precision_context_manager(self.accelerator.native_amp, self.accelerator.autocast_handler)
-            forward = convert_outputs_to_fp32(amp(forward))
-        setattr(forward, STANDS_IN, inner)
-        model.forward = types.MethodType(forward, model)
-
-    def _refuse_compute_loss_func(self, kwargs: dict[str, Any], stock_init: Callable) -> None:
-        """ValueError that says what to do, where the stock trainer would only say that it knows no such argument."""
-        if "compute_loss_func" in kwargs and "compute_loss_func" not in inspect.signature(stock_init).parameters:
-            raise ValueError(
-                f"compute_loss_func is not an argument of {self.stock_class().__name__}, whose loss is not a "
-                f"function of logits and labels. Override {self.loss_hook or 'compute_loss'} instead."
-            )
-
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(self._gathering_predictions(model), *args, **kwargs)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """What DPO and KTO compute before they train. Without a reference, the model without its adapter is one."""
+        """Score the reference before training, in DPO and KTO. It may be the model without its adapter."""
         if self.ref_model is None:
             give_weights_of_first_process(self.model, self.accelerator)
         return super()._precompute_ref_logps(*args, **kwargs)

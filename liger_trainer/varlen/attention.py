@@ -65,16 +65,16 @@ class Rows:
 
     @property
     def full(self) -> bool:
-        """Whether they are the rows of the batch."""
+        """Return whether they are the rows of the batch."""
         return len(self.lengths) == self.batch
 
     @property
     def equal(self) -> bool:
-        """Whether all are of one length."""
+        """Return whether all are of one length."""
         return self.room == self.tokens
 
     def in_chunks(self, size: int) -> "Rows":
-        """These rows cut into rows of `size` tokens, from the beginning of each."""
+        """Cut these rows into rows of `size` tokens, from the beginning of each."""
         if size not in self._chunks:
             cut = [min(size, n - done) for n in self.lengths for done in range(0, n, size)]
             self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
@@ -93,7 +93,7 @@ class Rows:
 
 
 class RowMask:
-    """What the layers get for a mask: a token sees those of its own row up to itself, and at most `window` of them.
+    """The mask that layers get: a token sees the tokens of its own row up to itself, and at most `window` of them.
     `chunked` says that the rows are chunks.
 
     It is opaque to whatever handles the arguments of layers on their way (checkpointing, FSDP, hooks of accelerate).
@@ -149,7 +149,7 @@ def attend_by_rows(
     own, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask,
     *args, **kwargs,
 ):  # fmt: skip
-    """`own`, a function of `AttentionInterface`, but for a `RowMask`, over whose rows ours attends.
+    """Attend over the rows of a `RowMask`; for any other mask, call `own`, a function of `AttentionInterface`.
 
     Args:
         own (`Callable`): The function that would run without ours.
@@ -159,12 +159,8 @@ def attend_by_rows(
         value (`torch.Tensor`): (B, Hkv, S, Dv).
         attention_mask (`RowMask`, `torch.Tensor` or None): As `row_mask` has made it, or any other.
 
-    Returns:
-        `tuple`: (B, S, Hq, Dv), and None for the weights of attention.
-
-    Raises:
-        NotForRows: The rows of the call are known, and the mask is neither causal nor local over them, or the scores
-            are changed in a way that is not known (a bias of positions).
+    Returns (B, S, Hq, Dv), and None for the weights of attention. Raises `NotForRows` where the rows of the call are
+    known, and the mask is neither causal nor local, or the scores are changed in an unknown way (a bias of positions).
     """
     if isinstance(attention_mask, RowMask):
         return _by_rows(module, query, key, value, attention_mask, *args, **kwargs), None
@@ -174,14 +170,14 @@ def attend_by_rows(
 
 
 def refuse_rows(own, *args, **kwargs):
-    """`own`, a function of the user's, which has to see masks. NotForRows where the rows of the call are known."""
+    """Call `own`, a function of the user's, which has to see masks. Raises `NotForRows` where the mask has rows."""
     if _rows.get() is not None or any(isinstance(x, RowMask) for x in (*args, *kwargs.values())):
         raise NotForRows("the attention function of its layers is not transformers' own")
     return own(*args, **kwargs)
 
 
 def varlen_attention(*args, **kwargs):
-    """`attend_by_rows`, else transformers' own attention for SDPA."""
+    """Attend over the rows of a `RowMask`, else as transformers does for SDPA."""
     return attend_by_rows(sdpa_attention_forward, *args, **kwargs)
 
 
@@ -254,11 +250,7 @@ def _kernel_takes(query, key, value, dropout) -> bool:
 
 
 def _by_kernel(query, key, value, rows: Rows, window, dropout, scaling):
-    """What `torch.nn.attention.varlen.varlen_attn` calls, called by itself.
-
-    That function is an op of Python, whose two passes take the host longer than all other launches of an attention. The
-    op under it has its gradient in C++.
-    """
+    """Call the op under `torch.nn.attention.varlen.varlen_attn`, which itself takes the host longer than all else."""
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))

@@ -1,10 +1,9 @@
-"""Which calls may leave padding out, and which rows of real tokens a call has.
+"""Decides which calls may leave padding out, and finds the rows of real tokens of a call.
 
-Padding is left out where all code that reads hidden states is known, and reads those of real tokens: the forwards of
-transformers that a proof has run (`patching/varlen.py`), layers of PyTorch and of adapters through which each token
-goes by itself, and the loss function of the proof. Anything else that may see the rows or the padding makes the batch
-go through as it is, and the report says what that was: a class or a function of the user's, a hook, an output of every
-position.
+Padding is left out where all code that reads hidden states is known: the forwards of transformers that a proof has run
+(`patching/varlen.py`), layers of PyTorch and of adapters through which each token goes by itself, and the loss function
+of the proof. With anything else that may see rows or padding (a class or a function of the user's, a hook, an output of
+every position) the batch goes through as it is, and the report names it.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,7 +44,7 @@ _STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 
 def leaves_padding_out(model) -> bool:
-    """Whether calls of `model` may go through its backbone on real tokens; not while they are traced."""
+    """Return whether calls of `model` may go through its backbone on real tokens; not while they are traced."""
     backbone = backbone_of(model)
     return backbone is not None and BackboneBinding.of(backbone) is not None and not torch.compiler.is_compiling()
 
@@ -53,7 +52,7 @@ def leaves_padding_out(model) -> bool:
 def plan_of_call(
     model, args: tuple, call: dict[str, Any], shown: str | None, unfit: Callable[[Plan], str | None]
 ) -> Plan | None:
-    """How a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is.
+    """Plan how a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): One for which `leaves_padding_out`.
@@ -99,7 +98,7 @@ def plan_of_call(
 
 
 def states_shown(model, call: dict[str, Any]) -> str | None:
-    """What the model's own forward returns of every position, or hands to a loss function of the user's, or None."""
+    """Name what the model's forward returns of every position, or hands to the user's loss function, or return None."""
     if call.get("labels") is None and call.get("shift_labels") is None:
         return "a call without labels returns logits"
     config = model.config
@@ -138,7 +137,7 @@ def why_not_theirs(model) -> str | None:
 
 def unknown_forward(model, forwards: dict[type, Callable]) -> str | None:
     """A forward in `model` that may not take each token by itself, or None. `forwards` are those that are proven."""
-    for kind, forward in code_of(_inside(model)).items():
+    for kind, forward in code_of(_without_head(model)).items():
         proven = forward in (forwards.get(kind), _PER_TOKEN.get(kind))
         if not (proven or _is_of(kind, forward, _PER_TOKEN_ROOMS)):
             return f"the forward of {kind.__name__} is not proven to work without padding"
@@ -150,13 +149,12 @@ def _is_of(kind: type, forward: Callable, rooms: tuple[str, ...]) -> bool:
 
 
 def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
-    """What has been put into the model that has to see a batch as it is: a hook, or code that is not proven.
+    """Name what has been put into the model that has to see a batch as it is: a hook, or code that is not proven.
 
-    Every call asks this, and a model with adapters has thousands of modules, so that the walk looks no closer than it
-    must.
+    Every call asks this, and a model with adapters has thousands of modules.
     """
     known = bound.known
-    for module in _inside(model):
+    for module in _without_head(model):
         attributes, kind = module.__dict__, type(module)
         if known.get(kind) is not kind.forward:
             if (why := unknown_forward(model, bound.proven.forwards)) is not None:
@@ -171,11 +169,8 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
     return None
 
 
-def _inside(model) -> list[nn.Module]:
-    """`model` and the modules inside it but for its LM head, those that it has in two places twice.
-
-    `modules()` takes five times as long. What is on the head is asked where it is fused.
-    """
+def _without_head(model) -> list[nn.Module]:
+    """`model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
     head, found = model.get_output_embeddings(), [model]
     for module in found:
         if module._modules:
@@ -187,7 +182,7 @@ def _inside(model) -> list[nn.Module]:
 
 
 def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = False) -> Plan | None:
-    """How a call goes through the backbone on real tokens, or None where it stays as it is.
+    """Plan how a call goes through the backbone on real tokens; None where it stays as it is.
 
     Args:
         config ([`~transformers.PreTrainedConfig`]): Of the model.
@@ -253,7 +248,7 @@ def _padded_plan(call, tokens, mask, full) -> Plan | None:
 
 
 def _rotates_by_length(config) -> bool:
-    """Whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
+    """Return whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one for each kind of layer, or one for all
     return any(x.get("rope_type", "default") not in _STATIC_ROPES for x in ropes)

@@ -1,11 +1,11 @@
-"""What a mask function of transformers lets a token see of its own row: a sliding window, or a chunk."""
+"""Recognises mask functions of transformers that let a token see a sliding window or a chunk of its row."""
 
 import torch
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function
 
 
 def is_sliding(mask_function, window: int) -> bool:
-    """Whether it lets a token see `window` tokens up to itself: asked at the edges."""
+    """Return whether it lets a token see `window` tokens up to itself: asked at the edges."""
     if is_chunked(mask_function, window):
         return False
     query = torch.tensor([window, window, 0, 2 * window - 1], device="cpu")
@@ -15,7 +15,7 @@ def is_sliding(mask_function, window: int) -> bool:
 
 
 def is_chunked(mask_function, size: int) -> bool:
-    """Whether it is transformers' own for chunks of `size` tokens from the beginning of a row.
+    """Return whether it is transformers' own for chunks of `size` tokens from the beginning of a row.
 
     Its code is compared, not what it answers: it reads a tensor on the device, the padding on the left of each row,
     which is zero in a call whose rows are known.

@@ -1,10 +1,10 @@
 """The backbone of a model, run on the real tokens of a batch only.
 
 A padded batch (B, S) becomes one row of its N real tokens when it enters the backbone, with the positions that the
-tokens would have had, and what leaves the backbone is put back where it was, with zeros for padding. Loss, gradients
-and hidden states of real tokens are those of the padded batch, and nothing between the embeddings and the last norm is
-computed for padding. A batch that is packed already (`position_ids` that start anew, without an `attention_mask`) takes
-the same attention. Which calls go this way is found once, before the model's own forward (`decide.py`).
+tokens would have had. What leaves the backbone is put back where it was, with zeros for padding. Loss, gradients and
+hidden states of real tokens equal the padded batch's. A batch that is packed already (`position_ids` that start anew,
+without an `attention_mask`) takes the same attention. Which calls go this way is found before the model's own forward
+(`decide.py`).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.binding import Binding, bind, call_previous, unbind
+from liger_trainer.instance.binding import Binding, bind, call_previous
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 
@@ -28,7 +28,7 @@ _KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
 
 
 class Proven(NamedTuple):
-    """What has been shown of a model.
+    """The result of the proof of a model.
 
     Attributes:
         attention (`str`): The attention of its config.
@@ -48,23 +48,23 @@ class Proven(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether there are layers that need more than SDPA does in rows without padding."""
+        """Return whether there are layers that need more than SDPA does in rows without padding."""
         return self.kinds != {"causal"}
 
 
 class BackboneBinding(Binding):
-    """What we remember about the forward that is bound to a backbone."""
+    """The binding of a backbone."""
 
     key = "_liger_varlen"
 
     def __init__(self, function: Callable, proven: Proven, place: Place | None):
         super().__init__(function, place=place)
         self.proven = proven
-        self.known = dict(proven.forwards)  # and those of other modules that have been found harmless
+        self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
 
 
 class Plan:
-    """How one call goes through the backbone.
+    """The way of one call through the backbone.
 
     Args:
         given (`dict`): The arguments of the call that it was made from.
@@ -86,7 +86,7 @@ class Plan:
         return self.index is not None
 
     def fits(self, call: dict[str, Any]) -> bool:
-        """Whether the backbone is called with what the plan was made from."""
+        """Return whether the backbone is called with what the plan was made from."""
         same = all(call.get(name) is self.given.get(name) for name in ("attention_mask", "position_ids"))
         others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
         same = same and tokens_of(call).shape[:2] == tokens_of(self.given).shape[:2]
@@ -113,7 +113,7 @@ class Plan:
         return call | packed | {"attention_mask": mask}
 
     def padded(self, outputs):
-        """What the backbone has returned, with every tensor of real tokens put back into the shape of the batch."""
+        """Put every tensor of real tokens that the backbone has returned back into the shape of the batch."""
         if self.index is None:
             return outputs
         if isinstance(outputs, ModelOutput):
@@ -196,20 +196,9 @@ def _forward_of(backbone_class):
 
 
 def install(backbone, proven: Proven, place: Place | None = None) -> None:
-    """Have `backbone` leave out padding, and its layers attend to rows of uneven length, in calls that have a plan.
-
-    Args:
-        backbone (`nn.Module`): What `backbone_of` has found.
-        proven (`Proven`): What has been shown of its model.
-        place (`Place`, *optional*): Where a reason to keep the model's own code is written down.
-    """
+    """Have `backbone` leave out padding, and its layers attend to rows of uneven length, in calls that have a plan."""
     forward = _forward_of(type(backbone))  # type: ignore[arg-type]
     bind(backbone, BackboneBinding(forward, proven, place))
-
-
-def remove(backbone) -> None:
-    """Undo `install`."""
-    unbind(backbone, BackboneBinding)
 
 
 def computes_padding(backbone, reason: str, what: str = "computes padding too") -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -132,6 +133,30 @@ def test_the_reference_has_every_public_name():
         assert not [name for name in package.__all__ if id(getattr(package, name)) not in listed]
 
 
+def exists(name):
+    """Whether a dotted name can be imported, or stands in the source of a module that needs a tool to be imported."""
+    module, _, member = name.rpartition(".")
+    if importlib.util.find_spec(module) is None:
+        return False
+    try:
+        return hasattr(importlib.import_module(module), member) or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the part before `member` is no package, so that it has no modules
+        return False
+    except ImportError:
+        return re.search(rf"^(?:class|def) {member}\b", Path(importlib.util.find_spec(module).origin).read_text(), re.M)
+
+
+@pytest.mark.parametrize("page", by_name(PAGES))
+def test_names_can_be_imported(page):
+    """Dotted names anywhere on a page; names of ours without a module come from the package or the reference."""
+    text, examples = page.read_text(), {"liger_triton.relu2"}  # a kernel to come, in "Adding something"
+    dotted = set(re.findall(r"\bliger_(?:trainer|triton)(?:\.\w+)+", text)) - examples
+    assert not [name for name in dotted if not exists(name)]
+    reference = re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    bare = set(re.findall(r"`((?:Auto)?Liger[A-Z]\w+|Medusa[A-Z]\w+)\b", prose(page))) - set(reference)
+    assert not [name for name in bare if not hasattr(liger_trainer, name)]
+
+
 def test_rows_of_ones_own_as_get_started_says(tmp_path, monkeypatch, capsys):
     """The rows, the recipe and the Python of the page, with a tiny model for the one that it names."""
     (recipe,), (rows,) = (blocks(DOCS / "get_started.md", language) for language in ("yaml", "json"))
@@ -170,6 +195,7 @@ def test_sentences_name_who_acts(page):
 
 # Errors that troubleshooting quotes and other packages raise: the module whose source has them.
 FOREIGN = {
+    "requires a shared vocabulary": "trl.trainer.distillation_trainer",
     "Your setup doesn't support bf16/gpu": "transformers.training_args",
     "The chat template is not training-compatible": "trl.chat_template_utils",
     "torchao with FSDP2 and cpu_ram_efficient_loading is not supported": "accelerate.accelerator",

@@ -19,7 +19,7 @@ KERNEL_MODULES = {  # public in both packages
 }  # fmt: skip
 TRAINERS = ("SFT", "DPO", "ORPO", "CPO", "KTO", "GRPO", "RLOO", "Distillation")
 NAMES = {
-    "LigerTrainer", "LigerTrainingArguments", "MedusaConfig", "MedusaHeads", "LigerMedusaTrainer", "LigerReport",
+    "LigerTrainer", "LigerTrainingArguments", "LigerMedusaConfig", "MedusaHeads", "LigerMedusaTrainer", "LigerReport",
     "apply_liger", "remove_liger", "AutoLigerKernelForCausalLM", *KERNEL_MODULES,
     *(f"Liger{name}{kind}" for name in TRAINERS for kind in ("Config", "Trainer")),
 }  # fmt: skip
@@ -80,6 +80,12 @@ def test_names_of_the_package():
     assert callable(liger_trainer.apply_liger_kernel_to_llama)
 
 
+def test_the_old_name_of_the_medusa_config():
+    with pytest.warns(FutureWarning, match="MedusaConfig is called LigerMedusaConfig"):
+        assert liger_trainer.MedusaConfig is liger_trainer.LigerMedusaConfig
+    assert importlib.import_module("liger_trainer.medusa.config").MedusaConfig is liger_trainer.LigerMedusaConfig
+
+
 def test_type_checkers_see_the_names_of_the_package():
     """The imports under `TYPE_CHECKING` and the table that is used when a program runs name the same, and no more."""
     body = ast.parse(Path(liger_trainer.__file__).read_text()).body
@@ -105,7 +111,7 @@ def test_names_of_the_kernels():
         assert callable(getattr(liger_triton, name))
 
 
-@pytest.mark.parametrize("name", sorted(n for n in NAMES if n.endswith(("Config", "Arguments")) and n[:6] != "Medusa"))
+@pytest.mark.parametrize("name", sorted(n for n in NAMES if n.endswith(("Config", "Arguments")) and "Medusa" not in n))
 def test_options_beside_the_stock_ones(name):
     own = getattr(liger_trainer, name)
     stock = next(base for base in own.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))

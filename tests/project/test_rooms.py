@@ -32,7 +32,6 @@ REASONS = {
     "kernels/liger_triton/float8_cast.py": "all casts to eight bits share their scales and their rounding",
     "kernels/liger_triton/float8_linear.py": "both forms of a layer in eight bits run through one function",
     "kernels/liger_triton/gates.py": "all gates of gated MLPs, with a LoRA and without",
-    "liger_trainer/memory/chooser.py": "one training under `auto`, from measuring to looking back",
     "kernels/liger_triton/linear_head.py": "the losses of an LM head are one walk over chunks of logits",
     "kernels/liger_triton/linear_heads_kl.py": "a kernel, its twin for CPUs and the walk over windows",
     "kernels/liger_triton/reference.py": "every operation in plain PyTorch",

@@ -16,7 +16,7 @@ from counted_memory import Carries, CountedMemory
 from launching import shard_on_cpus
 from tiny_models import tiny_model
 
-from liger_trainer.memory import keep_attention
+from liger_trainer.memory import selective
 from liger_trainer.memory.chooser import Ranks
 from liger_trainer.memory.memory import RESERVE
 
@@ -39,7 +39,7 @@ def run(mode, out):
     saved, agreed, highest = {}, [], {}
     noting(agreed)
     rank = int(os.environ["RANK"])
-    keep_attention.LONG = 2
+    selective.LONG = 2
     for checkpointing in (False, True, "auto"):
         memory = CountedMemory()
         callbacks = []

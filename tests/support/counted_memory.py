@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from liger_trainer.memory.memory import HostMemory
+from liger_trainer.memory.memory import PinnedMemory
 
 
 class CountedMemory(TorchDispatchMode):
@@ -81,7 +81,7 @@ class Carries:
     stream = None
 
     def __init__(self, room=1 << 30, rate=1e15):
-        self.host = HostMemory(room, self._pin, slab=1 << 20, small=1)
+        self.host = PinnedMemory(room, self._pin, slab=1 << 20, small=1)
         self.rate, self.clock, self.most = rate, 0.0, 0
         self._slabs = []
 

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from tiny_models import ragged_rows, tiny_tokenizer
 from torch.distributed.tensor import DTensor
 
-from liger_trainer import LigerMedusaTrainer, MedusaConfig
+from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 
 CASES = {
     "stage1-tied-hard": {},
@@ -40,7 +40,7 @@ ZERO3 = dict.fromkeys(AUTO, "auto") | {
 def train(name, model, out, mode=None, resume=None):
     """Three steps of 16 rows, in two micro-batches a process; saves the heads, in stage 2 the model, and the log."""
     world = int(os.environ.get("WORLD_SIZE", 1)) if mode else 1
-    args = MedusaConfig(
+    args = LigerMedusaConfig(
         output_dir=out, per_device_train_batch_size=8 // world, gradient_accumulation_steps=2, max_steps=3,
         learning_rate=1e-2, lr_scheduler_type="constant", optim="adamw_torch", max_grad_norm=0.0, bf16=False,
         adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from liger_trainer.memory.memory import HostMemory
+from liger_trainer.memory.memory import PinnedMemory
 from liger_trainer.memory.offload import Offload
 
 GPU = torch.device("cuda") if torch.cuda.is_available() else None
 
 
-class Host(HostMemory):
+class Host(PinnedMemory):
     """Memory of the host for tensors of any size, which counts what it was asked for."""
 
     def __init__(self, room=1 << 24):
@@ -77,13 +77,13 @@ def plain(number, layer, x, scale):
 
 def through(carried, numbers=(0, 1, 2, 3)):
     def call(number, layer, x, scale):
-        carried.begins(number)
+        carried.before_call(number)
         if number in numbers:
             given = [] if scale is None else [scale]
             y = carried.call(number, layer, lambda x: layer(x, scale), (x,), given)
         else:
             y = layer(x, scale)
-        carried.returned(number, [y])
+        carried.after_call(number, [y])
         return y
 
     return call

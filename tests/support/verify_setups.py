@@ -37,7 +37,7 @@ def rows_of(method, n=24):
 def setup_of(method, model_type="llama", config=None, **parts):
     """A setup of `Liger{method}Trainer`; `config` are fields of the model's config, `parts` those of the setup."""
     trainer = getattr(liger_trainer, f"Liger{method}Trainer")
-    names = {"Medusa": "MedusaConfig", "": "LigerTrainingArguments"}
+    names = {"Medusa": "LigerMedusaConfig", "": "LigerTrainingArguments"}
     arguments = getattr(liger_trainer, names.get(method, f"Liger{method}Config"))
     model = AutoConfig.for_model(model_type, **(config or {}))
     if method in ("GRPO", "RLOO"):

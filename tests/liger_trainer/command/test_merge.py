@@ -172,7 +172,7 @@ def test_refusals(folder, tmp_path, capsys):
         ((folder / "adapter", full), f"OUTPUT_DIR is '{full}', which is not empty"),
         ((folder / "adapter", full / "precious.txt"), "which is a file"),
         ((folder / "base", tmp_path / "new"), "ADAPTER_DIR is .*which has no adapter_config.json"),
-        ((tmp_path / "nowhere", tmp_path / "new"), "ADAPTER_DIR is .*there is no such folder"),
+        ((tmp_path / "nowhere", tmp_path / "new"), "ADAPTER_DIR is .*which is no folder"),
         ((prompt, tmp_path / "new"), "PROMPT_TUNING, whose tokens stand before the text"),
     ):
         code, _, err = command(capsys, "merge", *argv)

@@ -44,7 +44,7 @@ def test_prompt_and_completion(folder, capsys):
     assert code == 0, err
     assert "Row 0: 5 tokens, 3 of them learned\nw4 w5« w6 w7 </s>»\n" in out
     cut = "« " + " ".join(["w6"] * 8) + "»"
-    assert f"Row 1: 10 tokens, 8 of them learned; cut from 23 to max_length 10\nw4 w5{cut}\n" in out
+    assert f"Row 1: 10 tokens, 8 of them learned; cut to max_length 10, or as long\nw4 w5{cut}\n" in out
     assert "Row 2: dropped, with nothing to learn within max_length 10\n" in out
     assert "Row 3" not in out and "3 of 4 rows" in out
     assert "Summary" not in out
@@ -104,7 +104,7 @@ def test_preferences(folder, capsys):
         assert f"Row 0, chosen: {4 + first} tokens, 2 of them learned\n{bos}w4 w5« w6 </s>»\n" in out, trainer
         kept = "« " + " ".join(["w7"] * (8 - first)) + "»"
         assert (
-            f"Row 0, rejected: 10 tokens, {8 - first} of them learned; cut from {15 + first} to max_length 10\n"
+            f"Row 0, rejected: 10 tokens, {8 - first} of them learned; cut to max_length 10, or as long\n"
             f"{bos}w4 w5{kept}\n"
         ) in out, trainer
 
@@ -132,7 +132,7 @@ def test_refusals(folder, capsys, monkeypatch):
     code, _, err = preview(capsys, folder, [PAIR], "0")
     assert code == 2 and "--preview is '0'; expected the number of rows to show, 1 or more" in err
     code, out, err = preview(capsys, folder, [PAIR], "--max_steps", "3", "--eval_fraction", "0.5")
-    assert code == 2 and "so they would never be used" in err, "the recipe is checked as for a training"
+    assert code == 2 and "which has no effect without eval_strategy" in err, "the recipe is checked as for a training"
 
 
 def test_with_dry_run(folder, capsys):

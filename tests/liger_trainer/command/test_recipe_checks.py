@@ -1,6 +1,5 @@
 """What a recipe asks for and would not get: each is told in one line, with exit code 2, before anything is loaded."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -33,12 +32,8 @@ WITHOUT_EFFECT = {
         "activation_checkpointing: true",
     ),
     "memory_budget": ({"memory_budget": 70}, "activation_checkpointing: auto"),
-    "hub_model_id": ({"hub_model_id": "me/model"}, "push_to_hub: true"),
     "fsdp_config": ({"fsdp_config": {"version": 2}}, "fsdp"),
-    "vllm_mode": (
-        {"vllm_mode": "colocate", "trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": None},
-        "use_vllm: true",
-    ),
+    "eval_fraction": ({"eval_fraction": 0.25}, "eval_strategy: steps or epoch"),
     "lr_scheduler_kwargs": (
         {"lr_scheduler_kwargs": {"num_cycles": 2}, "lr_scheduler_type": "constant"},
         "an lr_scheduler_type that has options",
@@ -70,18 +65,17 @@ def test_the_command_line_turns_off_what_the_file_has(tmp_path, capsys):
         tmp_path, use_peft=True, lora_r=8, save_strategy="steps", save_steps=2, max_steps=None, num_train_epochs=2
     )
     off = ("--use_peft", "false", "--save_strategy", "no", "--max_steps", "5")
-    code, out, err = command(capsys, "train", path, *off, "--dry_run")
-    assert code == 0, err
-    printed = yaml.safe_load(out)
+    printed = yaml.safe_load(parse_recipe(str(path), off).to_yaml())
     assert printed["use_peft"] is False and printed["max_steps"] == 5
     assert not {"lora_r", "save_steps", "num_train_epochs"} & set(printed), "so that the printed recipe runs"
-    code, _, err = command(capsys, "train", path, *off, "--lora_r", "4", "--dry_run")
+    code, _, err = command(capsys, "train", path, *off, "--lora_r", "4")
     assert code == 2 and "lora_r is 4" in err
     path = write_recipe(tmp_path, max_steps=28)
     code, _, err = command(capsys, "train", path, "--num_train_epochs", "1", "--dry_run")
     assert code == 2 and "num_train_epochs is 1 and max_steps is 28" in err
-    code, out, err = command(capsys, "train", path, "--num_train_epochs", "1", "--max_steps", "-1", "--dry_run")
-    assert code == 0, err
+    assert parse_recipe(str(path), ["--num_train_epochs", "1", "--max_steps", "-1"]).training.max_steps == -1
+    path = write_recipe(tmp_path, trainer="medusa", eval_fraction=0.25, medusa_eval_rows=2)
+    assert parse_recipe(str(path), ["--medusa_eval_rows", "0"]).args.eval_fraction is None
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -95,31 +89,52 @@ OUT_OF_RANGE = {
     "per_device_train_batch_size": 0,
     "per_device_eval_batch_size": -1,
     "gradient_accumulation_steps": 0,
-    "learning_rate": -1.0,
     "max_steps": 0,
     "num_train_epochs": 0.0,
     "save_total_limit": 0,
     "logging_steps": 0,
     "weight_decay": -0.1,
     "max_grad_norm": -1.0,
-    "adam_beta2": 1.0,
-    "lora_r": 0,
     "lora_alpha": 0,
-    "lora_dropout": 1.0,
-    "max_length": 0,
-    "warmup_steps": -3,
-    "seed": -1,
+    "memory_budget": 1e9,
 }
 
 
 @pytest.mark.parametrize("key", OUT_OF_RANGE)
 def test_a_value_out_of_range(key, tmp_path, capsys):
-    keys = {"lora_r": {"use_peft": True}, "num_train_epochs": {"max_steps": None}}.get(key, {})
+    keys = {"num_train_epochs": {"max_steps": None}}.get(key, {})
     if key == "save_total_limit":
         keys = {"save_strategy": "epoch"}
     code, _, err = command(capsys, "train", write_recipe(tmp_path, **keys, **{key: OUT_OF_RANGE[key]}), "--dry_run")
     assert code == 2 and f"{key} is {OUT_OF_RANGE[key]}; expected" in err
     assert len(err.strip().splitlines()) == 1
+
+
+LIBRARIES_SAY = {
+    "learning_rate": (-1.0, "Invalid learning rate: -1.0"),
+    "adam_beta2": (1.0, "Invalid beta parameter at index 1: 1.0"),
+    "adam_epsilon": (-1.0, "Invalid epsilon value: -1.0"),
+    "warmup_steps": (-3, "warmup_steps = -3"),
+    "optim": ("galore_adamw", "You need to install `galore_torch`"),
+}
+
+
+@pytest.mark.parametrize("key", LIBRARIES_SAY)
+def test_a_value_that_a_library_refuses(key, tmp_path, capsys):
+    value, says = LIBRARIES_SAY[key]
+    code, _, err = command(capsys, "train", write_recipe(tmp_path, **{key: value}), "--dry_run")
+    assert code == 2 and says in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_an_error_about_the_command_line_says_so(tmp_path, capsys):
+    path = write_recipe(tmp_path)
+    code, _, err = command(capsys, "train", path, "--weight_decay", "-1", "--seed", "3")
+    assert code == 2 and f"error: {path} with --weight_decay: weight_decay is -1; expected a number from 0 up." in err
+    code, _, err = command(capsys, "train", path, "--learning_rate", "-1")
+    assert code == 2 and f"error: {path} with --learning_rate: the optimizer 'adamw" in err
+    code, _, err = command(capsys, "train", write_recipe(tmp_path, weight_decay=-1), "--seed", "3")
+    assert code == 2 and f"error: {path}: weight_decay is -1" in err
 
 
 SCHEDULERS = {
@@ -157,38 +172,20 @@ def test_a_task_type_that_no_trainer_has(tmp_path, capsys):
     for name in ("FOO", "SEQ_CLS"):
         code, _, err = command(capsys, "train", path, "--lora_task_type", name, "--dry_run")
         assert code == 2 and f"lora_task_type is {name!r}; expected CAUSAL_LM" in err
-    assert command(capsys, "train", path, "--lora_task_type", "CAUSAL_LM", "--dry_run")[0] == 0
+    assert parse_recipe(str(path), ["--lora_task_type", "CAUSAL_LM"])
 
 
 def test_a_value_that_is_no_number(tmp_path):
-    with pytest.raises(RecipeError, match="learning_rate is nan; expected a number from 0 up"):
+    with pytest.raises(RecipeError, match="Invalid learning rate: nan"):
         parse_recipe(str(write_recipe(tmp_path, learning_rate=float("nan"))))
 
 
-PACKAGES = {
-    "tensorboard": ({"report_to": "tensorboard"}, "tensorboard"),
-    "wandb": ({"report_to": ["wandb"]}, "wandb"),
-    "galore_torch": ({"optim": "galore_adamw"}, "galore-torch"),
-    "liger_kernel": ({"use_liger_kernel": True, "use_liger": False}, "liger-kernel"),
-    "vllm": ({"trainer": "rloo", "use_vllm": True, "reward_funcs": ["boxed_answer"], "max_length": None}, "vllm"),
-}
-
-
-@pytest.mark.parametrize("module", PACKAGES)
-def test_a_missing_package(module, tmp_path, capsys, monkeypatch):
-    keys, package = PACKAGES[module]
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a))
-    reports = "transformers.integrations.integration_utils.get_available_reporting_integrations"
-    monkeypatch.setattr(reports, lambda: [])
-    code, _, err = command(capsys, "train", write_recipe(tmp_path, **keys), "--dry_run")
-    assert code == 2 and f"pip install {package}" in err
-    assert len(err.strip().splitlines()) == 1
-
-
-def test_reports_that_nobody_knows(tmp_path, capsys):
-    code, _, err = command(capsys, "train", write_recipe(tmp_path, report_to="tensorbord"), "--dry_run")
-    assert code == 2 and "report_to is 'tensorbord'; expected one of none, all, azure_ml" in err
+def test_trackers_that_are_unknown_or_not_installed(folder, capsys, monkeypatch):
+    code, _, err = command(capsys, "train", write_recipe(folder, report_to="tensorbord"))
+    assert code == 2 and "tensorbord is not supported, only " in err
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
+    code, _, err = command(capsys, "train", write_recipe(folder, report_to="wandb"))
+    assert code == 2 and "WandbCallback requires wandb to be installed. Run `pip install wandb`." in err
 
 
 def test_an_output_dir_that_cannot_be_written(folder, capsys):
@@ -220,7 +217,7 @@ def test_a_refused_run_leaves_no_folder(folder, capsys):
     new = {"output_dir": str(folder / "new" / "out")}
     refused = {
         "before the model is loaded": {"dataset_name": "missing.jsonl"},
-        "after it is loaded": {"use_peft": True, "lora_modules_to_save": ["foo"]},
+        "after it is loaded": {"use_peft": True, "lora_r": 0},
     }
     for when, keys in refused.items():
         assert command(capsys, "train", write_recipe(folder, **new, **keys))[0] == 2
@@ -248,8 +245,15 @@ def test_modules_to_save_that_are_not_there(folder, capsys):
     path = write_recipe(folder, use_peft=True)
     code, _, err = command(capsys, "train", path, "--lora_modules_to_save", "foo")
     assert code == 2 and "lora_modules_to_save names 'foo'" in err
+    code, _, err = command(capsys, "train", path, "--lora_target_modules", "q_proj", "foo")
+    assert code == 2 and "lora_target_modules names 'foo'" in err and "It has q_proj, k_proj, v_proj, o_proj" in err
     code, _, err = command(capsys, "train", path, "--lora_modules_to_save", "lm_head")
     assert code == 0, err
+
+
+def test_a_chat_template_that_is_not_there(folder, capsys):
+    code, _, err = command(capsys, "train", write_recipe(folder), "--chat_template_path", folder / "nowhere.jinja")
+    assert code == 2 and "nowhere.jinja'; expected a file, or a folder" in err
 
 
 def test_a_metric_that_the_evaluation_does_not_have(folder, capsys):

@@ -118,13 +118,13 @@ UNKNOWN = {
     ),
     "below model_init_kwargs": (
         "model_init_kwargs:\n  learning_rate: 1.0e-4",
-        "'learning_rate' stands under model_init_kwargs but belongs to LigerSFTConfig. Move it to the left margin.",
+        "'learning_rate' stands under model_init_kwargs. Move it to the left margin.",
     ),
     "twice": ("max_steps: 3\nmax_steps: 4", "line 2: the key 'max_steps' is there twice; keep one."),
     "trainer": ("trainer: sfd", f"trainer is 'sfd'; expected one of: {', '.join(TRAINERS)}."),
     "kernel": ("liger_config: {rmsnorm: false}", "rms_norm"),
     "no mapping": ("- max_steps", "holds list; expected a mapping"),
-    "not YAML": ("max_steps: [", "is not valid YAML"),
+    "not YAML": ("seed: 1\nmax_steps: [", "recipe.yaml, line 2 is not valid YAML: "),
 }
 
 
@@ -196,10 +196,18 @@ def test_excluding_values(tmp_path):
         ({"eval_fraction": 1.5}, "eval_fraction is 1.5; expected a number between 0 and 1"),
         ({"eval_fraction": 0.1, "dataset_eval_split": "test"}, "are both set"),
         ({"eval_fraction": 0.1, "eval_dataset_name": "e.jsonl"}, "eval_fraction .* and eval_dataset_name .* both set"),
-        ({"max_rows": 0}, "max_rows is 0; expected 1 or more"),
+        ({"max_rows": 0, "eval_fraction": 0.1}, "max_rows is 0; expected 1 or more"),
     ):
         with pytest.raises(RecipeError, match=message):
-            parse_recipe(str(write_recipe(tmp_path, **keys)))
+            parse_recipe(
+                str(
+                    write_recipe(
+                        tmp_path,
+                        eval_strategy="epoch",
+                        **keys,
+                    )
+                )
+            )
 
 
 def test_bf16_without_gpu_says_what_to_do(tmp_path):
@@ -207,14 +215,17 @@ def test_bf16_without_gpu_says_what_to_do(tmp_path):
         parse_recipe(str(write_recipe(tmp_path, bf16=True)))
 
 
-def test_dry_run_prints_a_recipe_that_parses_to_the_same(tmp_path, capsys):
-    """No model of that name exists: a dry run loads none."""
+def test_a_list_on_the_command_line(tmp_path):
+    """As words, or as in a file."""
+    path = str(write_recipe(tmp_path))
+    for words in (["[a.jsonl,", "b.csv]"], ["[a.jsonl, b.csv]"], ["a.jsonl", "b.csv"]):
+        assert parse_recipe(path, ["--dataset_name", *words]).args.dataset_name == ["a.jsonl", "b.csv"]
+
+
+def test_a_printed_recipe_parses_to_the_same(tmp_path):
     keys = {"model_name_or_path": "nobody/nothing", "liger_config": {"rope": False}, "use_peft": True}
     path = write_recipe(tmp_path, **keys)
-    code, out, err = command(
-        capsys, "train", path, "--dry_run", "--max_steps", "9", "--lora_target_modules", "q_proj", "v_proj"
-    )
-    assert code == 0, err
+    out = parse_recipe(str(path), ["--max_steps", "9", "--lora_target_modules", "q_proj", "v_proj"]).to_yaml()
     printed = yaml.safe_load(out)
     assert printed["max_steps"] == 9 and printed["model_name_or_path"] == "nobody/nothing"
     assert printed["lora_target_modules"] == ["q_proj", "v_proj"]

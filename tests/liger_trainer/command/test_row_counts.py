@@ -70,7 +70,7 @@ def test_rows_used_cut_and_dropped(trainer, folder, capsys, caplog):
     """The sequence of a cut row is longer than max_length; of a dropped one, the prompt is."""
     code, out, err = train(capsys, folder, SETS.get(trainer, SETS["sft"]), trainer=trainer)
     assert code == 0, err
-    said = "5 used of 9; 2 cut to max_length 10; 4 dropped, with nothing to learn within max_length 10"
+    said = "5 used of 9; 2 cut to max_length 10, or as long; 4 dropped, with nothing to learn within max_length 10"
     assert rows_line(out) == said
     assert f"train rows: {said}" in caplog.messages
 
@@ -79,7 +79,7 @@ def test_rows_used_cut_and_dropped(trainer, folder, capsys, caplog):
 def test_rows_cut_of_pairs_that_trl_cuts_itself(trainer, folder, capsys):
     code, out, err = train(capsys, folder, SETS[trainer], trainer=trainer)
     assert code == 0, err
-    assert rows_line(out) == "5 used of 5; 2 cut to max_length 10"
+    assert rows_line(out) == "5 used of 5; 2 cut to max_length 10, or as long"
 
 
 @pytest.mark.parametrize("trainer", ["orpo", "cpo"])
@@ -89,17 +89,17 @@ def test_a_prompt_that_fills_max_length_stops_pairs_without_reference(trainer, f
     assert code == 2 and "max_length is 10, and the prompt alone fills it in 4 of 9 rows" in err
 
 
-def test_exactly_max_length_is_not_cut(folder, capsys):
+def test_exactly_max_length_counts_as_cut(folder, capsys):
     """4 tokens of prompt, 5 of the completion and the end make 10; ORPO puts the tokenizer's bos_token before them."""
     for trainer, lengths in (("sft", (4, 5, 6)), ("orpo", (3, 4, 5))):
         rows = [{"prompt": words(4) + " ", "completion": words(n, 20)} for n in lengths]
         code, out, err = train(capsys, folder, rows if trainer == "sft" else map(as_pairs, rows), trainer=trainer)
         assert code == 0, err
-        assert rows_line(out) == "3 used of 3; 1 cut to max_length 10", trainer
+        assert rows_line(out) == "3 used of 3; 2 cut to max_length 10, or as long", trainer
 
 
 @pytest.mark.parametrize("strategy, line", [
-    ("bfd", "9 used of 9; 6 cut to max_length 10; 4 have nothing to learn"),
+    ("bfd", "9 used of 9; 6 cut to max_length 10, or as long; 4 with nothing to learn"),
     ("bfd_split", "9 used of 9"),
 ])  # fmt: skip
 def test_packed_rows(strategy, line, folder, capsys):
@@ -112,11 +112,11 @@ def test_packed_rows(strategy, line, folder, capsys):
 def test_keep_end_keeps_the_part_to_learn(folder, capsys):
     code, out, err = train(capsys, folder, SETS["sft"], truncation_mode="keep_end")
     assert code == 0, err
-    assert rows_line(out) == "9 used of 9; 6 cut to max_length 10"
+    assert rows_line(out) == "9 used of 9; 6 cut to max_length 10, or as long"
 
 
 def test_losses_are_those_of_the_stock_trainer(folder, capsys):
-    """Counting prepares the rows in two steps; batches and losses stay as they were."""
+    """Counting changes neither batches nor losses."""
     from trl import SFTConfig, SFTTrainer
 
     from liger_trainer.command.recipe import parse_recipe
@@ -144,20 +144,20 @@ def test_losses_are_those_of_the_stock_trainer(folder, capsys):
 
 
 EMPTY = {
-    "empty texts": ("sft", [{"text": ""}] * 4, "none of the 4 train rows has a token to learn"),
-    "empty texts, packed": ("sft", [{"text": ""}] * 4, "none of the 4 train rows has a token to learn"),
+    "empty texts": ("sft", [{"text": ""}] * 4, "Nothing can be learned from all 4 rows"),
+    "empty texts, packed": ("sft", [{"text": ""}] * 4, "Nothing can be learned from all 4 rows"),
     "labels that never count": (
-        "sft", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4, "none of the 4 train rows has a token to learn",
+        "sft", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4, "Nothing can be learned from all 4 rows",
     ),
-    "beyond max_length": ("sft", [PAIRS["dropped"]] * 4, "max_length is 10, which cuts off the part to learn of all 4"),
-    "beyond max_length, packed": ("sft", [PAIRS["dropped"]] * 4, "max_length is 10, which cuts off the part to learn"),
-    "kto": ("kto", [PAIRS["dropped"] | {"label": i % 2 == 0} for i in range(4)], "max_length is 10, which cuts off"),
+    "beyond max_length": ("sft", [PAIRS["dropped"]] * 4, "in the loss within max_length 10"),
+    "beyond max_length, packed": ("sft", [PAIRS["dropped"]] * 4, "in the loss within max_length 10"),
+    "kto": ("kto", [PAIRS["dropped"] | {"label": i % 2 == 0} for i in range(4)], "in the loss within max_length 10"),
     "equal pairs": (
         "dpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "chosen and rejected are equal in all 4 rows",
     ),
     "pairs that differ beyond max_length": (
         "dpo", [{"prompt": "w4 ", "chosen": words(20) + " w5", "rejected": words(20) + " w6"}] * 4,
-        "chosen and rejected are equal in all 4 rows, once they are cut to max_length 10",
+        "chosen and rejected are equal in all 4 rows within max_length 10",
     ),
     "equal pairs for orpo": ("orpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "equal in all 4 rows"),
     "equal pairs for cpo": ("cpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "equal in all 4 rows"),
@@ -200,15 +200,15 @@ def test_nothing_to_learn_is_an_error(trainer, rows, message, folder, capsys, re
 def test_rows_without_anything_to_learn_are_counted(folder, capsys):
     code, out, err = train(capsys, folder, [{"text": ""}, {"text": "w4 w5"}, {"text": ""}], max_length=None)
     assert code == 0, err
-    assert rows_line(out) == "3 used of 3; 2 have nothing to learn"
+    assert rows_line(out) == "3 used of 3; 2 with nothing to learn"
 
 
 def test_empty_completions_are_counted(folder, capsys, caplog):
     rows = [{"prompt": "w4 ", "completion": text} for text in ("w5", "", "w6", "")]
     code, out, err = train(capsys, folder, rows)
     assert code == 0, err
-    assert rows_line(out) == "4 used of 4; 2 have nothing to learn but the end token"
-    assert "train rows: 4 used of 4; 2 have nothing to learn but the end token" in caplog.messages
+    assert rows_line(out) == "4 used of 4; 2 with nothing to learn but the end token"
+    assert "train rows: 4 used of 4; 2 with nothing to learn but the end token" in caplog.messages
 
 
 def test_a_label_that_the_trainer_does_not_read(folder, capsys, caplog):
@@ -240,14 +240,14 @@ def test_equal_pairs_are_counted(trainer, folder, capsys, caplog):
     rows = [{"prompt": "w4 ", "chosen": "w5", "rejected": f"w{i}"} for i in (5, 6, 5, 7)]
     code, out, err = train(capsys, folder, rows, trainer=trainer)
     assert code == 0, err
-    assert rows_line(out) == "4 used of 4; 2 have equal chosen and rejected"
-    assert "train rows: 4 used of 4; 2 have equal chosen and rejected" in caplog.messages
+    assert rows_line(out) == "4 used of 4; 2 with equal chosen and rejected"
+    assert "train rows: 4 used of 4; 2 with equal chosen and rejected" in caplog.messages
 
 
 def test_pairs_that_kto_takes_apart_are_counted_as_it_does(folder, capsys):
     code, out, err = train(capsys, folder, SETS["dpo"][:5], trainer="kto")
     assert code == 0, err
-    assert rows_line(out) == "10 used of 10; 2 cut to max_length 10"
+    assert rows_line(out) == "10 used of 10; 2 cut to max_length 10, or as long"
 
 
 def test_evaluation_rows_are_counted_too(folder, capsys, caplog):
@@ -255,11 +255,14 @@ def test_evaluation_rows_are_counted_too(folder, capsys, caplog):
     keys = {"eval_dataset_name": "eval.jsonl", "eval_strategy": "steps", "eval_steps": 1}
     code, out, err = train(capsys, folder, SETS["sft"][:5], **keys)
     assert code == 0, err
-    assert any(line.startswith("eval rows: 5 used of 9; 2 cut to max_length 10; 4 dropped") for line in caplog.messages)
-    assert rows_line(out) == "5 used of 5; 2 cut to max_length 10"
+    assert any(
+        line.startswith("eval rows: 5 used of 9; 2 cut to max_length 10, or as long; 4 dropped")
+        for line in caplog.messages
+    )
+    assert rows_line(out) == "5 used of 5; 2 cut to max_length 10, or as long"
     (folder / "eval.jsonl").write_text(json.dumps(PAIRS["dropped"]) + "\n")
     code, out, err = train(capsys, folder, SETS["sft"][:5], **keys)
-    assert code == 2 and "max_length is 10, which cuts off the part to learn of the only eval row" in err
+    assert code == 2 and "Nothing can be learned from the only eval row" in err
 
 
 def test_parameters_and_evaluation_in_the_summary(folder, capsys):

@@ -79,8 +79,9 @@ def test_overwriting_never_deletes_the_model_it_starts_from(folder, capsys):
 
 
 @pytest.mark.parametrize("saving", [{}, SAVING], ids=["no checkpoints", "checkpoints"])
-def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, monkeypatch):
-    from transformers import Trainer
+def test_a_final_save_that_fails_keeps_the_last_step(saving, folder, capsys, monkeypatch):
+    """As a checkpoint if there is one of this step, or else as a model in another folder."""
+    from transformers import AutoModelForCausalLM, Trainer
 
     plain = Trainer._save
 
@@ -92,11 +93,17 @@ def test_a_final_save_that_fails_leaves_a_checkpoint(saving, folder, capsys, mon
         return plain(self, output_dir, state_dict)
 
     monkeypatch.setattr(Trainer, "_save", save)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     code, out, err = command(capsys, "train", write_recipe(folder, **saving))
     assert code == 1
-    assert "No space left on device" in err and str(folder / "out" / "checkpoint-4") in err
-    assert err.strip().splitlines()[-1].startswith("liger-trainer: error: ") and "--resume_from_checkpoint true" in err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("liger-trainer: error: The trained model cannot be written: [Errno 28] No space left")
     assert not (folder / "out" / "model.safetensors").exists(), "half a model would look like one"
+    if not saving:
+        kept = re.search(r"The model of step 4 is saved in (\S+), without its optimizer.", last)
+        AutoModelForCausalLM.from_pretrained(kept[1])
+        return
+    assert str(folder / "out" / "checkpoint-4") in last and "--resume_from_checkpoint true" in last
     monkeypatch.undo()
     code, out, err = command(capsys, "train", write_recipe(folder, **saving), "--resume_from_checkpoint", "true")
     assert code == 0, err
@@ -165,7 +172,7 @@ def test_a_model_that_output_dir_does_not_take_is_kept_elsewhere(finished, saved
     code, _, err = command(capsys, "train", write_recipe(folder, save_strategy=None), *resume)
     last = err.strip().splitlines()[-1]
     assert code == 1 and "No space left on device" in last and str(folder / "out") in last
-    kept = re.search(r"The trained model is in (\S+);", last)
+    kept = re.search(r"The model of step \d is saved in (\S+), without its optimizer", last)
     AutoModelForCausalLM.from_pretrained(kept[1])
     assert steps_of(folder / "out") == ([2, 4] if finished else [])
     if finished:
@@ -179,7 +186,7 @@ def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, fol
         raise KeyboardInterrupt
 
     shutil.copytree(saved_run, folder / "out")
-    monkeypatch.setattr("liger_trainer.command.run.load_rows", interrupt)
+    monkeypatch.setattr("liger_trainer.command.sources.load_rows", interrupt)
     path = write_recipe(folder, **SAVING, overwrite_output_dir=True)
     code, _, err = command(capsys, "train", path)
     assert code == 130 and err.strip() == "liger-trainer: interrupted. Training had not begun."
@@ -236,6 +243,6 @@ def test_a_run_whose_output_nobody_reads(folder, capsys, monkeypatch):
     def closed(*args):
         raise BrokenPipeError
 
-    monkeypatch.setattr("liger_trainer.command.run.load_rows", closed)
+    monkeypatch.setattr("liger_trainer.command.sources.load_rows", closed)
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 141 and err.strip().endswith("so the run has ended. Training had not begun."), err

@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 from transformers import trainer
 
 from liger_trainer.command import manifest
-from liger_trainer.command.launch import name_of_attempt
+from liger_trainer.command.launch import name_of_attempt, say_error
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.errors import RecipeError
 
@@ -111,11 +111,21 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(dropp
 
 @pytest.mark.slow
 def test_an_error_of_another_rank_is_printed_once(dropping):
-    """And one that all of them have, too."""
+    """By torchrun, in its list of failures."""
     done = torchrun(dropping, write_recipe(dropping, **SAVING), HIT_SAVE="1:4:0")
     assert done.stderr.count("liger-trainer: error: A checkpoint cannot be written") == 1, done.stderr
-    done = torchrun(dropping, write_recipe(dropping, model_name_or_path="./nowhere", output_dir="elsewhere"))
-    assert done.stderr.count("there is no such folder") == 1, done.stderr
+
+
+def test_an_error_that_all_processes_have_is_printed_by_one(tmp_path, capsys, monkeypatch):
+    """torchrun shows what the others leave in its file. It shows nothing while it has restarts left."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for rank, restarts, printed in (("0", "0", True), ("1", "0", False), ("1", "3", True)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        say_error("output_dir is empty.")
+        assert (capsys.readouterr().err == "liger-trainer: error: output_dir is empty.\n") == printed
+        assert (tmp_path / "error.json").exists() != printed
+        (tmp_path / "error.json").unlink(missing_ok=True)
 
 
 @pytest.mark.slow
@@ -245,7 +255,7 @@ def test_the_handler_of_transformers_is_refused(folder, capsys):
 
 
 def test_sigterm_before_training_ends_at_once(folder, capsys, monkeypatch):
-    monkeypatch.setattr("liger_trainer.command.run.load_rows", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("liger_trainer.command.sources.load_rows", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 143 and "terminated. Training had not begun." in err, err
     assert not (folder / "out").exists()

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from liger_trainer.fitting.search import TRIES, largest
+from liger_trainer.fitting.answer import TRIES, largest
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -30,3 +30,15 @@ def test_only_multiples_of_the_unit_are_tried():
 
     assert largest(need, 5000, {1000: 1000}, 700, 128) == 4992
     assert all(n % 128 == 0 for n in tries)
+
+
+@pytest.mark.parametrize("top", [700, 1000, 4095])
+def test_nothing_above_the_top_is_tried(top):
+    tries = []
+
+    def need(n):
+        tries.append(n)
+        return n
+
+    assert largest(need, 5000, {100: 100}, 9000, 128, top) == top // 128 * 128
+    assert max(tries) <= top

@@ -9,7 +9,7 @@ from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.sharding import Sharding
 from liger_trainer.fitting.step import Job, need
-from liger_trainer.memory.keep_attention import LONG
+from liger_trainer.memory.selective import LONG
 from liger_triton import _dispatch, linear_cross_entropy
 from liger_triton.sizes import computes_nothing, sizes_only
 

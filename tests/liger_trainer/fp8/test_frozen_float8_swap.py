@@ -271,7 +271,7 @@ def test_an_mlp_without_adapters_calls_its_layers(monkeypatch):
 
 
 def test_gate_and_up_are_written_over():
-    from liger_trainer.memory.rebuild import nobody_else_reads
+    from liger_trainer.memory.rebuild import only_caller_reads
 
     layer = FrozenFloat8Linear.of(nn.Linear(32, 48).requires_grad_(False))
-    assert nobody_else_reads(layer, layer(torch.randn(2, 3, 32).requires_grad_()))
+    assert only_caller_reads(layer, layer(torch.randn(2, 3, 32).requires_grad_()))

@@ -13,7 +13,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.head.install import install_fused_head
+from liger_trainer.head.calls import install_fused_head
 
 HEAD = "fused_linear_cross_entropy"
 

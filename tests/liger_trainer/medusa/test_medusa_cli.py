@@ -160,10 +160,9 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
 
 
 def test_evaluation_at_the_end_needs_rows_and_one_process(folder):
-    recipe = parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4)))
-    with pytest.raises(RecipeError, match="medusa_eval_rows is 4, but there are no rows to take them from"):
-        _check_evaluation(recipe)
-    recipe.args.eval_fraction = 0.5
+    with pytest.raises(RecipeError, match="medusa_eval_rows is 4, but there are no rows to evaluate on"):
+        parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4)))
+    recipe = parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4, eval_fraction=0.5)))
     _check_evaluation(recipe)
     recipe.training = SimpleNamespace(eval_strategy="no", medusa_eval_rows=4, world_size=2)
     with pytest.raises(RecipeError, match="works with one process only, but there are 2"):

@@ -152,20 +152,21 @@ def test_a_stopped_run_goes_on(tmp_path):
     for others in (["x"] * 20, prompts[:5], prompts[1:]):
         with pytest.raises(ValueError, match=r"its line \d does not answer one of these prompts"):
             distill(others, str(path), counted)
-    path.write_text("no JSON\n")
+    path.write_text("no JSON\nnor here")
     with pytest.raises(ValueError, match="its line 1 does not answer"):
         distill(prompts, str(path), counted)
+    assert path.read_text() == "no JSON\nnor here", "a file of something else stays as it was"
 
 
-def test_bad_numbers(tmp_path):
+def test_bad_numbers(model, tmp_path):
+    """Those of the answers are refused by transformers or by the server."""
+    for keys, name in (({"max_new_tokens": 0}, "max_new_tokens"), ({"temperature": -1.0}, "temperature")):
+        with pytest.raises(ValueError, match=name):
+            local_answerer(model, tiny_tokenizer(), **keys)(["w1"])
     with pytest.raises(ValueError, match="batch_size is 0"):
         distill(["w1"], str(tmp_path / "out.jsonl"), echo, batch_size=0)
     with pytest.raises(ValueError, match="output is '.*out.json'; expected a file ending in .jsonl"):
         distill(["w1"], str(tmp_path / "out.json"), echo)
-    with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        server_answerer("http://localhost", "m", max_new_tokens=0)
-    with pytest.raises(ValueError, match="temperature is -1"):
-        server_answerer("http://localhost", "m", temperature=-1)
     with pytest.raises(ValueError, match="server is 'localhost:8000'; expected a URL such as"):
         server_answerer("localhost:8000", "m")
 

@@ -174,9 +174,9 @@ WRONG = {
     "layers": ({"medusa_num_layers": 2}, {}, "says medusa_num_layers: 2, and the tensors .* say 1"),
     "tied": ({"medusa_tied": True}, {}, "says medusa_tied: True, and the tensors .* say False"),
     "width": ({"hidden_size": 64}, {}, "says hidden_size: 64, and the tensors .* say 32"),
-    "a head without its projection": ({}, {"1.1.weight": None}, r"1.1.weight is missing; expected \(131, 32\)"),
-    "a block without its bias": ({}, {"2.0.linear.bias": None}, r"2.0.linear.bias is missing; expected \(32,\)"),
-    "a narrower head": ({}, {"2.1.weight": torch.ones(7, H)}, r"2.1.weight is \(7, 32\); expected \(131, 32\)"),
+    "a head without its projection": ({}, {"1.1.weight": None}, "heads are not alike.*\n.*Missing key.*1.1.weight"),
+    "a block without its bias": ({}, {"2.0.linear.bias": None}, "Missing key.*2.0.linear.bias"),
+    "a narrower head": ({}, {"2.1.weight": torch.ones(7, H)}, "size mismatch for 2.1.weight"),
     "a stranger": ({}, {"lm_head.weight": torch.ones(7, H)}, "lm_head.weight is the name of no part of a Medusa head"),
 }
 

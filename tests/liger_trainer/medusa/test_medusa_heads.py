@@ -10,7 +10,8 @@ from tiny_models import VOCAB, tiny_model
 from trainer_runs import lora
 
 from liger_trainer import MedusaHeads
-from liger_trainer.medusa.heads import MedusaHeadsConfig, attach_heads, heads_detached, heads_of
+from liger_trainer.medusa.files import MedusaHeadsConfig
+from liger_trainer.medusa.heads import attach_heads, heads_detached, heads_of
 
 
 @pytest.mark.parametrize("tied, num_layers", [(True, 1), (False, 2), (False, 0)])
@@ -137,11 +138,7 @@ def test_bad_files(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     for key, value in (("medusa_num_heads", 2), ("medusa_num_layers", 2), ("medusa_tied", False), ("hidden_size", 64)):
         (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
-        with pytest.raises(ValueError, match="That does not fit medusa_lm_head.safetensors"):
+        with pytest.raises(ValueError, match=f"says {key}: {value}, and the tensors in medusa_lm_head.safetensors say"):
             MedusaHeads.from_pretrained(tmp_path)
-    del config["medusa_tied"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="has no 'medusa_tied'"):
-        MedusaHeads.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="state_dict of the Medusa heads and the heads differ"):
         heads.save_pretrained(tmp_path, {})

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import ragged_rows, tiny_model
 from transformers import AutoModelForCausalLM
 
-from liger_trainer import LigerSFTConfig, MedusaConfig, MedusaHeads
+from liger_trainer import LigerMedusaConfig, LigerSFTConfig, MedusaHeads
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.config import schedule_of
@@ -227,7 +227,7 @@ def test_heads_of_an_earlier_stage_are_trained_on(tmp_path):
 )
 def test_bad_arguments(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        MedusaConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+        LigerMedusaConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
 IGNORED = [
@@ -278,10 +278,8 @@ def test_models_and_heads_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="vocab_size 131, the LM head of LlamaForCausalLM has 140"):
         medusa_trainer(tiny_model("llama", vocab_size=140), tmp_path, **from_heads)
     trainer = medusa_trainer(model_with_heads(), tmp_path)
-    with pytest.raises(ValueError, match="The batch has shift_labels"):
-        trainer.compute_loss(trainer.model, {"shift_labels": torch.tensor([[5]])})
     model_with_heads(num_layers=2).medusa_head.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="has heads of another shape"):
+    with pytest.raises(RuntimeError, match="Unexpected key.*0.1.linear"):
         trainer._load_from_checkpoint(str(tmp_path / "other"))
 
 
@@ -316,14 +314,14 @@ def test_arguments_of_another_class(tmp_path):
     from liger_trainer import LigerMedusaTrainer
 
     args = LigerSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match="args is a LigerSFTConfig; expected a MedusaConfig"):
+    with pytest.raises(ValueError, match="args is a LigerSFTConfig; expected a LigerMedusaConfig"):
         LigerMedusaTrainer(tiny_model("llama"), args)
 
 
 def test_recipe(tmp_path):
     path = write_recipe(tmp_path, trainer="medusa", medusa_num_heads=5, medusa_stage=2, medusa_schedule="sine_0.1")
     recipe = parse_recipe(str(path), ["--medusa_decay", "0.9"])
-    assert isinstance(recipe.training, MedusaConfig) and recipe.entry.trainer == "LigerMedusaTrainer"
+    assert isinstance(recipe.training, LigerMedusaConfig) and recipe.entry.trainer == "LigerMedusaTrainer"
     assert (recipe.training.medusa_num_heads, recipe.training.medusa_stage) == (5, 2)
     assert (recipe.training.medusa_decay, recipe.training.medusa_lr_multiplier) == (0.9, 4.0)
     for keys, message in (

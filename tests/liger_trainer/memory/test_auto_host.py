@@ -40,7 +40,7 @@ def test_the_same_bits_within_the_budget(share, patched, runs, tmp_path, caplog)
     assert 0 < carries.most <= carries.host.room
     assert chosen.most_on_host > 0
     assert chosen.kept + chosen.on_host > without.checkpointing.kept or share < 0.2
-    assert f"those of {chosen.most_on_host} in the host's memory" in caplog.text
+    assert f"{chosen.most_on_host} had them in the host's memory" in caplog.text
     assert carries.host.taken == 0, "it is given back at the end"
     report = json.loads(json.dumps(chosen.to_dict()))
     assert report["host_most"] == chosen.most_on_host and report["largest"]["host"] == chosen.on_host

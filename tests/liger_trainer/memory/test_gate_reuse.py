@@ -13,7 +13,7 @@ from torch import nn
 from writing_gate import Gate
 
 from liger_trainer import apply_liger
-from liger_trainer.memory.rebuild import nobody_else_reads
+from liger_trainer.memory.rebuild import only_caller_reads
 from liger_trainer.patching import apply, gates, mlps
 from liger_triton.halves import halves
 
@@ -181,16 +181,16 @@ def with_own_forward(module):
 )
 def test_who_else_reads_a_projection(make, expected, shape):
     module, x = make(), torch.randn(shape, requires_grad=True)
-    assert nobody_else_reads(module, module(x)) is expected
+    assert only_caller_reads(module, module(x)) is expected
     with torch.no_grad():
-        assert not nobody_else_reads(module, module(x))
+        assert not only_caller_reads(module, module(x))
 
 
 def test_a_global_hook_may_keep_anything():
     module = nn.Linear(6, 8)
     handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
     try:
-        assert not nobody_else_reads(module, module(torch.randn(5, 6)))
+        assert not only_caller_reads(module, module(torch.randn(5, 6)))
     finally:
         handle.remove()
-    assert nobody_else_reads(module, module(torch.randn(5, 6)))
+    assert only_caller_reads(module, module(torch.randn(5, 6)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_trainer.memory import memory as host_memory
-from liger_trainer.memory.memory import GIB, HostMemory, Transport, room_of
+from liger_trainer.memory.memory import GIB, PinnedMemory, Transport, room_of
 
 
 def plain(size):
@@ -15,15 +15,15 @@ def plain(size):
 
 def test_all_of_the_room_can_be_taken():
     """Also if it is no whole number of slabs."""
-    host = HostMemory(1500 * 512, plain, slab=1000 * 512)
+    host = PinnedMemory(1500 * 512, plain, slab=1000 * 512)
     slots = [host.take(300 * 512) for _ in range(4)]
     assert None not in slots and host.taken == host.room
     assert host.take(512) is not None, "of what is left in the first slab"
-    assert HostMemory(512, plain).take(512) is not None
+    assert PinnedMemory(512, plain).take(512) is not None
 
 
 def test_slots_do_not_overlap():
-    host = HostMemory(1 << 20, plain, slab=1 << 14)
+    host = PinnedMemory(1 << 20, plain, slab=1 << 14)
     slots = [host.take(size) for size in (1000, 5000, 512, 9000, 20_000, 1)]
     for number, slot in enumerate(slots):
         assert slot.bytes.dtype == torch.uint8
@@ -34,7 +34,7 @@ def test_slots_do_not_overlap():
 
 
 def test_a_slab_is_used_again_when_all_of_it_has_come_back():
-    host = HostMemory(1 << 20, plain, slab=1 << 14)
+    host = PinnedMemory(1 << 20, plain, slab=1 << 14)
     first = [host.take(4096) for _ in range(4)]
     address = first[0].bytes.data_ptr()
     del first[1:]
@@ -47,13 +47,13 @@ def test_a_slab_is_used_again_when_all_of_it_has_come_back():
 
 
 def test_no_more_than_the_room():
-    host = HostMemory(40_000, plain, slab=1 << 14)
+    host = PinnedMemory(40_000, plain, slab=1 << 14)
     slots = [host.take(16_000) for _ in range(3)]
     assert slots[1] is not None and slots[2] is None
 
 
 def test_what_is_in_use_is_not_given_back():
-    host = HostMemory(1 << 20, plain, slab=1 << 14)
+    host = PinnedMemory(1 << 20, plain, slab=1 << 14)
     slots = [host.take(16_000), host.take(16_000)]
     del slots[0]
     host.release()
@@ -70,7 +70,7 @@ def test_a_system_that_pins_no_more_says_so_once(caplog):
             raise RuntimeError("CUDA error: out of memory")
         return plain(size)
 
-    host = HostMemory(1 << 20, pin, slab=1 << 14)
+    host = PinnedMemory(1 << 20, pin, slab=1 << 14)
     kept = [host.take(16_000) for _ in range(3)]
     assert kept[0] is not None and kept[1] is kept[2] is None
     assert caplog.text.count("Set host_memory_budget to fewer GiB") == 1
@@ -126,7 +126,7 @@ def test_a_container_has_less(files, free, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
 def test_the_link_of_a_gpu():
-    transport = Transport(HostMemory(1 << 31), torch.device("cuda", torch.cuda.current_device()))
+    transport = Transport(PinnedMemory(1 << 31), torch.device("cuda", torch.cuda.current_device()))
     assert 1e9 < transport.rate < 1e12
     memory = transport.host.take(1000).bytes
     assert memory.is_pinned()

@@ -79,7 +79,7 @@ def test_nothing_is_left_on_the_device(layers):
     y = call(0, layers[0], x * 2, None)
     y = y + 1
     assert seen[0]() is not None
-    carried.begins(1)
+    carried.before_call(1)
     assert seen[0]() is None
     y.sum().backward()
     torch.testing.assert_close(x.grad, 2 * torch.exp(2 * x.detach()))
@@ -113,8 +113,8 @@ def test_a_tensor_changed_in_place_raises(when):
     y = call(0, Kept(), x, None)
     if when == "after it":
         tensors[0].add_(1)
-    carried.begins(1)
-    carried.begins(2)
+    carried.before_call(1)
+    carried.before_call(2)
     if when == "when it has left":
         tensors[0].add_(1)
         y.sum().backward()
@@ -138,7 +138,7 @@ def test_values_at_the_end_of_the_layer_count():
     for numbers in ((), (0,)):
         carried, x = offload_of(Host()), torch.ones(2, 5, 16, device=GPU, requires_grad=True)
         y = through(carried, numbers)(0, Changed(), x, None)
-        carried.begins(1)
+        carried.before_call(1)
         y.sum().backward()
         grads.append(x.grad)
     assert torch.equal(*grads) and grads[0][0, 0, 0] == 6
@@ -216,10 +216,10 @@ def deciding(carried):
 
     def decide(switch, function, args):
         i = next(number)
-        carried.begins(i)
-        rest = [x for x in switches.given(function, args) if x is not switches.hidden_of(function, args)]
+        carried.before_call(i)
+        rest = [x for x in switches.inputs_of(function, args) if x is not switches.hidden_of(function, args)]
         output = carried.call(i, switch.module(), function, args, rest)
-        carried.returned(i, [output])
+        carried.after_call(i, [output])
         return output
 
     return decide

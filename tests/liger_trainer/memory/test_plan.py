@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.memory.memory import GIB, RESERVE, limit_of
-from liger_trainer.memory.plan import NOTHING, Call, Link, Plan, Seen, Size, choose, sizes_of
+from liger_trainer.memory.plan import NOTHING, Call, Link, Measurement, Plan, Size, choose, sizes_of
 from liger_trainer.memory.switches import Switch, longest_of, switches_of
 
 SIZE, BASE = Size(4, 100), 1000
@@ -72,7 +72,7 @@ class Step:
                 add(-scaled(self.given))
         assert now == self.gradient * n and not flying
         moments.append(most)
-        return Seen({None: SIZE}, False, True, moments, calls)
+        return Measurement({None: SIZE}, False, True, moments, calls)
 
     def plan(self, limit, sizes=None, long=False, link=None):
         return choose(self.run(), BASE, limit, sizes or {None: SIZE}, long, link)
@@ -84,14 +84,14 @@ class Step:
 def test_a_plan_takes_no_more_than_it_says(seed, long, host):
     """Nor more than the limit, with all sizes of batches, budgets and paces of the copies."""
     step, kept = Step(seed), []
-    least, most = (max(step.run(plan).moments) for plan in (NOTHING, Plan(frozenset(range(10)))))
+    least, most = (max(step.run(plan).peaks) for plan in (NOTHING, Plan(frozenset(range(10)))))
     for part in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
         limit = BASE + round(least + part * (most - least))
         for sizes, share in (({None: SIZE}, 1.0), ({None: Size(1, 100)}, 0.25)):
             pace = random.Random(seed).uniform(0.5, 4)
             link = Link(10**6, pace) if host else None
             plan = step.plan(limit, sizes, long, link)
-            real = BASE + max(step.run(plan, share).moments)
+            real = BASE + max(step.run(plan, share).peaks)
             assert real <= plan.peak + 10 * (share < 1) and plan.peak <= limit  # each size is rounded
             kept += [len(plan.once)] * (share == 1)
     assert kept == sorted(kept) and kept[-1] == 10, "more memory is more layers"
@@ -101,16 +101,16 @@ def test_the_layer_with_the_first_backward_pass_is_kept_first():
     """Also where it adds nothing, since gradients are the peak."""
     step = Step(0, head=0)
     step.gradient = 20
-    plan = step.plan(BASE + max(step.run().moments))
+    plan = step.plan(BASE + max(step.run().peaks))
     assert plan.kept == set(range(10 - len(plan.kept), 10)) and 0 < len(plan.kept) < 10
-    assert plan.peak == BASE + max(step.run().moments)
+    assert plan.peak == BASE + max(step.run().peaks)
     assert step.plan(plan.peak - 20).kept <= plan.kept, "a moment that exceeds the limit anyhow is no hindrance"
     assert step.plan(plan.peak - 20).kept
 
 
 def test_attention_comes_before_whole_layers():
     step = Step(0, head=200)
-    limit = BASE + max(step.run().moments) + sum(step.attention) + step.extra[9] - step.attention[9]
+    limit = BASE + max(step.run().peaks) + sum(step.attention) + step.extra[9] - step.attention[9]
     plan = step.plan(limit, long=True)
     assert plan.kept == {9} and plan.attention == set(range(9))
     assert not step.plan(limit, long=False).attention
@@ -118,7 +118,7 @@ def test_attention_comes_before_whole_layers():
 
 def test_host_memory_is_for_what_does_not_fit():
     step = Step(0, layers=20, head=200)
-    least, most = max(step.run().moments), max(step.run(Plan(frozenset(range(20)))).moments)
+    least, most = max(step.run().peaks), max(step.run(Plan(frozenset(range(20)))).peaks)
     link = Link(10**6, 2.0)
     assert not step.plan(BASE + most, link=link).on_host
     half = step.plan(BASE + (least + most) // 2, link=link)
@@ -149,7 +149,7 @@ def test_sizes_of_a_batch():
     batch = ({"input_ids": torch.zeros(2, 7), "images": [torch.zeros(5, 3, 4)]}, 3, torch.zeros(()), torch.zeros(9))
     sizes = sizes_of(batch)
     assert sizes == {(0, "input_ids"): Size(2, 7), (0, "images", 0): Size(5, 12), (3,): Size(1, 9)}
-    seen = Seen(sizes, False, True, [1], [])
+    seen = Measurement(sizes, False, True, [1], [])
     assert seen.covers(sizes | {(0, "input_ids"): Size(3, 4), (0, "images", 0): Size(0, 0)}, False, True)
     assert not seen.covers(sizes, True, True)
     assert not seen.covers({place: size for place, size in sizes.items() if "images" not in place}, False, True)

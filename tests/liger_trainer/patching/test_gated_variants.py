@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from liger_trainer.instance import guards, probe
 from liger_trainer.instance.binding import Binding
-from liger_trainer.patching import apply_liger, experts, gated_norms, mlps, norms, remove_liger
+from liger_trainer.patching import apply_liger, experts, mlps, norms, remove_liger
 from liger_triton import reference
 
 
@@ -68,7 +68,7 @@ class GatedNorm(nn.Module):
 @pytest.mark.parametrize("act", ["silu", "sigmoid"])
 @pytest.mark.parametrize("first", [True, False])
 def test_norms_with_a_gate(first, act, cast, group_size):
-    norm, reason = proven(GatedNorm(first=first, act=act, cast=cast, group_size=group_size), gated_norms)
+    norm, reason = proven(GatedNorm(first=first, act=act, cast=cast, group_size=group_size), norms)
     assert reason is None
     assert (norm.gate_first, norm.activation, norm.cast, norm.eps) == (first, act, cast, 1e-6)
     assert (norm.gate, norm.group) == ("gate", group_size)
@@ -84,7 +84,7 @@ def test_norms_with_a_gate(first, act, cast, group_size):
 )
 def test_other_norms_with_a_gate_are_left_alone(module):
     """ "gate alone" computes the same with a gate and another thing without one, where the gate may be left out."""
-    norm, reason = proven(module, gated_norms)
+    norm, reason = proven(module, norms)
     assert norm is None and "2 inputs (hidden_states, gate)" in reason
 
 
@@ -97,8 +97,8 @@ def test_without_its_gate_it_may_be_no_norm():
 
 def test_a_norm_of_two_inputs_is_no_plain_norm():
     """On x alone GatedNorm computes a plain RMSNorm, and swapped for that it would drop the gate."""
-    assert not norms.nominated(GatedNorm()) and gated_norms.nominated(GatedNorm())
-    assert not gated_norms.nominated(nn.LayerNorm(8))
+    norm, _ = proven(GatedNorm(), norms)
+    assert norm.gate == "gate"
 
 
 def patched_norm(**options):

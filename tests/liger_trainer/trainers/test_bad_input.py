@@ -6,10 +6,9 @@ The mend is in the message.
 import tempfile
 
 import pytest
-from datasets import Dataset
-from tiny_models import classifier, collate, ragged_rows, tiny_model, tiny_tokenizer
+from tiny_models import classifier, collate, ragged_rows, tiny_model
 
-from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments
+from liger_trainer import LigerSFTConfig, LigerTrainer, LigerTrainingArguments
 
 
 def arguments(args_class=LigerTrainingArguments, **options):
@@ -37,19 +36,6 @@ def test_arguments(args_class, options, message):
 
 def test_liger_config_from_a_command_line_is_json():
     assert arguments(liger_config='{"rope": false}').liger_config == {"rope": False}
-
-
-def test_columns_that_the_trainer_does_not_read():
-    rows = Dataset.from_list([{"question": "a", "answer": "b"}])
-    good = Dataset.from_list([{"prompt": "a", "completion": "b"}])
-    notes = []
-    for given in ({"train_dataset": rows}, {"train_dataset": good, "eval_dataset": rows}):
-        with pytest.raises(KeyError) as error:
-            LigerSFTTrainer(tiny_model("llama"), arguments(LigerSFTConfig), **given, processing_class=tiny_tokenizer())
-        notes += error.value.__notes__
-    note, of_evaluation = notes
-    assert "completion, and eval_dataset has the columns question, answer. Rename" in of_evaluation
-    assert "'text' is looked for; train_dataset has the columns question, answer. Rename columns" in note
 
 
 def test_a_model_without_an_lm_head(tmp_path):

@@ -13,15 +13,15 @@ from trl import SFTTrainer
 from trl_trainers import STOCK, one, ours, rows_of
 
 from liger_trainer import (
+    LigerMedusaConfig,
     LigerMedusaTrainer,
     LigerSFTTrainer,
     LigerTrainer,
     LigerTrainingArguments,
-    MedusaConfig,
     apply_liger,
 )
+from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.find import has_fused_head, head_options
-from liger_trainer.head.install import install_fused_head
 from liger_trainer.head.outputs import HeadOptions
 
 NAMES = ("add_fused_lm_head", "BaseTunerLayer")
@@ -161,7 +161,7 @@ def test_after_a_refusal_under_mixed_precision(stock_next, patched, tmp_path):
 def test_a_refused_medusa_trainer_leaves_its_model_as_it_was(tmp_path):
     model = tiny_model("llama").requires_grad_(False)
     before = bound(model)
-    args = MedusaConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False, medusa_stage=2)
+    args = LigerMedusaConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False, medusa_stage=2)
     rows = one("SFT", STOCK["SFT"], tmp_path).train_dataset
     with pytest.raises(ValueError, match="all its parameters are frozen"):
         LigerMedusaTrainer(model, args, train_dataset=rows, processing_class=tiny_tokenizer())

@@ -86,21 +86,6 @@ def test_entropy_and_hidden_states(tmp_path):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize(
-    "ours, run, read",
-    [(LigerTrainer, run_hf, "entropy"), (LigerTrainer, run_hf, "logits"), (LigerSFTTrainer, run_sft, "logits")],
-)
-def test_an_output_that_is_not_there_is_explained(ours, run, read, tmp_path):
-    class Reads(ours):
-        def token_loss(self, outputs, inputs):
-            return -outputs.log_probs + 0.1 * getattr(outputs, read)
-
-    with pytest.raises((TypeError, AttributeError)) as error:
-        run(Reads, tiny_model("llama"), tmp_path)
-    (note,) = error.value.__notes__
-    assert "token_outputs names, which is ()" in note and "entropy" in note and "skip_logits=False" in note
-
-
 def test_no_logits_for_an_own_loss(tmp_path):
     _, trainer = run_sft(ConfidencePenalty, tiny_model("llama", vocab_size=4096), tmp_path, train=False)
     batch = collate(ragged_rows(8))

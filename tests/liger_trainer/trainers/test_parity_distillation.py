@@ -201,8 +201,8 @@ def test_vocabularies_of_two_sizes(tmp_path):
         ours_of("llama", tmp_path, teacher=tiny_model("llama", vocab_size=VOCAB + 1))
     padded = tiny_model("llama")
     padded.lm_head = torch.nn.Linear(32, VOCAB + 5, bias=False)
-    with pytest.raises(ValueError, match=f"student has {VOCAB} outputs, that of the teacher {VOCAB + 5}"):
-        ours_of("llama", tmp_path, teacher=padded)
+    with pytest.raises(ValueError, match=f"a vocabulary of {VOCAB}, teacher_weight of {VOCAB + 5}"):
+        ours_of("llama", tmp_path, teacher=padded).train()
 
 
 def test_a_head_that_cannot_be_fused(tmp_path):

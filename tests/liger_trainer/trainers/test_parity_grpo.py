@@ -229,6 +229,3 @@ def test_what_has_no_effect_is_refused(tmp_path):
         one(LigerGRPOTrainer, LigerGRPOConfig, tiny_model("llama"), tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="'tokens', but LigerGRPOTrainer does not compute metrics of tokens"):
         one(LigerGRPOTrainer, LigerGRPOConfig, tiny_model("llama"), tmp_path, eval_predictions="tokens")
-    given = {"trainer_options": {"compute_loss_func": lambda outputs, labels: 0}}
-    with pytest.raises(ValueError, match="is not an argument of GRPOTrainer.*Override compute_loss instead"):
-        one(LigerGRPOTrainer, LigerGRPOConfig, tiny_model("llama"), tmp_path, **given)

@@ -51,26 +51,13 @@ def test_options(model_type, split, options, tmp_path):
     assert_same(got, want)
 
 
-DEPRECATED = "`label_smoothing_factor` is deprecated in `SFTTrainer`"
-
-
-@pytest.mark.parametrize("reason", ["fused", "stock", "head off", "use_liger false", "compute_loss_func"])
-def test_smoothing_is_called_slow_only_where_it_is(reason, tmp_path, recwarn):
-    """TRL warns of full logits and a second forward pass, which the fused head does not need."""
-    options = {
-        "head off": {"liger_config": {"fused_linear_cross_entropy": False}},
-        "use_liger false": {"use_liger": False},
-        "compute_loss_func": {"trainer_options": {"compute_loss_func": lambda outputs, labels, num_items_in_batch: 0}},
-    }.get(reason, {})
-    ours = SFTTrainer if reason == "stock" else LigerSFTTrainer
-    _, trainer = run(ours, tiny_model("llama"), tmp_path, train=False, label_smoothing_factor=0.1, **options)
-    warned = [warning for warning in recwarn if str(warning.message).startswith(DEPRECATED)]
-    assert len(warned) == (reason != "fused")
-    if reason in ("fused", "stock"):
-        calls = []
-        trainer.model.get_input_embeddings().register_forward_hook(lambda *_: calls.append(1))
-        trainer.train()
-        assert len(calls) == trainer.state.global_step * (1 if reason == "fused" else 2)
+@pytest.mark.parametrize("trainer_class, passes", [(LigerSFTTrainer, 1), (SFTTrainer, 2)])
+def test_smoothing_costs_no_second_forward_pass(trainer_class, passes, tmp_path):
+    _, trainer = run(trainer_class, tiny_model("llama"), tmp_path, train=False, label_smoothing_factor=0.1)
+    calls = []
+    trainer.model.get_input_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    trainer.train()
+    assert len(calls) == trainer.state.global_step * passes
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"loss_type": "dft"}], ids=str)

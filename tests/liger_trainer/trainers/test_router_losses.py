@@ -12,7 +12,7 @@ from step_parity import assert_same_training
 from trl.trainer.utils import add_fused_lm_head
 from trl_trainers import STOCK, one, ours
 
-from liger_trainer.head.install import install_fused_head
+from liger_trainer.head.calls import install_fused_head
 
 QUICK = ("qwen3_moe", "deepseek_v2", "lfm2_moe", "deepseek_v3")  # with a loss of its own, two without, none in TRL
 

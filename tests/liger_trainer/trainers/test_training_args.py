@@ -2,10 +2,10 @@
 
 import pytest
 
-from liger_trainer import LigerSFTConfig, LigerTrainingArguments, MedusaConfig
+from liger_trainer import LigerMedusaConfig, LigerSFTConfig, LigerTrainingArguments
 
 
-@pytest.mark.parametrize("args_class", [LigerTrainingArguments, LigerSFTConfig, MedusaConfig])
+@pytest.mark.parametrize("args_class", [LigerTrainingArguments, LigerSFTConfig, LigerMedusaConfig])
 def test_defaults_that_spare_waiting_for_the_gpu(args_class, tmp_path, monkeypatch):
     """Ours differ from the stock ones only with use_liger, and what is set stays."""
 
@@ -18,5 +18,5 @@ def test_defaults_that_spare_waiting_for_the_gpu(args_class, tmp_path, monkeypat
     assert made() == (True, True)
     assert made(accelerator_config={"even_batches": False}) == (True, True)
     assert made(accelerator_config={"non_blocking": False}, logging_nan_inf_filter=False) == (False, False)
-    if args_class is not MedusaConfig:
+    if args_class is not LigerMedusaConfig:
         assert made(use_liger=False) == (True, False)

@@ -12,7 +12,7 @@ from counted_memory import CountedMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_trainer.memory import keep_attention
+from liger_trainer.memory import selective
 
 ROWS, HEADS, LENGTH, WIDTH = 2, 3, 24, 8
 PLAIN = functools.partial(checkpoint, use_reentrant=False)
@@ -26,7 +26,7 @@ class Counting(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name in keep_attention.FUSED
+        self.count += func._schema.name in selective.FUSED
         return func(*args, **(kwargs or {}))
 
 
@@ -50,7 +50,7 @@ class Layer(torch.nn.Module):
 CALLS = {
     "none": lambda layer, x: layer(x),
     "full": PLAIN,
-    "kept": lambda layer, x: keep_attention.checkpoint(PLAIN, layer, (x,)),
+    "kept": lambda layer, x: selective.checkpoint(PLAIN, layer, (x,)),
 }
 
 
@@ -116,9 +116,9 @@ def with_dropout():
         lambda ctx, gradient: (gradient * ctx.mask, None),
         setup_context=lambda ctx, inputs, output: setattr(ctx, "mask", output != 0),
     )
-    keep_attention.FUSED.add(name)
+    selective.FUSED.add(name)
     yield attention
-    keep_attention.FUSED.discard(name)
+    selective.FUSED.discard(name)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -150,7 +150,7 @@ def test_compiled_functions_and_other_checkpoints_inside():
 
 
 def test_nothing_is_left_after_a_backward_pass_nor_without_one():
-    noted, alias = [], keep_attention._alias
+    noted, alias = [], selective._alias
 
     def note(x):
         kept = alias(x)
@@ -161,7 +161,7 @@ def test_nothing_is_left_after_a_backward_pass_nor_without_one():
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(keep_attention, "_alias", note)
+            patch.setattr(selective, "_alias", note)
             x = torch.randn(ROWS, LENGTH, HEADS * WIDTH, requires_grad=True)
             for backward in (False, True):
                 out = CALLS["kept"](Layer(), x)
@@ -201,5 +201,5 @@ def test_what_is_held_is_the_result_of_attention():
     ids=str,
 )
 def test_where_it_is_possible(options, possible):
-    assert keep_attention.is_possible(functools.partial(checkpoint, **options)) is possible
-    assert not keep_attention.is_possible(lambda *args: checkpoint(*args, **options)), "a function of somebody else"
+    assert selective.is_possible(functools.partial(checkpoint, **options)) is possible
+    assert not selective.is_possible(lambda *args: checkpoint(*args, **options)), "a function of somebody else"

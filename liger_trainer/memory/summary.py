@@ -1,4 +1,4 @@
-"""What was chosen, in words: for the log, the report and the summary, and for a micro-batch that does not fit."""
+"""What `activation_checkpointing: auto` chose, in words: for the log, the report, the summary and errors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,25 +8,25 @@ from liger_trainer.memory.plan import Size
 
 
 @dataclass
-class Outcome:
-    """What was chosen in one training. What is said of a micro-batch is said of the one with the most tokens."""
+class CheckpointingSummary:
+    """What was chosen in one training, and for its largest micro-batch, the one with the most tokens."""
 
-    budget: float | None  # GiB
-    size: Size | None = None  # of what its layers are given; None: nothing was chosen
-    peak: int = 0  # the most bytes that were allocated
-    layers: int = 0  # how many it has called
-    kept: int = 0  # how many of them kept their activations
-    attention: int = 0  # how many others kept the results of attention
-    on_host: int = 0  # how many others had their activations on the host
-    least: int = 0  # the fewest layers that kept their activations in a micro-batch, and the most of each
+    budget: float | None  # memory_budget, in GiB
+    size: Size | None = None  # the input of a layer in the largest micro-batch; None: nothing was chosen
+    peak: int = 0  # of the largest micro-batch, in bytes
+    layers: int = 0  # that it called
+    kept: int = 0  # of these, with all activations
+    attention: int = 0  # of these, with the results of attention alone
+    on_host: int = 0  # of these, with their activations in the host's memory
+    least: int = 0  # layers of any micro-batch that kept all activations, and the most of each kind
     most: int = 0
     most_attention: int = 0
     most_on_host: int = 0
-    host_bytes: int = 0  # what was taken of the host's memory
-    highest: int = 0  # the most bytes that were allocated before torch's own counter was last reset
+    host_bytes: int = 0  # pinned memory that was taken
+    highest: int = 0  # the peak until torch's own counter was last reset
 
     def add(self, size: Size, peak: int, layers: int, kept: int, attention: int, on_host: int) -> bool:
-        """Note one micro-batch. Returns whether it is the largest so far, and chosen in another way than the last."""
+        """Count a micro-batch. Return whether it is the largest so far and was not planned like the last such one."""
         self.least = kept if self.size is None else min(self.least, kept)
         self.most, self.most_attention = max(self.most, kept), max(self.most_attention, attention)
         self.most_on_host = max(self.most_on_host, on_host)
@@ -38,7 +38,7 @@ class Outcome:
         return before != (size, kept, attention, on_host)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the entry of the report."""
         found: dict[str, Any] = {"memory_budget_gib": self.budget, "layers": self.layers}
         if self.host_bytes:
             found["host_gib"] = round(self.host_bytes / GIB, 2)
@@ -57,23 +57,16 @@ class Outcome:
         parts = [f"{self.kept} of {self.layers} layers kept their activations"]
         parts += [f"{self.on_host} had them in the host's memory"] * (self.on_host > 0)
         parts += [f"{self.attention} kept the results of attention"] * (self.attention > 0)
+        listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
         others = f", {self.least} to {self.most} for others" if self.least < self.most else ""
-        return f"{_and(parts)} for {_shape(self.size)}{others}"
+        return f"{listed} for {_shape(self.size)}{others}"
 
-    def line(self, limit: int) -> str:
-        """The line of the log."""
-        assert self.size is not None
-        parts = [f"the activations of {self.kept} of {self.layers} layers"]
-        parts += [f"those of {self.on_host} in the host's memory"] * (self.on_host > 0)
-        parts += [f"the results of attention of {self.attention}"] * (self.attention > 0)
-        return (
-            f"activation_checkpointing: auto keeps {_and(parts)} for {_shape(self.size)}: {self.peak / GIB:.1f} GiB of "
-            f"{limit / GIB:.1f}."
-        )
+    def log_line(self, limit: int) -> str:
+        return f"activation_checkpointing: auto: {self}: {self.peak / GIB:.1f} GiB of {limit / GIB:.1f}."
 
 
 def over_budget(size: Size, peak: int, budget: float) -> str:
-    """The warning of a budget that full checkpointing does not meet."""
+    """Return the warning for a budget that is exceeded though every layer is checkpointed."""
     return (
         f"memory_budget is {budget} GiB, but {_shape(size)} need {peak / GIB:.1f} GiB with every layer checkpointed, "
         f"so it is exceeded. {_smaller(size)}"
@@ -81,7 +74,7 @@ def over_budget(size: Size, peak: int, budget: float) -> str:
 
 
 def out_of_memory(size: Size | None, kept: int, took: int, error: str) -> str:
-    """The error of a micro-batch that ran out of memory when it had taken `took` bytes, with `kept` layers kept."""
+    """Return the error of a micro-batch that ran out of memory after `took` bytes, with `kept` layers kept."""
     what = "A micro-batch" if size is None else f"A micro-batch of {_shape(size)}"
     if kept:
         return (
@@ -101,10 +94,6 @@ def _smaller(size: Size | None) -> str:
     by_rows = f"per_device_train_batch_size: {size.rows // 2}, or " if size.rows > 1 else ""
     length = max(1, size.tokens // 2 // size.rows)
     return f"Try half of that: {by_rows}rows of at most {length} tokens. liger-trainer fit says what fits."
-
-
-def _and(parts: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def _shape(size: Size) -> str:

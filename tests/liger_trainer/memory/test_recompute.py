@@ -1,4 +1,4 @@
-"""`memory/light.py` beside PyTorch's own function, and where that one runs instead."""
+"""`memory/recompute.py` beside PyTorch's own function, and where that one runs instead."""
 
 import contextlib
 import copy
@@ -16,14 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.instance.kept import hooks_in_force
-from liger_trainer.memory import light
+from liger_trainer.memory import recompute
 from liger_trainer.memory.switches import Switch
 
 OF_TORCH = functools.partial(checkpoint_of_torch, use_reentrant=False)
 
 
 def ours(function, *args, **options):
-    return light.checkpoint(OF_TORCH, function, args, **options)
+    return recompute.checkpoint(OF_TORCH, function, args, **options)
 
 
 class Layer(nn.Module):
@@ -120,10 +120,10 @@ def test_nothing_is_left_over():
     loss.backward()
     assert alive() is None  # though `loss` is still there
     loss = ours(module, x * 1).sum()  # without a backward pass
-    notes = [found for found in gc.get_objects() if isinstance(found, light._Call)]
+    notes = [found for found in gc.get_objects() if isinstance(found, recompute._Call)]
     assert notes
     del loss, notes
-    assert not any(isinstance(found, light._Call) for found in gc.get_objects())
+    assert not any(isinstance(found, recompute._Call) for found in gc.get_objects())
 
 
 class Changing(nn.Module):
@@ -188,7 +188,7 @@ def test_without_gradients_nothing_is_kept():
 )
 def test_what_is_not_plain_is_left_to_pytorch_s_function(around, monkeypatch):
     called = []
-    monkeypatch.setattr(light, "_Call", lambda *args: called.append(args))
+    monkeypatch.setattr(recompute, "_Call", lambda *args: called.append(args))
     module, x = layer(), torch.randn(3, 8, requires_grad=True)
     with around():
         loss = ours(module, x).sum()
@@ -225,8 +225,8 @@ def test_random_numbers_that_need_not_be_drawn_again():
     module = layer(0.5)
     given = functools.partial(checkpoint_of_torch, use_reentrant=False, preserve_rng_state=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(light, "_generators_of", None)
-        light.checkpoint(given, module, (torch.randn(3, 8, requires_grad=True),)).sum().backward()
+        patch.setattr(recompute, "_generators_of", None)
+        recompute.checkpoint(given, module, (torch.randn(3, 8, requires_grad=True),)).sum().backward()
     assert module.runs == 2
 
 
@@ -253,8 +253,8 @@ class Seen(TrainerCallback):
 
 
 def trained(tmp_path, monkeypatch, init=False, **options):
-    calls, made = [], light._Call
-    monkeypatch.setattr(light, "_Call", lambda *args: calls.append(args) or made(*args))
+    calls, made = [], recompute._Call
+    monkeypatch.setattr(recompute, "_Call", lambda *args: calls.append(args) or made(*args))
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attn_implementation="sdpa", use_cache=False,

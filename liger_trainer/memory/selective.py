@@ -1,14 +1,13 @@
-"""Selective checkpointing that keeps the results of attention: the recomputation of a layer skips its attention.
+"""Selective checkpointing that keeps the results of attention: recomputing a layer skips its attention.
 
-The cost of attention grows with the length of a row, and what it gives does not: one tensor as large as the hidden
-states, and a number for each token and head. So for long rows these are the cheapest bytes that memory can hold.
+The cost of attention grows with the length of a row. Its results do not: one tensor as large as the hidden states, and
+a number for each token and head. So for long rows they save the most time per byte.
 
-PyTorch's `create_selective_checkpoint_contexts` is as fast. It refuses a second backward pass, and since torch 2.13 a
-recomputation with more operations of any kind than the forward pass, such as the casts of a layer that is called twice
-under one autocast. Here only attention has to be the same.
+PyTorch's `create_selective_checkpoint_contexts` is as fast. It refuses a second backward pass. Since torch 2.13 it also
+refuses a recomputation with more operations of any kind than the forward pass, such as the casts of a layer that is
+called twice under one autocast. Here only attention has to be the same.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-LONG = 4096  # tokens; with 2,048 of them attention takes so little of a step of an 8B model that 0.4 % of it are saved
-FUSED = {  # operations that compute attention as a whole, whose results are what is kept
+from liger_trainer.memory.switches import options_of
+
+LONG = 4096  # tokens; with 2,048, the attention of an 8B model takes so little that 0.4 % of a step are saved
+FUSED = {  # operations that compute attention as a whole, whose results are kept
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -32,15 +32,13 @@ FUSED = {  # operations that compute attention as a whole, whose results are wha
 
 
 def is_possible(given: Callable[..., Any]) -> bool:
-    """Whether layers that are checkpointed by `given` can be so by `checkpoint`."""
-    if not isinstance(given, functools.partial) or given.func is not checkpoint_of_torch or given.args:
-        return False
-    options = given.keywords
-    return options.get("use_reentrant") is False and "context_fn" not in options and not options.get("debug")
+    """Return whether `checkpoint` can checkpoint layers that are checkpointed by `given`."""
+    options = options_of(given)
+    return options is not None and "context_fn" not in options and not options.get("debug")
 
 
 def checkpoint(given: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """`given(function, *args)`, which checkpoints a layer, with the results of its attention kept."""
+    """Return `given(function, *args)`, which checkpoints a layer, and keep the results of its attention."""
     kept: list[Any] = []
 
     def keep(func: Any, out: Any) -> None:
@@ -50,8 +48,8 @@ def checkpoint(given: Callable[..., Any], function: Callable[..., Any], args: tu
 
 
 @contextmanager
-def counting(note: Callable[[int], None]) -> Iterator[None]:
-    """A context that calls `note` with the bytes of all results of attention in it."""
+def measuring(note: Callable[[int], None]) -> Iterator[None]:
+    """Return a context that calls `note` with the bytes of all results of attention in it."""
     sizes: list[int] = []
     with _Attention(lambda func, out: sizes.extend(x.nbytes for x in _tensors(out))):
         yield
@@ -67,16 +65,16 @@ def _version(out: Any) -> int:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """`x` without its graph, in which it would keep itself alive. A change of one in place is seen in the other."""
+    """Return `x` without its graph, in which it would keep itself alive, and with the same version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 
 
 class _Attention(TorchDispatchMode):
-    """Gives `note` the results of attention, or returns those in `kept` in place of attention, each time it is entered.
+    """Calls `note` with each result of attention, or returns the results in `kept` in place of attention.
 
-    Where they have been changed in place, attention runs again, and so it does with dropout: the random numbers that
-    the layer draws after it would differ otherwise. Operations inside compiled functions are not seen.
+    Attention runs again where a result has been changed in place, and with dropout: the random numbers that the layer
+    draws after it would differ otherwise. Operations inside compiled functions are not seen.
     """
 
     supports_higher_order_operators = True

@@ -1,4 +1,4 @@
-"""A device memory that does not exist: the bytes that the tensors of a step would take up."""
+"""Simulates the memory of a device: counts the bytes that the tensors of a step would take up."""
 
 import functools
 import weakref
@@ -9,13 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ALIGNED = 512  # the allocator of a GPU gives multiples of these bytes
+ALIGNED = 512  # the bytes to which the allocator of a GPU rounds up
 
 
-class CountedMemory(TorchDispatchMode):
-    """Counts the memory of tensors that operations make while the mode is active, until they are freed.
-
-    It is a `Memory` by which `activation_checkpointing: auto` can choose.
+class SimulatedMemory(TorchDispatchMode):
+    """A `Memory` by which `auto` can choose: counts the tensors that are made while the mode is active, until freed.
 
     Args:
         size (`int`): How many bytes tensors may take up.
@@ -37,7 +35,7 @@ class CountedMemory(TorchDispatchMode):
         return out
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were made before the mode was active."""
+        """Count tensors that were made before the mode was active, too."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = id(storage), -(-storage.nbytes() // ALIGNED) * ALIGNED
@@ -50,7 +48,7 @@ class CountedMemory(TorchDispatchMode):
         self.add(-size)
 
     def add(self, size: int) -> None:
-        """Count bytes that no tensor stands for."""
+        """Count bytes without a tensor."""
         self._now += size
         self._peak, self.recent = max(self._peak, self._now), max(self.recent, self._now)
         self.highest = max(self.highest, self._now)
@@ -69,4 +67,4 @@ class CountedMemory(TorchDispatchMode):
         return 0
 
     def transport(self, host_gib: float | None) -> None:
-        """Nothing is carried to the host: how much the time would allow is not known here."""
+        """Return None: how many activations could be swapped out in time is not known here."""

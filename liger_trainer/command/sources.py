@@ -1,0 +1,125 @@
+"""What a recipe names, found and checked before any weight is loaded: its model, rows, rewards and chat template."""
+
+import copy
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from liger_trainer.command.model_source import ModelSource, find_model
+from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.recipe_checks import check_rows
+from liger_trainer.command.rewards import check_columns, find_reward
+from liger_trainer.command.rows import load_rows
+from liger_trainer.errors import RecipeError
+
+
+class Sources(NamedTuple):
+    """What `find_sources` has found: where the weights are, the model's config, the rows, and the reward functions."""
+
+    model: ModelSource
+    config: Any
+    train_rows: Any
+    eval_rows: Any
+    rewards: list[Callable[..., Any]]
+
+
+def model_of(recipe: Recipe) -> ModelSource:
+    """Where the model of a recipe is; `model_init_kwargs` may say more than `model_name_or_path`."""
+    init = recipe.training.model_init_kwargs or {}
+    trust = getattr(recipe.training, "trust_remote_code", False)
+    return find_model(
+        recipe.model.model_name_or_path,
+        init.get("gguf_file"),
+        revision=init.get("revision", recipe.model.model_revision),
+        trust_remote_code=init.get("trust_remote_code", trust),
+    )
+
+
+def find_sources(recipe: Recipe) -> Sources:
+    """Read and check everything that a recipe names, but for the weights of its model.
+
+    Raises:
+        RecipeError: Something is missing, unreadable, or does not fit the rest.
+    """
+    from transformers import AutoConfig
+
+    training, source = recipe.training, model_of(recipe)
+    config = source.load(AutoConfig)
+    columns = tuple(
+        tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
+        for needed in recipe.entry.columns
+    )
+    with training.main_process_first(desc="loading the dataset"):
+        train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
+    check_rows(recipe, train_rows.column_names)
+    rewards = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs or ()]
+    for reward in rewards:
+        check_columns(reward, train_rows.column_names)
+    _check_template(recipe, source, train_rows)
+    _check_modules(recipe, config)
+    return Sources(source, config, train_rows, eval_rows, rewards)
+
+
+def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
+    """RecipeError if rows are messages and there is no chat template for them."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    own = getattr(recipe.training, "chat_template_path", None)
+    if own is not None:
+        if os.path.exists(own):
+            return
+        if own.endswith(".jinja") or own.startswith((".", os.sep)):
+            raise RecipeError(f"{recipe.path}: chat_template_path is {own!r}, and there is no such file or folder.")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(own)
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                f"{recipe.path}: chat_template_path is {own!r}, which is neither a file nor a model with a tokenizer "
+                "that can be loaded."
+            ) from error
+        where = f"chat_template_path {own!r}"
+    else:
+        first = rows[0]
+        if not any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen")):
+            return
+        tokenizer, where = source.load(AutoTokenizer), f"model_name_or_path {recipe.model.model_name_or_path!r}"
+        if tokenizer.chat_template is None and not source.is_gguf:
+            tokenizer = source.load(AutoProcessor)  # of a model of images, which may have the template alone
+    if getattr(tokenizer, "chat_template", None) is None:
+        mend = "Set chat_template_path to a .jinja file, or to a model that has one" if hasattr(
+            recipe.training, "chat_template_path"
+        ) else "Save the tokenizer with a chat_template, or give rows of texts"  # fmt: skip
+        raise RecipeError(
+            f"{recipe.path}: the rows are lists of messages, and the tokenizer of {where} has no chat template. {mend}."
+        )
+
+
+def _check_modules(recipe: Recipe, config: Any) -> None:
+    """RecipeError if a key names a module that the model does not have, which peft would partly ignore."""
+    import torch
+    import transformers
+
+    named = {key: getattr(recipe.model, key) for key in ("lora_target_modules", "lora_modules_to_save")}
+    named = {key: names for key, names in named.items() if isinstance(names, list)}
+    if not recipe.model.use_peft or not named:
+        return
+    make = getattr(transformers, (config.architectures or [""])[0], None)  # TRL goes by it too
+    if make is None:
+        make = functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+    try:
+        with torch.device("meta"):  # names depend on code and config only, so no weights are needed
+            model = make(copy.deepcopy(config))
+    except (ValueError, TypeError, ImportError):
+        return  # the code of the model comes with it, or a package is missing, of which loading it will tell
+    paths = [path for path, _ in model.named_modules()]
+    linear = (path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    for key, names in named.items():
+        for name in names:
+            end = name if key == "lora_modules_to_save" else f".{name}"  # as peft looks for them
+            if not any(f".{path}".endswith(end) for path in paths):
+                have = dict.fromkeys(path.rpartition(".")[2] for path in linear)
+                raise RecipeError(
+                    f"{recipe.path}: {key} names {name!r}, but the model has no module of that name. It has "
+                    f"{', '.join(have)}."
+                )

@@ -1,0 +1,46 @@
+"""The end of a run: what its summary and the card of its model say."""
+
+import json
+import re
+
+import pytest
+from recipe_fixtures import SAVING, command, write_recipe
+
+TRAINED = {
+    "sft": ({}, "nll", "loss"),
+    "dpo": ({"trainer": "dpo", "dataset_name": "pairs.jsonl", "prompt_template": None}, "sigmoid", "margin"),
+    "grpo": (
+        {"trainer": "grpo", "dataset_name": "prompts.jsonl", "prompt_template": None, "reward_funcs": ["mine.length"],
+         "max_completion_length": 4, "num_generations": 2, "max_length": None}, "dapo", "reward",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys, loss, line", TRAINED.values(), ids=TRAINED)
+def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
+    """Its first and last loss, margin or reward, its time, and how often it has seen the rows: 4 steps of 2 of 12."""
+    (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 12)
+    (folder / "prompts.jsonl").write_text('{"prompt": "w3 w4 "}\n' * 12)
+    (folder / "mine.py").write_text("def length(completions, **kwargs):\n    return [2.0 for _ in completions]\n")
+    code, out, err = command(capsys, "train", write_recipe(folder, **keys))
+    assert code == 0, err
+    epochs = "0.33" if line == "reward" else "0.67"
+    assert re.search(rf"^  time     \d+:\d\d:\d\d for {epochs} epochs of these rows$", out, re.M), out
+    history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    key = {"margin": "rewards/margins"}.get(line, line)
+    logged = [entry[key] for entry in history if key in entry]
+    assert f"\n  {line:8} {logged[0]:.3f} -> {logged[-1]:.3f}\n" in out, out
+    card = (folder / "out" / "README.md").read_text()
+    assert "fine-tuned version of `model`." in card and "None" not in card
+    assert re.search(rf"^- Loss: {loss}, 4 steps, from [\d.e-]+ to [\d.e-]+$", card, re.M), card
+    assert re.search(rf"^- Data: `{keys.get('dataset_name', 'rows.jsonl')}` \(12 rows, crc32 ", card, re.M)
+    assert re.search(r"^- liger_trainer \d", card, re.M) and "huggingface.co/datasets" not in card
+
+
+def test_a_checkpoint_of_a_run_that_is_cut_off_has_a_card(folder, capsys, monkeypatch):
+    def fail(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformers.Trainer.save_state", fail)
+    assert command(capsys, "train", write_recipe(folder, **SAVING))[0] == 130
+    assert "- liger_trainer " in (folder / "out" / "README.md").read_text()
