@@ -31,8 +31,8 @@ _ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
     "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
     "sliding window": "sliding windows by PyTorch's varlen kernel",
     "chunks": "chunks as rows of their own",
-    "sinks": "sinks by PyTorch's varlen kernel",
-    "soft cap": "soft caps by liger_triton.row_attention",
+    "sinks": "layers with sinks by PyTorch's varlen kernel",
+    "soft cap": "layers with a soft cap by liger_triton.row_attention",
 }
 _SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
 _PACKED = (7, 5, 11)
@@ -124,12 +124,13 @@ def _prove(model):
         full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         if (differs := _differs(ours, full, _run(own, full), "rows without padding", kinds)) is not None:
             return None, reason or differs
-        return proven._replace(keeps_padding=reason), None
-    return (None, reason) if reason else (proven, None)
+    if reason is not None and not proven.is_local:
+        return None, reason
+    return proven._replace(keeps_padding=reason), None
 
 
 def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:
-    """What differs, or None. Adds to `kinds` what the layers attend by."""
+    """Name what differs, or return None. Adds to `kinds` what the layers attend by."""
     plan = plan_of(ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, full=True)
     with padding.running(plan):
         got = _run(ours, batch)

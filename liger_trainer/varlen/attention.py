@@ -194,9 +194,9 @@ def _by_rows(module, query, key, value, mask: RowMask, dropout=0.0, scaling=None
     rows, window = mask.rows, mask.window
     if window is not None and window >= rows.longest:
         window = None
-    rows.kinds.add("chunks" if mask.chunked else "causal" if mask.window is None else "sliding window")
     if softcap is not None or s_aux is not None:
         return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
+    rows.kinds.add("chunks" if mask.chunked else "causal" if mask.window is None else "sliding window")
     attend: Any = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
     if window is None and rows.equal:
         attend = functools.partial(_by_sdpa, module)
@@ -222,7 +222,7 @@ def _by_sdpa(module, query, key, value, rows: Rows, window, dropout, scaling):
 
 def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, sinks):
     """(B, S, Hq, Dv), with a soft cap of the scores, or with sinks (Hq,)."""
-    rows.kinds |= {name for name, x in (("soft cap", softcap), ("sinks", sinks)) if x is not None}
+    rows.kinds.add("sinks" if softcap is None else "soft cap")
     batch, heads, _, dim = query.shape
     if dropout or not value.shape[-1] <= dim <= _MOST_HEAD_DIM or (sinks is not None and sinks.shape != (heads,)):
         raise NotForRows("its attention has sinks or a soft cap, and dropout, sinks for each token or large heads")

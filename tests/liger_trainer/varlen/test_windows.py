@@ -24,9 +24,9 @@ KINDS = {
     "cohere2": {"sliding window"},
     "olmo3": {"causal", "sliding window"},
     "llama4_text": {"causal", "chunks"},
-    "gpt_oss": {"causal", "sliding window", "sinks"},
-    "granite_swa": {"causal", "sliding window", "sinks"},
-    "gemma2": {"causal", "sliding window", "soft cap"},
+    "gpt_oss": {"sinks"},
+    "granite_swa": {"sinks"},
+    "gemma2": {"soft cap"},
 }
 
 
