@@ -17,7 +17,6 @@ Every other call is transformers' own. `head/masks.py` hands models that have no
 import contextlib
 import contextvars
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -163,7 +162,7 @@ def attend_by_rows(
     known, and the mask is neither causal nor local, or the scores are changed in an unknown way (a bias of positions).
     """
     if isinstance(attention_mask, RowMask):
-        return _by_rows(module, query, key, value, attention_mask, *args, **kwargs), None
+        return _by_rows(query, key, value, attention_mask, *args, **kwargs), None
     if not torch.compiler.is_compiling() and _rows.get() is not None:
         raise NotForRows("a layer attends with a mask of its own")
     return own(module, query, key, value, attention_mask, *args, **kwargs)
@@ -181,7 +180,7 @@ def varlen_attention(*args, **kwargs):
     return attend_by_rows(sdpa_attention_forward, *args, **kwargs)
 
 
-def _by_rows(module, query, key, value, mask: RowMask, dropout=0.0, scaling=None, softcap=None, s_aux=None, **others):
+def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softcap=None, s_aux=None, **others):
     if mask.unknown is not None:
         raise NotForRows(mask.unknown)
     for name in _NOT_KNOWN:
@@ -197,9 +196,9 @@ def _by_rows(module, query, key, value, mask: RowMask, dropout=0.0, scaling=None
     if softcap is not None or s_aux is not None:
         return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
     rows.kinds.add("chunks" if mask.chunked else "causal" if mask.window is None else "sliding window")
-    attend: Any = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
+    attend = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
     if window is None and rows.equal:
-        attend = functools.partial(_by_sdpa, module)
+        attend = _by_sdpa
     elif _kernel_takes(query, key, value, dropout):
         attend = _by_kernel
     return attend(query, key, value, rows, window, dropout, scaling).unflatten(0, (query.shape[0], -1))
@@ -210,14 +209,17 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _by_sdpa(module, query, key, value, rows: Rows, window, dropout, scaling):
-    """(T, Hq, Dv), of rows of one length."""
+def _by_sdpa(query, key, value, rows: Rows, window, dropout, scaling):
+    """(T, Hq, Dv), of rows of one length, in which every token sees all before it."""
     if not rows.full:
         query, key, value = (_flat(x).unflatten(0, (-1, rows.longest)).transpose(1, 2) for x in (query, key, value))
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=True
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not key.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM:  # as transformers: no fast kernel has it
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    out = F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=groups > 1
     )  # fmt: skip
-    return out.flatten(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, sinks):

@@ -46,7 +46,7 @@ def test_bf16_is_as_near_to_fp32_as_stock_s(kind, name):
     stock = step(model, call)
     assert apply_liger(model, {"varlen_attention": True})["varlen_attention"].swapped
     attended, by_rows = [], attention._by_rows
-    attention._by_rows = lambda *given, **options: attended.append(given[4]) or by_rows(*given, **options)
+    attention._by_rows = lambda *given, **options: attended.append(given[3]) or by_rows(*given, **options)
     try:
         ours = step(model, call)
     finally:
