@@ -22,7 +22,7 @@ _SIZES = {
     "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
+_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
 _MOST_PARAMETERS = 4_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
 
@@ -41,7 +41,8 @@ def small_config(config, **sizes_of_caller: int):
         sizes["num_key_value_heads"] = _HEADS
     if "qk_rope_head_dim" in sizes and "head_dim" in sizes:
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
-    kinds = known.get("layer_types")
+    of_layers = [known[name] for name in ("layer_types", "no_rope_layers") if isinstance(known.get(name), list)]
+    kinds = list(zip(*of_layers, strict=False))
     kept = [0, 1] if not kinds else sorted({kinds.index(kind) for kind in kinds} | {0})
     kept = kept if len(kept) > 1 else [0, 1]
     depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), len(kept))

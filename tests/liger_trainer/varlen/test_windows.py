@@ -109,7 +109,9 @@ def test_full_rows_of_plain_causal_models_stay_as_they_are(masks):
 
 def test_temperatures_by_the_place_in_the_batch_keep_padding(masks):
     """Llama 4 scales queries by their place in the batch, which are others without padding. Full rows keep theirs."""
-    model, padded, whole = of("llama4_text", attn_temperature_tuning=True), batch(side="left"), full()
+    layers = {"num_hidden_layers": 5, "moe_layers": [], "no_rope_layers": [1, 1, 1, 1, 0]}
+    layers |= {"layer_types": ["chunked_attention"] * 4 + ["full_attention"], "attn_temperature_tuning": True}
+    model, padded, whole = of("llama4_text", **layers), batch(side="left"), full()
     want_padded, want = step(model, padded), step(model, whole)
     report = apply_liger(model, ON)["varlen_attention"]
     assert "computes padding" in report.swapped["model"] and "differs" in report.swapped["model"]
@@ -117,9 +119,9 @@ def test_temperatures_by_the_place_in_the_batch_keep_padding(masks):
     assert_same_step(step(model, padded), want_padded)
     assert masks == []
     assert_same_step(step(model, whole), want)
-    assert len(masks) == 2
+    assert len(masks) == 5
     flat = dict(DataCollatorWithFlattening()(rows_of(batch(prompt=1))))
-    want_flat = step(of("llama4_text", attn_temperature_tuning=True), flat)
+    want_flat = step(of("llama4_text", **layers), flat)
     masks.clear()
     assert_same_step(step(model, flat), want_flat)
     assert masks == []
