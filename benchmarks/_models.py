@@ -10,6 +10,13 @@ MODELS = {
     "Qwen3-0.6B": ("qwen3", dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
         head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=True)),
+    "Qwen3-30B-A3B-12-layers": ("qwen3_moe", dict(
+        hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=12, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        vocab_size=151936, max_position_embeddings=40960)),
+    "gpt-oss-20b-8-layers": ("gpt_oss", dict(
+        hidden_size=2880, intermediate_size=2880, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088, sliding_window=128)),
     "Gemma-3-1B": ("gemma3_text", dict(
         hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
         head_dim=256, vocab_size=262144, max_position_embeddings=32768, sliding_window=512)),

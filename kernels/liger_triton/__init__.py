@@ -5,6 +5,7 @@ They need torch, and Triton if the tensors are on a GPU. A file holds one operat
 """
 
 from .cross_entropy import cross_entropy
+from .experts import ExpertLoRA, experts
 from .float8_cast import Float8, float8_cast
 from .float8_linear import Float8Form, Float8RowwiseForm, float8_linear
 from .frozen_float8 import Float8Weight, frozen_float8_linear
@@ -31,6 +32,7 @@ from .token_ranks import linear_token_ranks, token_ranks
 
 __all__ = [
     "Divergence",
+    "ExpertLoRA",
     "Float8",
     "Float8Form",
     "Float8RowwiseForm",
@@ -46,6 +48,7 @@ __all__ = [
     "TokenRanks",
     "add_rms_norm",
     "cross_entropy",
+    "experts",
     "float8_cast",
     "float8_linear",
     "frozen_float8_linear",

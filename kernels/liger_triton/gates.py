@@ -67,6 +67,39 @@ def _act(g, ACT: tl.constexpr):
 
 
 @jit
+def gate_value(g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr):
+    """y of g and u in fp32."""
+    if ACT == "clamped":
+        g *= gate_scale
+        g = tl.where(g > limit, limit, g)  # and not tl.minimum, which would hide a NaN
+        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u)) + up_offset
+        y = g * tl.sigmoid(alpha * g) * u
+    else:
+        value, _ = _act(g, ACT)
+        y = value * u
+    return y
+
+
+@jit
+def gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr):
+    """(dg, du, y) of dy, g and u in fp32."""
+    if ACT == "clamped":
+        g *= gate_scale
+        g_cut, u_cut = g > limit, (u > limit) | (u < -limit)
+        g = tl.where(g_cut, limit, g)
+        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u)) + up_offset
+        s = tl.sigmoid(alpha * g)
+        value = g * s
+        du = tl.where(u_cut, 0.0, dy * value)
+        dg = tl.where(g_cut, 0.0, dy * u * (s * (1.0 + alpha * g * (1.0 - s))) * gate_scale)
+    else:
+        value, slope = _act(g, ACT)
+        du = dy * value
+        dg = dy * u * slope
+    return dg, du, value * u
+
+
+@jit
 def _load(G, U, g_stride, u_stride, row, tile, n, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
     """A tile of g and of u in fp32. For pairs, G is the tensor of which they are the columns: in one long row."""
     if PAIRS == "":
@@ -93,14 +126,7 @@ def _gate_fwd_kernel(
     row = (pid // tiles_per_row).to(tl.int64)
     tile = (pid % tiles_per_row).to(tl.int64)  # int64: a contiguous input is one row
     g, u = _load(G, U, g_stride, u_stride, row, tile, n, PAIRS, BLOCK)
-    if ACT == "clamped":
-        g *= gate_scale
-        g = tl.where(g > limit, limit, g)  # and not tl.minimum, which would hide a NaN
-        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u)) + up_offset
-        y = g * tl.sigmoid(alpha * g) * u
-    else:
-        value, _ = _act(g, ACT)
-        y = value * u
+    y = gate_value(g, u, limit, alpha, up_offset, gate_scale, ACT)
     col = tile * BLOCK + tl.arange(0, BLOCK)
     tl.store(Y + row * n + col, y, mask=col < n)
 
@@ -118,18 +144,7 @@ def _gate_bwd_kernel(
     mask = col < n
     dy = tl.load(DY + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
     g, u = _load(G, U, g_stride, u_stride, row, tile, n, PAIRS, BLOCK)
-    if ACT == "clamped":
-        g *= gate_scale
-        g_cut, u_cut = g > limit, (u > limit) | (u < -limit)
-        g = tl.where(g_cut, limit, g)
-        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u)) + up_offset
-        s = tl.sigmoid(alpha * g)
-        du = tl.where(u_cut, 0.0, dy * (g * s))
-        dg = tl.where(g_cut, 0.0, dy * u * (s * (1.0 + alpha * g * (1.0 - s))) * gate_scale)
-    else:
-        value, slope = _act(g, ACT)
-        du = dy * value
-        dg = dy * u * slope
+    dg, du, y = gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT)
     if D_PAIRS == "":
         tl.store(DU + row * d_stride + col, du, mask=mask)
         tl.store(DG + row * d_stride + col, dg, mask=mask)
@@ -141,7 +156,7 @@ def _gate_bwd_kernel(
         col = tile * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
         tl.store(DG + col, tl.reshape(both, [2 * BLOCK]), mask=col < 2 * n)
     if PRODUCT:
-        tl.store(DY + row * dy_stride + col, value * u, mask=mask)
+        tl.store(DY + row * dy_stride + col, y, mask=mask)
 
 
 @jit

@@ -144,6 +144,35 @@ def geglu(gate, up, *, approximate="tanh"):
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 
 
+def experts(
+    hidden, expert_ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, activation="silu", limit=None,
+    alpha=1.0, up_offset=0.0, gate_scale=1.0, interleaved=False, transposed=False, gate_up_lora=None, down_lora=None,
+):  # fmt: skip
+    """See `liger_triton.experts`. One expert after the other."""
+
+    def linear(x, e, weight, bias, lora):
+        y = F.linear(x, weight[e].t() if transposed else weight[e], None if bias is None else bias[e])
+        return y if lora is None else y + lora.scaling * F.linear(F.linear(x, lora.lora_a[e]), lora.lora_b[e])
+
+    tokens, top_k = expert_ids.shape
+    wide = wide_dtype(hidden.dtype, weights.dtype)
+    ids, parts, pairs = expert_ids.flatten(), [], []
+    for e in range(gate_up.shape[0]):
+        here = (ids == e).nonzero().flatten()
+        h = linear(hidden[here // top_k], e, gate_up, gate_up_bias, gate_up_lora)
+        g, u = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
+        if activation == "silu":
+            a = swiglu(g, u, limit=limit, alpha=alpha, up_offset=up_offset, gate_scale=gate_scale)
+        else:
+            a = geglu(g, u, approximate="tanh" if activation == "gelu_tanh" else "none")
+        y = linear(a, e, down, down_bias, down_lora)
+        parts.append(y.to(wide) * weights.flatten()[here].to(wide).unsqueeze(1))
+        pairs.append(here)
+    out = hidden.new_zeros((tokens * top_k, hidden.shape[1]), dtype=wide)
+    out = out.index_put((torch.cat(pairs),), torch.cat(parts))
+    return out.view(tokens, top_k, hidden.shape[1]).sum(1).to(hidden.dtype)
+
+
 def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
     """See `liger_triton.lora_linear`, which runs without Triton too."""
     y = F.linear(x, weight, bias)

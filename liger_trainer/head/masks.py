@@ -23,8 +23,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from liger_trainer.instance.hooks import comes_from
-from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask, varlen_attention
+from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
 from liger_trainer.varlen.padding import cache_of
+from liger_trainer.varlen.segments import attention
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that are patched now
@@ -55,7 +56,7 @@ def _interface(name: str, default: Callable) -> Callable:
 
 
 _FUNCTIONS = (  # transformers' registry, the name and its function there, ours
-    (ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward, varlen_attention),
+    (ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward, attention),
     (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", sdpa_mask, _mask),
     (ALL_MASK_ATTENTION_FUNCTIONS, "eager", eager_mask, _eager_mask),
 )
@@ -78,14 +79,15 @@ def install(model: nn.Module) -> None:
 def why_not_ours(model: nn.Module) -> str | None:
     """Tell why layers of `model` would not be given our attention and our masks, or return None."""
     install(model)  # it may be a copy, whose original is gone
-    attention = model.config._attn_implementation  # type: ignore[union-attr]
-    if attention == "eager" and (
+    config: Any = model.config
+    asked = config.get_text_config()._attn_implementation
+    if asked == "eager" and (
         "eager" in ALL_ATTENTION_FUNCTIONS or vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] is not _interface
     ):
         return "a function of your own is registered for the attention 'eager'"
-    if all(registry[name] is ours for registry, name, _, ours in _FUNCTIONS if name == attention):
+    if all(registry[name] is ours for registry, name, _, ours in _FUNCTIONS if name == asked):
         return None
-    return f"a function of your own is registered for the attention {attention!r} or for its mask"
+    return f"a function of your own is registered for the attention {asked!r} or for its mask"
 
 
 def uninstall(model: nn.Module) -> None:

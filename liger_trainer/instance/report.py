@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OPERATIONS = (
-    "rms_norm", "layer_norm", "rope", "swiglu", "geglu", "lora", "float8", "fused_linear_cross_entropy",
+    "rms_norm", "layer_norm", "rope", "swiglu", "geglu", "experts", "lora", "float8", "fused_linear_cross_entropy",
     "varlen_attention",
 )  # fmt: skip
 

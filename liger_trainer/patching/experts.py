@@ -1,101 +1,342 @@
-"""The gates of blocks of experts: the method `_apply_gate` of `use_experts_implementation` in transformers."""
+"""Blocks of routed experts of transformers (`use_experts_implementation`), and PEFT's LoRA on their parameters.
+
+A block is a module with `gate_up_proj` and `down_proj` of three dimensions, called with hidden states, ids of experts
+and routing weights. It is proven whole, in the implementation that is set ("eager", "grouped_mm" or "batched_mm"), on a
+copy with few small experts, and runs as `liger_triton.experts`. The router stays the model's own.
+
+PEFT adapts such a parameter by `ParamWrapper`, one around the other, which builds W + B A of all experts in each
+forward. Our forward of the outermost one computes the adapters inside the products. PEFT's own state says in every call
+which adapters are active. Where it is anything but plain LoRAs on one or both parameters, PEFT's code runs.
+"""
 
 import functools
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from transformers.integrations import moe
 
 from liger_trainer.instance import probe
-from liger_trainer.instance.guards import guards_of
-from liger_trainer.instance.kind import Kind
-from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation
-from liger_triton.halves import halves, pairs
+from liger_trainer.instance.binding import Binding, is_bound, own_class
+from liger_trainer.instance.guards import Guards, code_guards_of, guards_of
+from liger_trainer.instance.hooks import has_hooks
+from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, names_of
+from liger_trainer.lora.parts import is_linear
+from liger_trainer.patching import expert_gates
+from liger_trainer.patching.gates import SCALES, Gate
+from liger_triton import ExpertLoRA, experts
 
-PARTS: dict[str, Callable] = {"halves": halves, "pairs": pairs}  # how gate and up lie in one tensor
+_IMPLEMENTATIONS = {  # by their names in the config, and what transformers has registered for them
+    "eager": None, "grouped_mm": moe.grouped_mm_experts_forward, "batched_mm": moe.batched_mm_experts_forward,
+}  # fmt: skip
+_FLAGS = (
+    "num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm",
+    "_is_expert_parallel",
+)  # fmt: skip
+_WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
+_METHODS = ("_activate_lora", "get_delta_factors", "get_delta_weight")  # of it
+_EXPERTS, _WIDTH, _INNER, _TOKENS, _RANK = 4, 16, 8, 7, 2  # of the small copy
+_ACTIVATIONS = {("swiglu", ""): "silu", ("geglu", "tanh"): "gelu_tanh", ("geglu", "none"): "gelu"}
 
 
 @dataclass(frozen=True)
-class ExpertGate:
-    """The gate of a block of experts, whose `_apply_gate` gets one tensor with gate and up.
+class Experts:
+    """What a block of experts was proven to compute.
 
     Attributes:
-        gate (`Gate`): What it computes from the two.
-        parts (`str`): `"halves"`, the gate before up, or `"pairs"`, the gate in the even columns.
+        gate (`Gate`): The function of gate and up.
+        interleaved (`bool`): Whether these are the even and odd outputs of the first product, and not its halves.
+        implementation (`str`): Whose numbers these are: `config._experts_implementation`.
+        adapters (`tuple`): The names of adapters on its parameters.
     """
 
     gate: Gate
-    parts: str
+    interleaved: bool
+    implementation: str
+    adapters: tuple[str, ...] = ()
 
     @property
     def operation(self) -> str:
-        return self.gate.operation
+        return "lora" if self.adapters else "experts"
 
     def __str__(self) -> str:
-        return f"{self.gate}, experts' _apply_gate{' of pairs' if self.parts == 'pairs' else ''}"
+        adapters = f" + {', '.join(self.adapters)}" if self.adapters else ""
+        return f"{self.gate}{', interleaved' if self.interleaved else ''}, {self.implementation}{adapters}"
+
+    def compute(
+        self,
+        block: nn.Module,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        loras: dict[str, ExpertLoRA],
+    ) -> torch.Tensor:
+        """The result of `block`, with the LoRAs on its parameters of these names."""
+        names = {"limit": self.gate.limit, "alpha": self.gate.alpha, "gate_scale": self.gate.scale}
+        numbers = {option: getattr(block, name) for option, name in names.items() if name is not None}
+        tensors = [block._parameters[name] for name in _tensor_names(block)]
+        dtype = tensors[0].dtype
+        if self.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            tensors = [t if t is None else t.to(dtype) for t in tensors]
+        with torch.autocast(x.device.type, enabled=False):
+            return experts(
+                x, ids, weights, *tensors, activation=_ACTIVATIONS[self.gate.operation, self.gate.approximate],
+                up_offset=self.gate.up_offset, interleaved=self.interleaved, transposed=block.is_transposed,
+                gate_up_lora=loras.get("gate_up_proj"), down_lora=loras.get("down_proj"), **numbers,
+            )  # fmt: skip
+
+
+def _tensor_names(block: nn.Module) -> list[str]:
+    names = ["gate_up_proj", "down_proj"]
+    return names + [f"{name}_bias" for name in names] if block.has_bias else names
 
 
 def nominated(module: nn.Module) -> bool:
-    """Return whether `module` is a block of experts of transformers (`use_experts_implementation`) with a gate."""
-    return callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
+    """Return whether `module` is a block of experts of transformers with a gate."""
+    return expert_gates.nominated(module) and callable(getattr(own_class(module).forward, "__wrapped__", None))
 
 
-def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
-    """(what the `_apply_gate(self, gate_up)` of these experts computes, None), or (None, why it is none of ours)."""
-    weight = module._parameters.get("gate_up_proj")
-    if weight is None or len(probe.full_shape(weight)) != 3:
-        return None, "it has no gate_up_proj of three dimensions"
-    own = type(module).forward
-    eager = getattr(own, "__wrapped__", own)
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if implementation == "eager" and "_apply_gate" not in getattr(eager, "__code__", own.__code__).co_names:
-        return None, (
-            "experts run with experts_implementation='eager', which does not call _apply_gate; "
-            "load the model with experts_implementation='grouped_mm'"
-        )
-    width = probe.full_shape(weight)[2 if getattr(module, "is_transposed", False) else 1]
-    copy = probe.clone(module, probe.generator(), parameters=False)
-    likely = [ExpertGate(gate, parts) for parts in PARTS for gate in candidates(module)]
-    for training in (True, False):
-        probe.set_training(copy, training)
-        for scale in SCALES:
-            for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
-                source = probe.generator()
-                x, dy = probe.randn((4, width), source, dtype) * scale, probe.randn((4, width // 2), source, dtype)
-                want = _gate_and_grad(type(module)._apply_gate, copy, x, dy)
-                likely = [
-                    c for c in likely if all(map(probe.same, _gate_and_grad(build(c), copy, x, dy), want, [rtol] * 2))
-                ]
-    if not likely:
-        return None, (
-            "its _apply_gate is not act(gate) * up with silu or gelu, plain or clamped, on two halves or on even and "
-            "odd columns"
-        )
-    return likely[0], None
+def prove(module: nn.Module) -> tuple[Experts | None, str | None]:
+    """(what this block computes, None), or (None, why it is none of ours)."""
+    gate, reason = expert_gates.prove_gate(module)
+    if gate is None:
+        return None, reason
+    implementation = _implementation(module)
+    if not _is_transformers_own(implementation):
+        return None, f"its experts_implementation is {implementation!r}, which is none of {', '.join(_IMPLEMENTATIONS)}"
+    if getattr(module, "has_post_expert_norm", False):
+        return None, "it has a norm behind each expert"
+    proven = Experts(gate.gate, gate.parts == "pairs", implementation)
+    for scale, (dtype, rtol) in itertools.product(SCALES, ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.03))):
+        found = []
+        for forward in (functools.partial(proven.compute, loras={}), own_class(module).forward):
+            source = probe.generator()
+            found.append(_trained(forward, small_copy(module, source, dtype), source, dtype, scale))
+        if not all(probe.same(got, want, rtol) for got, want in zip(*found, strict=True)):
+            return None, "it is not the weighted sum of down(gate(x gate_up)) of its experts"
+    return proven, None
 
 
-def _gate_and_grad(
-    function: Callable, module: nn.Module, x: torch.Tensor, dy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `function`, an `_apply_gate`. Returns its result and the gradient of `x`."""
-    x = x.clone().requires_grad_()
-    y = function(module, x)
-    return y, torch.autograd.grad(y, x, dy)[0] if y.shape == dy.shape else torch.zeros(())
+def _trained(
+    forward: Any, module: nn.Module, source: torch.Generator, dtype: torch.dtype, scale: float
+) -> list[torch.Tensor]:
+    """The result of `forward` for random tokens, and the gradients of all that learns. One expert gets no token."""
+    x = (scale * probe.randn((_TOKENS, _WIDTH), source, dtype)).requires_grad_()
+    ids = torch.stack([torch.randperm(_EXPERTS - 1, generator=source, device="cpu")[:2] for _ in range(_TOKENS)])
+    weights = torch.rand((_TOKENS, 2), generator=source, device="cpu").to(dtype).requires_grad_()
+    learned = [p for _, p in sorted(module.named_parameters()) if p.requires_grad]
+    y = forward(module, x, ids, weights)
+    dy = probe.randn((_TOKENS, _WIDTH), source, dtype)
+    return [y, *torch.autograd.grad(y, [x, weights, *learned], dy, materialize_grads=True)]
 
 
-@functools.cache
-def build(expert_gate: ExpertGate) -> Callable:
-    """The `_apply_gate` to bind to a block of experts, whose own code keeps the result for the backward pass."""
-    gate, parts = expert_gate.gate, PARTS[expert_gate.parts]
+def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
+    """A block with the attributes of `module` and few small experts with random weights."""
+    block = probe.clone(module, source, parameters=False)
+    for name, value in vars(module).items():
+        for word, size in (("num_experts", _EXPERTS), ("hidden", _WIDTH), ("intermediate", _INNER)):
+            if word in name and type(value) is int:
+                block.__dict__[name] = size
+    shapes: list[tuple[int, ...]] = [(2 * _INNER, _WIDTH), (_WIDTH, _INNER)]
+    shapes = [shape[::-1] if module.is_transposed else shape for shape in shapes] + [(2 * _INNER,), (_WIDTH,)]
+    for name, shape in zip(_tensor_names(module), shapes, strict=False):
+        scale = 1.0 if len(shape) == 1 else shape[0 if module.is_transposed else 1] ** -0.5
+        block._parameters[name] = nn.Parameter(scale * probe.randn((_EXPERTS, *shape), source, dtype))
+    return block
 
-    def _apply_gate(self, gate_up: torch.Tensor) -> Any:
-        return gate.function(self)(*parts(gate_up))
 
-    return _apply_gate
+def _implementation(block: nn.Module) -> str:
+    return getattr(getattr(block, "config", None), "_experts_implementation", None) or "eager"
 
 
-KIND = Kind(
-    nominated, prove, build, guessed_operation, "_apply_gate", guards=functools.partial(guards_of, method="_apply_gate")
-)
+def _is_transformers_own(implementation: str) -> bool:
+    """Return whether it is one of the known implementations, and nothing else was registered by its name."""
+    known = implementation in _IMPLEMENTATIONS
+    return known and moe.ALL_EXPERTS_FUNCTIONS.get(implementation) is _IMPLEMENTATIONS[implementation]
+
+
+def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
+    """Return whether a call of `block` with `x` computes what was proven: the same implementation, on plain weights.
+
+    On a GPU weights in fp32 keep their own code, whose products of whole experts are faster.
+    """
+    if _implementation(block) != proven.implementation or not _is_transformers_own(proven.implementation):
+        return False
+    tensors = [block._parameters.get(name) for name in _tensor_names(block)]
+    if any([type(t) not in PLAIN_TENSORS or t.device != x.device for t in tensors]) or type(x) not in PLAIN_TENSORS:
+        return False
+    computed = tensors[0].dtype  # type: ignore[union-attr]  # all are tensors
+    if proven.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
+        computed = torch.get_autocast_dtype(x.device.type)
+    return x.ndim == 2 and not (x.is_cuda and computed == torch.float32)
+
+
+def build(proven: Experts) -> Any:
+    """The forward to bind to a block of experts."""
+
+    def forward(self, hidden_states: torch.Tensor, *routed: Any, **named: Any) -> Any:
+        ids, weights = _routed(self, routed, named)
+        if ids is None or not _runs(self, proven, hidden_states):
+            return type(self).forward(self, hidden_states, *routed, **named)
+        return proven.compute(self, hidden_states, ids, weights, loras={})
+
+    return forward
+
+
+def _routed(block: nn.Module, args: tuple, named: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
+    """(ids, weights) of a call, which the classes of transformers name differently; (None, None) of another call."""
+    given = [*args, *named.values()]
+    if len(given) != 2 or not all(isinstance(t, torch.Tensor) for t in given):
+        return None, None
+    if named and list(named) != _names_of_inputs(own_class(block))[1 + len(args) :]:
+        return None, None
+    ids, weights = given
+    return (None, None) if ids.is_floating_point() or not weights.is_floating_point() else (ids, weights)
+
+
+def _names_of_inputs(cls: type) -> list[str]:
+    return probe.inputs_of(cls.forward) or []  # type: ignore[attr-defined]  # a module has one
+
+
+def guards(module: nn.Module) -> Guards:
+    """The guards of the gate, of the forward, and of what transformers' decorator has noted on the instance."""
+    cls, of_gate = own_class(module), guards_of(module, method="_apply_gate")
+    flags = [(None, name, module.__dict__.get(name, ...)) for name in _FLAGS]
+    found = Guards(cls, [*of_gate.lookups, (cls, "forward", cls.forward), *flags])
+    found.missing, found.children = of_gate.missing, of_gate.children
+    return found
+
+
+def _not_parallel(module: nn.Module) -> str | None:
+    return "its experts are spread over several devices" if getattr(module, "_is_expert_parallel", False) else None
+
+
+KIND = Kind(nominated, prove, build, lambda module: "experts", why_not=_not_parallel, guards=guards)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether `module` is PEFT's LoRA on a parameter of a block of experts."""
+    return names_of(own_class(module)) == _WRAPPER and nominated(_chain(module)[-1])
+
+
+def _chain(wrapper: nn.Module) -> list[nn.Module]:
+    """A wrapper, those inside it, and the block of experts."""
+    chain = [wrapper]
+    while names_of(own_class(chain[-1])) == _WRAPPER:
+        chain.append(chain[-1]._modules["base_layer"])
+    return chain
+
+
+def prove_wrapper(wrapper: nn.Module) -> tuple[Experts | None, str | None]:
+    """(what this wrapper computes, None), or (None, why it is none of ours).
+
+    Small wrappers of its class are put around a small block, by PEFT's own code, which decides the layout of ranks.
+    """
+    *wrappers, block = _chain(wrapper)
+    plain, reason = prove(block)
+    if plain is None:
+        return None, reason
+    names = [one.parameter_name for one in wrappers]
+    if len(set(names)) != len(names) or not set(names) <= {"gate_up_proj", "down_proj"}:
+        return None, f"its adapters are on {', '.join(names)}, and not on gate_up_proj and down_proj, each once"
+    import peft
+
+    config = peft.LoraConfig(r=_RANK, lora_alpha=3, init_lora_weights=False)
+    proven = Experts(plain.gate, plain.interleaved, plain.implementation, tuple(wrapper._modules["lora_A"]._modules))
+    for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.03)):
+        found = []
+        for forward in (functools.partial(_with_adapters, proven), own_class(wrapper).forward):
+            source = probe.generator()
+            small = small_copy(block, source, dtype)
+            for name in reversed(names):
+                small = own_class(wrapper)(small, "default", name, r=_RANK, lora_alpha=3, config=config)
+            for p in small.parameters():
+                p.data = probe.randn(p.shape, source, dtype) * p.shape[-1] ** -0.5
+            found.append(_trained(forward, small, source, dtype, 1.0))
+        if not all(probe.same(got, want, rtol) for got, want in zip(*found, strict=True)):
+            return None, "it is not the weighted sum of experts with W + s B A"
+    return proven, None
+
+
+def _with_adapters(
+    proven: Experts, wrapper: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The result of a wrapper whose adapters are plain."""
+    *wrappers, block = _chain(wrapper)
+    loras = _loras_now(wrapper, wrappers, block)
+    assert loras is not None, "the adapters are plain"
+    return proven.compute(block, x, ids, weights, loras=loras)
+
+
+def build_wrapper(proven: Experts) -> Any:
+    """The forward to bind to the outermost wrapper."""
+
+    def forward(self, x: torch.Tensor, *routed: Any, **named: Any) -> Any:
+        *wrappers, block = _chain(self)
+        ids, weights = _routed(block, routed, named)
+        loras = None
+        if ids is not None and not torch.compiler.is_compiling() and _is_patched(block) and _runs(block, proven, x):
+            loras = _loras_now(self, wrappers, block)
+        if loras is None:
+            return type(self).forward(self, x, *routed, **named)
+        return proven.compute(block, x, ids, weights, loras=loras)
+
+    return forward
+
+
+def _is_patched(block: nn.Module) -> bool:
+    """Return whether a call of `block` runs ours, now too, and no hook would miss it."""
+    binding = Binding.of(block)
+    return (
+        binding is not None
+        and not (binding.aside or has_hooks(block) or is_parametrized(block))
+        and is_bound(block, binding)
+        and binding.broken(block) is None
+    )
+
+
+def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) -> dict[str, ExpertLoRA] | None:
+    """The LoRA on each parameter as it is now; None where it is anything but plain LoRAs without hooks."""
+    loras = {}
+    for wrapper in wrappers:
+        state, modules = wrapper.__dict__, wrapper._modules
+        if state["_disable_adapters"] or state["merged_adapters"] or (wrapper is not outer and has_hooks(wrapper)):
+            return None
+        active = state["_active_adapter"]
+        a_of, b_of = (modules[name]._modules for name in ("lora_A", "lora_B"))
+        names = [name for name in ([active] if isinstance(active, str) else active) if name in a_of]
+        layers = [layer for name in names for layer in (a_of[name], b_of[name])]
+        if not names or any(name in state["lora_variant"] for name in names):
+            return None
+        if not all(is_linear(one) and one.bias is None and not has_hooks(one) for one in layers):
+            return None
+        pairs = [_factors(a_of[name].weight, b_of[name].weight, block.num_experts) for name in names]
+        scalings = [state["scaling"][name] for name in names]
+        if len(pairs) == 1:
+            loras[state["parameter_name"]] = ExpertLoRA(*pairs[0], scalings[0])
+        else:
+            a = torch.cat([a for a, _ in pairs], 1)
+            b = torch.cat([scaling * b for (_, b), scaling in zip(pairs, scalings, strict=True)], 2)
+            loras[state["parameter_name"]] = ExpertLoRA(a, b, 1.0)
+    return loras
+
+
+def _factors(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A (E, r, in) and B (E, out, r) of PEFT's matrices (E r, in) and (out, r E). In the latter experts are fastest."""
+    a = a.unflatten(0, (num_experts, -1))
+    return a, b.unflatten(1, (-1, num_experts)).permute(2, 1, 0).contiguous().mT
+
+
+def wrapper_guards(wrapper: nn.Module) -> Guards:
+    """Return the guards of PEFT's forward and of the methods that make W + B A for it."""
+    cls = own_class(wrapper)
+    methods = [(cls, name, getattr(cls, name, ...)) for name in _METHODS]
+    return Guards(cls, [*code_guards_of(cls, nn.Linear).lookups, *methods])
+
+
+WRAPPER_KIND = Kind(is_wrapper, prove_wrapper, build_wrapper, lambda module: "lora", guards=wrapper_guards)

@@ -60,7 +60,7 @@ def small_config(config, **sizes_of_caller: int):
             setattr(small, name, 0.0)
         if name in _TOKENS and value is not None:
             setattr(small, name, _TOKENS[name])
-    _plain_rope(small)
+    _plain_rope(small, known.get("head_dim") or _quotient(known.get("hidden_size"), known.get("num_attention_heads")))
     if own := {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}:
         made = small.to_dict()
         made["per_layer_config"] = {
@@ -72,12 +72,26 @@ def small_config(config, **sizes_of_caller: int):
     return small
 
 
-def _plain_rope(config) -> None:
-    """Lists of factors and sections have the length of a head of the real size: the default takes their place."""
+def _quotient(a, b) -> int | None:
+    return a // b if isinstance(a, int) and isinstance(b, int) else None
+
+
+def _plain_rope(config, head_dim: int | None) -> None:
+    """Lists of factors have the length of a head of the real size, `head_dim`: the default takes their place."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = vars(config).get(name)  # and not getattr: newer configs have the old name as an alias that warns
         if isinstance(rope, dict):
-            setattr(config, name, _without_lists(rope))
+            setattr(config, name, _without_lists(rope) | _sections(rope, head_dim))
+
+
+def _sections(rope: dict, head_dim: int | None) -> dict[str, list[int]]:
+    """How many frequencies turn by each of the three positions of an image, for a small head."""
+    section = rope.get("mrope_section")
+    if not section or not head_dim:
+        return {}
+    half = sum(section) * _HEAD_DIM // head_dim
+    first, second = (half * part // sum(section) for part in section[:2])
+    return {"mrope_section": [first, second, half - first - second]}
 
 
 def _without_lists(rope: dict) -> dict:

@@ -23,8 +23,11 @@ from liger_trainer.instance.binding import Binding, bind, call_previous
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 
-_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
-_KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *_PER_TOKEN)
+_PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")
+_PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
+_KNOWN_TENSORS = (
+    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", _PER_IMAGE_TOKEN, *_PER_TOKEN,
+)  # fmt: skip
 
 
 class Proven(NamedTuple):
@@ -86,10 +89,17 @@ class Plan:
         return self.index is not None
 
     def fits(self, call: dict[str, Any]) -> bool:
-        """Return whether the backbone is called with what the plan was made from."""
-        same = all(call.get(name) is self.given.get(name) for name in ("attention_mask", "position_ids"))
+        """Return whether the backbone is called with what the plan was made from.
+
+        A model of images and text makes the positions of its decoder, in three dimensions or four.
+        """
+        shape, positions = tokens_of(self.given).shape[:2], call.get("position_ids")
+        same = call.get("attention_mask") is self.given.get("attention_mask")
+        if positions is not self.given.get("position_ids"):
+            known = self.leaves_out or self.rows.full
+            same = same and known and positions is not None and positions.shape[1:] == shape
         others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
-        same = same and tokens_of(call).shape[:2] == tokens_of(self.given).shape[:2]
+        same = same and tokens_of(call).shape[:2] == shape
         return same and not any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in others)  # a count is of no token
 
     def packed(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -105,12 +115,12 @@ class Plan:
             return call | {"attention_mask": mask}
         batch, length = tokens.shape[:2]
         packed = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
-        if "position_ids" in packed:
-            packed["position_ids"] = packed["position_ids"].expand(batch, length)
         packed = {name: x.flatten(0, 1)[self.index].unsqueeze(0) for name, x in packed.items()}
-        if "position_ids" not in packed:
-            packed["position_ids"] = (self.index % length).unsqueeze(0)
-        return call | packed | {"attention_mask": mask}
+        if (positions := call.get("position_ids")) is None:
+            positions = (self.index % length).unsqueeze(0)
+        else:
+            positions = positions.expand(*positions.shape[:-2], batch, length).flatten(-2)[..., None, self.index]
+        return call | packed | {"attention_mask": mask, "position_ids": positions}
 
     def padded(self, outputs):
         """Put every tensor of real tokens that the backbone has returned back into the shape of the batch."""
@@ -158,12 +168,23 @@ def cache_of(call: dict[str, Any]) -> Any:
     return call.get("past_key_values") if call.get("cache") is None else call["cache"]
 
 
-def backbone_of(model):
-    """The part of a transformers model before its head, or None."""
+def base_of(model):
+    """The part of a transformers model before its head, with towers if it has any, or None."""
     name = getattr(model, "base_model_prefix", "")
-    if not name:
-        return None
-    return model._modules.get(name, model._modules.get("model"))  # Llama 4's prefix is that of the model of images
+    # The prefix of Llama 4's decoder is that of the model of images.
+    return model._modules.get(name, model._modules.get("model")) if name else None
+
+
+def backbone_of(model):
+    """The part of a transformers model before its head, or None.
+
+    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
+    """
+    base = base_of(model)
+    config = getattr(base, "config", None)
+    if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
+        return base
+    return next((part for part in base._modules.values() if type(getattr(part, "config", None)) is type(text)), base)
 
 
 @functools.cache
@@ -177,7 +198,11 @@ def _forward_of(backbone_class):
         if plan is None or bound is None or bound.aside:
             return call_previous(self, BackboneBinding, args, kwargs)
         call = dict(zip(names, args, strict=False)) | kwargs
+        if "use_cache" in names:  # a decoder's own config may ask for one where that of the whole model does not
+            call["use_cache"] = False
         if len(args) > len(names) or not plan.fits(call):
+            if plan.leaves_out:
+                computes_padding(self, "its mask or other inputs are made by the model around it")
             return call_previous(self, BackboneBinding, args, kwargs)
         try:
             with running(None), rows_known(plan.rows):

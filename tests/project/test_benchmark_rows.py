@@ -143,6 +143,8 @@ def test_default_arms_and_the_folder_of_a_record():
         "checkpointing": True,
         "no_waits": False,
         "no_autocast": False,
+        "nf4": False,
+        "offload": False,
         "auto": False,
         "memory_budget": None,
         "gpu_memory": None,

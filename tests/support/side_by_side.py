@@ -53,9 +53,11 @@ def model_of(setting, model_type="llama", wrap=None):
 def patched(model, head=True):
     """With everything swapped, but for the head, which may be kept where it has a hook."""
     report = apply_liger(model, {"fused_linear_cross_entropy": head, **REBUILT})
-    for operation in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu"):
+    for operation in ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "experts"):
         assert not report[operation].skipped, report.one_line()
-    assert report["rope"].swapped and (report["swiglu"].swapped or report["geglu"].swapped), report.one_line()
+    assert report["rope"].swapped and any(report[gate].swapped for gate in ("swiglu", "geglu", "experts")), (
+        report.one_line()
+    )
     assert bool(report["fused_linear_cross_entropy"].found) == head, report.one_line()
     return model
 

@@ -183,7 +183,7 @@ def test_on_the_activation_of_experts(when):
 
     report, got, want = patched_beside_stock(lambda: tiny_model("qwen3_moe").train(), hook, when)
     assert_same(got, want)
-    assert "act_fn" in report["swiglu"].skipped["model.layers.0.mlp.experts"]
+    assert "act_fn" in report["experts"].skipped["model.layers.0.mlp.experts"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from liger_trainer.instance import guards, probe
 from liger_trainer.instance.binding import Binding
-from liger_trainer.patching import apply_liger, experts, mlps, norms, remove_liger
+from liger_trainer.patching import apply_liger, expert_gates, mlps, norms, remove_liger
 from liger_triton import reference
 
 
@@ -356,7 +356,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("cut", ["pairs", "halves"])
 def test_experts(cut):
-    gate, reason = proven(Experts(cut), experts)
+    gate, reason = proven(Experts(cut), expert_gates)
     assert reason is None and gate.parts == cut
     assert (gate.gate.limit, gate.gate.alpha, gate.gate.up_offset) == ("limit", "alpha", 1.0)
     model = nn.ModuleList([Experts(cut)])
@@ -372,7 +372,7 @@ def test_experts(cut):
 @pytest.mark.parametrize("cut", ["pairs", "halves"])
 @pytest.mark.parametrize("flaw", ["up first", "offset"])
 def test_other_experts_are_left_alone(flaw, cut):
-    assert proven(Experts(cut, flaw), experts)[0] is None
+    assert proven(Experts(cut, flaw), expert_gates)[0] is None
 
 
 # Norms of single families

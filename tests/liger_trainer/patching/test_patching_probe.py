@@ -558,19 +558,20 @@ def test_strict():
     """All or nothing: the message names modules and reasons, and the model is left unpatched."""
     assert apply_liger(tiny_model("llama"), NO_HEAD, strict=True).skipped == {}
     model = tiny_model("qwen3_moe")
-    model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match=r"strict=True(.|\n)*model.layers.\*.mlp.experts x2: experts run with"):
+    for layer in model.model.layers:
+        layer.mlp.experts._is_expert_parallel = True
+    with pytest.raises(ValueError, match=r"strict=True(.|\n)*model.layers.\*.mlp.experts x2: its experts are spread"):
         apply_liger(model, NO_HEAD, strict=True)
     assert not any({"forward", "_apply_gate"} & m.__dict__.keys() for m in model.modules())
     with pytest.raises(ValueError, match="nothing was recognised"):
         apply_liger(nn.Linear(2, 2), NO_HEAD, strict=True)
 
 
-def test_experts_that_run_eager_are_reported():
+def test_gates_of_experts_that_run_eager_are_reported():
     """There the hook is not called: reported, not counted as swapped."""
     model = tiny_model("qwen3_moe")
     model.set_experts_implementation("eager")
-    report = apply_liger(model, NO_HEAD)
+    report = apply_liger(model, {**NO_HEAD, "experts": False})
     assert all("experts_implementation='eager'" in why for why in report["swiglu"].skipped.values())
     assert len(report["swiglu"].skipped) == 2 and report["swiglu"].swapped == {}
 
@@ -579,7 +580,7 @@ def test_report(tmp_path):
     model = tiny_model("qwen3_next")
     model.model.norm.forward = lambda x: x
     report = apply_liger(model, NO_HEAD)
-    assert report.one_line().startswith("Qwen3NextForCausalLM: rms_norm 7/8, rope 1/1, swiglu 4/4")
+    assert report.one_line().startswith("Qwen3NextForCausalLM: rms_norm 7/8, rope 1/1, swiglu 2/2, experts 2/2")
     assert "(kept: its forward was replaced on the instance" in report.one_line()
     text = str(report)
     assert "  + model.layers.*.input_layernorm x2: cast=gemma, offset=1" in text

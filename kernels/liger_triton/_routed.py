@@ -1,0 +1,536 @@
+"""Products of rows that are routed to experts, each with the matrix of its expert.
+
+A pair is a token and one of its K experts; pair p belongs to token p // K. `Routing` sorts the pairs by expert, stably,
+and nothing waits for the GPU: grids are as large as the worst distribution needs, and programs without a tile end.
+
+    product           out[p] = x[p] W[e(p)]                                 tiles of rows of one expert
+    gated_product     the same with a gate in its epilogue
+    gate_gradients    the backward pass of the gate and of the routing weights
+    weight_gradient   dW[e] = sum over the pairs of e of l[p]^T r[p]
+    combine           out[t] = sum over k of w[t, k] y[t, k]                 in fp32, in the order of k
+
+Rows of x are those of tokens, gathered by the loads, or of sorted pairs, one after the other. Results are in the order
+of sorted pairs or, to be combined, in that of pairs. All accumulate in fp32 and round once. None uses atomics, so that
+results do not depend on the order in which programs run. Ids outside [0, E) take part in nothing.
+
+The layout follows the grouped products of ScatterMoE (arXiv:2403.08245) and SonicMoE (arXiv:2512.14080).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ._dispatch import INTERPRET, jit, tl
+from ._launch import cdiv, launch, next_power_of_2, shared_memory
+from .gates import gate_slopes, gate_value
+
+
+class Routing(NamedTuple):
+    """Where the pairs of a call lie once they are sorted by expert.
+
+    Attributes:
+        pairs (`torch.Tensor`): (T * K,), int32: the pair at each place.
+        tokens (`torch.Tensor`): (T * K,), int32: its token.
+        offsets (`torch.Tensor`): (E + 1,), int32: the first place of each expert, and the end of the last one.
+    """
+
+    pairs: torch.Tensor
+    tokens: torch.Tensor
+    offsets: torch.Tensor
+
+    @property
+    def experts(self) -> int:
+        return self.offsets.shape[0] - 1
+
+
+def route(expert_ids: torch.Tensor, experts: int) -> Routing:
+    """Sort the pairs of `expert_ids` (T, K), any integers, for `experts` experts."""
+    ids = expert_ids.reshape(-1).to(torch.int16 if experts < 2**15 else torch.int32)
+    ids, pairs = torch.sort(ids, stable=True)
+    bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
+    pairs = pairs.to(torch.int32)
+    return Routing(pairs, pairs // expert_ids.shape[1], torch.searchsorted(ids, bounds, out_int32=True))
+
+
+class Low(NamedTuple):
+    """A product of small rank that is added: rows (S, r) of sorted pairs times factor (E, r, N)."""
+
+    rows: torch.Tensor
+    factor: torch.Tensor
+
+
+class GateForm(NamedTuple):
+    """What is computed of gate and up, and whether they are the even and odd columns of a row or its halves."""
+
+    act: str
+    limit: float
+    alpha: float
+    up_offset: float
+    gate_scale: float
+    interleaved: bool
+
+
+@jit
+def _tile_of(OFFSETS, tile, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first place, end of the expert's places) of a tile of rows. From `experts` on there is none."""
+    e = tl.arange(0, BLOCK_E)
+    start = tl.load(OFFSETS + e, mask=e < experts, other=0)
+    end = tl.load(OFFSETS + e + 1, mask=e < experts, other=0)
+    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    here = e == expert
+    place = tl.sum(tl.where(here, start + (tile - last + tiles) * BLOCK_M, 0), 0)
+    return expert, place, tl.sum(tl.where(here, end, 0), 0)
+
+
+@jit
+def _dot(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    if WIDEN:  # Triton's interpreter multiplies the bits of bf16 as integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@jit
+def _add_low(
+    acc, P, Q, expert, place, valid, columns, n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """acc + P Q, for rows at `place` and the given columns. A block of 0: there is no product."""
+    if BLOCK_R > 0:
+        r = tl.arange(0, BLOCK_R)
+        p_at = P + place.to(tl.int64)[:, None] * p_stride + r[None]
+        p = tl.load(p_at, mask=valid[:, None] & (r < rank)[None], other=0.0)
+        q_at = Q + expert.to(tl.int64) * q_stride_e + r[:, None] * q_stride_r + columns[None] * q_stride_n
+        q = tl.load(q_at, mask=(r < rank)[:, None] & (columns < n)[None], other=0.0)
+        acc = _dot(p, q, acc, PRECISION, WIDEN)
+    return acc
+
+
+@jit
+def _product_kernel(
+    X, W, OUT, PAIRS, TOKENS, OFFSETS, BIAS, P, Q,
+    x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n,
+    experts, n, k, rank, scale,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Tiles of one row block follow each other, so that its rows are read from L2, as are the expert's matrices."""
+    pid = tl.program_id(0)
+    across = tl.cdiv(n, BLOCK_N)
+    expert, first, end = _tile_of(OFFSETS, pid // across, experts, BLOCK_E, BLOCK_M)
+    if expert >= experts:
+        return
+    place = first + tl.arange(0, BLOCK_M)
+    valid = place < end
+    row = tl.where(valid, place, 0)
+    if GATHER:
+        row = tl.load(TOKENS + place, mask=valid, other=0)
+    row = row.to(tl.int64)
+    column = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    x_at = X + row[:, None] * x_stride + kk[None]
+    w_at = W + expert.to(tl.int64) * w_stride_e + kk[:, None] * w_stride_k + column[None] * w_stride_n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN:
+            x, w = tl.load(x_at), tl.load(w_at)
+        else:
+            x = tl.load(x_at, mask=(start + kk < k)[None], other=0.0)
+            w = tl.load(w_at, mask=(start + kk < k)[:, None] & (column < n)[None], other=0.0)
+        acc = _dot(x, w, acc, PRECISION, WIDEN)
+        x_at += BLOCK_K
+        w_at += BLOCK_K * w_stride_k
+    acc = _add_low(
+        acc, P, Q, expert, place, valid, column, n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
+        BLOCK_R, PRECISION, WIDEN,
+    )  # fmt: skip
+    if HAS_BIAS:
+        acc += tl.load(BIAS + expert.to(tl.int64) * n + column, mask=column < n, other=0.0).to(tl.float32)[None]
+    out = place
+    if SCATTER:
+        out = tl.load(PAIRS + place, mask=valid, other=0)
+    out_at = OUT + out.to(tl.int64)[:, None] * n + column[None]
+    tl.store(out_at, (acc * scale).to(OUT.dtype.element_ty), mask=valid[:, None] & (column < n)[None])
+
+
+@jit
+def _gated_product_kernel(
+    X, W, H, A, TOKENS, OFFSETS, BIAS, P, Q,
+    x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n,
+    experts, n, k, rank, limit, alpha, up_offset, gate_scale,
+    ACT: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """H (S, 2 n) gets the product, A (S, n) the gate of what H holds."""
+    pid = tl.program_id(0)
+    across = tl.cdiv(n, BLOCK_N)
+    expert, first, end = _tile_of(OFFSETS, pid // across, experts, BLOCK_E, BLOCK_M)
+    if expert >= experts:
+        return
+    place = first + tl.arange(0, BLOCK_M)
+    valid = place < end
+    row = tl.load(TOKENS + place, mask=valid, other=0).to(tl.int64)
+    kk = tl.arange(0, BLOCK_K)
+    column = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    known = valid[:, None] & (column < n)[None]
+    x_at = X + row[:, None] * x_stride + kk[None]
+    w_at = W + expert.to(tl.int64) * w_stride_e + kk[:, None] * w_stride_k
+    h_at = H + place.to(tl.int64)[:, None] * (2 * n)
+    BIAS += expert.to(tl.int64) * 2 * n
+    if INTERLEAVED:
+        wide = (pid % across) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+        w_at = w_at + wide[None] * w_stride_n
+        acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+        for start in range(0, k, BLOCK_K):
+            if EVEN:
+                x, w = tl.load(x_at), tl.load(w_at)
+            else:
+                x = tl.load(x_at, mask=(start + kk < k)[None], other=0.0)
+                w = tl.load(w_at, mask=(start + kk < k)[:, None] & (wide < 2 * n)[None], other=0.0)
+            acc = _dot(x, w, acc, PRECISION, WIDEN)
+            x_at += BLOCK_K
+            w_at += BLOCK_K * w_stride_k
+        acc = _add_low(
+            acc, P, Q, expert, place, valid, wide, 2 * n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
+            BLOCK_R, PRECISION, WIDEN,
+        )  # fmt: skip
+        if HAS_BIAS:
+            acc += tl.load(BIAS + wide, mask=wide < 2 * n, other=0.0).to(tl.float32)[None]
+        h = acc.to(H.dtype.element_ty)
+        tl.store(h_at + wide[None], h, mask=valid[:, None] & (wide < 2 * n)[None])
+        g, u = tl.split(tl.reshape(h, [BLOCK_M, BLOCK_N, 2]))
+    else:
+        up = column + n
+        g_at, u_at = w_at + column[None] * w_stride_n, w_at + up[None] * w_stride_n
+        acc_g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, k, BLOCK_K):
+            if EVEN:
+                x, w_g, w_u = tl.load(x_at), tl.load(g_at), tl.load(u_at)
+            else:
+                mask = (start + kk < k)[:, None] & (column < n)[None]
+                x = tl.load(x_at, mask=(start + kk < k)[None], other=0.0)
+                w_g, w_u = tl.load(g_at, mask=mask, other=0.0), tl.load(u_at, mask=mask, other=0.0)
+            acc_g = _dot(x, w_g, acc_g, PRECISION, WIDEN)
+            acc_u = _dot(x, w_u, acc_u, PRECISION, WIDEN)
+            x_at += BLOCK_K
+            g_at += BLOCK_K * w_stride_k
+            u_at += BLOCK_K * w_stride_k
+        acc_g = _add_low(
+            acc_g, P, Q, expert, place, valid, column, n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
+            BLOCK_R, PRECISION, WIDEN,
+        )  # fmt: skip
+        acc_u = _add_low(
+            acc_u, P, Q, expert, place, valid, up, 2 * n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
+            BLOCK_R, PRECISION, WIDEN,
+        )  # fmt: skip
+        if HAS_BIAS:
+            acc_g += tl.load(BIAS + column, mask=column < n, other=0.0).to(tl.float32)[None]
+            acc_u += tl.load(BIAS + up, mask=column < n, other=0.0).to(tl.float32)[None]
+        g, u = acc_g.to(H.dtype.element_ty), acc_u.to(H.dtype.element_ty)
+        tl.store(h_at + column[None], g, mask=known)
+        tl.store(h_at + up[None], u, mask=known)
+    a = gate_value(g.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, gate_scale, ACT)
+    tl.store(A + place.to(tl.int64)[:, None] * n + column[None], a.to(A.dtype.element_ty), mask=known)
+
+
+@jit
+def _gate_gradients_kernel(
+    DA, H, DH, SHARE, D_SHARE, PAIRS, OFFSETS, experts, n, limit, alpha, up_offset, gate_scale,
+    ACT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """With a row's share s: DH gets the gradient of H, DA is written over with s a, and D_SHARE gets da . a, which is
+    the gradient of s. DH may be H."""
+    place = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = (place >= tl.load(OFFSETS)) & (place < tl.load(OFFSETS + experts))
+    pair = tl.load(PAIRS + place, mask=valid, other=0)
+    share = tl.load(SHARE + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+    h_row, a_row = place.to(tl.int64)[:, None] * (2 * n), place.to(tl.int64)[:, None] * n
+    d_share = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, n, BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N)
+        wide = 2 * start + tl.arange(0, 2 * BLOCK_N)
+        known, inside = valid[:, None] & (column < n)[None], valid[:, None] & (wide < 2 * n)[None]
+        if INTERLEAVED:
+            h = tl.load(H + h_row + wide[None], mask=inside, other=0.0)
+            g, u = tl.split(tl.reshape(h, [BLOCK_M, BLOCK_N, 2]))
+        else:
+            g = tl.load(H + h_row + column[None], mask=known, other=0.0)
+            u = tl.load(H + h_row + n + column[None], mask=known, other=0.0)
+        da = tl.load(DA + a_row + column[None], mask=known, other=0.0).to(tl.float32)
+        dg, du, a = gate_slopes(
+            da * share, g.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, gate_scale, ACT
+        )  # fmt: skip
+        if INTERLEAVED:
+            dh = tl.reshape(tl.join(dg, du), [BLOCK_M, 2 * BLOCK_N])
+            tl.store(DH + h_row + wide[None], dh.to(DH.dtype.element_ty), mask=inside)
+        else:
+            tl.store(DH + h_row + column[None], dg.to(DH.dtype.element_ty), mask=known)
+            tl.store(DH + h_row + n + column[None], du.to(DH.dtype.element_ty), mask=known)
+        tl.store(DA + a_row + column[None], (a * share).to(DA.dtype.element_ty), mask=known)
+        d_share += tl.where(known, da * a, 0.0)
+    tl.store(D_SHARE + pair, tl.sum(d_share, 1), mask=valid)
+
+
+@jit
+def _add_rows(
+    acc, L, R, TOKENS, place, end, column_l, column_r, l_stride, r_stride, m, n,
+    GATHER_L: tl.constexpr, GATHER_R: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """acc + l^T r of the rows at `place`, of which those from `end` on count as 0 if MASKED."""
+    row_l, row_r = place, place
+    if GATHER_L or GATHER_R:
+        if MASKED:
+            token = tl.load(TOKENS + place, mask=place < end, other=0)
+        else:
+            token = tl.load(TOKENS + place)
+        if GATHER_L:
+            row_l = token
+        if GATHER_R:
+            row_r = token
+    at_l = L + row_l.to(tl.int64)[:, None] * l_stride + column_l[None]
+    at_r = R + row_r.to(tl.int64)[:, None] * r_stride + column_r[None]
+    if MASKED:
+        left = tl.load(at_l, mask=(place < end)[:, None] & (column_l < m)[None], other=0.0)
+        right = tl.load(at_r, mask=(place < end)[:, None] & (column_r < n)[None], other=0.0)
+    else:
+        left, right = tl.load(at_l), tl.load(at_r)
+    return _dot(tl.trans(left), right, acc, PRECISION, WIDEN)
+
+
+@jit
+def _weight_gradient_kernel(
+    L, R, OUT, TOKENS, OFFSETS, l_stride, r_stride, out_stride_e, out_stride_m, out_stride_n, m, n, scale,
+    GATHER_L: tl.constexpr, GATHER_R: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    down, across = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    expert = pid // (down * across)
+    pid %= down * across
+    column_l = (pid // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column_r = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first, end = tl.load(OFFSETS + expert), tl.load(OFFSETS + expert + 1)
+    whole = first
+    if EVEN:
+        whole = first + (end - first) // BLOCK_K * BLOCK_K
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, whole, BLOCK_K):
+        acc = _add_rows(
+            acc, L, R, TOKENS, start + tl.arange(0, BLOCK_K), end, column_l, column_r, l_stride, r_stride, m, n,
+            GATHER_L, GATHER_R, False, PRECISION, WIDEN,
+        )  # fmt: skip
+    for start in range(whole, end, BLOCK_K):
+        acc = _add_rows(
+            acc, L, R, TOKENS, start + tl.arange(0, BLOCK_K), end, column_l, column_r, l_stride, r_stride, m, n,
+            GATHER_L, GATHER_R, True, PRECISION, WIDEN,
+        )  # fmt: skip
+    at = OUT + expert.to(tl.int64) * out_stride_e + column_l[:, None] * out_stride_m + column_r[None] * out_stride_n
+    tl.store(at, (acc * scale).to(OUT.dtype.element_ty), mask=(column_l < m)[:, None] & (column_r < n)[None])
+
+
+@jit
+def _bias_gradient_kernel(
+    X, OUT, PAIRS, TOKENS, OFFSETS, SHARE, x_stride, n,
+    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """OUT[e] = sum over the pairs of e of x, or with SHARED of s x of the rows of tokens."""
+    pid = tl.program_id(0)
+    across = tl.cdiv(n, BLOCK_N)
+    expert = pid // across
+    column = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first, end = tl.load(OFFSETS + expert), tl.load(OFFSETS + expert + 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, end, BLOCK_M):
+        place = start + tl.arange(0, BLOCK_M)
+        valid = place < end
+        row, share = place, 1.0
+        if SHARED:
+            pair = tl.load(PAIRS + place, mask=valid, other=0)
+            share = tl.load(SHARE + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+            row = tl.load(TOKENS + place, mask=valid, other=0)
+        at = X + row.to(tl.int64)[:, None] * x_stride + column[None]
+        acc += share * tl.load(at, mask=valid[:, None] & (column < n)[None], other=0.0).to(tl.float32)
+    tl.store(OUT + expert.to(tl.int64) * n + column, tl.sum(acc, 0).to(OUT.dtype.element_ty), mask=column < n)
+
+
+@jit
+def _combine_kernel(Y, IDS, SHARE, OUT, experts, n, top_k, HAS_SHARE: tl.constexpr, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    across = tl.cdiv(n, BLOCK)
+    token = (pid // across).to(tl.int64)
+    column = (pid % across) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(top_k):
+        pair = token * top_k + k
+        expert = tl.load(IDS + pair)
+        known = column < tl.where((expert >= 0) & (expert < experts), n, 0)
+        y = tl.load(Y + pair * n + column, mask=known, other=0.0).to(tl.float32)
+        if HAS_SHARE:
+            y *= tl.load(SHARE + pair).to(tl.float32)
+        total += tl.where(known, y, 0.0)
+    tl.store(OUT + token * n + column, total.to(OUT.dtype.element_ty), mask=column < n)
+
+
+def _options(dtype: torch.dtype) -> dict:
+    """How a product is computed: in tf32 never, as fp32 is meant."""
+    return {"PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": INTERPRET}
+
+
+def _block(x: torch.Tensor, block_n: int) -> dict:
+    """Sizes of the tiles of a product with `block_n` columns in 16 bits, and fewer in fp32.
+
+    Of twelve tiles, 128 x 256 x 64 was the fastest on an H100, and 128 x 128 for two products at once and for gradients
+    of weights: 0.49 to 0.65 of the rate of a dense product at 2,048 rows an expert.
+    """
+    if INTERPRET:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}
+    if x.dtype == torch.float32:
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+    stage = (128 + 256) * 64 * x.element_size()
+    stages = max(1, min(3, shared_memory(x.device) // stage))
+    return {"BLOCK_M": 128, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": 8, "num_stages": stages}
+
+
+def _row_tiles(routing: Routing, block_m: int) -> int:
+    """As many tiles of rows as any distribution over the experts needs."""
+    pairs = routing.pairs.shape[0]
+    return cdiv(pairs, block_m) + min(routing.experts, pairs)
+
+
+def _low(low: Low | None, like: torch.Tensor) -> tuple[list[torch.Tensor], list[int], int, int]:
+    """The two tensors, the strides, the rank and the block of a product of small rank."""
+    if low is None:
+        return [like, like], [0, 0, 0, 0], 0, 0
+    rank = low.rows.shape[1]
+    return [low.rows, low.factor], [low.rows.stride(0), *low.factor.stride()], rank, max(16, next_power_of_2(rank))
+
+
+def _is_even(blocks: dict, n: int, k: int) -> bool:
+    return n % blocks["BLOCK_N"] == 0 and k % blocks["BLOCK_K"] == 0
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, *, gathered: bool, scattered: bool = False,
+    bias: torch.Tensor | None = None, low: Low | None = None, scale: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """(x W + bias + low) * scale (S, N), of x (T, K) if `gathered`, else (S, K), and `weight` (E, K, N) of any strides.
+
+    Rows of the result are those of sorted pairs or, if `scattered`, of pairs.
+    """
+    _, k, n = weight.shape
+    out = torch.empty(routing.pairs.shape[0], n, dtype=x.dtype, device=x.device)
+    blocks = _block(x, 256 if n > 128 else max(16, next_power_of_2(n)))
+    tensors, strides, rank, block_r = _low(low, x)
+    launch(
+        _product_kernel, (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
+        x, weight, out, *routing, x if bias is None else bias, *tensors,
+        x.stride(0), *weight.stride(), *strides, routing.experts, n, k, rank, scale,
+        GATHER=gathered, SCATTER=scattered, HAS_BIAS=bias is not None, EVEN=_is_even(blocks, n, k), BLOCK_R=block_r,
+        BLOCK_E=next_power_of_2(routing.experts), **_options(x.dtype), **blocks,
+    )  # fmt: skip
+    return out
+
+
+def gated_product(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, form: GateForm, bias: torch.Tensor | None, low: Low | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h, a) of sorted pairs: h = x W + bias + low (S, 2 I) and its gate (S, I). x (T, H), `weight` (E, H, 2 I)."""
+    _, k, n = weight.shape
+    n //= 2
+    h = torch.empty(routing.pairs.shape[0], 2 * n, dtype=x.dtype, device=x.device)
+    a = torch.empty(routing.pairs.shape[0], n, dtype=x.dtype, device=x.device)
+    blocks = _block(x, 128)
+    tensors, strides, rank, block_r = _low(low, x)
+    launch(
+        _gated_product_kernel, (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
+        x, weight, h, a, routing.tokens, routing.offsets, x if bias is None else bias, *tensors,
+        x.stride(0), *weight.stride(), *strides, routing.experts, n, k, rank, *form[1:5],
+        ACT=form.act, INTERLEAVED=form.interleaved, HAS_BIAS=bias is not None, EVEN=_is_even(blocks, n, k),
+        BLOCK_R=block_r, BLOCK_E=next_power_of_2(routing.experts), **_options(x.dtype), **blocks,
+    )  # fmt: skip
+    return h, a
+
+
+def gate_gradients(
+    da: torch.Tensor, h: torch.Tensor, share: torch.Tensor, routing: Routing, form: GateForm, reuse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dh, ds) of da (S, I) and h (S, 2 I) of sorted pairs, and of the shares (T * K,): ds (T * K,) in fp32.
+
+    `da` is written over with the gate's value times the pair's share. With `reuse`, dh lies over h.
+    """
+    dh = h if reuse else torch.empty_like(h)
+    rows, n = da.shape
+    d_share = torch.zeros(rows, dtype=torch.float32, device=h.device)  # ids outside [0, E) keep the 0
+    block_m = 16
+    launch(
+        _gate_gradients_kernel, (cdiv(rows, block_m),),
+        da, h, dh, share, d_share, routing.pairs, routing.offsets, routing.experts, n, *form[1:5],
+        ACT=form.act, INTERLEAVED=form.interleaved, BLOCK_M=block_m, BLOCK_N=min(256, next_power_of_2(n)),
+    )  # fmt: skip
+    return dh, d_share
+
+
+def weight_gradient(
+    left: torch.Tensor, right: torch.Tensor, like: torch.Tensor, routing: Routing, *, gathered: str, scale: float = 1.0
+) -> torch.Tensor:
+    """The gradient (E, M, N) of a weight: for each expert the sum of left^T right over its pairs, times `scale`.
+
+    Args:
+        left (`torch.Tensor`): (T, M) if `gathered` is `"left"`, else rows of sorted pairs (S, M).
+        right (`torch.Tensor`): (T, N) if `gathered` is `"right"`, else (S, N).
+        like (`torch.Tensor`): The weight (E, M, N), whose strides and dtype the gradient has.
+        routing (`Routing`): Which pairs are whose.
+        gathered (`str`): Which of the two is of tokens: `"left"`, `"right"` or `"none"`.
+        scale (`float`, *optional*, defaults to 1.0): A factor of the sum.
+    """
+    if like.stride(1) == 1 and like.stride(2) != 1:  # rows of the kernel's result are contiguous
+        other = {"left": "right", "right": "left"}.get(gathered, gathered)
+        return weight_gradient(right, left, like.mT, routing, gathered=other, scale=scale).mT
+    experts, m, n = like.shape
+    out = torch.empty_like(like)
+    blocks = _block(left, min(128, max(16, next_power_of_2(n))))
+    if not INTERPRET and m < blocks["BLOCK_M"]:
+        blocks["BLOCK_M"] = max(16, next_power_of_2(m))
+    launch(
+        _weight_gradient_kernel, (experts * cdiv(m, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
+        left, right, out, routing.tokens, routing.offsets, left.stride(0), right.stride(0), *out.stride(), m, n,
+        scale, GATHER_L=gathered == "left", GATHER_R=gathered == "right",
+        EVEN=m % blocks["BLOCK_M"] == 0 and n % blocks["BLOCK_N"] == 0, **_options(left.dtype), **blocks,
+    )  # fmt: skip
+    return out
+
+
+def bias_gradient(
+    x: torch.Tensor, like: torch.Tensor, routing: Routing, share: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The gradient (E, N) of a bias: the sum of the rows (S, N) of each expert or, with `share` (T * K,), of those of
+    tokens (T, N) times their shares."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    n = like.shape[1]
+    block_m, block_n = (16, 16) if INTERPRET else (32, 128)
+    launch(
+        _bias_gradient_kernel, (routing.experts * cdiv(n, block_n),),
+        x, out, *routing, x if share is None else share, x.stride(0), n,
+        SHARED=share is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+    )  # fmt: skip
+    return out
+
+
+def combine(
+    y: torch.Tensor, expert_ids: torch.Tensor, experts: int, share: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """out (T, N) of `dtype`: the sum over k of the pairs (T * K, N), times their shares (T * K,) if there are any."""
+    tokens, top_k = expert_ids.shape
+    n = y.shape[1]
+    out = torch.empty(tokens, n, dtype=dtype, device=y.device)
+    block = min(2048, next_power_of_2(n))
+    launch(
+        _combine_kernel, (tokens * cdiv(n, block),),
+        y, expert_ids, y if share is None else share, out, experts, n, top_k,
+        HAS_SHARE=share is not None, BLOCK=block,
+    )  # fmt: skip
+    return out

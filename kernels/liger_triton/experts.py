@@ -1,0 +1,271 @@
+"""A block of routed, gated experts as one operation: out[t] = sum over k of s[t, k] * expert e[t, k] of x[t].
+
+    h = x W[e] + b[e]          (2 I) gate and up, halves or even and odd columns
+    a = gate(h)                (I)   see `gates.py`
+    y = a V[e] + c[e]          (H)
+    out[t] = sum over k of s[t, k] y[t, k]
+
+    da = V dout, of the token;  ds = da . a + dout . c;  dh = gate'(h, s da)
+    dV = (s a)^T dout,  dW = x^T dh,  dx[t] = sum over k of W dh[t, k],  dc = sum of s dout,  db = sum of dh
+
+    a LoRA     W + scaling B A and V + scaling B A take the places of W and V; their sum is never formed
+
+Shapes  x (T, H), ids and s (T, K), W (E, 2 I, H), V (E, H, I), b (E, 2 I), c (E, H); transposed: W (E, H, 2 I), V
+        (E, I, H). A of a LoRA (E, r, in), B (E, out, r), of any strides. S = T * K pairs.
+Dtypes  bf16, fp16, fp32; s in any of them. h, a and y are rounded once each, and products, sums over K and the gradient
+        of s accumulate in fp32.
+Bytes   b per element. Rows of x and dout are gathered inside the loads of a product, where a copy takes 2 S H b each.
+        Kept for backward: x, s, h, and r numbers a pair of a LoRA. Not a, which is the gate of h, and no y, because the
+        gradient of s is a dot product of what the backward pass has anyway.
+Exactness  No atomics: the same inputs give the same bits. Ids outside [0, E) take no part, and their s gets a gradient
+        of 0.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from . import reference
+from ._autograd import graph_is_kept, once_differentiable
+from ._dispatch import is_wrapped, kernel_op, runs_triton
+from ._launch import check_in
+from ._routed import (
+    GateForm,
+    Low,
+    Routing,
+    bias_gradient,
+    combine,
+    gate_gradients,
+    gated_product,
+    product,
+    route,
+    weight_gradient,
+)
+from .gates import UNCHANGED
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+_INPUTS = ("x", "share", "w", "v", "b", "c", "a_w", "b_w", "a_v", "b_v")
+
+
+class ExpertLoRA(NamedTuple):
+    """A LoRA on one matrix of each expert: W[e] + scaling * lora_b[e] lora_a[e].
+
+    Attributes:
+        lora_a (`torch.Tensor`): (E, r, in).
+        lora_b (`torch.Tensor`): (E, out, r).
+        scaling (`float`): The factor of their product.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    scaling: float
+
+
+@kernel_op("experts_fwd")
+def _forward(
+    x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor | None,
+    c: torch.Tensor | None, a_w: torch.Tensor | None, b_w: torch.Tensor | None, a_v: torch.Tensor | None,
+    b_v: torch.Tensor | None, act: str, limit: float, alpha: float, up_offset: float, gate_scale: float,
+    interleaved: bool, scale_w: float, scale_v: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """[out, h, x A of the LoRA on W (empty without one), and the three tensors of the routing]"""
+    form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
+    routing = route(ids, w.shape[0])
+    low_w = None if a_w is None else Low(product(x, a_w, routing, gathered=True, scale=scale_w), b_w)
+    h, a = gated_product(x, w, routing, form, b, low_w)
+    low_v = None if a_v is None else Low(product(a, a_v, routing, gathered=False, scale=scale_v), b_v)
+    y = product(a, v, routing, gathered=False, scattered=True, bias=c, low=low_v)
+    out = combine(y, ids, w.shape[0], share, x.dtype)
+    return [out, h, x.new_empty(0) if low_w is None else low_w.rows, *routing]
+
+
+@_forward.register_fake
+def _(x, ids, share, w, v, b, c, a_w, *rest):
+    pairs = ids.numel()
+    places = [ids.new_empty(size, dtype=torch.int32) for size in (pairs, pairs, w.shape[0] + 1)]
+    rows_w = x.new_empty(0) if a_w is None else x.new_empty(pairs, a_w.shape[2])
+    return [torch.empty_like(x), x.new_empty(pairs, w.shape[2]), rows_w, *places]
+
+
+@kernel_op("experts_bwd")
+def _backward(
+    dout: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, w: torch.Tensor, v: torch.Tensor,
+    b: torch.Tensor | None, c: torch.Tensor | None, a_w: torch.Tensor | None, b_w: torch.Tensor | None,
+    a_v: torch.Tensor | None, b_v: torch.Tensor | None, h: torch.Tensor, rows_w: torch.Tensor, pairs: torch.Tensor,
+    tokens: torch.Tensor, offsets: torch.Tensor, needed: list[bool], act: str, limit: float, alpha: float,
+    up_offset: float, gate_scale: float, interleaved: bool, scale_w: float, scale_v: float, reuse: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The gradients of `_INPUTS`, empty where none is `needed`. With `reuse`, h is written over."""
+    form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
+    routing, needs, found, low = Routing(pairs, tokens, offsets), dict(zip(_INPUTS, needed, strict=True)), {}, None
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    if a_v is not None:
+        low = Low(product(dout, b_v.mT, routing, gathered=True, scale=scale_v), a_v.mT)
+    a = product(dout, v.mT, routing, gathered=True, low=low)  # da, which the gate writes over
+    dh, d_share = gate_gradients(a, h, share, routing, form, reuse)
+    if needs["share"]:
+        d_share = d_share if c is None else d_share + _bias_shares(dout, c, ids)
+        found["share"] = d_share.view(share.shape).to(share.dtype)
+    if needs["v"]:
+        found["v"] = weight_gradient(a, dout, v, routing, gathered="right")
+    if needs["c"]:
+        found["c"] = bias_gradient(dout, c, routing, share)
+    if needs["b_v"]:
+        rows = product(a, a_v, routing, gathered=False, scale=scale_v)
+        found["b_v"] = weight_gradient(rows, dout, b_v, routing, gathered="right")
+    if needs["a_v"]:
+        found["a_v"] = weight_gradient(a, low.rows, a_v, routing, gathered="none")
+    del a, low
+    low = None if a_w is None else Low(product(dh, b_w.mT, routing, gathered=False, scale=scale_w), a_w.mT)
+    if needs["b_w"]:
+        found["b_w"] = weight_gradient(rows_w, dh, b_w, routing, gathered="none")
+    if needs["a_w"]:
+        found["a_w"] = weight_gradient(x, low.rows, a_w, routing, gathered="left")
+    if needs["w"]:
+        found["w"] = weight_gradient(x, dh, w, routing, gathered="left")
+    if needs["b"]:
+        found["b"] = bias_gradient(dh, b, routing)
+    if needs["x"]:
+        dx = product(dh, w.mT, routing, gathered=False, scattered=True, low=low)
+        found["x"] = combine(dx, ids, routing.experts, None, x.dtype)
+    return [found.get(name, x.new_empty(0)) for name in _INPUTS]
+
+
+@_backward.register_fake
+def _(dout, x, ids, share, w, v, b, c, a_w, b_w, a_v, b_v, h, rows_w, pairs, tokens, offsets, needed, *rest):
+    inputs = (x, share, w, v, b, c, a_w, b_w, a_v, b_v)
+    return [torch.empty_like(t) if need else x.new_empty(0) for t, need in zip(inputs, needed, strict=True)]
+
+
+class _Experts(torch.autograd.Function):
+    """Weights come as (E, in, out), and so do the factors of a LoRA: A (E, in, r), B (E, r, out)."""
+
+    @staticmethod
+    def forward(ctx, x, ids, *rest):
+        out, h, rows_w, *routing = _forward(x, ids, *rest)
+        ctx.save_for_backward(x, ids, *rest[:9], h, rows_w, *routing)
+        ctx.form = rest[9:]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:11]]
+        reuse = not torch.compiler.is_compiling() and not graph_is_kept()
+        grads = _backward(dout, *ctx.saved_tensors, needed, *ctx.form, reuse)
+        dx, *others = (grad if need else None for grad, need in zip(grads, needed, strict=True))
+        return dx, None, *others, *[None] * 8
+
+
+def _bias_shares(dout: torch.Tensor, c: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """dout . c of each pair (T * K,), in fp32: what the bias of the down projection adds to the gradient of s."""
+    all_experts = (dout @ c.to(dout.dtype).t()).float()
+    known = (ids >= 0) & (ids < c.shape[0])
+    return all_experts.gather(1, torch.where(known, ids, 0)).masked_fill(~known, 0).view(-1)
+
+
+def _check(
+    hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    transposed: bool, biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    loras: tuple[ExpertLoRA | None, ExpertLoRA | None],
+) -> None:  # fmt: skip
+    """ValueError unless the shapes belong together."""
+    if gate_up.ndim != 3 or down.ndim != 3:
+        raise ValueError(f"gate_up is {tuple(gate_up.shape)}, down {tuple(down.shape)}; expected three dimensions.")
+    (experts, width, two), (_, inner, out) = (t.shape if transposed else t.mT.shape for t in (gate_up, down))
+    if two != 2 * inner or down.shape[0] != experts or out != width:
+        stored = "(E, H, 2 I) and (E, I, H)" if transposed else "(E, 2 I, H) and (E, H, I)"
+        raise ValueError(f"gate_up is {tuple(gate_up.shape)}, down {tuple(down.shape)}; expected {stored}.")
+    if hidden.ndim != 2 or hidden.shape[1] != width:
+        raise ValueError(f"hidden is {tuple(hidden.shape)}; expected (T, {width}), the width of gate_up.")
+    if expert_ids.shape != weights.shape or expert_ids.ndim != 2 or expert_ids.shape[0] != hidden.shape[0]:
+        raise ValueError(
+            f"expert_ids is {tuple(expert_ids.shape)}, weights {tuple(weights.shape)}; expected both "
+            f"({hidden.shape[0]}, K), for as many tokens as hidden has."
+        )
+    for name, bias, size in zip(("gate_up_bias", "down_bias"), biases, (two, out), strict=True):
+        if bias is not None and tuple(bias.shape) != (experts, size):
+            raise ValueError(f"{name} is {tuple(bias.shape)}; expected ({experts}, {size}).")
+    for name, lora, sizes in zip(("gate_up_lora", "down_lora"), loras, ((width, two), (inner, out)), strict=True):
+        if lora is not None:
+            rank = lora.lora_a.shape[1]
+            if tuple(lora.lora_a.shape) != (experts, rank, sizes[0]) or tuple(lora.lora_b.shape) != (
+                experts, sizes[1], rank
+            ):  # fmt: skip
+                raise ValueError(
+                    f"{name} has lora_a {tuple(lora.lora_a.shape)} and lora_b {tuple(lora.lora_b.shape)}; expected "
+                    f"({experts}, r, {sizes[0]}) and ({experts}, {sizes[1]}, r)."
+                )
+
+
+def experts(
+    hidden: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    gate_scale: float = 1.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+    gate_up_lora: ExpertLoRA | None = None,
+    down_lora: ExpertLoRA | None = None,
+) -> torch.Tensor:
+    """The sum over a token's K experts of their gated MLPs, each times its routing weight. Nothing waits for the GPU.
+
+    Args:
+        hidden (`torch.Tensor`): (T, H); bf16, fp16 or fp32 (float64: the PyTorch twin). It is cast to the dtype of
+            `gate_up`, in which everything is computed, as the grouped products of transformers do.
+        expert_ids (`torch.Tensor`): (T, K), integers. Pairs with an id outside [0, E) count as 0.
+        weights (`torch.Tensor`): (T, K), floating point: the routing weights.
+        gate_up (`torch.Tensor`): (E, 2 I, H), or (E, H, 2 I) if `transposed`.
+        down (`torch.Tensor`): (E, H, I), or (E, I, H) if `transposed`; dtype of `gate_up`.
+        gate_up_bias, down_bias (`torch.Tensor`, *optional*): (E, 2 I) and (E, H).
+        activation (`str`, *optional*, defaults to `"silu"`): `"silu"`, `"gelu_tanh"` or `"gelu"`.
+        limit, alpha, up_offset, gate_scale: As in `swiglu`; with other than the defaults `activation` must be "silu".
+        interleaved (`bool`, *optional*, defaults to `False`): Gate and up are the even and odd outputs of `gate_up`, as
+            in gpt-oss, and not its halves.
+        transposed (`bool`, *optional*, defaults to `False`): How the weights are stored.
+        gate_up_lora, down_lora (`ExpertLoRA`, *optional*): A LoRA on either, cast to the dtype of `gate_up`.
+
+    Returns:
+        `torch.Tensor`: (T, H), contiguous, in the dtype of `hidden`; differentiable in all floating-point inputs.
+
+    Raises:
+        ValueError: Shapes do not belong together, `activation` is unknown, or `limit` is not above 0.
+    """
+    _check(hidden, expert_ids, weights, gate_up, down, transposed, (gate_up_bias, down_bias), (gate_up_lora, down_lora))
+    check_in("activation", activation, ACTIVATIONS)
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit is {limit}; expected a number above 0, or None for no limit.")
+    numbers = (math.inf if limit is None else float(limit), float(alpha), float(up_offset), float(gate_scale))
+    if numbers != UNCHANGED and activation != "silu":
+        raise ValueError(f"activation is {activation!r}, which has no limit, alpha, up_offset or gate_scale.")
+    dtype = gate_up.dtype
+    x = hidden.to(dtype)
+    loras = [
+        lora if lora is None else ExpertLoRA(lora.lora_a.to(dtype), lora.lora_b.to(dtype), lora.scaling)
+        for lora in (gate_up_lora, down_lora)
+    ]
+    others = (gate_up_bias, down_bias, *(t for lora in loras if lora is not None for t in lora[:2]))
+    if not runs_triton(x, gate_up, down, weights, *others) or expert_ids.numel() == 0 or is_wrapped(expert_ids):
+        out = reference.experts(
+            x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, limit=limit,
+            alpha=alpha, up_offset=up_offset, gate_scale=gate_scale, interleaved=interleaved, transposed=transposed,
+            gate_up_lora=loras[0], down_lora=loras[1],
+        )  # fmt: skip
+        return out.to(hidden.dtype)
+    form = (activation if numbers == UNCHANGED else "clamped", *numbers, interleaved)
+    w, v = (gate_up, down) if transposed else (gate_up.mT, down.mT)
+    factors = [t for lora in loras for t in ((None, None) if lora is None else (lora.lora_a.mT, lora.lora_b.mT))]
+    scales = [0.0 if lora is None else float(lora.scaling) for lora in loras]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    given = expert_ids.contiguous(), weights.contiguous()
+    return _Experts.apply(x, *given, w, v, gate_up_bias, down_bias, *factors, *form, *scales).to(hidden.dtype)

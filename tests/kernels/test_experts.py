@@ -1,0 +1,176 @@
+import pytest
+import torch
+
+from liger_triton import reference
+from liger_triton.experts import ExpertLoRA, experts
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16 if torch.cuda.is_available() else torch.float16,
+]  # the interpreter truncates bf16
+GPT_OSS = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleaved": True, "transposed": True}
+FORMS = {
+    "qwen": {},
+    "gpt-oss": GPT_OSS,
+    "transposed": {"transposed": True},
+    "interleaved": {"interleaved": True, "activation": "gelu_tanh"},
+    "gelu": {"activation": "gelu"},
+}
+
+
+def inputs(
+    device, dtype, tokens=37, hidden=40, inner=24, experts=5, top_k=3, transposed=False, bias=False, rank=0, **_
+):
+    """With five experts, expert 1 gets no token."""
+
+    def randn(*shape, scale=1.0):
+        return (scale * torch.randn(*shape)).to(device, dtype).requires_grad_()
+
+    scores = torch.randn(tokens, experts)
+    if experts > top_k + 1:
+        scores[:, 1] = -torch.inf
+    values, ids = scores.topk(top_k)
+    x = randn(tokens, hidden)
+    shares = values.softmax(-1).to(device).requires_grad_()
+    w, v = randn(experts, 2 * inner, hidden, scale=hidden**-0.5), randn(experts, hidden, inner, scale=inner**-0.5)
+    if transposed:
+        w, v = (t.detach().mT.contiguous().requires_grad_() for t in (w, v))
+    biases = [randn(experts, 2 * inner), randn(experts, hidden)] if bias else [None, None]
+    loras = [randn(experts, rank, hidden), randn(experts, 2 * inner, rank), randn(experts, rank, inner),
+             randn(experts, hidden, rank)] if rank else []  # fmt: skip
+    return ids.to(device), [x, shares, w, v, *biases, *loras]
+
+
+def call(function, ids, options):
+    def run(x, shares, w, v, b, c, *loras):
+        named = dict(options)
+        if loras:
+            named["gate_up_lora"] = ExpertLoRA(*loras[:2], 0.5)
+            named["down_lora"] = ExpertLoRA(*loras[2:], 2.0)
+        return function(x, ids, shares, w, v, b, c, **named)
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("rank", [pytest.param(0, id="plain"), pytest.param(3, id="lora")])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_matches_float64(options, rank, bias, dtype, device, check_close):
+    ids, given = inputs(device, dtype, bias=bias, rank=rank, **options)
+    check_close(call(experts, ids, options), call(reference.experts, ids, options), given)
+
+
+def small(device, dtype=torch.float32, **options):
+    ids, given = inputs(device, dtype, tokens=5, hidden=16, inner=8, experts=4, top_k=2, **options)
+    return ids, given
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda ids: torch.full_like(ids, 2), id="all-tokens-to-one-expert"),
+        pytest.param(lambda ids: torch.where(ids == 0, 4, ids), id="an-id-beyond-the-last-expert"),
+        pytest.param(lambda ids: torch.where(ids == 0, -1, ids), id="a-negative-id"),
+        pytest.param(lambda ids: torch.full_like(ids, 9), id="no-expert-at-all"),
+        pytest.param(lambda ids: ids.int(), id="int32"),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_unusual_ids(change, bias, device, check_close):
+    ids, given = small(device, bias=bias)
+    ids = change(ids)
+    check_close(call(experts, ids, {}), call(reference.experts, ids, {}), given)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"tokens": 1, "experts": 3, "top_k": 3}, id="one-token-all-experts"),
+        pytest.param({"tokens": 40, "experts": 1, "top_k": 1}, id="one-expert"),
+        pytest.param({"tokens": 9, "experts": 70, "top_k": 2, "hidden": 8, "inner": 8}, id="more-experts-than-pairs"),
+    ],
+)
+def test_sizes(sizes, device, check_close):
+    ids, given = inputs(device, torch.float32, **sizes)
+    check_close(call(experts, ids, {}), call(reference.experts, ids, {}), given)
+
+
+def test_no_tokens(device):
+    ids, given = inputs(device, torch.float32, tokens=0)
+    y = call(experts, ids, {})(*given)
+    assert y.shape == (0, 40)
+    y.sum().backward()
+
+
+def test_only_what_is_trained_gets_a_gradient(device, triton_only):
+    """Of frozen weights nothing is computed, and of a LoRA on them all is."""
+    ids, given = small(device, rank=3)
+    frozen = [t if t is None or i not in (2, 3) else t.detach() for i, t in enumerate(given)]
+    y = call(experts, ids, {})(*frozen)
+    dy = torch.randn_like(y)
+    want = torch.autograd.grad(call(experts, ids, {})(*given), [t for t in given if t is not None], dy)
+    y.backward(dy)
+    got = [t.grad for t in frozen if t is not None]
+    assert [g is None for g in got] == [False, False, True, True, False, False, False, False]
+    for a, b in zip(got, want, strict=True):
+        assert a is None or torch.equal(a, b)
+
+
+def test_kept_and_repeated(device, triton_only):
+    """What is kept are the inputs and h, and a second backward pass over a kept graph gives the same gradients."""
+    ids, given = small(device)
+    x, shares, w, v, *_ = given
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = experts(x, ids, shares, w, v)
+    own = {t.untyped_storage().data_ptr() for t in (x, ids, shares, w, v)}
+    others = [t for t in kept if t.is_floating_point() and t.untyped_storage().data_ptr() not in own and t.numel()]
+    assert [tuple(t.shape) for t in others] == [(10, 16)]
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, (x, shares, w, v), dy, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(y, (x, shares, w, v), dy), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_upstream_strides(device, check_upstream_strides):
+    ids, given = small(device)
+    check_upstream_strides(lambda x, shares, w, v: experts(x, ids, shares, w, v), given[:4])
+
+
+def test_compiled(device, check_compiled, triton_only):
+    ids, given = small(device, rank=3, bias=True)
+    check_compiled(call(experts, ids, {}), given)
+
+
+def test_hidden_of_another_dtype(device):
+    """As transformers' grouped products: computed in the dtype of the weights, and returned in that of hidden."""
+    ids, (x, shares, w, v, *_) = small(device, torch.float16)
+    y = experts(x.float(), ids, shares, w, v)
+    assert y.dtype == torch.float32 and torch.equal(y, experts(x, ids, shares, w, v).float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate_up": (4, 10, 16)}, r"expected \(E, 2 I, H\) and \(E, H, I\)"),
+        ({"hidden": (5, 15)}, r"hidden is \(5, 15\); expected \(T, 16\)"),
+        ({"expert_ids": (5, 3)}, r"expert_ids is \(5, 3\), weights \(5, 2\); expected both \(5, K\)"),
+        ({"gate_up_bias": (4, 8)}, r"gate_up_bias is \(4, 8\); expected \(4, 16\)"),
+    ],
+)
+def test_bad_shapes(change, message):
+    shapes = {"hidden": (5, 16), "expert_ids": (5, 2), "weights": (5, 2), "gate_up": (4, 16, 16), "down": (4, 16, 8)}
+    given = {name: torch.zeros(shape) for name, shape in (shapes | change).items()}
+    with pytest.raises(ValueError, match=message):
+        experts(**given)
+
+
+def test_bad_options():
+    ids, (x, shares, w, v, *_) = small("cpu")
+    with pytest.raises(ValueError, match="activation is 'relu'; expected one of 'silu', 'gelu_tanh', 'gelu'"):
+        experts(x, ids, shares, w, v, activation="relu")
+    with pytest.raises(ValueError, match="limit is 0; expected a number above 0"):
+        experts(x, ids, shares, w, v, limit=0)
+    with pytest.raises(ValueError, match="activation is 'gelu', which has no limit"):
+        experts(x, ids, shares, w, v, activation="gelu", limit=7.0)

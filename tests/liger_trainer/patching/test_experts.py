@@ -1,0 +1,211 @@
+"""Blocks of experts as one operation, beside the model's own code, and PEFT's LoRA on their parameters."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from side_by_side import assert_same_step, model_of, step
+from tiny_models import tiny_model
+from transformers.integrations import moe
+
+from liger_trainer import apply_liger
+from liger_trainer.instance.binding import Binding
+from liger_trainer.patching import experts as patterns
+
+IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
+PLAIN = ("sdpa", "kept", "fp32")
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def blocks(model):
+    return [module for module in model.modules() if patterns.nominated(module)]
+
+
+def with_implementation(name):
+    def wrap(model):
+        model.set_experts_implementation(name)
+        return model
+
+    return wrap
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("checkpointing", ["kept", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_step(model_type, checkpointing, implementation):
+    setting = ("eager" if model_type == "gpt_oss" else "sdpa", checkpointing, "fp32")
+    want = step(model_of(setting, model_type, with_implementation(implementation)))
+    model = model_of(setting, model_type, with_implementation(implementation))
+    report = apply_liger(model)
+    assert len(report["experts"].swapped) == len(blocks(model)) > 0 and not report["experts"].skipped
+    assert all(implementation in variant for variant in report["experts"].swapped.values())
+    assert_same_step(step(model), want, "fp32")
+
+
+def lora(parameters, **options):
+    return LoraConfig(r=3, lora_alpha=5, target_parameters=parameters, init_lora_weights=False, **options)
+
+
+def adapted(parameters=BOTH, **options):
+    def wrap(model):
+        torch.manual_seed(3)
+        model = get_peft_model(model, lora(parameters, target_modules=["q_proj"], **options))
+        return model
+
+    return wrap
+
+
+def count_calls(monkeypatch):
+    """The LoRAs of each call of our operation."""
+    seen, own = [], patterns.experts
+    monkeypatch.setattr(patterns, "experts", lambda *args, **named: seen.append(named) or own(*args, **named))
+    return seen
+
+
+@pytest.mark.parametrize("parameters", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_adapters_on_experts(model_type, parameters, monkeypatch):
+    """The gradients of PEFT, of the adapters and of all that is before them, without W + B A."""
+    setting = ("eager" if model_type == "gpt_oss" else "sdpa", "kept", "fp32")
+    wrap = adapted(parameters, rank_pattern={"down_proj": 2}, alpha_pattern={"down_proj": 7})
+    want = step(model_of(setting, model_type, wrap))
+    model = model_of(setting, model_type, wrap)
+    report = apply_liger(model)
+    assert not report["lora"].skipped and not report["experts"].skipped
+    seen = count_calls(monkeypatch)
+    assert_same_step(step(model), want, "fp32")
+    given = {name for call in seen for name in ("gate_up_lora", "down_lora") if call[name] is not None}
+    assert len(seen) == len(blocks(model)) and len(given) == len(parameters)
+
+
+def two_adapters(model):
+    model = adapted()(model)
+    torch.manual_seed(4)
+    model.add_adapter("second", lora(BOTH, target_modules=["q_proj"]))
+    return model
+
+
+STATES = {
+    "second": lambda model: model.set_adapter("second"),
+    "both": lambda model: model.base_model.set_adapter(["default", "second"]),
+    "merged": lambda model: model.merge_adapter(["default"]),
+    "unmerged": lambda model: (model.merge_adapter(), model.unmerge_adapter()),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+}
+
+
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES)
+def test_adapters_switched_after_the_swap(change):
+    want, got = model_of(PLAIN, "qwen3_moe", two_adapters), model_of(PLAIN, "qwen3_moe", two_adapters)
+    apply_liger(got)
+    for model in (want, got):
+        change(model)
+        for name, p in model.named_parameters():
+            p.requires_grad_("lora" in name)
+    outcomes = [model(**batch_of(model)).logits for model in (got, want)]
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
+    grads = []
+    for logits, model in zip(outcomes, (got, want), strict=True):
+        if logits.requires_grad:
+            logits.square().sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=1e-4 * grads[1][name].abs().max().item())
+
+
+def batch_of(model):
+    torch.manual_seed(5)
+    return {"input_ids": torch.randint(0, model.config.vocab_size, (2, 9))}
+
+
+def hook_on_expert_block(model):
+    blocks(model)[0].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def hook_on_adapter(model):
+    next(m for m in model.modules() if patterns.is_wrapper(m)).lora_A["default"].register_forward_hook(print)
+
+
+def other_implementation(model):
+    model.get_base_model().set_experts_implementation("eager")
+
+
+def registered_anew(model):
+    moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", doubled)
+
+
+def doubled(self, *args):
+    return 2 * moe.grouped_mm_experts_forward(self, *args)
+
+
+def other_factors(model, monkeypatch):
+    own = ParamWrapper.get_delta_factors
+
+    def doubled_factors(self, name):
+        left, right, scaling = own(self, name)
+        return 2 * left, right, scaling
+
+    monkeypatch.setattr(ParamWrapper, "get_delta_factors", doubled_factors)
+
+
+def another_activation(model):
+    blocks(model)[0].act_fn = torch.nn.ReLU()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hook_on_expert_block, hook_on_adapter, other_implementation, registered_anew, another_activation, other_factors],
+)
+def test_what_users_change_is_heeded(change, monkeypatch):
+    """A hook, another implementation, another function of that name: the stock model's loss and gradients."""
+    try:
+        models = [model_of(PLAIN, "qwen3_moe", adapted()) for _ in range(2)]
+        apply_liger(models[0])
+        for model in models[: 1 if change is other_factors else 2]:
+            change(*(model, monkeypatch)[: change.__code__.co_argcount])
+        assert_same_step(step(models[0]), step(models[1]), "fp32")
+    finally:
+        moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)
+
+
+def test_copies_run_their_own_weights():
+    model = tiny_model("qwen3_moe").train()
+    apply_liger(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for block in blocks(twin):
+            block.down_proj.mul_(2)
+    assert all(Binding.of(block) is not None for block in blocks(twin))
+    assert not torch.equal(twin(**batch_of(twin)).logits, model(**batch_of(model)).logits)
+
+
+def test_frozen_experts_keep_no_weight_gradient():
+    """With adapters on the attention alone."""
+    model = model_of(PLAIN, "qwen3_moe", lambda model: get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+    apply_liger(model)
+    _, grads = step(model)
+    assert grads and not any("experts" in name for name in grads)
+
+
+def test_another_layout_is_not_proven(monkeypatch):
+    """Ranks with experts slowest in B, as one library had them for months, are another operation."""
+    model = model_of(PLAIN, "qwen3_moe", adapted())
+    monkeypatch.setattr(
+        patterns, "_factors", lambda a, b, e: (a.unflatten(0, (e, -1)), b.unflatten(1, (e, -1)).movedim(1, 0))
+    )
+    report = apply_liger(model)
+    assert set(report["lora"].skipped.values()) == {"it is not the weighted sum of experts with W + s B A"}
+
+
+def test_an_implementation_of_the_users_is_left_alone():
+    try:
+        model = tiny_model("qwen3_moe")
+        registered_anew(model)
+        report = apply_liger(model)
+        assert len(report["experts"].skipped) == 2 and not report["experts"].swapped
+        assert len(report["swiglu"].swapped) == 2, "the gate is swapped all the same"
+    finally:
+        moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)
