@@ -15,14 +15,14 @@ _SIZES = {
     "embedding_size": _WIDTH, "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "num_attention_heads": _HEADS,
     "n_head": _HEADS, "n_heads": _HEADS, "num_heads": _HEADS, "num_key_value_heads": 2, "head_dim": _HEAD_DIM,
     "global_head_dim": _HEAD_DIM, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
-    "sliding_window": 4, "attention_chunk_size": 4, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24,
+    "sliding_window": 4, "attention_chunk_size": 4, "floor_scale": 4, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size_per_layer_input": 48,
     "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
+_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
 _MOST_PARAMETERS = 4_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
 
@@ -41,7 +41,8 @@ def small_config(config, **sizes_of_caller: int):
         sizes["num_key_value_heads"] = _HEADS
     if "qk_rope_head_dim" in sizes and "head_dim" in sizes:
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
-    kinds = known.get("layer_types")
+    of_layers = [known[name] for name in ("layer_types", "no_rope_layers") if isinstance(known.get(name), list)]
+    kinds = list(zip(*of_layers, strict=False))
     kept = [0, 1] if not kinds else sorted({kinds.index(kind) for kind in kinds} | {0})
     kept = kept if len(kept) > 1 else [0, 1]
     depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), len(kept))

@@ -3,7 +3,8 @@
 The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
 same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
 all weights must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or
-whose loss counts padding, shows it there.
+whose loss counts padding, shows it there. Where layers have a window, chunks, sinks or a soft cap, rows without padding
+are run too. If they alone agree, they alone take our attention.
 
 Where nothing is installed, packed rows may see each other. Some models keep them apart, others do not, without a word.
 """
@@ -27,6 +28,13 @@ OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
+    "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
+    "sliding window": "sliding windows by PyTorch's varlen kernel",
+    "chunks": "chunks as rows of their own",
+    "sinks": "layers with sinks by PyTorch's varlen kernel",
+    "soft cap": "layers with a soft cap by liger_triton.row_attention",
+}
 _SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
 _PACKED = (7, 5, 11)
 _MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
@@ -54,7 +62,9 @@ def swap(model, report, wanted: dict) -> None:
         part.unsuited[name] = reason
         return
     padding.install(backbone, proven, Place(part, name))
-    part.swapped[name] = "runs on real tokens"
+    runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
+    kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds] if proven.is_local else []
+    part.swapped[name] = "; ".join([runs, *kinds])
 
 
 def remove(model) -> None:
@@ -69,8 +79,9 @@ def _why_not(model, backbone) -> str | None:
     config = model.config
     if head_options(model) is None:
         return "it has no fused LM head, whose forward would see the labels"
-    text = config.get_text_config()
-    if text._attn_implementation != "sdpa":
+    # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
+    text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
+    if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
         return f"attn_implementation is {text._attn_implementation!r}, which stays as it is"
     if config.is_encoder_decoder or type(getattr(backbone, "config", None)) is not type(text):
         return "the model is more than a decoder of text"
@@ -78,7 +89,7 @@ def _why_not(model, backbone) -> str | None:
         return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
-    around = model._modules[model.base_model_prefix]
+    around = padding.base_of(model)
     if around is not backbone and _makes_masks(around):
         return "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
     return masks.why_not_ours(model)
@@ -94,9 +105,10 @@ def _prove(model):
 
     Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
     """
-    around, backbone = model._modules[model.base_model_prefix], padding.backbone_of(model)
+    around, backbone = padding.base_of(model), padding.backbone_of(model)
     subject = model if around is backbone else backbone
-    own, ours = small_copy(subject, probe.SEED), small_copy(subject, probe.SEED)
+    attention = model.config.get_text_config()._attn_implementation
+    own, ours = (small_copy(subject, probe.SEED, attention) for _ in range(2))
     if (reason := why_not_theirs(own)) is not None:
         return None, reason
     if subject is backbone and (reason := foreign_class([model, around])) is not None:
@@ -115,7 +127,9 @@ def _prove(model):
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
     one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
     mixes = _apart(_run(own, one_row), _run(own, within)) is not None
-    proven = padding.Proven(mixes, code_of([*own.modules(), model, around]), own_loss_of(model))
+    kinds: set[str] = set()
+    forwards, reason = code_of([*own.modules(), model, around]), None
+    proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
     padding.install(ours if subject is backbone else padding.backbone_of(ours), proven)
     batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
@@ -125,17 +139,24 @@ def _prove(model):
         with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
         batches += [(what, given, given) for what, given in with_images if given]
     for what, given, beside in batches:
-        if (reason := _differs(ours, given, _run(own, beside), what)) is not None:
-            return None, reason
-    return proven, None
+        reason = reason or _differs(ours, given, _run(own, beside), what, kinds)
+    if proven.is_local:
+        full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        if (differs := _differs(ours, full, _run(own, full), "rows without padding", kinds)) is not None:
+            return None, reason or differs
+    if reason is not None and not proven.is_local:
+        return None, reason
+    return proven._replace(keeps_padding=reason), None
 
 
-def _differs(ours, batch, wanted, what: str) -> str | None:
-    plan = plan_of(ours.config, batch | {"use_cache": False})
+def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:
+    """Name what differs, or return None. Adds to `kinds` what the layers attend by."""
+    plan = plan_of(ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, full=True)
     with padding.running(plan):
         got = _run(ours, batch)
     if plan is None or not plan.used:
         return f"with {what}, its backbone cannot be given real tokens alone"
+    kinds |= plan.rows.kinds
     apart = _apart(got, wanted)
     return None if apart is None else f"with {what}, {apart} from that of the padded batch"
 
@@ -201,7 +222,7 @@ def why_rows_mix(model) -> str | None:
     if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
         return None
     ours = padding.BackboneBinding.of(backbone)
-    if ours is not None and not ours.aside:
+    if ours is not None and not ours.aside and ours.proven.keeps_padding is None:
         return None
     with probe.isolated():
         apart, _ = probe.attempt(_rows_stay_apart, backbone)

@@ -34,14 +34,25 @@ class Proven(NamedTuple):
     """The result of the proof of a model.
 
     Attributes:
+        attention (`str`): The attention of its config.
+        kinds (`set[str]`): What its layers attend by, as `Rows.kinds` has it.
+        keeps_padding (`str` or None): Why only rows without padding go by their lengths, or None.
         mixes (`bool`): Whether the rows of a packed row see each other with the model's own attention.
         forwards (`dict`): The classes of its modules, with their forwards.
         loss (`Callable`): The function that its forward calls for the loss.
     """
 
+    attention: str
+    kinds: set[str]
+    keeps_padding: str | None
     mixes: bool
     forwards: dict[type, Callable]
     loss: Callable
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether there are layers that need more than SDPA does in rows without padding."""
+        return self.kinds != {"causal"}
 
 
 class BackboneBinding(Binding):
@@ -62,7 +73,7 @@ class Plan:
         given (`dict`): The arguments of the call that it was made from.
         rows (`Rows`): The rows of real tokens.
         index (`torch.Tensor`, *optional*): int64 (N,): where in the flattened batch each real token is; None where
-            the batch is one packed row.
+            the batch has no padding.
         reaches_end (`bool`, *optional*, defaults to `True`): Whether there is a real token in the last column.
 
     Attributes:
@@ -85,7 +96,8 @@ class Plan:
         shape, positions = tokens_of(self.given).shape[:2], call.get("position_ids")
         same = call.get("attention_mask") is self.given.get("attention_mask")
         if positions is not self.given.get("position_ids"):
-            same = same and self.leaves_out and positions is not None and positions.shape[1:] == shape
+            known = self.leaves_out or self.rows.full
+            same = same and known and positions is not None and positions.shape[1:] == shape
         others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
         same = same and tokens_of(call).shape[:2] == shape
         return same and not any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in others)  # a count is of no token
@@ -97,7 +109,8 @@ class Plan:
         """
         tokens = tokens_of(call)
         # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
-        mask = torch.ones((1, self.rows.tokens), dtype=torch.long, device=tokens.device)
+        shape = (self.rows.batch, self.rows.tokens // self.rows.batch)
+        mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
         if self.index is None:
             return call | {"attention_mask": mask}
         batch, length = tokens.shape[:2]
@@ -155,13 +168,19 @@ def cache_of(call: dict[str, Any]) -> Any:
     return call.get("past_key_values") if call.get("cache") is None else call["cache"]
 
 
+def base_of(model):
+    """The part of a transformers model before its head, with towers if it has any, or None."""
+    name = getattr(model, "base_model_prefix", "")
+    # The prefix of Llama 4's decoder is that of the model of images.
+    return model._modules.get(name, model._modules.get("model")) if name else None
+
+
 def backbone_of(model):
     """The part of a transformers model before its head, or None.
 
     In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
     """
-    name = getattr(model, "base_model_prefix", "")
-    base = model._modules.get(name) if name else None
+    base = base_of(model)
     config = getattr(base, "config", None)
     if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
         return base
@@ -207,9 +226,9 @@ def install(backbone, proven: Proven, place: Place | None = None) -> None:
     bind(backbone, BackboneBinding(forward, proven, place))
 
 
-def computes_padding(backbone, reason: str) -> None:
+def computes_padding(backbone, reason: str, what: str = "computes padding too") -> None:
     """Say in the log and in the report that a batch goes through `backbone` as it is, and why."""
     bound = BackboneBinding.of(backbone)
     if bound is not None and bound.place is not None:
         bound.place.keeps_its_code(reason)
-    logger.warning_once(f"{type(backbone).__name__} computes padding too: {reason}.")
+    logger.warning_once(f"{type(backbone).__name__} {what}: {reason}.")
