@@ -17,6 +17,7 @@ _PANELS = (
     ("accuracy", ("rewards/accuracies",)),
 )
 _COLORS = ("#d55e00", "#0072b2", "#555555")  # of Okabe and Ito, which every kind of colour blindness tells apart
+_STYLES = ("-", "--", ":")  # equal lines lie on each other
 
 
 def can_draw() -> bool:
@@ -76,8 +77,9 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
 
 
 def _draw_lines(axis: Any, title: str, lines: dict[str, list[tuple[int, float]]]) -> None:
-    for color, (label, line) in zip(_COLORS, lines.items(), strict=False):
-        axis.plot(*zip(*line, strict=True), color=color, label=label, marker="o" if len(line) < 20 else None, ms=3)
+    for color, style, (label, line) in zip(_COLORS, _STYLES, lines.items(), strict=False):
+        marker = "o" if len(line) < 20 else None
+        axis.plot(*zip(*line, strict=True), color=color, linestyle=style, label=label, marker=marker, markersize=3)
     axis.set_title(title, loc="left", fontsize=9)
     axis.set_xlabel("step", fontsize=8)
     axis.grid(axis="y", linewidth=0.4)

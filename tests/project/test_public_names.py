@@ -52,7 +52,7 @@ OWN_OPTIONS = {
 }
 NEWER_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # which older transformers lacks
 COMMANDS = {
-    "train", "recipes", "init", "path", "fit", "verify", "doctor", "merge", "medusa-data", "medusa-eval",
+    "train", "recipes", "init", "path", "fit", "verify", "chat", "compare", "doctor", "merge", "medusa-data", "medusa-eval",
     "medusa-export",
 }  # fmt: skip
 RECIPES = {
