@@ -73,9 +73,8 @@ def _compare(args: argparse.Namespace) -> int:
     for name in (_STOCK, _LIGER, _OURS) if with_liger else (_STOCK, _OURS):
         print(f"{name}: training {steps} steps", file=sys.stderr, flush=True)
         arms.append({"arm": name} | _in_a_process(args.recipe, words, name, steps))
-    errors = {arm.get("error") for arm in arms}
-    if len(errors) == 1 and None not in errors:
-        raise RecipeError(arms[0]["error"])
+    if all("error" in arm for arm in arms):
+        raise RecipeError(" ".join(dict.fromkeys(arm["error"] for arm in arms)))
     from liger_trainer.command.summary import hardware
 
     _note_losses(arms)
@@ -96,11 +95,13 @@ def _in_a_process(recipe: str, words: list[str], arm: str, steps: int) -> dict[s
     """What `_run_arm` returns, or else the last line that its process has written."""
     with tempfile.TemporaryDirectory() as folder:
         path, output = Path(folder, "arm.json"), Path(folder, "output.txt")
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # of several, TRL and transformers use all
         own = ["--arm", arm, "--steps", str(steps), "--json", str(path)]
         with output.open("w") as file:
             done = subprocess.run(
-                [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words], stdout=file, stderr=file
-            )
+                [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+            )  # fmt: skip
         if path.exists():
             return json.loads(path.read_text())
         last = output.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -153,7 +154,7 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     left_out: list[str] = []
     if arm != _OURS:
         if recipe.entry.trainer == "LigerMedusaTrainer":
-            raise RecipeError("no stock trainer trains Medusa heads")
+            raise RecipeError("No stock trainer trains Medusa heads.")
         trainer_class = stock_class(trainer_class)
         recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
     trainer = build_trainer(recipe, sources, [clock], trainer_class)
@@ -161,7 +162,7 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     ran = len(clock.times)
     untimed = min(5, ran // 4) or 1
     if ran <= untimed:
-        raise RecipeError(f"the recipe has {ran} steps, of which none is left to be timed. Compare at least 2 steps.")
+        raise RecipeError(f"Of {ran} steps none is left to be timed. Compare at least 2 steps.")
     seconds = clock.times[-1] - clock.times[untimed - 1]
     tokens = clock.tokens[-1] - clock.tokens[untimed - 1] if clock.tokens else None
     chosen = getattr(trainer, "checkpointing", None)

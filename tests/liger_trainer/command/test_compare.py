@@ -88,6 +88,8 @@ def test_an_arm_that_fails_is_a_row(folder, capsys, monkeypatch):
     arms_of(monkeypatch, stock={"error": "no rows"}, ours={"error": "no rows"})
     code, out, err = command(capsys, "compare", write_recipe(folder))
     assert code == 2 and err.endswith("error: no rows\n"), "the recipe's own mistake, said once"
+    arms_of(monkeypatch, stock={"error": "No stock."}, ours={"error": "No rows."})
+    assert command(capsys, "compare", write_recipe(folder))[2].endswith("error: No stock. No rows.\n")
 
 
 @pytest.mark.parametrize("losses, said", [([2.01, 1.95], False), ([2.03, 1.9], True), ([2.0, 2.1], True)])
@@ -99,10 +101,10 @@ def test_losses_that_differ_are_named(losses, said, folder, capsys, monkeypatch)
 
 def test_medusa_has_no_stock_trainer(folder, capsys):
     path = write_recipe(folder, trainer="medusa")
-    assert arm(capsys, path, "stock") == {"error": "no stock trainer trains Medusa heads"}
+    assert arm(capsys, path, "stock") == {"error": "No stock trainer trains Medusa heads."}
 
 
-@pytest.mark.parametrize("words", [("--steps", "0"), ("--json",), ("--max_stepz", "3")])
+@pytest.mark.parametrize("words", [("--steps", "0"), ("--json",), ("--chart",), ("--max_stepz", "3")])
 def test_mistakes(words, folder, capsys):
     code, _, err = command(capsys, "compare", write_recipe(folder), *words)
     assert code == 2 and words[0] in err
