@@ -33,6 +33,7 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("lora_* use_rslora use_dora load_in_4bit load_in_8bit", "use_peft",
      "use_peft: true (without it, all weights are trained)", _on),
     ("bnb_4bit_* use_bnb_nested_quant", "load_in_4bit", "load_in_4bit: true", _on),
+    ("dataset_stopping_strategy", "dataset_weights", "dataset_weights, such as [3, 1]", _on),
     ("save_steps", "save_strategy", "save_strategy: steps", _by_steps),
     ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _on),
     ("eval_steps", "eval_strategy", "eval_strategy: steps", _by_steps),
@@ -185,7 +186,7 @@ def check_rows(recipe: Any, columns: list[str]) -> None:
             last = "prompt_template: last_turn to learn the last answer of each row, or "
             mend = (
                 f"Set {last if recipe.args.prompt_template == 'none' else ''}assistant_only_loss: true to learn all "
-                "answers, for which the chat template must mark them with {% generation %}."
+                "answers."
             )
         raise RecipeError(
             f"{recipe.path}: completion_only_loss is true, but the rows have {', '.join(columns)} and no completion, "

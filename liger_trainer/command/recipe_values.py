@@ -67,7 +67,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 def list_of(words: list[str]) -> list[Any]:
     """The words after an option that takes a list, which may also be one list as YAML writes it."""
-    text = " ".join(words)
+    text = " ".join(map(str, words))
     if not (text.startswith("[") and text.endswith("]")):
         return words
     try:
