@@ -253,7 +253,7 @@ def test_modules_to_save_that_are_not_there(folder, capsys):
 
 def test_a_chat_template_that_is_not_there(folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder), "--chat_template_path", folder / "nowhere.jinja")
-    assert code == 2 and "nowhere.jinja'; expected a file, or a folder" in err
+    assert code == 2 and "nowhere.jinja', and there is no such file or folder" in err
 
 
 def test_a_metric_that_the_evaluation_does_not_have(folder, capsys):
@@ -278,12 +278,7 @@ def test_completion_only_loss_without_completions(folder, capsys):
     code, _, err = command(capsys, "train", path)
     assert code == 2 and "completion_only_loss is true" in err
     assert "Set prompt_template: last_turn to learn the last answer of each row, or assistant_only_loss: true" in err
-    assert "the chat template must mark them with {% generation %}" in err
     (folder / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
-    path = write_recipe(folder, prompt_template="none", assistant_only_loss=True)
-    code, _, err = command(capsys, "train", path)
-    assert code == 2 and "The chat template is not training-compatible" in err
-    assert "Or remove assistant_only_loss, and set prompt_template: last_turn" in err
     code, _, err = command(capsys, "train", write_recipe(folder, prompt_template="last_turn"))
     assert code == 0, err
     shutil.rmtree(folder / "out")
