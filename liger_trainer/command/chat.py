@@ -31,7 +31,8 @@ _MARKING = """\
         {%- set before_ = rendered_(messages[:loop.index0], true) -%}
         {%- set after_ = rendered_(messages[:loop.index], false) -%}
         {%- if not (before_.startswith(so_far_.text) and after_.startswith(before_)) -%}
-            {{- raise_exception("before message " ~ loop.index0 ~ " (" ~ (message['content'] | string)[:60] ~ "), REFUSAL") -}}
+            {%- set named_ = loop.index0 ~ " (" ~ (message['content'] | string)[:60] ~ ")" -%}
+            {{- raise_exception("before message " ~ named_ ~ ", REFUSAL") -}}
         {%- endif -%}
         {{- before_[so_far_.text | length:] -}}
         {%- generation -%}{{- after_[before_ | length:] -}}{%- endgeneration -%}
@@ -46,8 +47,8 @@ _MARKING = """\
 """
 _REFUSAL = (
     "the chat template renders turns in another way than where they are the last ones, so that assistant_only_loss "
-    "cannot tell the answers apart. Write {% generation %}{{ message['content'] }}{% endgeneration %} where a copy of the "
-    "template has an answer, and set chat_template_path to the copy. Or remove assistant_only_loss, and set "
+    "cannot tell the answers apart. Write {% generation %}{{ message['content'] }}{% endgeneration %} where a copy of "
+    "the template has an answer, and set chat_template_path to the copy. Or remove assistant_only_loss, and set "
     "prompt_template: last_turn to learn the last answer of each row"
 )
 

@@ -286,8 +286,23 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[
         others = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
         rows = rows.remove_columns(sorted(others))
     rows = _without_other_prompt(rows, needed)
+    if getattr(rows.features.get("tools"), "dtype", None) == "string":
+        rows = rows.map(_read_tools, with_indices=True, desc="Reading the tools")
     check_rows(rows, needed)
     return rows
+
+
+def _read_tools(row: dict, index: int) -> dict[str, str]:
+    """`tools` as TRL reads it, the JSON of a list, which is empty where there is no text. RecipeError if it is none."""
+    text = (row["tools"] or "").strip() or "[]"
+    try:
+        if isinstance(json.loads(text), list):
+            return {"tools": text}
+    except json.JSONDecodeError:
+        pass
+    raise RecipeError(
+        f"Row {index} of the dataset has tools {short(text)}; expected a list of functions as JSON. Correct the row."
+    )
 
 
 def _applied(rows, template: _Template, replaced: list[str], desc: str):

@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 import trl
 from jinja2 import TemplateError
+from packaging.version import Version
 from recipe_fixtures import command, write_recipe
 from tiny_models import VOCAB, tiny_model
 from tokenizers import Tokenizer
@@ -255,3 +257,41 @@ def test_answers_of_a_real_tokenizer(tmp_path, monkeypatch, capsys):
     assert code == 0, err
     assert "<|im_start|>assistant\n«Blue, like the sky.<|im_end|>\n»<|im_start|>user\nAnother?<|im_end|>\n" in out
     assert out.rstrip().endswith("<|im_start|>assistant\n«Green.<|im_end|>\n»")
+
+
+def test_answers_beside_pictures(tmp_path, monkeypatch, capsys):
+    """The collator of images renders the rows itself, after the model has its own template again."""
+    pytest.importorskip("PIL")
+    if Version(transformers.__version__) < Version("5.18.0.dev0"):
+        pytest.skip("TRL wants a later transformers for assistant_only_loss with images")
+    from datasets import Dataset
+    from PIL import Image
+    from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    words = tokenizer("<|im_start|>", "<|im_end|>", "<image>")
+    template = (
+        "{%- for m in messages %}{{ '<|im_start|> ' + m['role'] + ' ' }}{% for part in m['content'] %}"
+        "{{ ('<image>' if part['type'] == 'image' else part['text']) + ' ' }}{% endfor %}{{ '<|im_end|> ' }}"
+        "{% endfor %}{%- if add_generation_prompt %}{{ '<|im_start|> assistant ' }}{% endif %}"
+    )
+    pictures = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    LlavaProcessor(
+        pictures, words, patch_size=14, vision_feature_select_strategy="default", chat_template=template,
+        image_token="<image>", num_additional_image_tokens=1,
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    image = words.convert_tokens_to_ids("<image>")
+    config = LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes},
+        text_config={"model_type": "llama", "vocab_size": VOCAB, **sizes}, image_token_id=image,
+    )  # fmt: skip
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    rows = [{"chat": CONVERSATION, "picture": [Image.new("RGB", (28, 28), "blue")]}] * 4
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    columns = {"messages": "chat", "images": "picture"}
+    path = recipe(tmp_path, dataset_name="rows.parquet", columns=columns, max_steps=1)
+    code, out, err = command(capsys, "train", path, "--preview")
+    assert code == 0 and MARKED.replace("user w4", "user <image> <image> <image> <image> w4") in out, out + err
+    code, out, err = command(capsys, "train", path)
+    assert code == 0 and (tmp_path / "out" / "chat_template.jinja").read_text() == template, err

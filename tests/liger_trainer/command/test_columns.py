@@ -227,6 +227,15 @@ def test_a_call_that_is_malformed(value, tmp_path):
         load(tmp_path, [row], prompt_template="sharegpt")
 
 
+def test_tools_that_are_text(tmp_path):
+    texts = {'[{"name": "f"}]': '[{"name": "f"}]', " ": "[]", None: "[]"}
+    rows = [{"messages": [USER, ANSWER], "tools": text} for text in texts]
+    assert load(tmp_path, rows)["tools"][:] == list(texts.values())
+    for text in ("look_up", '{"name": "f"}'):
+        with pytest.raises(RecipeError, match=f"Row 1 of the dataset has tools '{text}'; expected a list of functions"):
+            load(tmp_path, [rows[0], rows[0] | {"tools": text}])
+
+
 def test_calls_in_a_later_row_keep_their_arguments(tmp_path):
     """datasets decides by the first thousand rows what a message is."""
     plain = {"conversations": [TURNS[0], {"from": "gpt", "value": "w5"}], "id": 1}
