@@ -20,6 +20,12 @@ MODELS = {
     "Gemma-3-1B": ("gemma3_text", dict(
         hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
         head_dim=256, vocab_size=262144, max_position_embeddings=32768, sliding_window=512)),
+    "Gemma-3-4B": ("gemma3_text", dict(
+        hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=256, vocab_size=262208, max_position_embeddings=131072, sliding_window=1024)),
+    "gpt-oss-20b, 8 layers": ("gpt_oss", dict(
+        hidden_size=2880, intermediate_size=2880, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=64, vocab_size=201088, sliding_window=128, num_local_experts=32, num_experts_per_tok=4)),
     "SmolLM2-135M": ("llama", dict(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True)),

@@ -63,6 +63,8 @@ class Run:
     memory_budget: float | None = None  # GiB, by which they choose
     optimizer_in_backward: bool = False  # of our trainers; none clips gradients then
     lora: int | None = None  # rank, on every linear layer but the head
+    nf4: bool = False  # with lora: the frozen layers in 4 bits, with double quantisation
+    offload: bool = False  # with checkpointing: the layers' inputs wait on the host, in our trainers
     lora_experts: bool = False  # on the parameters of experts too
     autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
     vocab: int | None = None  # instead of the model's own
@@ -81,7 +83,30 @@ def build(run, dtype=torch.bfloat16):
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return in_nf4(model) if run.nf4 else model
+
+
+def in_nf4(model):
+    """`model` with its linear layers but the head as `load_in_4bit` loads them, with double quantisation."""
+    import bitsandbytes as bnb
+
+    for name, linear in list(model.named_modules()):
+        if type(linear) is not torch.nn.Linear or linear is model.get_output_embeddings():
+            continue
+        settings = {"compress_statistics": True, "quant_type": "nf4"}
+        layer = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=linear.weight.dtype, device="meta",
+            **settings,
+        )  # fmt: skip
+        layer.weight = bnb.nn.Params4bit(linear.weight.data, False, module=layer, **settings).to(DEVICE)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+        linear.weight = None
+    model.is_loaded_in_4bit = True
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    return model
 
 
 def tokenizer_of():
@@ -183,12 +208,13 @@ def make_trainer(arm, run, callbacks):
             model = get_peft_model(model, lora)
             if run.checkpointing:
                 model.enable_input_require_grads()
+    offloads = run.offload and arm.startswith("Liger")
     args = args_class(
         output_dir=tempfile.mkdtemp(), max_steps=run.steps, per_device_train_batch_size=run.batch,
         logging_steps=5, logging_first_step=True, dataloader_num_workers=run.workers,
         learning_rate=1e-5, bf16=DEVICE == "cuda" and run.autocast, optim="adamw_torch_fused", report_to="none",
         save_strategy="no",
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        gradient_checkpointing_kwargs={"use_reentrant": False} | ({"offload": True} if offloads else {}),
         use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
         dataloader_drop_last=True, **options,
     )  # fmt: skip
@@ -248,6 +274,8 @@ def train(arm, run, callbacks=()):
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = make_trainer(arm, run, [clock, *callbacks])
+    if run.nf4 and DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # that of quantising
     trainer.train()
     seconds = clock.end - clock.start
     shared = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", 1))  # processes that have a part of each row
@@ -284,15 +312,20 @@ def flop_per_token(model, run, length):
 
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | FrozenFloat8Linear)]
     linear = [m.bits if isinstance(m, FrozenFloat8Linear) else m.weight for m in layers]
-    weights = sum((6 if w.requires_grad else 4) * w.numel() for w in linear)
+    weights = sum((6 if w.requires_grad else 4) * numbers_of(w) for w in linear)
     config = model.config.get_text_config()
     experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.ndim == 3]
     weights += sum((6 if p.requires_grad else 4) * p[0].numel() * config.num_experts_per_tok for p in experts)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
     if run.trainer == "dpo":
-        return weights + 2 * sum(w.numel() for w in linear) + attention * 4 / 3
+        return weights + 2 * sum(map(numbers_of, linear)) + attention * 4 / 3
     return weights + attention
+
+
+def numbers_of(weight):
+    """How many numbers a weight stands for."""
+    return weight.quant_state.shape.numel() if type(weight).__name__ == "Params4bit" else weight.numel()
 
 
 def flag_losses(rows):

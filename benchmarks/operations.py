@@ -23,6 +23,7 @@ import time
 
 import torch
 from _cases import LIMITS, MISMATCH, forward_backward
+from _cases_experts import experts
 from _cases_head import cross_entropy, dpo_head, linear_cross_entropy, logprobs_entropy
 from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, swiglu
 from _cases_lora import lora_linear, lora_mlp
@@ -56,6 +57,7 @@ CASES = {
         (lora_linear, 8192, 4096, 14336, 256),
     ],
     "lora_mlp": [(lora_mlp, 8192, 4096, 14336, 16)],
+    "experts": [(experts, 8192, 2048, 768, 128, 8), (experts, 32768, 2048, 768, 128, 8)],
     "cross_entropy": [(cross_entropy, 8192, 128256)],
     "linear_cross_entropy": [
         (linear_cross_entropy, 8192, 4096, 128256),
@@ -73,6 +75,7 @@ TINY = {
     "rope": [(rope, 1, 32, 4, 2, 16)],
     "lora_linear": [(lora_linear, 64, 32, 48, 4)],
     "lora_mlp": [(lora_mlp, 64, 32, 48, 4)],
+    "experts": [(experts, 64, 32, 16, 8, 2)],
     "cross_entropy": [(cross_entropy, 64, 307)],
     "linear_cross_entropy": [(linear_cross_entropy, 64, 32, 307), (linear_cross_entropy, 64, 32, 307, True)],
     "linear_logprobs": [(dpo_head, 4, 16, 32, 307), (logprobs_entropy, 64, 32, 307)],

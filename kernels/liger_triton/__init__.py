@@ -27,6 +27,7 @@ from .modules import (
 from .results import Divergence, HeadsLoss, LogProbs, TokenRanks
 from .rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from .rope import rope
+from .row_attention import row_attention
 from .token_ranks import linear_token_ranks, token_ranks
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "lora_mlp",
     "rms_norm",
     "rope",
+    "row_attention",
     "swiglu",
     "token_ranks",
 ]

@@ -6,7 +6,7 @@ from each output, which is computed when it is asked for (`_autograd.py`).
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -15,7 +15,10 @@ from ._dispatch import no_autocast
 from ._launch import as_matrix
 from ._low_rank import added, factors_of, low_rank_gradients, parts_of, scaled_b, sum_of_parts
 from ._products import wide_product
+from .dequantize import PackedWeight
 from .frozen_float8 import Float8Weight, SharedRows, input_gradient
+
+Weight: TypeAlias = torch.Tensor | Float8Weight | PackedWeight
 
 
 class Adapter(NamedTuple):
@@ -29,7 +32,7 @@ class Adapter(NamedTuple):
 class Layer(NamedTuple):
     """A linear layer (K -> N): weight (N, K), bias (N,) or None, and its LoRA or None."""
 
-    weight: torch.Tensor | Float8Weight
+    weight: Weight
     bias: torch.Tensor | None
     adapter: Adapter | None
 
@@ -41,13 +44,13 @@ class Form(NamedTuple):
         scalings (`tuple`): Of the LoRA of each layer; None where a layer has none.
         dtype: Of the products and of the results.
         parts (`int`): How many 16-bit numbers stand for one of an r-wide factor, 1 or 2 (see `_low_rank.py`).
-        frozen (`tuple`): Of each layer, its weight if that has eight bits, else None.
+        frozen (`tuple`): Of each layer, its weight if that is no tensor, else None.
     """
 
     scalings: tuple[float | None, ...]
     dtype: torch.dtype
     parts: int
-    frozen: tuple[Float8Weight | None, ...]
+    frozen: tuple[Float8Weight | PackedWeight | None, ...]
 
     def layers(self, tensors) -> list[Layer]:
         """The layers whose tensors are flattened: weight, bias, A, B of each."""
@@ -60,11 +63,11 @@ class Form(NamedTuple):
 
 
 def flattened(layers: list[Layer]) -> list[torch.Tensor | None]:
-    """The tensors of `layers`, in the order of `Form.layers`. A weight of eight bits is not among them."""
+    """The tensors of `layers`, in the order of `Form.layers`. A weight that is no tensor is not among them."""
     tensors: list[torch.Tensor | None] = []
     for weight, bias, adapter in layers:
         tensors += (
-            None if isinstance(weight, Float8Weight) else weight,
+            weight if isinstance(weight, torch.Tensor) else None,
             bias,
             *((None, None) if adapter is None else adapter[:2]),
         )
@@ -140,8 +143,11 @@ def output(
     bias = None if layer.bias is None else layer.bias.to(form.dtype)
     if isinstance(layer.weight, Float8Weight):  # its product cannot add to what is there
         y = rows.times(layer.weight, bias)
-        return y if small is None else y.addmm_(*small)
-    return added(small, ((rows.rows, layer.weight.to(form.dtype).t()),), bias)
+    elif isinstance(layer.weight, PackedWeight) and layer.weight.product is not None:
+        y = layer.weight.product(rows.rows)
+    else:
+        return added(small, ((rows.rows, layer.weight.to(form.dtype).t()),), bias)
+    return y if small is None else y.addmm_(*small)
 
 
 class Gradients(NamedTuple):
@@ -150,12 +156,12 @@ class Gradients(NamedTuple):
     Attributes:
         dh: (T, R), in the dtype of the form; (T, 2 R) in two parts.
         large (`list`): The factors of the products whose sum is the gradient of x, but for the adapters' part of it.
-            The second may be a weight of eight bits.
+            The second may be no tensor yet.
         tensors (`list`): Gradients of the layers' tensors, in the order of `flattened`. None where there is none yet.
     """
 
     dh: torch.Tensor
-    large: list[tuple[torch.Tensor, torch.Tensor | Float8Weight]]
+    large: list[tuple[torch.Tensor, Weight]]
     tensors: list[torch.Tensor | None]
 
 
@@ -176,8 +182,7 @@ def gradients(
         if dy is None:
             own.zero_()
             continue
-        weight = layer.weight
-        large.append((dy, weight if isinstance(weight, Float8Weight) else weight.to(form.dtype)))
+        large.append((dy, layer.weight))
         if needs[4 * k + 1]:
             tensors[4 * k + 1] = dy.sum(0)
         if layer.adapter is not None:
@@ -213,7 +218,7 @@ def adapters_part(found: Gradients, a: torch.Tensor | None, form: Form) -> tuple
 def gradient_of_input(small: tuple[torch.Tensor, torch.Tensor] | None, found: Gradients) -> torch.Tensor:
     """dx (T, K): the products in `found.large`, and the adapters' part `small` if there is one."""
     of_float8 = [(dy, weight) for dy, weight in found.large if isinstance(weight, Float8Weight)]
-    others = [(dy, weight) for dy, weight in found.large if isinstance(weight, torch.Tensor)]
+    others = ((dy, weight.to(dy.dtype)) for dy, weight in found.large if not isinstance(weight, Float8Weight))
     if not of_float8:
         return added(small, others)
     dx = input_gradient(of_float8)

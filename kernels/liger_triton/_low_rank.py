@@ -18,7 +18,8 @@ Parts   Where adapters are fp32 and the layer has 16 bits, r-wide factors are tw
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import chain
 
 import torch
 
@@ -195,10 +196,14 @@ def scaled_b(b: torch.Tensor, scaling: float, dtype: torch.dtype, parts: int) ->
     return torch.mul(b, scaling, out=torch.empty(b.shape, dtype=dtype, device=b.device))
 
 
-def added(small: Factors | None, large: Sequence[Factors], bias: torch.Tensor | None = None) -> torch.Tensor:
+def added(small: Factors | None, large: Iterable[Factors], bias: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of the products of two factors each: `small`, if there is one, those in `large`, and `bias`."""
-    first, *others = large if small is None else (small, *large)
-    total = torch.mm(*first) if bias is None else torch.addmm(bias, *first)
-    for product in others:
-        total.addmm_(*product)
+    total: torch.Tensor | None = None
+    for product in chain(() if small is None else (small,), large):
+        if total is not None:
+            total.addmm_(*product)
+        else:
+            total = torch.mm(*product) if bias is None else torch.addmm(bias, *product)
+        del product  # which may be an unpacked weight, before the next one is made
+    assert total is not None, "there is a product"
     return total

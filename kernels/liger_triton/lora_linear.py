@@ -14,18 +14,16 @@ Bytes   b per element, beside the product x W^T itself: forward reads x, and wri
         the products, where PEFT's layer keeps a 16-bit copy of x for each adapter.
 """
 
-from typing import TypeAlias
-
 import torch
 
 from . import reference
 from ._dispatch import KERNEL_DTYPES, autocast_dtype, is_wrapped, result_dtype
-from ._lora import Adapter, Form, Layer, Outputs, flattened
+from ._lora import Adapter, Form, Layer, Outputs, Weight, flattened
+from .dequantize import PackedWeight
 from .float8_cast import MULTIPLE, fault_of_device
 from .frozen_float8 import Float8Weight, dequantized
 
 Lora = tuple[torch.Tensor, torch.Tensor, float]
-Weight: TypeAlias = torch.Tensor | Float8Weight
 
 
 def lora_linear(
@@ -41,7 +39,8 @@ def lora_linear(
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32 (float64: the PyTorch twin).
         weight (`torch.Tensor`): (N, K), of the dtype of `x`, or of any under autocast. Or a frozen `Float8Weight`, with
-            which x W^T and dy W are computed in eight bits: these are not the same numbers.
+            which x W^T and dy W are computed in eight bits: these are not the same numbers. Or a frozen `PackedWeight`,
+            which is unpacked for each product, and kept packed for the backward pass.
         bias (`torch.Tensor`, *optional*): (N,).
         lora (`tuple`): (A, B, s), with A (r, K) and B (N, r) of any floating-point dtype and a number s.
         lora_input (`torch.Tensor`, *optional*): What goes into A in place of `x`, such as `x` after a dropout. Its
@@ -80,14 +79,20 @@ def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
     dtype = result_dtype(x)
     split = _has_fp32(layers) and dtype.itemsize == 2 and autocast_dtype(x) is None
     scalings = tuple([None if layer.adapter is None else layer.adapter.scaling for layer in layers])
-    frozen = tuple([layer.weight if isinstance(layer.weight, Float8Weight) else None for layer in layers])
+    frozen = tuple([None if isinstance(layer.weight, torch.Tensor) else layer.weight for layer in layers])
     return Form(scalings, dtype, 1 + split, frozen)
 
 
 def as_tensors(layers: list[tuple[Weight, torch.Tensor | None, Lora | None]], x: torch.Tensor) -> list:
-    """`layers` for the PyTorch twin, in which a weight of eight bits is what its numbers stand for."""
+    """`layers` for the PyTorch twin, in which each weight is a tensor."""
     dtype = result_dtype(x)
-    return [(dequantized(w, dtype) if isinstance(w, Float8Weight) else w, bias, lora) for w, bias, lora in layers]
+
+    def as_tensor(weight: Weight) -> torch.Tensor:
+        if isinstance(weight, Float8Weight):
+            return dequantized(weight, dtype)
+        return weight.to(dtype) if isinstance(weight, PackedWeight) else weight
+
+    return [(as_tensor(weight), bias, lora) for weight, bias, lora in layers]
 
 
 def _has_fp32(layers: list[Layer]) -> bool:

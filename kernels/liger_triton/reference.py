@@ -70,6 +70,27 @@ def layer_norm(x, weight, bias, eps, *, offset=0.0):
     return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
+def row_attention(q, k, v, offsets, longest, *, scale=None, window=None, softcap=None, sinks=None):
+    """See `liger_triton.row_attention`."""
+    wide = wide_dtype(q.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ends, done = offsets.tolist(), [q[:0]]
+    for start, end in zip(ends, ends[1:], strict=False):
+        row = slice(start, end)
+        keys, values = (x[row].transpose(0, 1).repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (k, v))
+        scores = q[row].transpose(0, 1).to(wide) @ keys.mT.to(wide) * scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        at = torch.arange(end - start, device=q.device)
+        distance = at[:, None] - at
+        seen = (distance >= 0) & (distance < (end - start if window is None else window))
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(wide)[:, None, None].expand(-1, len(at), 1)), -1)
+        weights = scores.softmax(-1)[..., : len(at)]
+        done.append((weights.to(q.dtype) @ values).transpose(0, 1))
+    return torch.cat(done)
+
+
 def _rotate(x, cos, sin, interleaved, out_interleaved, rotate_last, cast):
     """x (..., D), turned by the angles of cos and sin (..., R/2), which broadcast against the leading dimensions of
     x."""

@@ -308,8 +308,8 @@ def rms_norm(
         cast (`str`, *optional*, defaults to `"llama"`): `"llama"`, `"gemma"`, `"none"` or `"rstd"`.
 
     Returns:
-        `torch.Tensor`, contiguous, of the shape of `x`. Dtype: that of `x` for `"gemma"` and without a weight, else the
-        common dtype of `x` and `weight`.
+        `torch.Tensor` of the shape of `x`, contiguous, or transposed as heads (B, H, S, N) of a projection are. Dtype:
+        that of `x` for `"gemma"` and without a weight, else the common dtype of `x` and `weight`.
 
     Raises:
         ValueError: `weight` is not (N,) or on another device, `cast` is unknown, or `offset` is given without a weight.
@@ -317,6 +317,8 @@ def rms_norm(
     _check(x, weight, offset, cast)
     if x.shape[-1] > MAX_COLUMNS or not runs_triton(x, weight):
         return reference.rms_norm(x, weight, eps, offset=offset, cast=cast)
+    if x.ndim == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():  # of which no copy is needed
+        return rms_norm(x.transpose(1, 2), weight, eps, offset=offset, cast=cast).transpose(1, 2)
     options = (float(eps), float(offset), cast, "", "", x.shape[-1])
     if not records_graph():
         return _forward(x, None, weight, *options)[0]

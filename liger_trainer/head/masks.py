@@ -5,6 +5,9 @@ and nothing packed, it tells SDPA `is_causal=True`, which skips half of the work
 each layer reads a (B, 1, S, S) mask and computes both halves. But in a call without these two arguments nothing can be
 masked or packed. The model is then given a mask of ones, and `sdpa_mask` is told so. transformers still decides whether
 anything else needs a mask, such as a sliding window.
+
+Models with sinks or soft caps have no SDPA. They attend by a function of their own under the name `eager`, which is no
+key of a registry: `_interface` answers the call with which each layer asks for its function.
 """
 
 import functools
@@ -16,11 +19,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from liger_trainer.varlen.attention import row_mask, varlen_attention
+from liger_trainer.instance.hooks import comes_from
+from liger_trainer.varlen.attention import attend_by_rows, refuse_rows, row_mask
 from liger_trainer.varlen.padding import cache_of
+from liger_trainer.varlen.segments import attention
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that are patched now
@@ -36,9 +41,24 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     return sdpa_mask(*args, **kwargs)
 
 
-_FUNCTIONS = (  # transformers' registry, its function for SDPA, ours
-    (ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward, varlen_attention),
-    (ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask, _mask),
+@functools.wraps(eager_mask)
+def _eager_mask(*args: Any, **kwargs: Any) -> Any:
+    """`eager_mask`, but the mask of rows that are known."""
+    return known if (known := row_mask(args, kwargs)) is not None else eager_mask(*args, **kwargs)
+
+
+def _interface(name: str, default: Callable) -> Callable:
+    """`get_interface` of transformers, but ours over `default`, a model's own eager attention."""
+    found = AttentionInterface.get_interface(ALL_ATTENTION_FUNCTIONS, name, default)
+    if name != "eager" or found is not default or torch.compiler.is_compiling():
+        return found
+    return functools.partial(attend_by_rows if comes_from(found, "transformers.") else refuse_rows, found)
+
+
+_FUNCTIONS = (  # transformers' registry, the name and its function there, ours
+    (ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward, attention),
+    (ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", sdpa_mask, _mask),
+    (ALL_MASK_ATTENTION_FUNCTIONS, "eager", eager_mask, _eager_mask),
 )
 
 
@@ -50,17 +70,24 @@ def install(model: nn.Module) -> None:
     if model not in _models:
         weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set above has let go of the model
         _models.add(model)
-    for registry, own, ours in _FUNCTIONS:
-        if registry["sdpa"] is own:
-            registry.register("sdpa", ours)
+    for registry, name, own, ours in _FUNCTIONS:
+        if registry[name] is own:
+            registry.register(name, ours)
+    vars(ALL_ATTENTION_FUNCTIONS).setdefault("get_interface", _interface)
 
 
 def why_not_ours(model: nn.Module) -> str | None:
     """Tell why layers of `model` would not be given our attention and our masks, or return None."""
     install(model)  # it may be a copy, whose original is gone
-    if all(registry["sdpa"] is ours for registry, _, ours in _FUNCTIONS):
+    config: Any = model.config
+    asked = config.get_text_config()._attn_implementation
+    if asked == "eager" and (
+        "eager" in ALL_ATTENTION_FUNCTIONS or vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] is not _interface
+    ):
+        return "a function of your own is registered for the attention 'eager'"
+    if all(registry[name] is ours for registry, name, _, ours in _FUNCTIONS if name == asked):
         return None
-    return "a function of your own is registered for the attention 'sdpa' or for its mask"
+    return f"a function of your own is registered for the attention {asked!r} or for its mask"
 
 
 def uninstall(model: nn.Module) -> None:
@@ -70,9 +97,13 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _restore_after_last() -> None:
-    for registry, own, ours in _FUNCTIONS:
-        if not _models and registry["sdpa"] is ours:
-            registry.register("sdpa", own)
+    if _models:
+        return
+    for registry, name, own, ours in _FUNCTIONS:
+        if registry[name] is ours:
+            registry.register(name, own)
+    if vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is _interface:
+        del ALL_ATTENTION_FUNCTIONS.get_interface
 
 
 def _is_needless(

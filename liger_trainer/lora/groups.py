@@ -1,6 +1,6 @@
 """Computes LoRA layers with one input, q, k and v of an attention, at once: their adapters and the input's gradient.
 
-Their bases have eight bits. With 16 bits, this would gain less than 2 % of a step.
+Their bases are quantised. With 16 bits, this would gain less than 2 % of a step.
 
 The model's own code still calls each layer and gets its output. The first layer that is called computes the r-wide
 products of all. The next one takes its own if everything that they depend on is unchanged (`_state`), and otherwise
@@ -60,7 +60,7 @@ class InputGroup:
         """Return y of one of the layers, or None if it has to compute for itself."""
         if not torch.is_grad_enabled() or any(map(has_hooks, self.layers)):  # a hook may change x behind its version
             return None
-        if not isinstance(tensors[0], Float8Weight) or any(t.is_inference() for t in _tensors_of(x, tensors)):
+        if isinstance(tensors[0], torch.Tensor) or any(t.is_inference() for t in _tensors_of(x, tensors)):
             return None  # another base since; or no version
         state = _state(x, tensors)
         begun = None if self.begun is None else self.begun()
@@ -76,22 +76,29 @@ class InputGroup:
         for other in self.layers[self.layers.index(layer) :]:
             of_other = tensors if other is layer else self.tensors_now(other, x)
             weight, _, adapter = of_other or (None, None, None)
-            if of_other and isinstance(weight, Float8Weight) and adapter and type(adapter[0]) in _PARAMETERS:
+            if of_other and not isinstance(weight, torch.Tensor) and adapter and type(adapter[0]) in _PARAMETERS:
                 members[other] = of_other
         return _Begun(x, members) if layer in members and len(members) > 1 else None
 
 
+def _stored(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """Return what a weight is made from, some of it as a new view in each call."""
+    weight = tensors[0]
+    assert not isinstance(weight, torch.Tensor), "no other is a member"
+    return tuple(weight) if isinstance(weight, Float8Weight) else weight.stored
+
+
 def _tensors_of(x: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
-    weight, bias, adapter = tensors
-    assert isinstance(weight, Float8Weight) and adapter is not None, "no other is a member"
-    return [t for t in (x, *weight, bias, *adapter[:2]) if t is not None]
+    _, bias, adapter = tensors
+    assert adapter is not None, "no other is a member"
+    return [t for t in (*_stored(tensors), x, bias, *adapter[:2]) if t is not None]
 
 
 def _state(x: torch.Tensor, tensors: Tensors) -> tuple[Any, ...]:
     """Return what the output of a layer depends on: which tensors, in which versions, and in which mode."""
-    adapter, device = tensors[2], x.device.type
+    adapter, device, views = tensors[2], x.device.type, len(_stored(tensors))
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     found: list[Any] = [threading.get_ident(), autocast, adapter and adapter[2]]
     for k, t in enumerate(_tensors_of(x, tensors)):
-        found += (k == 1 or id(t), t.data_ptr(), t._version, t.requires_grad)  # the bits are a new view in each call
+        found += (k < views or id(t), t.data_ptr(), t._version, t.requires_grad)
     return tuple(found)

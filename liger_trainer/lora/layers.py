@@ -31,9 +31,11 @@ from liger_trainer.lora.parts import (
     computes,
     is_base,
     is_plain,
+    is_quantized,
     tensors_of,
     without_dropped,
 )
+from liger_trainer.lora.quantized_bases import library_of
 from liger_triton import lora_linear
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
@@ -55,12 +57,12 @@ class LoRA:
 
     adapters: tuple[str, ...]
     bias: bool
-    float8: bool = False
+    form: str = ""
     operation: str = "lora"
 
     def __str__(self) -> str:
-        bits, bias = " in eight bits" if self.float8 else "", " with bias" if self.bias else ""
-        return f"linear{bits}{bias} + {', '.join(self.adapters)}"
+        words = ("linear", *filter(None, (self.form, "with bias" if self.bias else "")))
+        return f"{' '.join(words)} + {', '.join(self.adapters)}"
 
 
 def nominated(module: nn.Module) -> bool:
@@ -95,9 +97,11 @@ def why_not(layer: nn.Module) -> str | None:
         if name in layer.__dict__["lora_variant"]:
             return f"its adapter is a LoRA variant ({type(layer.__dict__['lora_variant'][name]).__name__})"
     base = layer._modules["base_layer"]
-    if type(base) not in (nn.Linear, FrozenFloat8Linear):
+    if not (type(base) is nn.Linear or is_quantized(base)):
         return f"its base is a {type(base).__name__}, not a linear layer"
-    parts = active_parts(layer)
+    library, parts = library_of(base), active_parts(layer)
+    if library is not None and (reason := library.why_not(base)) is not None:
+        return reason
     if parts is None:
         return _attached([base])
     if any(part.b.bias is not None for part in parts):
@@ -107,16 +111,16 @@ def why_not(layer: nn.Module) -> str | None:
 
 def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
     """Return (what this layer computes, None), or (None, why it keeps its code)."""
-    cls = own_class(layer)
-    if names_of(cls) != _CLASS:
-        base = type(layer._modules.get("base_layer")).__name__
-        return None, f"its base is a {base}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
+    cls, base = own_class(layer), layer._modules.get("base_layer")
+    library = library_of(base)
+    if names_of(cls) != (_CLASS if library is None else library.lora):
+        kind = type(base).__name__
+        return None, f"its base is a {kind}, for which {cls.__module__}.{cls.__qualname__} has code of its own"
     if (reason := why_not(layer)) is not None:
         return None, reason
-    base = layer._modules["base_layer"]
-    float8 = type(base) is FrozenFloat8Linear
-    widths = _FLOAT8_WIDTHS if float8 else _WIDTHS
-    proven = LoRA(tuple(layer._modules["lora_A"]._modules), base.bias is not None, float8)
+    widths = _FLOAT8_WIDTHS if type(base) is FrozenFloat8Linear else _WIDTHS if library is None else library.widths
+    form = "in eight bits" if type(base) is FrozenFloat8Linear else "" if library is None else type(base).__name__
+    proven = LoRA(tuple(layer._modules["lora_A"]._modules), base.bias is not None, form)
     for training in (True, False):
         for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
             results = []
@@ -142,7 +146,9 @@ def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, w
 
     of_layer = layer._modules["base_layer"]
     base = linear(*widths, of_layer.bias is not None, dtype)
-    if type(of_layer) is FrozenFloat8Linear:
+    if (library := library_of(of_layer)) is not None:
+        base = library.copy(of_layer, base)
+    elif type(of_layer) is FrozenFloat8Linear:
         base = FrozenFloat8Linear.of(base)
     children = {"base_layer": base}
     for name, of_adapter in (("lora_A", (widths[0], _RANK)), ("lora_B", (_RANK, widths[1]))):
@@ -185,7 +191,7 @@ def fused(self, x: torch.Tensor) -> torch.Tensor:
         dropped, parts = without_dropped(x, parts[0]) if alone else (None, None)
     if parts is None:
         return type(self).forward(self, x)
-    tensors = tensors_of(self._modules["base_layer"], parts)
+    tensors = tensors_of(self._modules["base_layer"], parts, x)
     if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:
         y = binding.group.output(self, x, tensors)
         if y is not None:
@@ -203,31 +209,31 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
     """
     if has_hooks(module) or not _pays(x):
         return None
-    if type(module) in (nn.Linear, FrozenFloat8Linear):
+    if type(module) is nn.Linear or is_quantized(module):
         plain = "forward" not in module.__dict__ and is_base(module) and computes(x, module, [], width)
-        return tensors_of(module, []) if plain else None
+        return tensors_of(module, [], x) if plain else None
     binding = Binding.of(module)
     if binding is None or binding.function is not forward or binding.aside or not is_bound(module, binding):
         return None
     parts, _ = _parts_now(module, x, width)
     if parts is None or any([part.drops() for part in parts]):
         return None
-    return tensors_of(module._modules["base_layer"], parts)
+    return tensors_of(module._modules["base_layer"], parts, x)
 
 
 class LoRABinding(Binding):
-    """The binding of a LoRA layer. `group` has the layers that nearly always get its input, on bases of eight bits."""
+    """The binding of a LoRA layer. `group` has the layers that nearly always get its input, on quantised bases."""
 
     group: InputGroup | None = None
 
 
 def form_groups(model: nn.Module) -> None:
-    """Group the swapped LoRA layers of each attention whose bases all have eight bits."""
+    """Group the swapped LoRA layers of each attention whose bases are all quantised in one way."""
     for module in model.modules():
         layers = [module._modules[name] for name in _GROUPED if module._modules.get(name) is not None]
         bindings = [binding for layer in layers if isinstance(binding := Binding.of(layer), LoRABinding)]
-        bases = {type(layer._modules.get("base_layer", layer)) for layer in layers}
-        if len(bindings) > 1 and bases == {FrozenFloat8Linear}:
+        bases = [layer._modules.get("base_layer", layer) for layer in layers]
+        if len(bindings) > 1 and len({*map(type, bases)}) == 1 and is_quantized(bases[0]):
             group = InputGroup(layers, tensors_now)
             for binding in bindings:
                 binding.group = group
@@ -235,5 +241,7 @@ def form_groups(model: nn.Module) -> None:
 
 KIND = Kind(
     nominated, prove, lambda proven: forward, lambda module: "lora", why_not=why_not, binding=LoRABinding,
-    guards=lambda module: code_guards_of(own_class(module), nn.Linear, nn.Dropout),
+    guards=lambda module: code_guards_of(
+        own_class(module), nn.Linear, nn.Dropout, own_class(module._modules["base_layer"])
+    ),
 )  # fmt: skip

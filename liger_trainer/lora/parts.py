@@ -1,7 +1,8 @@
 """Reads the tensors of a linear layer and of PEFT's LoRA on it, for code that does not call the layer.
 
-The layer has a weight of 16 or 32 bits, or of eight bits (`fp8/frozen_layer.py`). Tensors are read from the
-dictionaries of the modules, since an attribute of a module takes a call of Python.
+The layer has a weight of 16 or 32 bits, of eight bits (`fp8/frozen_layer.py`), or of a library of quantisation
+(`quantized_bases.py`). Tensors are read from the dictionaries of the modules, since an attribute of a module takes a
+call of Python.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -12,6 +13,7 @@ from torch import nn
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 from liger_trainer.instance.guards import linear_is_torchs
 from liger_trainer.instance.kind import PLAIN_TENSORS
+from liger_trainer.lora.quantized_bases import library_of, weight_of
 from liger_triton.lora_linear import Weight
 
 Tensors: TypeAlias = tuple[Weight, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, float] | None]
@@ -69,8 +71,20 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_base(module: nn.Module) -> bool:
-    """Return whether this is a linear layer with plain tensors, or with a weight of eight bits."""
-    return type(module) is FrozenFloat8Linear or is_linear(module)
+    """Return whether this is a linear layer with plain tensors, or with a quantised weight."""
+    return is_linear(module) or is_quantized(module)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether this is a layer of this package with a weight of eight bits, or one of a known library."""
+    return type(module) is FrozenFloat8Linear or library_of(module) is not None
+
+
+def weight_now(base: nn.Module, x: torch.Tensor) -> Weight | None:
+    """Return the weight of a base that multiplies `x`; None where the code of the base has to run."""
+    if type(base) is FrozenFloat8Linear:
+        return base.float8
+    return base._parameters["weight"] if type(base) is nn.Linear else weight_of(base, x)
 
 
 def is_plain(layer: nn.Module, parts: list[Part]) -> bool:
@@ -92,11 +106,13 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
     """
     if type(x) not in PLAIN_TENSORS or not x.is_floating_point():
         return False
-    float8 = type(base) is FrozenFloat8Linear  # takes x of any dtype
-    weight, device, dtype = base._parameters["bits" if float8 else "weight"], x.device, x.dtype
-    if (x.shape[-1] if width is None else width) != weight.shape[1]:
+    device, dtype = x.device, x.dtype
+    float8 = type(base) is FrozenFloat8Linear
+    weight = base._parameters["bits"] if float8 else weight_now(base, x)
+    if weight is None or (x.shape[-1] if width is None else width) != weight.shape[1]:
         return False
-    tensors = [] if float8 else [weight]
+    packed = float8 or not isinstance(weight, torch.Tensor)
+    tensors = [] if packed else [weight]
     for part in parts:
         tensors += (part.a._parameters["weight"], part.b._parameters["weight"])
     for t in tensors:
@@ -105,10 +121,10 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
         if t.dtype == torch.float64 != dtype:  # PEFT computes in it, we do not
             return False
     autocast = torch.is_autocast_enabled(device.type)
-    if not float8:
+    if not packed:
         return weight.dtype == dtype or (dtype != torch.float64 and autocast)
     if dtype == torch.float16 and not autocast and any([t.dtype == torch.float32 for t in tensors]):
-        return False  # our function computes this in plain PyTorch, and not in eight bits
+        return False  # our function computes this in plain PyTorch, which would keep an unpacked weight
     return dtype in _KNOWN_DTYPES and dtype != torch.float64 and weight.device == device
 
 
@@ -123,13 +139,13 @@ def without_dropped(x: torch.Tensor, part: Part) -> tuple[torch.Tensor, list[Par
     return torch.where(kept, x, 0), [part._replace(scaling=part.scaling / (1 - part.dropout.p))]
 
 
-def tensors_of(base: nn.Module, parts: list[Part]) -> Tensors:
-    """Return what our functions take for `base` and its adapters. Several adapters are concatenated to one."""
-    weight = base.float8 if type(base) is FrozenFloat8Linear else base._parameters["weight"]
-    adapter = None
+def tensors_of(base: nn.Module, parts: list[Part], x: torch.Tensor) -> Tensors:
+    """Return what our functions take for `base` and its adapters in a call with `x`. Several adapters are concatenated
+    to one."""
+    weight, adapter = weight_now(base, x), None
     if len(parts) == 1:
         adapter = parts[0].a._parameters["weight"], parts[0].b._parameters["weight"], parts[0].scaling
     elif parts:
         a = torch.cat([part.a.weight for part in parts])
         adapter = a, torch.cat([part.scaling * part.b.weight for part in parts], 1), 1.0
-    return weight, base._parameters["bias"], adapter  # type: ignore[return-value]  # none of them is None
+    return weight, base._parameters.get("bias"), adapter  # type: ignore[return-value]  # none of them is None

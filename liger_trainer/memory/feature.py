@@ -16,7 +16,8 @@ from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
 from liger_trainer.memory import recompute, switches
 from liger_trainer.memory.chooser import Chooser
-from liger_trainer.memory.memory import GpuMemory
+from liger_trainer.memory.host_inputs import OPTION, HostInputs
+from liger_trainer.memory.memory import GpuMemory, PinnedMemory, room_of
 
 AUTO = "auto"
 KNOWS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -84,8 +85,7 @@ class Checkpointing(Feature):
             args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs
 
     def check(self, args: Any) -> None:
-        options = args.gradient_checkpointing_kwargs  # a dict, now that the stock class has looked
-        if args.activation_checkpointing == AUTO and isinstance(options, dict) and options.get("offload"):
+        if args.activation_checkpointing == AUTO and _offloading(args):
             raise _offloads("its option offload is true", "offload from activation_checkpointing_kwargs")
 
     @contextmanager
@@ -122,10 +122,9 @@ def _recomputing_lightly(trainer: Any) -> Iterator[Run]:
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
         if model is None:  # with `model_init` there is none before training has begun
-            model = trainer.model
-            switches.install(
-                model, lambda switch, function, given: recompute.checkpoint(switch.checkpointed, function, given)
-            )
+            model, on_gpu = trainer.model, trainer.args.device.type == "cuda"
+            offloads = on_gpu and _offloading(trainer.args)
+            switches.install(model, HostInputs(PinnedMemory(room_of(None))) if offloads else _recomputed)
         return step(*args, **kwargs)
 
     try:
@@ -133,6 +132,16 @@ def _recomputing_lightly(trainer: Any) -> Iterator[Run]:
     finally:
         if model is not None:
             switches.remove(model)
+
+
+def _recomputed(switch: switches.Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return recompute.checkpoint(switch.checkpointed, function, args)
+
+
+def _offloading(args: Any) -> bool:
+    """Return whether the inputs of recomputed layers are to wait on the host."""
+    options = args.gradient_checkpointing_kwargs  # a dict, once the stock class has looked
+    return isinstance(options, dict) and bool(options.get(OPTION))
 
 
 def _offloads(what: str, remove: str) -> ValueError:

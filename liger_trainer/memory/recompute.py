@@ -193,7 +193,7 @@ def checkpoint(
     """
     device = device_of(given, args) if lightly else None
     if device is not None:
-        return _Call(function, args, device, given.keywords.get("preserve_rng_state", True), around, as_kept).run()
+        return run_on(device, given, function, args, around, as_kept)
 
     def run(*args: Any) -> Any:
         again = torch._C._current_graph_task_id() != -1
@@ -201,3 +201,11 @@ def checkpoint(
             return function(*args)
 
     return given(run if around is not None else function, *args)
+
+
+def run_on(
+    device: torch.device, given: Any, function: Callable[..., Any], args: tuple[Any, ...], around: Around | None = None,
+    as_kept: bool = False,
+) -> Any:  # fmt: skip
+    """Return `function(*args)` by `_Call`, where `device_of` has allowed it."""
+    return _Call(function, args, device, given.keywords.get("preserve_rng_state", True), around, as_kept).run()

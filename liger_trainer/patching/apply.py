@@ -22,7 +22,7 @@ from liger_trainer.instance.kind import Kind, Proven
 from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
-from liger_trainer.patching import expert_gates, experts, mlps, norms, rotary, varlen
+from liger_trainer.patching import expert_gates, experts, mlps, norms, rotary, towers, varlen
 
 KINDS: tuple[Kind, ...] = (
     norms.KIND, mlps.KIND, experts.KIND, expert_gates.KIND, lora.KIND, experts.WRAPPER_KIND,
@@ -80,6 +80,7 @@ def apply_liger(
     _swap_head(model, report, wanted, head_options)
     with probe.isolated():
         varlen.swap(model, report, wanted)
+        towers.swap(model, report, wanted)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
         remove_liger(model)
         problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
@@ -96,6 +97,7 @@ def remove_liger(model: nn.Module) -> None:
 
 
 def _unbind_all(model: nn.Module) -> None:
+    towers.remove(model)  # bound around the others
     for module in model.modules():
         unbind(module, Binding)
 

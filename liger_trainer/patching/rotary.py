@@ -124,7 +124,7 @@ def _binding_of(
         turned_by[name] = replacement(function, Signature.of(function), plans)
         texts += [str(proof.geometry) for proof, _ in plans]
     forward = forward_rebuilding(forward_with_globals(own, tuple(turned_by.items())))
-    forward = _decorated_like(decorated, forward)
+    forward = decorated_like(decorated, forward)
     parts += [("", scope[name]) for name in names if isinstance(scope[name], nn.Module)]
     binding = RotaryBinding(forward, slot, Guards(own_class(module), lookups), way[0], parts)
     if (reason := binding.broken(module)) is not None:
@@ -161,12 +161,12 @@ def _is_decorated_as_known(forward: Callable) -> bool:
 
 
 @functools.cache
-def _decorated_like(decorated: Callable, forward: Callable) -> Callable:
-    """`forward` under the decorators of `decorated`, of which `_is_decorated_as_known` has said that it can be."""
+def decorated_like(decorated: Callable, forward: Callable) -> Callable:
+    """`forward` under the decorators of `decorated`, each of which has the function that it decorates in a cell."""
     inner = getattr(decorated, "__wrapped__", None)
     if inner is None:
         return forward
-    below = _decorated_like(inner, forward)
+    below = decorated_like(inner, forward)
     cells = (types.CellType(below) if x.cell_contents is inner else x for x in decorated.__closure__)  # type: ignore
     function = types.FunctionType(
         decorated.__code__, decorated.__globals__, decorated.__name__, decorated.__defaults__, tuple(cells)

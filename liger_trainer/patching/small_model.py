@@ -15,14 +15,14 @@ _SIZES = {
     "embedding_size": _WIDTH, "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "num_attention_heads": _HEADS,
     "n_head": _HEADS, "n_heads": _HEADS, "num_heads": _HEADS, "num_key_value_heads": 2, "head_dim": _HEAD_DIM,
     "global_head_dim": _HEAD_DIM, "rotary_dim": 8, "max_position_embeddings": 64, "n_positions": 64,
-    "sliding_window": 4, "attention_chunk_size": 4, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24,
+    "sliding_window": 4, "attention_chunk_size": 4, "floor_scale": 4, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "vocab_size_per_layer_input": 48,
     "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
+_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
 _MOST_PARAMETERS = 4_000_000  # a decoder of two layers has 50 thousand; experts and layers of four kinds make it more
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # rows are drawn from the other tokens
 
@@ -41,7 +41,8 @@ def small_config(config, **sizes_of_caller: int):
         sizes["num_key_value_heads"] = _HEADS
     if "qk_rope_head_dim" in sizes and "head_dim" in sizes:
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
-    kinds = known.get("layer_types")
+    of_layers = [known[name] for name in ("layer_types", "no_rope_layers") if isinstance(known.get(name), list)]
+    kinds = list(zip(*of_layers, strict=False))
     kept = [0, 1] if not kinds else sorted({kinds.index(kind) for kind in kinds} | {0})
     kept = kept if len(kept) > 1 else [0, 1]
     depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), len(kept))
@@ -59,7 +60,7 @@ def small_config(config, **sizes_of_caller: int):
             setattr(small, name, 0.0)
         if name in _TOKENS and value is not None:
             setattr(small, name, _TOKENS[name])
-    _plain_rope(small)
+    _plain_rope(small, known.get("head_dim") or _quotient(known.get("hidden_size"), known.get("num_attention_heads")))
     if own := {int(layer): values for layer, values in (known.get("per_layer_config") or {}).items()}:
         made = small.to_dict()
         made["per_layer_config"] = {
@@ -71,12 +72,26 @@ def small_config(config, **sizes_of_caller: int):
     return small
 
 
-def _plain_rope(config) -> None:
-    """Lists of factors and sections have the length of a head of the real size: the default takes their place."""
+def _quotient(a, b) -> int | None:
+    return a // b if isinstance(a, int) and isinstance(b, int) else None
+
+
+def _plain_rope(config, head_dim: int | None) -> None:
+    """Lists of factors have the length of a head of the real size, `head_dim`: the default takes their place."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = vars(config).get(name)  # and not getattr: newer configs have the old name as an alias that warns
         if isinstance(rope, dict):
-            setattr(config, name, _without_lists(rope))
+            setattr(config, name, _without_lists(rope) | _sections(rope, head_dim))
+
+
+def _sections(rope: dict, head_dim: int | None) -> dict[str, list[int]]:
+    """How many frequencies turn by each of the three positions of an image, for a small head."""
+    section = rope.get("mrope_section")
+    if not section or not head_dim:
+        return {}
+    half = sum(section) * _HEAD_DIM // head_dim
+    first, second = (half * part // sum(section) for part in section[:2])
+    return {"mrope_section": [first, second, half - first - second]}
 
 
 def _without_lists(rope: dict) -> dict:

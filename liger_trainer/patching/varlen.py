@@ -3,11 +3,13 @@
 The proof runs a batch padded on the right, one padded on the left and a packed row through two small copies with the
 same weights, one with the model's own code and one with ours. The logits of real tokens, the loss and the gradients of
 all weights must agree. A model whose rows would reach each other by anything but attention (a state, a convolution), or
-whose loss counts padding, shows it there.
+whose loss counts padding, shows it there. Where layers have a window, chunks, sinks or a soft cap, rows without padding
+are run too. If they alone agree, they alone take our attention.
 
 Where nothing is installed, packed rows may see each other. Some models keep them apart, others do not, without a word.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,12 +22,19 @@ from liger_trainer.instance.binding import unbind
 from liger_trainer.instance.report import Place
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.decide import code_of, loss_of, plan_of, unknown_forward, why_not_theirs
+from liger_trainer.varlen.decide import code_of, foreign_class, own_loss_of, plan_of, unknown_forward, why_not_theirs
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
 _OUTPUTS = {"loss", "logits", "aux_loss", "router_logits"}  # calls that get the last compute padding
 _RTOL = 2e-4  # of the largest element, through whole layers in fp32; a token too many or too few is off by 1e-2
+_ATTENDS_BY = {  # what a layer attends by -> what runs for it on a GPU
+    "causal": "causal layers by SDPA, by PyTorch's varlen kernel where rows are of several lengths",
+    "sliding window": "sliding windows by PyTorch's varlen kernel",
+    "chunks": "chunks as rows of their own",
+    "sinks": "layers with sinks by PyTorch's varlen kernel",
+    "soft cap": "layers with a soft cap by liger_triton.row_attention",
+}
 _SHOWN = ("eager", "sdpa")  # what runs on a CPU; others, such as flash-attn, read the lengths of rows
 _PACKED = (7, 5, 11)
 _MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
@@ -38,7 +47,8 @@ def swap(model, report, wanted: dict) -> None:
         return
     backbone = padding.backbone_of(model)
     remove(model)
-    part, name = report[OPERATION], model.base_model_prefix
+    part, prefix = report[OPERATION], model.base_model_prefix
+    name = next((name for name, module in model.named_modules() if module is backbone), prefix)
     part.enabled = bool(wanted[OPERATION] and wanted["fused_linear_cross_entropy"])  # whose forward sees the labels
     if not part.enabled or backbone is None:
         return
@@ -52,7 +62,9 @@ def swap(model, report, wanted: dict) -> None:
         part.unsuited[name] = reason
         return
     padding.install(backbone, proven, Place(part, name))
-    part.swapped[name] = "runs on real tokens"
+    runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
+    kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds] if proven.is_local else []
+    part.swapped[name] = "; ".join([runs, *kinds])
 
 
 def remove(model) -> None:
@@ -67,21 +79,39 @@ def _why_not(model, backbone) -> str | None:
     config = model.config
     if head_options(model) is None:
         return "it has no fused LM head, whose forward would see the labels"
-    if config._attn_implementation != "sdpa":
-        return f"attn_implementation is {config._attn_implementation!r}, which stays as it is"
-    if config.is_encoder_decoder or config.get_text_config() is not config:
+    # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
+    text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
+    if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
+        return f"attn_implementation is {text._attn_implementation!r}, which stays as it is"
+    if config.is_encoder_decoder or type(getattr(backbone, "config", None)) is not type(text):
         return "the model is more than a decoder of text"
-    if model._is_stateful:
+    if model._is_stateful or backbone._is_stateful:
         return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
+    around = padding.base_of(model)
+    if around is not backbone and _makes_masks(around):
+        return "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
     return masks.why_not_ours(model)
 
 
+def _makes_masks(module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return any(name.startswith("create_") and "mask" in name for name in getattr(code, "co_names", ()))
+
+
 def _prove(model):
-    """(`Proven`, None), or (None, what differs)."""
-    own, ours = small_copy(model, probe.SEED), small_copy(model, probe.SEED)
+    """(`Proven`, None), or (None, what differs).
+
+    Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
+    """
+    around, backbone = padding.base_of(model), padding.backbone_of(model)
+    subject = model if around is backbone else backbone
+    attention = model.config.get_text_config()._attn_implementation
+    own, ours = (small_copy(subject, probe.SEED, attention) for _ in range(2))
     if (reason := why_not_theirs(own)) is not None:
+        return None, reason
+    if subject is backbone and (reason := foreign_class([model, around])) is not None:
         return None, reason
     ids = torch.randint(3, 40, (len(_LENGTHS), _WIDTH), generator=probe.generator())
     real = torch.arange(_WIDTH) < torch.tensor(_LENGTHS)[:, None]
@@ -91,31 +121,58 @@ def _prove(model):
         | {"input_ids": ids, "attention_mask": kept.long()}
         for kept in (real, real.flip(1))
     )
-    if more := set(own(**right, use_cache=False)) - _OUTPUTS:
+    if subject is model and (more := set(own(**right, use_cache=False)) - _OUTPUTS):
         return None, f"it returns {', '.join(sorted(more))} in addition to logits and loss"
     within = right | {"labels": right["labels"].masked_fill(~real, -100)}
     one_row = {"input_ids": ids[real][None], "position_ids": torch.arange(_WIDTH).expand_as(ids)[real][None]}
     one_row["labels"] = within["labels"][real][None].masked_fill(one_row["position_ids"] == 0, -100)
     mixes = _apart(_run(own, one_row), _run(own, within)) is not None
-    proven = padding.Proven(mixes, code_of(own.modules()), loss_of(own))
-    padding.install(padding.backbone_of(ours), proven)
-    for what, given, padded in (
+    kinds: set[str] = set()
+    forwards, reason = code_of([*own.modules(), model, around]), None
+    proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
+    padding.install(ours if subject is backbone else padding.backbone_of(ours), proven)
+    batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
         ("a packed row", one_row, within),
-    ):  # fmt: skip
-        if (reason := _differs(ours, given, _run(own, padded), what)) is not None:
-            return None, reason
-    return proven, None
+    ]  # fmt: skip
+    if subject is backbone:
+        with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
+        batches += [(what, given, given) for what, given in with_images if given]
+    for what, given, beside in batches:
+        reason = reason or _differs(ours, given, _run(own, beside), what, kinds)
+    if proven.is_local:
+        full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        if (differs := _differs(ours, full, _run(own, full), "rows without padding", kinds)) is not None:
+            return None, reason or differs
+    if reason is not None and not proven.is_local:
+        return None, reason
+    return proven._replace(keeps_padding=reason), None
 
 
-def _differs(ours, batch, wanted, what: str) -> str | None:
-    plan = plan_of(ours.config, batch | {"use_cache": False})
+def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:
+    """Name what differs, or return None. Adds to `kinds` what the layers attend by."""
+    plan = plan_of(ours.config, batch | {"use_cache": False}, ours.config._attn_implementation, full=True)
     with padding.running(plan):
         got = _run(ours, batch)
     if plan is None or not plan.used:
         return f"with {what}, its backbone cannot be given real tokens alone"
+    kinds |= plan.rows.kinds
     apart = _apart(got, wanted)
     return None if apart is None else f"with {what}, {apart} from that of the padded batch"
+
+
+def _with_images(decoder, batch) -> dict[str, Any]:
+    """`batch` with what the decoder of a model of images and text gets in addition, as far as it takes it."""
+    names, config = inspect.signature(decoder.forward).parameters, decoder.config
+    real, source = batch["attention_mask"].bool(), probe.generator()
+    more: dict[str, Any] = {}
+    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+        more["position_ids"] = torch.randint(0, 20, (3, *real.shape), generator=source)
+    if "deepstack_visual_embeds" in names and "visual_pos_masks" in names:
+        images = real & (torch.rand(real.shape, generator=source) < 0.5)
+        embeds = [probe.randn((int(images.sum()), config.hidden_size), source).requires_grad_() for _ in range(2)]
+        more |= {"visual_pos_masks": images, "deepstack_visual_embeds": embeds}
+    return batch | more if more else {}
 
 
 def _apart(got, wanted) -> str | None:
@@ -135,16 +192,26 @@ def _apart(got, wanted) -> str | None:
 
 
 def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits (N, V) of the real tokens, the loss, and the gradients of the loss and a function of those logits."""
-    model.zero_grad()
+    """Logits (N, V) of the real tokens, the loss, and the gradients of the loss and a function of those logits.
+
+    Of a model without a head it is the hidden states, and the loss is 0.
+    """
+    embeds = batch.get("deepstack_visual_embeds", ())
+    leaves = dict(model.named_parameters()) | {f"the visual embeddings {i}": x for i, x in enumerate(embeds)}
+    for x in leaves.values():
+        x.grad = None
+    with_head = model.get_output_embeddings() is not None
+    given = {name: x for name, x in batch.items() if with_head or name != "labels"}
     routers = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}  # for their loss
-    outputs = model(**batch, **routers, use_cache=False)
-    logits = outputs.logits[batch["attention_mask"].bool()] if "attention_mask" in batch else outputs.logits[0]
-    total = outputs.loss + (logits * probe.randn(logits.shape, probe.generator())).mean()
+    outputs = model(**given, **routers, use_cache=False)
+    found = outputs.logits if with_head else outputs[0]
+    found = found[batch["attention_mask"].bool()] if "attention_mask" in batch else found[0]
+    loss = outputs.loss if with_head else found.new_zeros(())
+    total = loss + (found * probe.randn(found.shape, probe.generator())).mean()
     if outputs.get("aux_loss") is not None:
         total = total + outputs.aux_loss
     total.backward()
-    return logits.detach(), total.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found.detach(), total.detach(), {n: x.grad for n, x in leaves.items() if x.grad is not None}
 
 
 def why_rows_mix(model) -> str | None:
@@ -155,7 +222,7 @@ def why_rows_mix(model) -> str | None:
     if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
         return None
     ours = padding.BackboneBinding.of(backbone)
-    if ours is not None and not ours.aside:
+    if ours is not None and not ours.aside and ours.proven.keeps_padding is None:
         return None
     with probe.isolated():
         apart, _ = probe.attempt(_rows_stay_apart, backbone)

@@ -1,5 +1,6 @@
 """`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head in the place of TRL's own."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.head.find import who_sees_outputs
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.packed_images import has_images, pack_images
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 
@@ -23,7 +25,8 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     It takes the arguments of `SFTTrainer`, with a [`LigerSFTConfig`] as `args`; a plain `SFTConfig` counts as one with
     `use_liger=True`. A step runs one forward pass, whatever the options. Unlike the stock trainer, it can train a LoRA
     on `lm_head`, and `label_smoothing_factor` costs neither logits nor a second forward pass. As in TRL, the auxiliary
-    loss of a mixture of experts is only logged, and not added, when the loss is smoothed.
+    loss of a mixture of experts is only logged, and not added, when the loss is smoothed. Rows with images can be
+    packed for training.
     """
 
     gives_token_predictions = True
@@ -31,6 +34,20 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     args: SFTConfig
     label_smoother: Any
     router_aux_loss_coef: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(SFTTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
+        config: Any = given.get("args")
+        packs_images = bool(getattr(config, "packing", False)) and has_images(given.get("train_dataset"))
+        if packs_images:
+            config.packing = False  # which TRL refuses for images
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            if packs_images:
+                config.packing = True
+        if packs_images:
+            pack_images(self)
 
     def compute_loss(
         self,

@@ -2,10 +2,16 @@
 
 transformers' models ask one registry for their attention function and another for its mask. `head/masks.py` registers
 `varlen_attention` and `row_mask` there under the name `sdpa`, which configs keep. While the rows of a call are known
-(`rows_known`), the mask is a `RowMask`, which says where each row ends. Attention is then the kernel under
-`torch.nn.attention.varlen`. On CPUs, and for dropout, dtypes and head sizes that the kernel does not know, it is one
-call of PyTorch's SDPA with the rows padded on the right, or one call for each row where that would be mostly padding.
-Every other call is transformers' own.
+(`rows_known`), the mask is a `RowMask`, which says where each row ends. What runs then is a fixed rule:
+
+- plain causal attention over rows of one length: PyTorch's SDPA, the fastest there
+- rows of several lengths, and sliding windows: the kernel under `torch.nn.attention.varlen`, which skips what is not
+  seen. On CPUs, and for dropout, dtypes and head sizes that it does not know, one call of SDPA with the rows padded on
+  the right, or one call for each row where that would be mostly padding
+- sinks and soft caps: `liger_triton.row_attention`
+- a window that is no shorter than the longest row is plain causal, and chunks are rows of their own
+
+Every other call is transformers' own. `head/masks.py` hands models that have no SDPA `attend_by_rows` in the same way.
 """
 
 import contextlib
@@ -18,10 +24,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from liger_trainer.varlen.host_copies import sent
+from liger_trainer.varlen.local import is_chunked, is_sliding
+from liger_triton import row_attention
+from liger_triton.row_attention import flash_is_built
 
 _MOST_HEAD_DIM = 256  # of the kernel
 _MOST_ROOM = 4  # places for each token, up to which rows are padded to attend in one call
-_NOT_KNOWN = ("position_bias", "softcap", "s_aux", "cache")  # arguments that it cannot answer
+_NOT_KNOWN = ("position_bias", "cache")  # arguments that it cannot answer
 
 
 class NotForRows(Exception):
@@ -29,26 +38,51 @@ class NotForRows(Exception):
 
 
 class Rows:
-    """Rows that lie one after the other in one row of tokens.
+    """Rows that lie one after the other in one row of tokens, or in a batch that has no padding.
 
     Args:
         lengths (`list[int]`): Tokens of each row.
         device (`torch.device`): Where their tokens are.
+        batch (`int`, *optional*, defaults to 1): Rows of the batch, of as many tokens each, in which they lie.
 
     Attributes:
         offsets (`torch.Tensor`): int32 (rows + 1,), on the device: where each row begins, and the end.
         tokens (`int`): Of all rows together.
         longest (`int`): Tokens of the longest row.
+        kinds (`set[str]`): What the layers were found to attend by: causal, sliding window, chunks, sinks, soft cap.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device):
+    def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths, self.tokens, self.longest = lengths, sum(lengths), max(lengths)
+        self.batch, self.kinds = batch, set[str]()
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
     @property
     def room(self) -> int:
         """Places of all rows, each padded to the longest."""
         return len(self.lengths) * self.longest
+
+    @property
+    def full(self) -> bool:
+        """Return whether they are the rows of the batch."""
+        return len(self.lengths) == self.batch
+
+    @property
+    def equal(self) -> bool:
+        """Return whether all are of one length."""
+        return self.room == self.tokens
+
+    def in_chunks(self, size: int) -> "Rows":
+        """Cut these rows into rows of `size` tokens, from the beginning of each."""
+        if size not in self._chunks:
+            cut = [min(size, n - done) for n in self.lengths for done in range(0, n, size)]
+            self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
+            self._chunks[size].kinds = self.kinds
+        return self._chunks[size]
+
+    @functools.cached_property
+    def _chunks(self) -> dict[int, "Rows"]:
+        return {}
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
@@ -59,13 +93,16 @@ class Rows:
 
 class RowMask:
     """The mask that layers get: a token sees the tokens of its own row up to itself, and at most `window` of them.
+    `chunked` says that the rows are chunks.
 
     It is opaque to whatever handles the arguments of layers on their way (checkpointing, FSDP, hooks of accelerate).
     `unknown` says why the mask that was asked for is another one; some models ask for masks that no layer uses.
     """
 
-    def __init__(self, rows: Rows, window: int | None = None, unknown: str | None = None):
-        self.rows, self.window, self.unknown = rows, window, unknown
+    def __init__(
+        self, rows: Rows, window: int | None = None, unknown: str | None = None, chunked: bool = False
+    ):  # fmt: skip
+        self.rows, self.window, self.unknown, self.chunked = rows, window, unknown, chunked
 
 
 _rows: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("rows of the running call", default=None)
@@ -94,75 +131,118 @@ def _row_mask(
     use_vmap=False, q_offset=0, kv_offset=0, **_,
 ) -> RowMask:  # fmt: skip
     """`row_mask` of the arguments of a function of `AttentionMaskInterface`."""
-    if not (q_length == kv_length == rows.tokens and q_offset == kv_offset == 0):
+    if not (q_length * rows.batch == kv_length * rows.batch == rows.tokens and q_offset == kv_offset == 0):
         return RowMask(rows, unknown="it attends to more than the tokens of the call")
     if use_vmap or not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         return RowMask(rows, unknown="its mask is more than causal")
-    if local_size is not None and not _is_sliding(mask_function, int(local_size)):
-        return RowMask(rows, unknown="its local attention is no sliding window")
-    return RowMask(rows, None if local_size is None else int(local_size))
+    if local_size is None:
+        return RowMask(rows)
+    if is_sliding(mask_function, int(local_size)):
+        return RowMask(rows, int(local_size))
+    if is_chunked(mask_function, int(local_size)):
+        return RowMask(rows.in_chunks(int(local_size)), chunked=True)
+    return RowMask(rows, unknown="its local attention is neither a sliding window nor chunks")
 
 
-def _is_sliding(mask_function, window: int) -> bool:
-    """Return whether a mask function lets a token see `window` tokens up to itself: asked at the edges."""
-    query = torch.tensor([window, window, 0, 2 * window - 1], device="cpu")
-    key = torch.tensor([1, 0, 1, window], device="cpu")
-    zero = torch.zeros((), dtype=torch.long, device="cpu")
-    return mask_function(zero, zero, query, key).tolist() == [True, False, False, True]
-
-
-def varlen_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Attention for `AttentionInterface`: over the rows of a `RowMask`, else transformers' own for SDPA.
+def attend_by_rows(
+    own, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask,
+    *args, **kwargs,
+):  # fmt: skip
+    """Attend over the rows of a `RowMask`; for any other mask, call `own`, a function of `AttentionInterface`.
 
     Args:
+        own (`Callable`): The function that would run without ours.
         module (`nn.Module`): The attention layer.
-        query (`torch.Tensor`): (1, Hq, T, D), all rows one after the other.
-        key (`torch.Tensor`): (1, Hkv, T, D), Hq a multiple of Hkv.
-        value (`torch.Tensor`): (1, Hkv, T, Dv).
+        query (`torch.Tensor`): (B, Hq, S, D), whose B * S tokens are all rows one after the other.
+        key (`torch.Tensor`): (B, Hkv, S, D), Hq a multiple of Hkv.
+        value (`torch.Tensor`): (B, Hkv, S, Dv).
         attention_mask (`RowMask`, `torch.Tensor` or None): As `row_mask` has made it, or any other.
-        dropout (`float`, *optional*, defaults to 0.0): Of the weights of attention.
-        scaling (`float`, *optional*): Factor of the scores; 1 / sqrt(D) by default.
 
-    Returns (1, T, Hq, Dv), and None for the weights of attention. Raises `NotForRows` where the rows of the call are
-    known, and the mask is neither causal nor a sliding window, or the scores are changed (a bias, a cap, sinks).
+    Returns (B, S, Hq, Dv), and None for the weights of attention. Raises `NotForRows` where the rows of the call are
+    known, and the mask is neither causal nor local, or the scores are changed in an unknown way (a bias of positions).
     """
-    if not isinstance(attention_mask, RowMask):
-        if not torch.compiler.is_compiling() and _rows.get() is not None:
-            raise NotForRows("a layer attends with a mask of its own")
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )  # fmt: skip
-    if attention_mask.unknown is not None:
-        raise NotForRows(attention_mask.unknown)
+    if isinstance(attention_mask, RowMask):
+        return _by_rows(query, key, value, attention_mask, *args, **kwargs), None
+    if not torch.compiler.is_compiling() and _rows.get() is not None:
+        raise NotForRows("a layer attends with a mask of its own")
+    return own(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def refuse_rows(own, *args, **kwargs):
+    """Call `own`, a function of the user's, which has to see masks. Raises `NotForRows` where the mask has rows."""
+    if _rows.get() is not None or any(isinstance(x, RowMask) for x in (*args, *kwargs.values())):
+        raise NotForRows("the attention function of its layers is not transformers' own")
+    return own(*args, **kwargs)
+
+
+def varlen_attention(*args, **kwargs):
+    """Attend over the rows of a `RowMask`, else as transformers does for SDPA."""
+    return attend_by_rows(sdpa_attention_forward, *args, **kwargs)
+
+
+def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softcap=None, s_aux=None, **others):
+    if mask.unknown is not None:
+        raise NotForRows(mask.unknown)
     for name in _NOT_KNOWN:
-        if kwargs.get(name) is not None:
+        if others.get(name) is not None:
             raise NotForRows(f"its attention has a {name}")
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as of PyTorch's SDPA
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    rows = attention_mask.rows
-    if _kernel_takes(query, key, value, dropout):
+    rows, window = mask.rows, mask.window
+    if window is not None and window >= rows.longest:
+        window = None
+    if softcap is not None or s_aux is not None:
+        return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
+    rows.kinds.add("chunks" if mask.chunked else "causal" if mask.window is None else "sliding window")
+    attend = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
+    if window is None and rows.equal:
+        attend = _by_sdpa
+    elif _kernel_takes(query, key, value, dropout):
         attend = _by_kernel
-    else:
-        attend = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
-    return attend(query, key, value, attention_mask, dropout, scaling), None
+    return attend(query, key, value, rows, window, dropout, scaling).unflatten(0, (query.shape[0], -1))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) as (B * S, H, D). Not x[0], whose gradient is filled with zeros and then copied into."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _by_sdpa(query, key, value, rows: Rows, window, dropout, scaling):
+    """(T, Hq, Dv), of rows of one length, in which every token sees all before it."""
+    if not rows.full:
+        query, key, value = (_flat(x).unflatten(0, (-1, rows.longest)).transpose(1, 2) for x in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not key.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM:  # as transformers: no fast kernel has it
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    out = F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=groups > 1
+    )  # fmt: skip
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, sinks):
+    """(B, S, Hq, Dv), with a soft cap of the scores, or with sinks (Hq,)."""
+    rows.kinds.add("sinks" if softcap is None else "soft cap")
+    batch, heads, _, dim = query.shape
+    if dropout or not value.shape[-1] <= dim <= _MOST_HEAD_DIM or (sinks is not None and sinks.shape != (heads,)):
+        raise NotForRows("its attention has sinks or a soft cap, and dropout, sinks for each token or large heads")
+    width = value.shape[-1]
+    value = F.pad(value, (0, dim - width)) if width < dim else value
+    offsets = rows.offsets.to(query.device)
+    out = row_attention(
+        _flat(query), _flat(key), _flat(value), offsets, rows.longest, scale=scaling, window=window, softcap=softcap,
+        sinks=sinks,
+    )  # fmt: skip
+    return (out if width == dim else out[..., :width]).unflatten(0, (batch, -1))
 
 
 def _kernel_takes(query, key, value, dropout) -> bool:
     dim = query.shape[-1]
     return (
         query.is_cuda
-        and _device_has_the_kernel(query.device)
+        and flash_is_built(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and dropout == 0.0
@@ -171,27 +251,18 @@ def _kernel_takes(query, key, value, dropout) -> bool:
     )
 
 
-@functools.cache
-def _device_has_the_kernel(device: torch.device) -> bool:
-    """Return whether PyTorch was built with the kernel, and for this GPU."""
-    built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
-    return built and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _by_kernel(query, key, value, mask: RowMask, dropout, scaling):
+def _by_kernel(query, key, value, rows: Rows, window, dropout, scaling):
     """Call the op under `torch.nn.attention.varlen.varlen_attn`, which itself takes the host longer than all else."""
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))
-    # Not x[0], whose gradient is filled with zeros and then copied into.
-    query, key, value = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
-    offsets, longest = mask.rows.offsets.to(query.device), mask.rows.longest  # layers may be spread over devices
-    before = -1 if mask.window is None else mask.window - 1
+    query, key, value = (_flat(x).contiguous() for x in (query, key, value))
+    offsets, longest = rows.offsets.to(query.device), rows.longest  # layers may be spread over devices
     out, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, offsets, offsets, longest, longest, 0.0, mask.window is None, False,
-        scale=scaling, window_size_left=before, window_size_right=0,
+        query, key, value, offsets, offsets, longest, longest, 0.0, window is None, False, scale=scaling,
+        window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )  # fmt: skip
-    return (out if width == out.shape[-1] else out[..., :width]).unsqueeze(0)
+    return out if width == out.shape[-1] else out[..., :width]
 
 
 def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -203,33 +274,32 @@ def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor
     return (distance >= 0) & (distance < window)
 
 
-def _all_rows(query, key, value, mask: RowMask, dropout, scaling):
-    rows = mask.rows
+def _all_rows(query, key, value, rows: Rows, window, dropout, scaling):
     places = rows.places.to(query.device)
     q, k, v = (
         x.new_zeros(rows.room, x.shape[1], x.shape[3])
-        .index_copy(0, places, x[0].transpose(0, 1))
+        .index_copy(0, places, _flat(x))
         .unflatten(0, (-1, rows.longest))
         .transpose(1, 2)
         for x in (query, key, value)
     )
-    near = _near(rows.longest, mask.window, query.device)
+    near = _near(rows.longest, window, query.device)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=near, dropout_p=dropout, is_causal=near is None, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, places).unsqueeze(0)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
 
-def _row_by_row(query, key, value, mask: RowMask, dropout, scaling):
+def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):
     grouped = query.shape[1] != key.shape[1]
-    done, start = [], 0
-    for length in filter(None, mask.rows.lengths):
-        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
+    flat, done, start = [_flat(x).transpose(0, 1) for x in (query, key, value)], [], 0
+    for length in filter(None, rows.lengths):
+        q, k, v = (x[None, :, start : start + length] for x in flat)
         start += length
-        near = _near(length, mask.window, query.device)
+        near = _near(length, window, query.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=near, dropout_p=dropout, is_causal=near is None, scale=scaling, enable_gqa=grouped
         )
-        done.append(out.transpose(1, 2))
-    return torch.cat(done, dim=1)
+        done.append(out[0].transpose(0, 1))
+    return torch.cat(done)

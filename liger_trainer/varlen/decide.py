@@ -18,7 +18,15 @@ from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import sent, values_of
-from liger_trainer.varlen.padding import BackboneBinding, Plan, backbone_of, cache_of, computes_padding, tokens_of
+from liger_trainer.varlen.padding import (
+    BackboneBinding,
+    Plan,
+    backbone_of,
+    base_of,
+    cache_of,
+    computes_padding,
+    tokens_of,
+)
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (
@@ -68,12 +76,16 @@ def plan_of_call(
     bound = BackboneBinding.of(backbone)
     if bound is None or bound.aside or args:
         return None
-    if shown is not None and call.get("attention_mask") is not None:
+    proven = bound.proven
+    plan = plan_of(model.config, call, proven.attention, proven.is_local)
+    full = plan is not None and plan.rows.full
+    if shown is not None and call.get("attention_mask") is not None and not full:
         if model.training and torch.is_grad_enabled():  # evaluation and generation want logits, which is no news
             computes_padding(backbone, shown)
         return None
-    plan = plan_of(model.config, call)
-    if plan is None:
+    if plan is None or (proven.keeps_padding is not None and not full):
+        return None
+    if proven.attention == "eager" and (call.get("output_attentions") or _of_config(model.config, "output_attentions")):
         return None
     reaches_end = plan.reaches_end and call.get("position_ids") is None
     if plan.leaves_out and not reaches_end and _rotates_by_length(model.config):
@@ -81,12 +93,12 @@ def plan_of_call(
     why = unfit(plan) or _why_whole(model, backbone, bound)
     if why is None:
         return plan
-    if bound.proven.mixes and not plan.leaves_out:
+    if proven.mixes and not plan.leaves_out and not full:
         raise ValueError(
             f"Packed rows would see each other in {type(backbone).__name__}, whose own attention has to run: {why}. "
             "Take that away, or switch packing off."
         )
-    computes_padding(backbone, why)
+    computes_padding(backbone, why, "attends with masks" if full else "computes padding too")
     return None
 
 
@@ -97,9 +109,8 @@ def states_shown(model, call: dict[str, Any]) -> str | None:
     """Name what the model's forward returns of every position, or hands to the user's loss function, or return None."""
     if call.get("labels") is None and call.get("shift_labels") is None:
         return "a call without labels returns logits"
-    config = model.config
     for name in ("output_hidden_states", "output_attentions", "output_router_logits", *call):
-        asked = getattr(config, name, None) if call.get(name) is None else call[name]
+        asked = _of_config(model.config, name) if call.get(name) is None else call[name]
         if name.startswith("output_") and asked is not None and asked is not False:
             return f"{name} asks for what it computes for padding"
     if call.get("return_dict") is False:
@@ -110,10 +121,20 @@ def states_shown(model, call: dict[str, Any]) -> str | None:
     return None
 
 
+def _of_config(config, name: str) -> Any:
+    """A field of the config of a model, or of that of its decoder of text where it has none itself."""
+    found = getattr(config, name, None)
+    return getattr(config.get_text_config(), name, None) if found is None or found is False else found
+
+
 def loss_of(model) -> Callable:
     """The function that transformers' models call for their loss."""
-    own = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
-    return model.__dict__.get("_loss_function", own)
+    return model.__dict__.get("_loss_function", own_loss_of(model))
+
+
+def own_loss_of(model) -> Callable:
+    """The same, while no other one is set."""
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
 
 
 def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
@@ -122,12 +143,19 @@ def code_of(modules: Iterable[nn.Module]) -> dict[Any, Callable]:
     return {kind: kind.forward for kind in kinds}
 
 
-def why_not_theirs(model) -> str | None:
-    """A class or a function that would take part in a proof and is not transformers' own, or None."""
-    for kind, forward in code_of(model.modules()).items():
+def foreign_class(modules: Iterable[nn.Module]) -> str | None:
+    """A class among those of `modules` that is not transformers' own, or None."""
+    for kind, forward in code_of(modules).items():
         if not _is_of(kind, forward, _THEIRS):
             return f"{kind.__name__} is not a class of transformers with its own forward"
-    loss = loss_of(model)
+    return None
+
+
+def why_not_theirs(model) -> str | None:
+    """A class or a function that would take part in a proof and is not transformers' own, or None."""
+    if (reason := foreign_class(model.modules())) is not None:
+        return reason
+    loss = own_loss_of(model)
     return None if comes_from(loss, "transformers.loss.") else f"the loss function {loss!r} is not transformers' own"
 
 
@@ -167,7 +195,10 @@ def _why_whole(model, backbone, bound: BackboneBinding) -> str | None:
 
 def _without_head(model) -> list[nn.Module]:
     """`model` and its modules but for the LM head, shared ones twice: `modules()` takes five times as long."""
-    head, found = model.get_output_embeddings(), [model]
+    head, found, backbone = model.get_output_embeddings(), [model], backbone_of(model)
+    base = base_of(model)
+    if backbone is not None and base is not backbone:  # its towers see no rows of tokens
+        return [model, base, *_without_head(backbone)]
     for module in found:
         if module._modules:
             found += [child for child in module._modules.values() if child is not None and child is not head]
@@ -177,7 +208,7 @@ def _without_head(model) -> list[nn.Module]:
 # The rows of a call
 
 
-def plan_of(config, call: dict[str, Any]) -> Plan | None:
+def plan_of(config, call: dict[str, Any], attention: str = "sdpa", full: bool = False) -> Plan | None:
     """Plan how a call goes through the backbone on real tokens; None where it stays as it is.
 
     Args:
@@ -185,43 +216,57 @@ def plan_of(config, call: dict[str, Any]) -> Plan | None:
         call (`dict`): `input_ids` (B, S) or `inputs_embeds` (B, S, H), and `attention_mask` (B, S), or `position_ids`
             (1, S) of a packed row. With `labels` (B, S), each predicted from the position before it, or `shift_labels`
             (B, S), each predicted from its own, no label may be predicted from padding.
+        attention (`str`, *optional*, defaults to `"sdpa"`): The attention of the config that has been proven.
+        full (`bool`, *optional*, defaults to `False`): Whether rows without padding have a plan too, for layers with
+            more than causal attention.
     """
     tokens, mask, positions = tokens_of(call), call.get("attention_mask"), call.get("position_ids")
-    keeps = getattr(config, "use_cache", None) if call.get("use_cache") is None else call["use_cache"]
-    if keeps or cache_of(call) is not None or config._attn_implementation != "sdpa":
+    text = config.get_text_config()
+    keeps = getattr(config, "use_cache", getattr(text, "use_cache", None))  # trainers set that of the whole model
+    keeps = keeps if call.get("use_cache") is None else call["use_cache"]
+    if keeps or cache_of(call) is not None or text._attn_implementation != attention:
         return None
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return None
-    if positions is not None and (positions.ndim != 2 or positions.shape[0] not in (1, tokens.shape[0])):
+    if positions is not None and (positions.ndim not in (2, 3) or positions.shape[-2] not in (1, tokens.shape[0])):
         return None
     if mask is None:
-        return _packed_plan(call, tokens)
+        return _packed_plan(call, tokens, full)
     if not isinstance(mask, torch.Tensor) or mask.shape != tokens.shape[:2]:
         return None
-    return _padded_plan(call, tokens, mask)
+    return _padded_plan(call, tokens, mask, full)
 
 
-def _packed_plan(call, tokens) -> Plan | None:
+def _full_plan(call, tokens) -> Plan:
+    batch, length = tokens.shape[:2]
+    return Plan(call, Rows([length] * batch, tokens.device, batch))
+
+
+def _packed_plan(call, tokens, full) -> Plan | None:
     """Of a batch of one row in which several lie one after the other.
 
     Where they begin is read from the positions, as transformers does for SDPA; of `cu_seq_lens_q` it takes no notice.
     """
     positions = call.get("position_ids")
-    if positions is None or tokens.shape[0] != 1 or positions.shape[1] != tokens.shape[1]:
+    if positions is None:
+        return _full_plan(call, tokens) if full else None
+    if tokens.shape[0] != 1 or positions.shape != tokens.shape[:2]:
         return None
     values = values_of(positions)[0].cpu()[0]  # waits for the device, where the values are not known on the host
     starts = [0, *((values.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(values)]
     lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    return Plan(call, Rows(lengths, tokens.device)) if len(lengths) > 1 else None
+    return Plan(call, Rows(lengths, tokens.device)) if full or len(lengths) > 1 else None
 
 
-def _padded_plan(call, tokens, mask) -> Plan | None:
+def _padded_plan(call, tokens, mask, full) -> Plan | None:
     shifted = call.get("shift_labels") is not None
     labels = call["shift_labels"] if shifted else call.get("labels")
     if labels is not None and (labels.shape != mask.shape or labels.device != mask.device):
         return None
     mask, *labels = values_of(mask, *(() if labels is None else (labels,)))
     real, *labelled = torch.stack((mask != 0, *(x != -100 for x in labels))).cpu()  # waits as above
+    if full and real.all():
+        return _full_plan(call, tokens)
     predicting = labelled if shifted else [F.pad(x[:, 1:], (0, 1)) for x in labelled]
     lengths = real.sum(1).tolist()
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
@@ -233,6 +278,6 @@ def _padded_plan(call, tokens, mask) -> Plan | None:
 
 def _rotates_by_length(config) -> bool:
     """Return whether the rotary frequencies depend on the longest position of a call, as far as the config says."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     ropes = [x for x in rope.values() if isinstance(x, dict)] or [rope]  # one for each kind of layer, or one for all
     return any(x.get("rope_type", "default") not in _STATIC_ROPES for x in ropes)

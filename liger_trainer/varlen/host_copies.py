@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from transformers import BatchFeature
 
 _ATTRIBUTE = "_liger_host_copy"
-_REMEMBERED = ("attention_mask", "position_ids", "labels", "shift_labels")
+_REMEMBERED = (
+    "attention_mask", "position_ids", "labels", "shift_labels", "input_ids", "mm_token_type_ids", "image_grid_thw",
+    "video_grid_thw", "second_per_grid_ts",
+)  # fmt: skip
 
 
 class _HostCopy:
@@ -37,15 +41,25 @@ def _known(x: torch.Tensor) -> torch.Tensor | None:
     return None if copy is None or copy.version != x._version else copy.values
 
 
+def remember(x: torch.Tensor, values: torch.Tensor) -> None:
+    """Have `values_of` know the values of `x` while it is not written to. `values` are its own from now on."""
+    setattr(x, _ATTRIBUTE, _HostCopy(values, x._version))
+
+
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on `device`, without a wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 class HostBatch(dict):
-    """A batch on the host. Moved to a device, it is a plain `dict`, of which `values_of` knows the values."""
+    """A batch on the host. Moved to a device, it is a plain `dict`, of which `values_of` knows the values.
 
-    def to(self, device: Any, non_blocking: bool = False) -> dict[str, Any]:
+    `made_of` is the class that it has then in place of `dict`: processors of images return a `BatchFeature`.
+    """
+
+    made_of: type = dict
+
+    def to(self, device: Any, non_blocking: bool = False) -> Any:
         # accelerate forgets `non_blocking` when it skips batches, and whatever follows waits for a copy anyway.
         pinned = any(isinstance(x, torch.Tensor) and x.is_pinned() for x in self.values())
         moved = send_to_device(dict(self), device, non_blocking=non_blocking or pinned)
@@ -53,19 +67,26 @@ class HostBatch(dict):
             x = self.get(name)
             if isinstance(x, torch.Tensor) and x.device.type == "cpu" and moved[name] is not x:
                 # A collate function may write the next batch into the same memory.
-                setattr(moved[name], _ATTRIBUTE, _HostCopy(x.clone(), moved[name]._version))
-        return moved
+                remember(moved[name], x.clone())
+        return moved if self.made_of is dict else self.made_of(moved)
 
 
 class _Remembering:
-    """A user's collate function whose plain `dict` is a `HostBatch`. Its class and attributes are the function's."""
+    """A user's collate function whose plain `dict` or `BatchFeature` is a `HostBatch`.
+
+    Its class and attributes are the function's.
+    """
 
     def __init__(self, collate: Callable[[Any], Any]):
         object.__setattr__(self, "_liger_collate", collate)
 
     def __call__(self, rows: Any) -> Any:
         batch = self._liger_collate(rows)
-        return HostBatch(batch) if type(batch) is dict else batch
+        if type(batch) not in (dict, BatchFeature):
+            return batch
+        found = HostBatch(batch)
+        found.made_of = type(batch)
+        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_liger_collate"), name)

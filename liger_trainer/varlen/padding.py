@@ -23,22 +23,36 @@ from liger_trainer.instance.binding import Binding, bind, call_previous
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 
-_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
-_KNOWN_TENSORS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *_PER_TOKEN)
+_PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")
+_PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
+_KNOWN_TENSORS = (
+    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", _PER_IMAGE_TOKEN, *_PER_TOKEN,
+)  # fmt: skip
 
 
 class Proven(NamedTuple):
     """The result of the proof of a model.
 
     Attributes:
+        attention (`str`): The attention of its config.
+        kinds (`set[str]`): What its layers attend by, as `Rows.kinds` has it.
+        keeps_padding (`str` or None): Why only rows without padding go by their lengths, or None.
         mixes (`bool`): Whether the rows of a packed row see each other with the model's own attention.
         forwards (`dict`): The classes of its modules, with their forwards.
         loss (`Callable`): The function that its forward calls for the loss.
     """
 
+    attention: str
+    kinds: set[str]
+    keeps_padding: str | None
     mixes: bool
     forwards: dict[type, Callable]
     loss: Callable
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether there are layers that need more than SDPA does in rows without padding."""
+        return self.kinds != {"causal"}
 
 
 class BackboneBinding(Binding):
@@ -59,7 +73,7 @@ class Plan:
         given (`dict`): The arguments of the call that it was made from.
         rows (`Rows`): The rows of real tokens.
         index (`torch.Tensor`, *optional*): int64 (N,): where in the flattened batch each real token is; None where
-            the batch is one packed row.
+            the batch has no padding.
         reaches_end (`bool`, *optional*, defaults to `True`): Whether there is a real token in the last column.
 
     Attributes:
@@ -75,10 +89,17 @@ class Plan:
         return self.index is not None
 
     def fits(self, call: dict[str, Any]) -> bool:
-        """Return whether the backbone is called with what the plan was made from."""
-        same = all(call.get(name) is self.given.get(name) for name in ("attention_mask", "position_ids"))
+        """Return whether the backbone is called with what the plan was made from.
+
+        A model of images and text makes the positions of its decoder, in three dimensions or four.
+        """
+        shape, positions = tokens_of(self.given).shape[:2], call.get("position_ids")
+        same = call.get("attention_mask") is self.given.get("attention_mask")
+        if positions is not self.given.get("position_ids"):
+            known = self.leaves_out or self.rows.full
+            same = same and known and positions is not None and positions.shape[1:] == shape
         others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
-        same = same and tokens_of(call).shape[:2] == tokens_of(self.given).shape[:2]
+        same = same and tokens_of(call).shape[:2] == shape
         return same and not any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in others)  # a count is of no token
 
     def packed(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -88,17 +109,18 @@ class Plan:
         """
         tokens = tokens_of(call)
         # A mask of ones, since without one transformers looks for rows in the values of position_ids, and waits.
-        mask = torch.ones((1, self.rows.tokens), dtype=torch.long, device=tokens.device)
+        shape = (self.rows.batch, self.rows.tokens // self.rows.batch)
+        mask = torch.ones(shape, dtype=torch.long, device=tokens.device)
         if self.index is None:
             return call | {"attention_mask": mask}
         batch, length = tokens.shape[:2]
         packed = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
-        if "position_ids" in packed:
-            packed["position_ids"] = packed["position_ids"].expand(batch, length)
         packed = {name: x.flatten(0, 1)[self.index].unsqueeze(0) for name, x in packed.items()}
-        if "position_ids" not in packed:
-            packed["position_ids"] = (self.index % length).unsqueeze(0)
-        return call | packed | {"attention_mask": mask}
+        if (positions := call.get("position_ids")) is None:
+            positions = (self.index % length).unsqueeze(0)
+        else:
+            positions = positions.expand(*positions.shape[:-2], batch, length).flatten(-2)[..., None, self.index]
+        return call | packed | {"attention_mask": mask, "position_ids": positions}
 
     def padded(self, outputs):
         """Put every tensor of real tokens that the backbone has returned back into the shape of the batch."""
@@ -146,10 +168,23 @@ def cache_of(call: dict[str, Any]) -> Any:
     return call.get("past_key_values") if call.get("cache") is None else call["cache"]
 
 
-def backbone_of(model):
-    """The part of a transformers model before its head, or None."""
+def base_of(model):
+    """The part of a transformers model before its head, with towers if it has any, or None."""
     name = getattr(model, "base_model_prefix", "")
-    return model._modules.get(name) if name else None
+    # The prefix of Llama 4's decoder is that of the model of images.
+    return model._modules.get(name, model._modules.get("model")) if name else None
+
+
+def backbone_of(model):
+    """The part of a transformers model before its head, or None.
+
+    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
+    """
+    base = base_of(model)
+    config = getattr(base, "config", None)
+    if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
+        return base
+    return next((part for part in base._modules.values() if type(getattr(part, "config", None)) is type(text)), base)
 
 
 @functools.cache
@@ -163,7 +198,11 @@ def _forward_of(backbone_class):
         if plan is None or bound is None or bound.aside:
             return call_previous(self, BackboneBinding, args, kwargs)
         call = dict(zip(names, args, strict=False)) | kwargs
+        if "use_cache" in names:  # a decoder's own config may ask for one where that of the whole model does not
+            call["use_cache"] = False
         if len(args) > len(names) or not plan.fits(call):
+            if plan.leaves_out:
+                computes_padding(self, "its mask or other inputs are made by the model around it")
             return call_previous(self, BackboneBinding, args, kwargs)
         try:
             with running(None), rows_known(plan.rows):
@@ -187,9 +226,9 @@ def install(backbone, proven: Proven, place: Place | None = None) -> None:
     bind(backbone, BackboneBinding(forward, proven, place))
 
 
-def computes_padding(backbone, reason: str) -> None:
+def computes_padding(backbone, reason: str, what: str = "computes padding too") -> None:
     """Say in the log and in the report that a batch goes through `backbone` as it is, and why."""
     bound = BackboneBinding.of(backbone)
     if bound is not None and bound.place is not None:
         bound.place.keeps_its_code(reason)
-    logger.warning_once(f"{type(backbone).__name__} computes padding too: {reason}.")
+    logger.warning_once(f"{type(backbone).__name__} {what}: {reason}.")

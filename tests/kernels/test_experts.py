@@ -36,8 +36,8 @@ def inputs(
     if transposed:
         w, v = (t.detach().mT.contiguous().requires_grad_() for t in (w, v))
     biases = [randn(experts, 2 * inner), randn(experts, hidden)] if bias else [None, None]
-    loras = [randn(experts, rank, hidden), randn(experts, 2 * inner, rank), randn(experts, rank, inner),
-             randn(experts, hidden, rank)] if rank else []  # fmt: skip
+    sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank)) if rank else ()
+    loras = [randn(experts, *size, scale=size[1] ** -0.5) for size in sizes]
     return ids.to(device), [x, shares, w, v, *biases, *loras]
 
 

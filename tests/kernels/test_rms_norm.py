@@ -219,3 +219,19 @@ def test_offsets_past_int32():
     y.backward(dy)
     y_tail.backward(dy[-3:])
     assert torch.equal(x.grad[-3:], tail.grad)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["gradient like x", "contiguous gradient"])
+def test_heads_of_a_projection_are_not_copied(given, device, triton_only):
+    """(B, H, S, N), transposed as Gemma 3 hands them to the norm of its queries: the results of contiguous rows."""
+    x = torch.randn(2, 5, 3, 16, device=device).transpose(1, 2).requires_grad_()
+    weight = torch.randn(16, device=device, requires_grad=True)
+    dy = torch.randn(2, 5, 3, 16, device=device).transpose(1, 2)
+    y = rms_norm(x, weight, 1e-6)
+    assert y.stride() == x.stride()
+    got = torch.autograd.grad(y, (x, weight), dy if given else dy.contiguous())
+    assert got[0].stride() == x.stride()
+    want = rms_norm(x.contiguous(), weight, 1e-6)
+    torch.testing.assert_close(y, want, rtol=0, atol=0)
+    for one, other in zip(got, torch.autograd.grad(want, (x, weight), dy), strict=True):
+        torch.testing.assert_close(one, other)

@@ -36,6 +36,7 @@ REASONS = {
     "kernels/liger_triton/linear_head.py": "the losses of an LM head are one walk over chunks of logits",
     "kernels/liger_triton/linear_heads_kl.py": "a kernel, its twin for CPUs and the walk over windows",
     "kernels/liger_triton/reference.py": "every operation once more, in plain PyTorch",
+    "kernels/liger_triton/row_attention.py": "attention is a kernel forward and three backward, by one rule of tiles",
     "kernels/liger_triton/rms_norm.py": "the norm with a residual or a gate is one kernel",
 }
 

@@ -41,6 +41,8 @@ CASES = {
     "trainer-smoothing": ("", None, {"remove_unused_columns": False, "label_smoothing_factor": 0.1}, ()),
     "trainer-lora-on-the-head": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-lora-beside-the-head": ("", None, {"remove_unused_columns": False}, ()),
+    "trainer-experts": ("", None, {"remove_unused_columns": False}, ()),
+    "trainer-experts-lora": ("", None, {"remove_unused_columns": False}, ()),
     "sft": ("SFT", None, {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}}, ()),
     "sft-checkpointing": (
         "SFT", None,
@@ -52,15 +54,17 @@ CASES = {
     "grpo": ("GRPO", PROMPTS, WRITES | {"num_generations": 2}, ()),
     "distillation": ("Distillation", PROMPTS, WRITES, ("teacher_model",)),
 }  # fmt: skip
+WITHOUT_EXPERTS = tuple(case for case in CASES if "experts" not in case)
 ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
 DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3, "zero3-varlen": ZERO3, "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}}}
 OF_MODE = {
     "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
-    **dict.fromkeys(("zero3", "fsdp2", "fsdp2-bf16"), tuple(CASES)),  # bf16: ours, beside stock in fp32
+    "fsdp2": tuple(CASES),
+    **dict.fromkeys(("zero3", "fsdp2-bf16"), WITHOUT_EXPERTS),  # bf16: ours, beside stock in fp32
     # With `varlen_attention`, and with other lengths on each rank.
     **dict.fromkeys(("fsdp2-varlen", "zero3-varlen"), ("trainer", "sft-checkpointing", "dpo", "grpo")),
     # DeepSpeed cannot cut trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
-    "zero3-bf16": tuple(case for case in CASES if case != "trainer-lora-beside-the-head"),
+    "zero3-bf16": tuple(case for case in WITHOUT_EXPERTS if case != "trainer-lora-beside-the-head"),
 }
 
 
@@ -87,8 +91,14 @@ def trainer_of(case, ours, mode, out, folder):
         attention = "sdpa" if varlen else "eager"
         return AutoModelForCausalLM.from_pretrained(folder / which, dtype="float32", attn_implementation=attention)
 
-    model, given = load("tied" if "tied" in case else "policy"), {name: load("other") for name in models}
-    if "lora" in case:
+    model = load("tied" if "tied" in case else "experts" if "experts" in case else "policy")
+    given = {name: load("other") for name in models}
+    if case == "trainer-experts-lora":
+        torch.manual_seed(3)
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], target_parameters=parameters)
+        model = get_peft_model(model, config)
+    elif "lora" in case:
         torch.manual_seed(3)
         where = {"target_modules": ["q_proj", "lm_head"]}
         if "beside" in case:  # a copy of the head is trained in full
@@ -138,6 +148,7 @@ if __name__ == "__main__":
     models = {"policy": {}, "other": {"seed": 7}, "tied": {"tie_word_embeddings": True}}
     for which, options in models.items():  # before the process group exists, which would have rank 0 alone save
         tiny_model("llama", **options).save_pretrained(folder / which)
+    tiny_model("qwen3_moe").save_pretrained(folder / "experts")
     if mode.startswith("fsdp2"):
         shard_on_cpus()
         dist.init_process_group("gloo")

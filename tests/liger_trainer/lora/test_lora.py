@@ -384,29 +384,6 @@ def test_a_subclass_of_the_layer_is_left_alone(calls):
     assert reason.startswith("its base is a Linear, for which ") and reason.endswith("Quantised has code of its own")
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_bases_keep_their_code_and_the_report_says_so(bits, tmp_path):
-    """bitsandbytes computes on CPUs too. Everything else is swapped, and a step is that of stock."""
-    pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
-    quantisation = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
-    models = []
-    for _ in range(2):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=quantisation)
-        torch.manual_seed(3)
-        models.append(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)))
-    report = apply_liger(models[0])
-    assert not report["lora"].swapped and len(report["lora"].skipped) == LAYERS
-    (reason,) = set(report["lora"].skipped.values())
-    assert reason.startswith(
-        f"its base is a Linear{'4bit' if bits == 4 else '8bitLt'}, for which peft.tuners.lora.bnb."
-    )
-    assert report["swiglu"].swapped and report["fused_linear_cross_entropy"].swapped
-    assert_same(step(models[0]), step(models[1]))
-
-
 def test_a_base_that_is_no_plain_linear_layer(calls):
     class Quantised(nn.Linear):
         def forward(self, x):

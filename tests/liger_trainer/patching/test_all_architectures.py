@@ -45,7 +45,8 @@ SPOILED = {
     "rms_norm": ("qwen3", "gemma3_text"),
     "layer_norm": ("cohere2", "bert"),
     "rope": ("glm4", "deepseek_v3"),
-    "swiglu": ("llama", "qwen3_moe"),
+    "swiglu": ("llama",),
+    "experts": ("qwen3_moe",),
     "geglu": ("gemma2",),
 }
 

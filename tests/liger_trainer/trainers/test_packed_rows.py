@@ -80,15 +80,16 @@ def test_flattened_rows_are_rows_one_by_one(tmp_path, rows_of_calls):
 @pytest.mark.parametrize("options", [{"packing": True, "max_length": 32}, {"padding_free": True, "max_length": None}])
 def test_rows_that_would_see_each_other_are_an_error(options, tmp_path):
     given = {"train_dataset": Dataset.from_list(text_rows(24)), "processing_class": tiny_tokenizer()}
-    options = options_of(tmp_path, **options)
+    options, off = options_of(tmp_path, **options), {"liger_config": {"varlen_attention": False}}
     with pytest.raises(ValueError, match="GptOssForCausalLM.*packed rows see each other"):
-        LigerSFTTrainer(model=tiny_model("gpt_oss"), args=LigerSFTConfig(**options), **given)
+        LigerSFTTrainer(model=tiny_model("gpt_oss"), args=LigerSFTConfig(**options, **off), **given)
+    LigerSFTTrainer(model=tiny_model("gpt_oss"), args=LigerSFTConfig(**options), **given)
     LigerSFTTrainer(model=tiny_model("gpt_oss"), args=LigerSFTConfig(**options, use_liger=False), **given)
     LigerSFTTrainer(model=tiny_model("qwen3_moe"), args=LigerSFTConfig(**options), **given)
 
 
 def test_so_are_flattened_ones(tmp_path):
-    args = LigerTrainingArguments(**options_of(tmp_path))
+    args = LigerTrainingArguments(**options_of(tmp_path), liger_config={"varlen_attention": False})
     given = {"train_dataset": ragged_rows(12), "data_collator": DataCollatorWithFlattening()}
     with pytest.raises(ValueError, match="DataCollatorWithFlattening.*packed rows see each other"):
         LigerTrainer(model=tiny_model("gpt_oss"), args=args, **given)

@@ -1,4 +1,4 @@
-"""Every causal LM of the installed transformers that attends through SDPA: a padded batch with `varlen_attention`
+"""Every causal LM of the installed transformers, with SDPA where it has it: a padded batch with `varlen_attention`
 beside the same batch in stock. It takes minutes:
 
     pytest -s -m slow tests/liger_trainer/varlen/test_all_decoders.py
@@ -40,7 +40,7 @@ def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
     if model is None:
         pytest.skip(f"not built: {reason}")
     try:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")  # which some with sinks or caps have
     except (ValueError, ImportError) as error:
         pytest.skip(f"no SDPA: {str(error)[:80]}")
     without_dropout(model)
@@ -53,7 +53,8 @@ def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
     monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: used.append(self) or packed(self, *given))
     got, _ = step(model)
     print(f"\n{model_type}: {'real tokens' if used else 'padded'}, {report.skipped or report.swapped}")
-    assert bool(used) == bool(report.swapped), "what is proven is used"
+    proven = any(text.startswith("runs on real tokens") for text in report.swapped.values())
+    assert bool(used) == proven, "what is proven is used"
     assert bool(used) or model_type not in ("llama", "gemma3_text")
     assert set(got[1]) == set(want[1])
     finite = torch.stack([grad.isfinite().all() for grad in want[1].values()]).all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BatchFeature, LlamaConfig, LlamaForCausalLM
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.varlen import host_copies
@@ -110,7 +110,15 @@ def test_a_batch_arrives_as_accelerate_moves_it():
     want = given["attention_mask"].clone()
     given["attention_mask"].numpy()[:] = 1  # as where a collate function fills the same memory for each batch
     assert torch.equal(*values_of(there["attention_mask"]), want)
-    assert values_of(there["input_ids"])[0].device.type == "meta", "only what rows are found from is kept"
+    nested = there["nested"]["x"]
+    assert values_of(*nested)[0].device.type == "meta", "only what rows and places are found from is kept"
+
+
+def test_a_batch_of_a_processor_keeps_its_class():
+    given = BatchFeature({"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.ones(24, 3)})
+    there = remembering(lambda rows: given)([]).to("meta")
+    assert type(there) is BatchFeature and there["pixel_values"].device.type == "meta"
+    assert torch.equal(*values_of(there["image_grid_thw"]), given["image_grid_thw"])
 
 
 @pytest.mark.parametrize("given", [[1, 2], {1: 2}.keys(), HostBatch(a=1)], ids=lambda x: type(x).__name__)

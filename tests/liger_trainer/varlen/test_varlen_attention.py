@@ -75,17 +75,49 @@ def test_the_mask_is_asked_what_it_lets_through():
         longer = row_mask((), made | {"kv_length": TOKENS + 1})
     assert (causal.window, causal.unknown) == (None, None)
     assert (sliding.window, one.window, sliding.unknown, one.unknown) == (3, 1, None, None)
-    for mask in (chunked, more, longer):
+    assert chunked.chunked and chunked.unknown is None and chunked.rows.longest == 3
+    for mask in (more, longer):
         assert mask.unknown is not None
         with pytest.raises(NotForRows, match=mask.unknown):
             varlen_attention(torch.nn.Module(), *inputs(), mask)
     assert row_mask((), made) is None, "no rows now"
 
 
-@pytest.mark.parametrize("name", ["softcap", "position_bias", "s_aux"])
-def test_what_changes_scores_is_not_for_rows(name):
-    with pytest.raises(NotForRows, match=name):
-        varlen_attention(torch.nn.Module(), *inputs(), RowMask(rows()), **{name: torch.ones(1)})
+@pytest.mark.parametrize(
+    "given, message",
+    [({"position_bias": torch.ones(1)}, "position_bias"), ({"softcap": 2.0, "dropout": 0.1}, "dropout"),
+     ({"s_aux": torch.ones(3)}, "sinks for each token")],
+)  # fmt: skip
+def test_what_changes_scores_is_not_for_rows(given, message):
+    with pytest.raises(NotForRows, match=message):
+        varlen_attention(torch.nn.Module(), *inputs(), RowMask(rows()), **given)
+
+
+@pytest.mark.parametrize("rows_of", [rows, lambda: Rows([TOKENS // 2 + 1, TOKENS // 2], torch.device("cpu"))])
+def test_chunks_are_rows_of_their_own(rows_of):
+    given, whole = rows_of(), inputs()
+    chunks = given.in_chunks(3)
+    assert chunks.lengths == [n for length in given.lengths for n in ([3] * (length // 3) + [length % 3]) if n]
+    assert given.in_chunks(3) is chunks and chunks.kinds is given.kinds
+    got, _ = varlen_attention(torch.nn.Module(), *whole, RowMask(chunks, chunked=True))
+    start = given.lengths[0] // 3 * 3
+    alone = [x[:, :, start : given.lengths[0]] for x in whole]
+    want = F.scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(got[:, start : given.lengths[0]], want)
+
+
+def test_rows_of_a_batch():
+    """What lies in a batch of two rows is what lies in one row, and comes back in the shape of the batch."""
+    query, key, value = (x[:, :, :16] for x in inputs())
+    batch = [x[0].unflatten(1, (2, 8)).transpose(0, 1) for x in (query, key, value)]
+    lengths = [5, 3, 8]
+    for window in (None, 3):
+        in_one, _ = varlen_attention(
+            torch.nn.Module(), query, key, value, RowMask(Rows(lengths, query.device), window)
+        )  # fmt: skip
+        in_two, _ = varlen_attention(torch.nn.Module(), *batch, RowMask(Rows(lengths, query.device, 2), window))
+        assert in_two.shape == (2, 8, 4, 8)
+        torch.testing.assert_close(in_two.flatten(0, 1), in_one[0])
 
 
 def test_without_rows_it_is_transformers_own_attention():

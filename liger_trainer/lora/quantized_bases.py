@@ -1,0 +1,178 @@
+"""Base layers of a library of quantisation, as LoRA has them under its adapters.
+
+Each gives our functions a `PackedWeight`: its matrix in 16 bits, made by our kernel or by the library's own code each
+time that it is used. Where the library multiplies in another way than by that matrix, its own forward is the product,
+and the matrix is what its backward pass multiplies by. So the numbers are those of the library.
+
+What is asked of a layer in each call is read from dictionaries, because an attribute of a quantised parameter goes
+through `__torch_function__`.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from liger_trainer.instance.hooks import home
+from liger_trainer.instance.kind import names_of
+from liger_triton.dequantize import Nested, PackedWeight, dequantize_4bit
+
+
+class Library(NamedTuple):
+    """How layers of one kind are read.
+
+    Attributes:
+        lora: Names of PEFT's class for a LoRA on such a layer.
+        read: Returns the weight for an input like the one that it is given; None where the layer's own code has to run.
+        why_not: Returns why the layer always runs its own code, or None.
+        copy: Returns a layer with the settings of one, and the weight and bias of a linear layer.
+        widths: (K, N) of such a linear layer. With rows shorter than a block of 64, bitsandbytes 0.50 unpacks wrong
+            numbers on CPUs.
+    """
+
+    lora: tuple[str, str]
+    read: Callable[[Any, torch.Tensor], PackedWeight | None]
+    why_not: Callable[[Any], str | None]
+    copy: Callable[[Any, nn.Linear], nn.Module]
+    widths: tuple[int, int] = (64, 32)
+
+
+def library_of(layer: nn.Module) -> Library | None:
+    """How `layer` is read; None where it is none of a known library, or its forward was replaced."""
+    found = _LIBRARIES.get(names_of(type(layer)))
+    return found if found is not None and home(type(layer).forward) == type(layer).__module__ else None
+
+
+def weight_of(layer: nn.Module, x: torch.Tensor) -> PackedWeight | None:
+    """The weight of a layer of a known library that multiplies `x`, in whose dtype it computes and returns.
+
+    None where the layer does it otherwise: by fp32 within an autocast, for example.
+    """
+    library, device = library_of(layer), x.device.type
+    if library is None or (torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype):
+        return None
+    return library.read(layer, x)
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach()
+
+
+# bitsandbytes, four bits: NF4 and FP4, blocks of any size, scales in fp32 or in eight bits
+
+
+def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
+    parameter, shape = layer._parameters["weight"], torch.Size((layer.out_features, layer.in_features))
+    state = parameter.__dict__.get("quant_state")
+    if names_of(type(parameter)) != _PARAMETER_4BIT or state is None:
+        return None
+    if not layer.compute_type_is_set:  # the first call decides
+        layer.set_compute_type(x)
+        layer.compute_type_is_set = True
+    if layer.compute_dtype not in (None, x.dtype) or state.dtype != x.dtype or state.shape != shape:
+        return None  # it casts, or rounds its weight twice in the backward pass
+    if x.device.type == "cpu" and not layer.training and not x.requires_grad:
+        return None  # it may pack its weight anew, and round the scales
+    second, packed = state.__dict__.get("state2"), _plain(parameter)
+    if packed.numel() * packed.itemsize * 2 != shape.numel():
+        return None
+    nested = None if second is None else Nested(second.code, second.absmax, second.blocksize, state.offset)
+    unpack = functools.partial(dequantize_4bit, packed, state.code, state.absmax, state.blocksize, shape, nested)
+    return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, state.absmax))
+
+
+def _why_not_4bit(layer: Any) -> str | None:
+    state, dtype = layer._parameters["weight"].__dict__.get("quant_state"), layer.compute_dtype
+    if state is None:
+        return "its base has no quantised weight yet"
+    if layer.compute_type_is_set and dtype not in (None, state.dtype):
+        other = f"its base was quantised from {state.dtype} and computes in {dtype}"
+        return f"{other}: set bnb_4bit_compute_dtype to the first"
+    return None
+
+
+def _copy_4bit(layer: Any, linear: nn.Linear) -> nn.Module:
+    state, library = layer.weight.quant_state, importlib.import_module("bitsandbytes").nn
+    settings = {"compress_statistics": state.nested, "quant_type": state.quant_type}
+    copy = library.Linear4bit(*_widths(linear), False, compute_dtype=linear.weight.dtype, **settings)
+    weight = library.Params4bit(linear.weight.detach(), False, module=copy, **settings)
+    copy.weight, copy.bias = weight.to("cpu"), _frozen(linear.bias)
+    return copy
+
+
+# bitsandbytes, int8: its own forward rounds the input as well
+
+
+def _read_8bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
+    parameter, state = layer._parameters["weight"], layer.state
+    if names_of(type(parameter)) != _PARAMETER_8BIT or state.has_fp16_weights or parameter.dtype != torch.int8:
+        return None
+
+    def unpack(dtype: torch.dtype) -> torch.Tensor:
+        return state.CB.to(dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1 / 127))
+
+    shape = torch.Size((layer.out_features, layer.in_features))
+    return PackedWeight(shape, x.dtype, parameter.device, unpack, (), layer.forward)
+
+
+def _why_not_8bit(layer: Any) -> str | None:
+    return "its base has weights in 16 bits" if layer.state.has_fp16_weights else None
+
+
+def _copy_8bit(layer: Any, linear: nn.Linear) -> nn.Module:
+    library = importlib.import_module("bitsandbytes").nn
+    settings = {"has_fp16_weights": False}
+    copy = library.Linear8bitLt(*_widths(linear), False, threshold=layer.state.threshold, **settings)
+    copy.weight = library.Int8Params(linear.weight.detach(), False, **settings).to("cpu")
+    copy.bias = _frozen(linear.bias)
+    return copy
+
+
+# HQQ: 1 to 8 bits, by its own code
+
+
+def _read_hqq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
+    if layer.compute_dtype != x.dtype:
+        return None
+
+    def unpack(dtype: torch.dtype) -> torch.Tensor:
+        return layer.dequantize().to(dtype)
+
+    return PackedWeight(torch.Size(layer.meta["shape"]), x.dtype, layer.W_q.device, unpack, (_plain(layer.W_q),))
+
+
+def _why_not_hqq(layer: Any) -> str | None:
+    if not layer.ready:
+        return "its base has no quantised weight yet"
+    return None if layer.bias is None else "its base, a HQQLinear, has a bias"
+
+
+def _copy_hqq(layer: Any, linear: nn.Linear) -> nn.Module:
+    config = {**layer.quant_config, "offload_meta": False}
+    return type(layer)(linear, config, compute_dtype=linear.weight.dtype, device="cpu")
+
+
+def _widths(linear: nn.Linear) -> tuple[int, int]:
+    return linear.in_features, linear.out_features
+
+
+def _frozen(bias: nn.Parameter | None) -> nn.Parameter | None:
+    return None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+
+_PARAMETER_4BIT = ("bitsandbytes.nn.modules", "Params4bit")
+_PARAMETER_8BIT = ("bitsandbytes.nn.modules", "Int8Params")
+_4BIT = Library(("peft.tuners.lora.bnb", "Linear4bit"), _read_4bit, _why_not_4bit, _copy_4bit)
+_LIBRARIES = {
+    **{("bitsandbytes.nn.modules", name): _4BIT for name in ("Linear4bit", "LinearNF4", "LinearFP4")},
+    ("bitsandbytes.nn.modules", "Linear8bitLt"): Library(
+        ("peft.tuners.lora.bnb", "Linear8bitLt"), _read_8bit, _why_not_8bit, _copy_8bit
+    ),
+    ("hqq.core.quantize", "HQQLinear"): Library(
+        ("peft.tuners.lora.hqq", "HqqLoraLinear"), _read_hqq, _why_not_hqq, _copy_hqq
+    ),
+}

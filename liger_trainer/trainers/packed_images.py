@@ -1,0 +1,98 @@
+"""Packing of rows with images, which TRL refuses: as many rows together as have room in `max_length` tokens.
+
+How many tokens the images of a row become is known when its processor has run, so that each row goes through the
+collate function once before training. Rows that are packed together reach the model as rows of one batch, each with its
+own positions and its own images, and the model leaves their padding out. Nothing is computed for padding, and a place
+of a batch costs about `max_length` tokens.
+"""
+
+import bisect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from liger_trainer.head.find import base_model_of
+from liger_trainer.varlen.decide import leaves_padding_out
+
+
+class PackedRows(Dataset):
+    """Rows of a dataset in groups, each with as many as have room.
+
+    Args:
+        rows (`datasets.Dataset`): One row after the other.
+        lengths (`list[int]`): Tokens of each row, those of its images among them.
+        room (`int`): Tokens of a group. A longer row is a group of its own.
+    """
+
+    def __init__(self, rows: Any, lengths: list[int], room: int):
+        self.rows, self.groups = rows, best_fit(lengths, room)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> list[dict[str, Any]]:
+        return [self.rows[row] for row in self.groups[index]]
+
+
+def best_fit(lengths: list[int], room: int) -> list[list[int]]:
+    """Indices of `lengths` in groups that sum to `room` at most, by best-fit decreasing, in the order of their rows."""
+    left: list[tuple[int, int]] = []  # (room that is left, group), in rising order
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        at = bisect.bisect_left(left, (lengths[row], -1))
+        if at == len(left):
+            groups.append([])
+            free, group = max(room, lengths[row]), len(groups) - 1
+        else:
+            free, group = left.pop(at)
+        groups[group].append(row)
+        bisect.insort(left, (free - lengths[row], group))
+    return sorted(map(sorted, groups))
+
+
+def has_images(rows: Any) -> bool:
+    """Whether a dataset, which may be None, has images that are processed when a batch is made."""
+    return not {"image", "images"}.isdisjoint(getattr(rows, "column_names", None) or ())
+
+
+def pack_images(trainer: Any) -> None:
+    """Give `trainer`, an SFT trainer whose rows have images, its training rows in groups.
+
+    Raises:
+        ValueError: `max_length` is None, rows are streamed, or the model computes padding.
+    """
+    args, rows, collate = trainer.args, trainer.train_dataset, trainer.data_collator
+    if args.max_length is None:
+        raise ValueError(
+            "packing is True, but max_length is None; set it to the tokens that packed rows have together."
+        )
+    if not hasattr(rows, "__len__"):
+        raise ValueError(
+            "packing is True for rows with images, which are streamed. Load them, or set packing to False."
+        )
+    if not leaves_padding_out(base_model_of(trainer.model)):
+        found = trainer.liger_report and trainer.liger_report["varlen_attention"].unsuited
+        why = "; ".join(sorted(set(found.values()))) if found else "use_liger or varlen_attention is switched off"
+        raise ValueError(
+            f"packing is True for rows with images, but {type(base_model_of(trainer.model)).__name__} computes "
+            f"padding: {why}. Set packing to False."
+        )
+    one_by_one = DataLoader(
+        rows,
+        1,
+        collate_fn=partial(_length, collate),
+        num_workers=args.dataloader_num_workers,  # type: ignore[arg-type]
+    )
+    trainer.train_dataset = PackedRows(rows, list(one_by_one), args.max_length)
+    trainer.data_collator = partial(_collate, collate)
+
+
+def _length(collate: Callable[[list], Any], rows: list) -> int:
+    return int(collate(rows)["attention_mask"].sum())
+
+
+def _collate(collate: Callable[[list], Any], rows: list) -> Any:
+    """Of groups in training; of rows in an evaluation."""
+    return collate([row for group in rows for row in group] if isinstance(rows[0], list) else rows)

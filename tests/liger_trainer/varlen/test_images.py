@@ -1,0 +1,188 @@
+"""Models of images and text with pixels: their decoders on real tokens, beside the stock model on the padded batch."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from image_models import image_batch, image_model, image_step
+from peft import LoraConfig, get_peft_model
+from step_parity import KeepGradients, assert_same_gradients
+from tiny_models import tiny_tokenizer
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+from varlen_batches import assert_same_step
+
+from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTrainingArguments, apply_liger
+
+TYPES = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl",
+)  # fmt: skip
+WITH_PREFIXES = ("gemma3", "paligemma")
+IMAGES = {"several, none, one": (2, 0, 1), "one each": (1, 1, 1), "none": (0, 0, 0)}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
+    model = image_model(model_type)
+    batch = image_batch(model, side=side)
+    want = image_step(model, batch)
+    report = apply_liger(model)["varlen_attention"]
+    tokens.clear()
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [int(batch["attention_mask"].sum())] and not report.skipped
+
+
+@pytest.mark.parametrize("images", IMAGES)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_images_of_the_rows(model_type, images, tokens):
+    model = image_model(model_type)
+    batch = image_batch(model, IMAGES[images])
+    want = image_step(model, batch)
+    apply_liger(model)
+    tokens.clear()
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [int(batch["attention_mask"].sum())]
+
+
+@pytest.mark.parametrize("model_type", WITH_PREFIXES)
+def test_tokens_of_an_image_that_see_each_other_are_left_to_the_model(model_type, tokens):
+    model = image_model(model_type)
+    batch = image_batch(model)
+    want = image_step(model, batch)
+    report = apply_liger(model)["varlen_attention"]
+    tokens.clear()
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [] and "made by the model around it" in report.unsuited["model.language_model"]
+
+
+def test_positions_of_the_caller(tokens):
+    model = image_model("qwen2_5_vl")
+    batch = image_batch(model, side="left")
+    positions, _ = model.model.get_rope_index(
+        batch["input_ids"], batch["mm_token_type_ids"], batch["image_grid_thw"], attention_mask=batch["attention_mask"]
+    )
+    batch["position_ids"] = positions * 2
+    want = image_step(model, batch)
+    apply_liger(model)
+    tokens.clear()
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [int(batch["attention_mask"].sum())]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant, tokens):
+    model = image_model("qwen3_vl")
+    batch = image_batch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    want = image_step(model, batch)
+    apply_liger(model)
+    tokens.clear()
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [int(batch["attention_mask"].sum())]
+
+
+def test_a_hook_on_the_part_around_the_decoder_sees_the_batch(tokens):
+    model, seen = image_model("qwen2_5_vl"), []
+    batch = image_batch(model)
+    want = image_step(model, batch)
+    report = apply_liger(model)["varlen_attention"]
+    tokens.clear()
+    handle = model.model.register_forward_hook(lambda module, args, out: seen.append(out[0].shape[:2]))
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [] and seen == [batch["input_ids"].shape] and "a forward hook" in str(report.skipped)
+    handle.remove()
+    model.model.visual.register_forward_hook(lambda module, args, out: seen.append(out[0].shape))
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [int(batch["attention_mask"].sum())], "its tower sees no rows"
+
+
+def test_generation_is_stock_s(tokens):
+    model = image_model("qwen2_5_vl").eval()
+    batch = {name: x for name, x in image_batch(model, side="left").items() if name != "labels"}
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(**batch, **options)
+    apply_liger(model)
+    tokens.clear()
+    assert torch.equal(model.generate(**batch, **options), want) and tokens == []
+
+
+ADAPTED = {
+    "qwen2_5_vl": ["q_proj", "v_proj", "qkv", "proj", "down_proj", "gate_proj"],
+    "qwen3_vl": ["q_proj", "v_proj", "qkv", "linear_fc1", "down_proj"],
+    "smolvlm": ["q_proj", "v_proj", "fc1", "down_proj"],
+}
+
+
+@pytest.mark.parametrize("model_type", ADAPTED)
+def test_adapters_on_both_towers(model_type, tokens):
+    model = get_peft_model(image_model(model_type), LoraConfig(r=4, target_modules=ADAPTED[model_type]))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    batch = image_batch(model.get_base_model())
+    want = image_step(model, batch)
+    assert any("vis" in name for name in want[1]) and any("layers.1.mlp" in name for name in want[1])
+    apply_liger(model)
+    tokens.clear()
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [int(batch["attention_mask"].sum())]
+
+
+@pytest.mark.parametrize("frozen", ["vis", "lang"])
+def test_a_frozen_part(frozen, tokens):
+    model = image_model("qwen2_5_vl")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    batch = image_batch(model)
+    want = image_step(model, batch)
+    apply_liger(model)
+    tokens.clear()
+    assert_same_step(image_step(model, batch), want)
+    assert len(tokens) == 1
+
+
+class Collate:
+    """The pixels of one batch in each step, as a processor would give them."""
+
+    def __init__(self, model):
+        self.batches = [image_batch(model, images, seed=seed) for seed, images in enumerate(IMAGES.values())]
+        self.at = 0
+
+    def __call__(self, rows):
+        self.at += 1
+        return dict(self.batches[self.at % len(self.batches)])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava_onevision", "smolvlm", "internvl"])
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_trainers(model_type, kind, tokens, tmp_path):
+    if kind == "trainer":
+        classes = (Trainer, TrainingArguments), (LigerTrainer, LigerTrainingArguments)
+    else:
+        classes = (SFTTrainer, SFTConfig), (LigerSFTTrainer, LigerSFTConfig)
+    model, found = image_model(model_type), []
+    model.config.get_text_config().final_logit_softcapping = None  # which TRL leaves out
+    for trainer_class, args_class in classes:
+        kept = KeepGradients()
+        more = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind == "sft" else {}
+        args = args_class(
+            output_dir=str(tmp_path), per_device_train_batch_size=3, max_steps=3, logging_steps=1, save_strategy="no",
+            report_to="none", use_cpu=True, bf16=False, remove_unused_columns=False, optim="sgd", learning_rate=0.05,
+            max_grad_norm=0.0, gradient_checkpointing=False, disable_tqdm=True, **more,
+        )  # fmt: skip
+        trainer = trainer_class(
+            model=copy.deepcopy(model), args=args, data_collator=Collate(model), callbacks=[kept],
+            train_dataset=Dataset.from_list([{"input_ids": [3, 4]}] * 9), processing_class=tiny_tokenizer(),
+        )  # fmt: skip
+        tokens.clear()
+        trainer.train()
+        found.append(([row["loss"] for row in trainer.state.log_history if "loss" in row], kept.steps))
+    (want, want_steps), (got, got_steps) = found
+    assert got == pytest.approx(want, rel=1e-5)
+    for mine, theirs in zip(got_steps, want_steps, strict=True):
+        assert_same_gradients(mine, theirs, 2e-5)
+    assert bool(tokens) == (model_type not in WITH_PREFIXES)

@@ -1,0 +1,118 @@
+"""Tiny models of images and text, built from configs, and batches with pixels for them: no processor, no download."""
+
+import inspect
+
+import architectures
+import torch
+from transformers import AutoModelForImageTextToText
+
+IMAGE, VIDEO, START, END = 100, 101, 102, 103  # of the 131 tokens of `architectures.SMALL`
+GRIDS = ((1, 12, 20), (1, 4, 6), (1, 8, 8))  # patches of each image; Qwen2.5-VL's windows have 8 x 8
+_TOKENS = {
+    "image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START,
+    "vision_end_token_id": END, "image_start_token_id": START, "image_end_token_id": END,
+}  # fmt: skip
+_OWN = {
+    "qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0, 1]},
+    "gemma3": {"image_size": 56},
+    "internvl": {"image_size": [28, 28], "patch_size": [14, 14]},
+    "idefics3": {"image_size": 56},
+    "paligemma": {"projection_dim": 64},
+    "smolvlm": {"image_size": 56},
+}  # fmt: skip
+_WHOLE = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "llava_onevision": {"image_grid_pinpoints": [[28, 56], [28, 28]]},
+    "paligemma": {"projection_dim": 64},
+}
+
+
+def image_model(model_type, attention="sdpa"):
+    """A random model of `model_type` in training mode, whose towers and decoder have two layers or so."""
+    config = architectures.small_config(model_type)
+    for name, value in (_TOKENS | _WHOLE.get(model_type, {})).items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    for name, value in _OWN.get(model_type, {}).items():
+        setattr(config.vision_config, name, value)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForImageTextToText.from_config(config).parameters())
+    if size > architectures.MAX_PARAMETERS:
+        raise ValueError(f"{size / 1e6:.0f}M parameters")
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+            elif "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    for module in model.modules():  # nothing random: real tokens alone would draw other numbers
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def image_batch(model, images=(2, 0, 1), text=(9, 5, 14), side="right", seed=1):
+    """A batch with `images[i]` images and `text[i]` tokens of text in row i, as the model's processor would give it."""
+    source = torch.Generator().manual_seed(seed)
+    pixels, sizes = _pixels(model, sum(images), source)
+    sizes, rows = iter(sizes), []
+    for count, length in zip(images, text, strict=True):
+        row = torch.randint(3, 99, (length,), generator=source).tolist()
+        for at in range(count):
+            where = 2 + 3 * at + sum(part == IMAGE for part in row)
+            row[where:where] = [START, *[IMAGE] * next(sizes), END]
+        rows.append(torch.tensor(row))
+    width = max(map(len, rows))
+    pads = [((width - len(row), 0) if side == "left" else (0, width - len(row))) for row in rows]
+    ids = torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads, strict=True)])
+    mask = torch.stack([
+        torch.nn.functional.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)
+    ])  # fmt: skip
+    labels = ids.masked_fill((mask == 0) | (ids >= IMAGE), -100)
+    first = mask.argmax(1)
+    labels[torch.arange(len(rows)), first] = -100  # which padding would predict
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels} | pixels
+    kinds = (ids == IMAGE).int()
+    names = inspect.signature(model.forward).parameters
+    return batch | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}
+
+
+def _pixels(model, count, source):
+    """(arguments with the pixels of `count` images, the tokens of each)."""
+    names = inspect.signature(model.forward).parameters
+    vision = model.config.vision_config
+    if count == 0:
+        return {}, []
+    if "image_grid_thw" in names:
+        grids = torch.tensor([GRIDS[i % len(GRIDS)] for i in range(count)])
+        width = vision.patch_size**2 * 3 * getattr(vision, "temporal_patch_size", 1)
+        values = torch.randn(int(grids.prod(1).sum()), width, generator=source)
+        merged = vision.spatial_merge_size**2
+        return {"pixel_values": values, "image_grid_thw": grids}, (grids.prod(1) // merged).tolist()
+    size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+    values = torch.randn(count, 3, size, size, generator=source)
+    given: dict[str, torch.Tensor] = {"pixel_values": values}
+    if "pixel_attention_mask" in names:  # a batch of rows, each with as many images
+        given = {"pixel_values": values[None]}
+    if "image_sizes" in names and model.config.model_type.startswith(("llava_next", "llava_onevision")):
+        given = {"pixel_values": values[:, None].repeat(1, 3, 1, 1, 1)}
+        given["image_sizes"] = torch.tensor([[size, size // 2]] * count)
+    with torch.no_grad():
+        found = model.get_image_features(**given).pooler_output
+    found = torch.cat([x.flatten(0, -2) for x in found]) if isinstance(found, list | tuple) else found.flatten(0, -2)
+    return given, [found.shape[0] // count] * count
+
+
+def image_step(model, batch):
+    """Loss and gradients of one step, without those of biases of keys, which are zero but for rounding."""
+    model.zero_grad()
+    outputs = model(**batch, use_cache=False)
+    outputs.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs.loss.detach(), {name: grad for name, grad in found.items() if not name.endswith("k_proj.bias")}
