@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import typing
 from typing import Any, NamedTuple, NoReturn
@@ -94,7 +95,16 @@ def options_given(parser, owners: dict[str, Key], words: list[str], entry: Train
             given[key] = int(value)
         elif isinstance(value, list):
             given[key] = list_of(value)
+        elif isinstance(value, str) and value.startswith("{"):
+            _check_json(key, value)
     return given
+
+
+def _check_json(key: str, value: str) -> None:
+    try:
+        json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"--{key} is {value!r}, which is not valid JSON: {error}.") from error
 
 
 _NOT_GIVEN = object()

@@ -123,7 +123,8 @@ UNKNOWN = {
     "twice": ("max_steps: 3\nmax_steps: 4", "line 2: the key 'max_steps' is there twice; keep one."),
     "trainer": ("trainer: sfd", f"trainer is 'sfd'; expected one of: {', '.join(TRAINERS)}."),
     "kernel": ("liger_config: {rmsnorm: false}", "rms_norm"),
-    "no mapping": ("- max_steps", "holds list; expected a mapping"),
+    "no mapping": ("- max_steps", "is no mapping of names to values; expected one `key: value` a line."),
+    "nothing": ("", "is empty; expected one `key: value` a line."),
     "not YAML": ("seed: 1\nmax_steps: [", "recipe.yaml, line 2 is not valid YAML: "),
 }
 
