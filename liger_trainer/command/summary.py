@@ -74,7 +74,8 @@ class RunRecorder(TrainerCallback):
         if self.parameters is not None:
             lines.append(f"  trains   {_share(*self.parameters)}")
         seconds = timedelta(seconds=round(time.perf_counter() - self._start))
-        lines.append(f"  time     {seconds} for {state.epoch or 0:.2f} epochs of these rows")
+        epochs = (state.epoch or 0) * (1 - self._first_step / max(1, state.global_step))
+        lines.append(f"  time     {seconds} for {epochs:.2f} epochs of these rows")
         if "loss" not in self._logged:
             mean = "not logged" if self._mean_loss is None else f"{self._mean_loss:.3f}, the mean of all steps"
             lines.append(f"  loss     {mean}")
