@@ -67,14 +67,9 @@ class Experts:
         return f"{self.gate}{', interleaved' if self.interleaved else ''}, {self.implementation}{adapters}"
 
     def compute(
-        self,
-        block: nn.Module,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        *,
+        self, block: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *,
         loras: dict[str, ExpertLoRA],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """The result of `block`, with the LoRAs on its parameters of these names."""
         names = {"limit": self.gate.limit, "alpha": self.gate.alpha, "gate_scale": self.gate.scale}
         numbers = {option: getattr(block, name) for option, name in names.items() if name is not None}

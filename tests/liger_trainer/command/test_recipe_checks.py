@@ -215,6 +215,8 @@ def test_a_warmup_that_never_ends(folder, capsys):
     code, _, err = command(capsys, "train", path, "--warmup_steps", "4")
     assert code == 0 and "warmup_steps is 4, but the run has only 4 steps" in err and "learning_rate 0.01" in err
     again = ("--overwrite_output_dir", "true")
+    code, _, err = command(capsys, "train", path, "--warmup_steps", "4", "--max_steps", "1", *again)
+    assert code == 0 and "the run has only 1 step, so" in err
     for words in (("--warmup_steps", "3"), ("--warmup_steps", "9", "--lr_scheduler_type", "constant")):
         code, _, err = command(capsys, "train", path, *words, *again)
         assert code == 0 and "warmup_steps is" not in err
