@@ -60,7 +60,7 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
 # Numbers that no library checks, or that it checks only when training begins: their least and their largest value.
 _RANGES = {
     (1, math.inf): "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
-    "save_total_limit max_completion_length lora_alpha",
+    "save_total_limit max_length max_completion_length lora_alpha",
     (0, math.inf): "weight_decay max_grad_norm dataloader_num_workers",
     (1e-12, math.inf): "num_train_epochs logging_steps eval_steps save_steps",
     (0, 1): "label_smoothing_factor",
@@ -89,10 +89,10 @@ def settle(
     for (least, largest), key in [(limits, key) for limits, keys in _RANGES.items() for key in keys.split()]:
         number = value(key)
         if isinstance(number, (int, float)) and not least <= number <= largest:  # also true of NaN
-            low = "above 0" if 0 < least < 1 else f"from {least}"
-            high = f" to {largest}" if largest < math.inf else " up"
+            limits = "above 0" if 0 < least < 1 else f"from {least}" if largest < math.inf else f"from {least} up"
+            limits += f" to {largest}" if largest < math.inf else ""
             unit = " (GiB)" if "memory" in key else ""
-            raise RecipeError(f"{key} is {number}; expected a number {low}{high}{unit}.")
+            raise RecipeError(f"{key} is {number}; expected a number {limits}{unit}.")
     if value("max_steps") != -1 and value("max_steps") < 1:
         raise RecipeError(f"max_steps is {value('max_steps')}; expected 1 or more, or -1 to train num_train_epochs.")
     for patterns, switches, needs, on in _SWITCHES:
