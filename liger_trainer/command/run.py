@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import liger_trainer
-from liger_trainer.command.chat import answers_marked
+from liger_trainer.command.chat_template import answers_marked
 from liger_trainer.command.launch import check_world, say_where_spread
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from liger_trainer.command.chat import find_template, settle_named_template
+from liger_trainer.command.chat_template import find_template, settle_named_template
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows

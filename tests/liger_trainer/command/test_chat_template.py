@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from liger_trainer.command.chat import mark_answers
+from liger_trainer.command.chat_template import mark_answers
 from liger_trainer.paths import PACKAGE
 
 NAMES = ("chatml", "qwen", "llama3", "gemma", "mistral")
