@@ -8,9 +8,8 @@ import sys
 from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
-from liger_trainer.command.options import take_options
+from liger_trainer.command.options import positive, take_options
 from liger_trainer.command.recipe import parse_recipe
-from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--key value ...]"
 
@@ -37,8 +36,8 @@ def add_fit_command(commands: Any) -> None:
 
 def _fit(args: argparse.Namespace) -> int:
     given, words = take_options(args.options, "gpus", "gpu_memory")
-    gpus = _positive("--gpus", given.get("gpus", "1"), int)
-    memory = _positive("--gpu-memory", given.get("gpu_memory", "80"), float)
+    gpus = positive("--gpus", given.get("gpus", "1"), int)
+    memory = positive("--gpu-memory", given.get("gpu_memory", "80"), float)
     _show("reading the recipe and the config of its model")
     with own_environment():
         # Without this, transformers refuses bf16 where there is no GPU
@@ -60,13 +59,3 @@ def _show(line: str) -> None:
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
     elif line:
         print(line, file=sys.stderr, flush=True)
-
-
-def _positive(option: str, text: str, kind: type) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
-        raise RecipeError(f"{option} is {text!r}; expected {'a whole' if kind is int else 'a'} number above 0.")
-    return value

@@ -1,4 +1,4 @@
-"""The command `liger-trainer`: train recipes, say what fits, verify them, merge adapters, prepare Medusa heads."""
+"""The command `liger-trainer`: train recipes, say what fits, verify, compare, merge, chat, prepare Medusa heads."""
 
 import argparse
 import contextlib
@@ -7,6 +7,8 @@ import sys
 import warnings
 
 from liger_trainer.command.accelerate_file import own_environment
+from liger_trainer.command.chat import add_chat_command
+from liger_trainer.command.compare import add_compare_command
 from liger_trainer.command.fit import add_fit_command
 from liger_trainer.command.launch import (
     end_with_launcher,
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
         "is left out) as the trainer sees them, with what is learned marked. With --dry_run, print the recipe that "
         "would run, and check its rows, its chat template and the config of its model. Any key of a recipe can be "
-        "given as an option, which beats the file. `liger-trainer train RECIPE --help` lists all keys.",
+        "given as an option, which beats the file. `liger-trainer train RECIPE --help` lists all keys by topic.",
         allow_abbrev=False,
     )
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add_shipped_commands(commands)
     add_fit_command(commands)
     add_verify_command(commands)
+    add_compare_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what would be patched in a model, and why the rest would not be")
     doctor.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; only its config is read")
@@ -97,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
 
     add_merge_command(commands)
+    add_chat_command(commands)
     add_medusa_commands(commands)
     return parser
 

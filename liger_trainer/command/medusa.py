@@ -17,15 +17,17 @@ _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
 
 def add_medusa_commands(commands) -> None:
     """Add the three commands to the subparsers of `liger-trainer`."""
-    data = _command(commands, "medusa-data", _data, "let a model answer prompts, and write the rows to train heads on")
+    data = add_command(
+        commands, "medusa-data", _data, "let a model answer prompts, and write the rows to train heads on"
+    )
     data.add_argument("model", metavar="MODEL", help=f"{_MODEL}; with --server, the model's name on the server")
     _add_prompts(data, max_new_tokens=512)
     data.add_argument("--output", required=True, help="a .jsonl file, in which a run that was stopped goes on")
     data.add_argument("--temperature", type=float, default=0.0, help="0, the default, decodes greedily")
     data.add_argument("--server", metavar="URL", help="ask an OpenAI-compatible server instead of loading MODEL")
-    _add_model_options(data)
+    add_model_options(data)
 
-    evaluation = _command(
+    evaluation = add_command(
         commands,
         "medusa-eval",
         _eval,
@@ -42,9 +44,11 @@ def add_medusa_commands(commands) -> None:
     )
     evaluation.add_argument("--tree_nodes", type=int, default=64, help="the number of nodes of the tree; default 64")
     evaluation.add_argument("--output", help="a .json file to write the numbers into")
-    _add_model_options(evaluation)
+    add_model_options(evaluation)
 
-    export = _command(commands, "medusa-export", _export, "write heads for servers (FasterDecoding, TGI, vLLM <= 0.32)")
+    export = add_command(
+        commands, "medusa-export", _export, "write heads for servers (FasterDecoding, TGI, vLLM <= 0.32)"
+    )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a Medusa training, or one of its "
                         "checkpoints")  # fmt: skip
     export.add_argument("--output", required=True, help="a new directory")
@@ -54,10 +58,11 @@ def add_medusa_commands(commands) -> None:
         "--format", default="all", choices=("all", "vllm"), help="all, the default, writes one directory for all three "
         "servers; vllm uses the tensor names of older releases of vLLM",
     )  # fmt: skip
-    _add_model_options(export)
+    add_model_options(export)
 
 
-def _command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
+def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
+    """Add a command whose `run(args)` loads a model, and whose errors of libraries are shown in a line."""
     parser = commands.add_parser(
         name, help=description, description=description[0].upper() + description[1:], allow_abbrev=False
     )
@@ -78,7 +83,8 @@ def _add_prompts(parser, max_new_tokens: int) -> None:
     parser.add_argument("--batch_size", type=int, default=16, help="how many prompts are answered at once; default 16")
 
 
-def _add_model_options(parser) -> None:
+def add_model_options(parser) -> None:
+    """The options that `load_to_answer` reads."""
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
         help="the dtype of the model; auto, the default, means the one that it is saved in",
@@ -96,19 +102,19 @@ def _run(command, args) -> int:
     return 0
 
 
-def _load(name: str, args):
+def load_to_answer(name: str, args, **options):
     """The model, in eval mode and on the GPU if there is one, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     from liger_trainer.command.model_source import find_model
 
-    source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code)
-    options: dict[str, Any] = {"dtype": args.dtype}
+    source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
+    init: dict[str, Any] = {"dtype": args.dtype}
     if source.is_gguf:  # the dtype that it is saved in is that of quantised blocks
-        options = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    model = source.load(AutoModelForCausalLM, **options)
+        init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
+        init["quantization_config"] = GgufConfig(dequantize=True)
+    model = source.load(AutoModelForCausalLM, **init)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), source.load(AutoTokenizer)
 
 
@@ -120,7 +126,7 @@ def _data(args) -> None:
         prompts = read_prompts(args.prompts, True, args.max_rows)
         answerer = server_answerer(args.server, args.model, args.max_new_tokens, args.temperature)
     else:
-        model, tokenizer = _load(args.model, args)
+        model, tokenizer = load_to_answer(args.model, args)
         prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
         answerer = local_answerer(model, tokenizer, args.max_new_tokens, args.temperature)
 
@@ -138,7 +144,7 @@ def _eval(args) -> None:
 
     if args.output and Path(args.output).suffix != ".json":
         raise ValueError(f"output is {args.output!r}; expected a file ending in .json.")
-    model, tokenizer = _load(args.model, args)
+    model, tokenizer = load_to_answer(args.model, args)
     heads = attach_heads(model, load_heads(args.heads))
     prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
     report = evaluate(
@@ -165,7 +171,7 @@ def _export(args) -> None:
 
     heads = load_heads(args.checkpoint)
     base = args.model or served_model(args.checkpoint, heads)
-    lm_head = lm_head_of(_load(base, args)[0]) if heads.config.tied else None
+    lm_head = lm_head_of(load_to_answer(base, args)[0]) if heads.config.tied else None
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     served = name_for_servers(base)
     print(

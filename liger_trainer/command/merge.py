@@ -30,7 +30,7 @@ def add_merge_command(commands) -> None:
 
 
 def _merge(args) -> int:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig
     from transformers import AutoTokenizer
 
     from liger_trainer.head.merge import merge
@@ -43,15 +43,9 @@ def _merge(args) -> int:
             "text. No weight of the model can hold these tokens. Use the adapter together with its base instead."
         )
     source, model, dtype = _load_base(args, config)
-    if os.path.isfile(os.path.join(args.adapter, "tokenizer_config.json")):
-        tokenizer = AutoTokenizer.from_pretrained(args.adapter, trust_remote_code=args.trust_remote_code)
-    else:
-        tokenizer = source.load(AutoTokenizer)
-    rows = _rows_of_embeddings(args.adapter, model)
-    if rows is not None and rows != model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(rows)  # the adapter was trained with tokens that the base does not have
+    tokenizer = tokenizer_of(args.adapter, args.trust_remote_code) or source.load(AutoTokenizer)
     try:
-        merged = merge(PeftModel.from_pretrained(model, args.adapter))
+        merged = merge(with_adapter(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
         raise RecipeError(
@@ -64,6 +58,25 @@ def _merge(args) -> int:
         f"{str(dtype).removeprefix('torch.')}"
     )
     return 0
+
+
+def with_adapter(model, adapter: str):
+    """`model`, a base, with the adapter in the folder `adapter` on it."""
+    from peft import PeftModel
+
+    rows = _rows_of_embeddings(adapter, model)
+    if rows is not None and rows != model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(rows)  # the adapter was trained with tokens that the base does not have
+    return PeftModel.from_pretrained(model, adapter)
+
+
+def tokenizer_of(adapter: str, trust_remote_code: bool = False):
+    """The tokenizer that was saved with an adapter; None if there is none."""
+    from transformers import AutoTokenizer
+
+    if not os.path.isfile(os.path.join(adapter, "tokenizer_config.json")):
+        return None
+    return AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
 
 
 def _check_folders(adapter: str, output: str) -> None:
@@ -88,7 +101,7 @@ def _load_base(args, config):
 
     from liger_trainer.command.model_source import find_model
 
-    name = args.model or _find_base(config.base_model_name_or_path, args.adapter)
+    name = args.model or find_base(config.base_model_name_or_path, args.adapter)
     try:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
         dtype = getattr(torch, args.dtype) if args.dtype != "auto" else source.load(AutoConfig).dtype or torch.float32
@@ -103,7 +116,7 @@ def _load_base(args, config):
         ) from error
 
 
-def _find_base(name: str | None, adapter: str) -> str:
+def find_base(name: str | None, adapter: str) -> str:
     """The base that an adapter names. A relative path is looked up in the working directory and next to the adapter.
 
     Raises:

@@ -6,6 +6,7 @@ repeated keys, keys under the wrong heading, and values of the wrong YAML type.
 
 import contextlib
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,13 @@ class Recipe:
             values["accelerate_config"] = str(find_config(self.path, config).absolute())
         hidden = "" if values.pop("hub_token", None) is None else "# hub_token is set, and not shown\n"
         return without_tokens(dump_yaml(values)) + hidden
+
+    def to_card(self) -> str:
+        """The command and the keys that were set, in Markdown. Absolute paths lose their folders: cards get public."""
+        words = take_options(self.words, "hub_token")[1]
+        keys = dump_yaml({key: value for key, value in self.chosen.items() if key != "hub_token"})
+        text = f"```bash\nliger-trainer train {shlex.join(words)}\n```\n\n```yaml\n{keys}```\n"
+        return without_tokens(re.sub(r"(?<![\w.:/~-])/(?:[^\s'\"/]+/)+", "", text))
 
     def _full_path(self, name: str) -> str:
         path = find_beside(name, self.path.parent)

@@ -4,9 +4,11 @@ import argparse
 import dataclasses
 import json
 import os
+import textwrap
 import typing
 from typing import Any, NamedTuple, NoReturn
 
+from liger_trainer.command.options import take_options
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.recipe_values import list_of
 from liger_trainer.command.trainer_table import TrainerEntry
@@ -17,10 +19,11 @@ TRAIN_USAGE = "liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key val
 
 
 class Key(NamedTuple):
-    """The type hint and the default of a key."""
+    """The type hint and the default of a key, and the topic of `--help` that it belongs to."""
 
     hint: Any
     default: Any
+    topic: str
 
 
 def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[str, Key]]:
@@ -47,8 +50,51 @@ def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[
         hints = typing.get_type_hints(cls)
         for field in (field for field in dataclasses.fields(cls) if field.init):
             default = None if field.default is dataclasses.MISSING else field.default
-            keys[field.name] = Key(hints[field.name], default)
+            owners = (base for base in reversed(cls.__mro__) if field.name in getattr(base, "__annotations__", ()))
+            topic = {RecipeArguments: "recipe", ModelConfig: "model"}.get(cls) or _topic(next(owners).__module__)
+            keys[field.name] = Key(hints[field.name], default, topic)
     return parser, keys
+
+
+def _topic(module: str) -> str:
+    return {"transformers": "training", "liger_trainer": "ours"}.get(module.partition(".")[0], "trainer")
+
+
+_TOPICS = {
+    "recipe": "rows, rewards, and what this command does",
+    "model": "the model, its adapter and its quantisation",
+    "ours": "kernels, memory, fp8, Medusa",
+    "trainer": "the trainer's loss and data",
+    "training": "steps, optimizer, precision, evaluation, saving, logging",
+}
+
+
+def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
+    """The text of `--help`: all names by topic or, with a word, the keys of that topic or with it in their names.
+
+    Raises:
+        RecipeError: No key has the word in its name.
+    """
+    if word:
+        name = word.lstrip("-").replace("-", "_")
+        found = {key for key, of in keys.items() if name in (key, "all", of.topic)}
+        wanted = found or {key for key in keys if name in key}
+        if not wanted:
+            raise RecipeError(f"--help has {word!r}, which is no topic ({', '.join(_TOPICS)}, all) and in no key.")
+        for action in parser._actions:
+            if action.dest not in wanted:
+                action.help = argparse.SUPPRESS
+        return parser.format_help()
+    lines = [f"usage: {parser.usage}", "", "Any key of a recipe is an option too, and beats the file. Keys by topic:"]
+    for topic, about in _TOPICS.items():
+        names = ", ".join(key for key, of in keys.items() if of.topic == topic)
+        lines += ["", f"{topic}: {about}", textwrap.fill(names, 118, initial_indent="  ", subsequent_indent="  ")]
+    lines += [
+        "",
+        "What keys mean, their defaults and this recipe's values: --help KEY, --help TOPIC, --help all, or --help WORD",
+        "for all keys with that word in their names, such as lora or eval.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def show_in_help(parser, values: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -85,6 +131,10 @@ def options_given(parser, owners: dict[str, Key], words: list[str], entry: Train
         raise RecipeError(f"{message.rstrip('.')}. `liger-trainer train RECIPE --help` says what each option takes.")
 
     parser.error = refuse  # argparse would print the usage and exit
+    asked, words = take_options(["--help" if word == "-h" else word for word in words], "help")
+    if "help" in asked:
+        print(_help(parser, owners, asked["help"]), end="")
+        raise SystemExit(0)
     namespace, rest = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(owners, _NOT_GIVEN)))
     if rest:
         raise RecipeError(about_unknown_option(rest[0], owners, entry))

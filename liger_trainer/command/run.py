@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from typing import Any
 
 import trl
 from accelerate.utils import parse_flag_from_env
@@ -19,7 +20,7 @@ from liger_trainer.command.preview import first_rows, show_rows
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
-from liger_trainer.command.sources import find_sources
+from liger_trainer.command.sources import Sources, find_sources
 from liger_trainer.command.summary import RunRecorder, count_parameters
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
@@ -48,13 +49,12 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
 
 
 def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
-    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
-    source, config, train_rows, eval_rows, rewards = find_sources(recipe)
-    init = {key: value for key, value in init.items() if key not in source.options}
+    training, sources = recipe.training, find_sources(recipe)
+    train_rows, eval_rows = sources.train_rows, sources.eval_rows
     reads_label = any("label" in needed for needed in recipe.entry.columns) and "label" in train_rows.column_names
     if reads_label and preview_rows is None:
         check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
-    facts = facts_of(recipe, source, train_rows)
+    facts = facts_of(recipe, sources.model, train_rows)
     beginning = find_beginning(recipe, resumes, facts)
     keeper, training.save_total_limit = Keeper(facts, beginning, training.save_total_limit), None
 
@@ -62,25 +62,69 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     if preview_rows is not None:
         train_rows = first_rows(train_rows, preview_rows)
         eval_rows = None if eval_rows is None else first_rows(eval_rows, preview_rows)
-    init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
     recorder = RunRecorder()
+    callbacks: list[Any] = [keeper, recorder]
+    if recipe.args.early_stopping_patience is not None:
+        recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
+        callbacks.append(recorder.early_stopping)
+    callbacks.append(stop)  # the last, because it may end the run
+    plain = getattr(liger_trainer, recipe.entry.trainer)
+    named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
+    trainer_class = type(plain.__name__, (SavesWithManifest, plain), named)
+    trainer = build_trainer(
+        recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
+    )
+    say_where_spread(trainer.model)
+    check_token_ids(trainer, train_rows, "train")
+    if eval_rows is not None and trainer.eval_dataset is not None:
+        check_token_ids(trainer, eval_rows, "eval")
+    if preview_rows is not None:
+        return show_rows(trainer, train_rows, total)
+    recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
+    recorder.parameters = count_parameters(trainer.model)
+    evaluation = _heads_evaluation(trainer, eval_rows)
+
+    if recipe.args.overwrite_output_dir:
+        if trainer.is_world_process_zero():
+            remove_earlier_run(training.output_dir)
+        trainer.accelerator.wait_for_everyone()
+    recipe.began = True
+    trainer.keeper, trainer.stop, trainer.recipe, trainer.recorder = keeper, stop, recipe, recorder
+    rows_name = recipe.args.dataset_name
+    if isinstance(rows_name, str) and find_beside(rows_name, recipe.path.parent) is None:
+        trainer.rows_on_hub = rows_name
+    train_and_save(trainer, recipe)
+    if training.push_to_hub:
+        trainer.push_to_hub()
+    summary = recorder.summary(trainer, evaluation()) if trainer.is_world_process_zero() else None
+    # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
+    # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    return summary
+
+
+def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], trainer_class: type) -> Any:
+    """The trainer of `recipe`, of the class `trainer_class`, with its model and its rows prepared.
+
+    Raises:
+        RecipeError: The libraries refuse something that the recipe names.
+    """
+    training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
+    source, config, train_rows, eval_rows, rewards = sources
+    init = {key: value for key, value in init.items() if key not in source.options}
+    init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
     given = {
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "peft_config": trl.get_peft_config(recipe.model),
-        "callbacks": [keeper, recorder],
+        "callbacks": callbacks,
     }
-    if recipe.args.early_stopping_patience is not None:
-        recorder.early_stopping = EarlyStoppingCallback(recipe.args.early_stopping_patience)
-        given["callbacks"].append(recorder.early_stopping)
-    given["callbacks"].append(stop)  # the last, because it may end the run
     if rewards:
         given["reward_funcs"] = rewards
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
     training.model_init_kwargs = None if source.is_gguf else source.options | init
-    plain = getattr(liger_trainer, recipe.entry.trainer)
-    named = {"__doc__": plain.__doc__, "__module__": plain.__module__}
     try:
         if source.is_gguf:  # TRL's trainers cannot load one themselves
             given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
@@ -88,10 +132,12 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
                 given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
         else:
             given["model"] = source.path
-            given["quantization_config"] = trl.get_quantization_config(recipe.model)
+            if (quantization := trl.get_quantization_config(recipe.model)) is not None:  # TRL's ORPO and CPO take none
+                given["quantization_config"] = quantization
         with answers_marked(recipe, source) as settle_template:
-            trainer = type(plain.__name__, (SavesWithManifest, plain), named)(args=training, **given)
+            trainer = trainer_class(args=training, **given)
             settle_template(trainer)
+        return trainer
     except RecipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
@@ -116,34 +162,6 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         if not any(text in str(error) for text in ("assistant_only_loss", "to be installed")):
             raise
         raise RecipeError(f"{recipe.path}: {error}") from error
-    say_where_spread(trainer.model)
-    check_token_ids(trainer, train_rows, "train")
-    if eval_rows is not None and trainer.eval_dataset is not None:
-        check_token_ids(trainer, eval_rows, "eval")
-    if preview_rows is not None:
-        return show_rows(trainer, train_rows, total)
-    recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
-    recorder.parameters = count_parameters(trainer.model)
-    evaluation = _heads_evaluation(trainer, eval_rows)
-
-    if recipe.args.overwrite_output_dir:
-        if trainer.is_world_process_zero():
-            remove_earlier_run(training.output_dir)
-        trainer.accelerator.wait_for_everyone()
-    recipe.began = True
-    trainer.keeper, trainer.stop = keeper, stop
-    rows_name = recipe.args.dataset_name
-    if isinstance(rows_name, str) and find_beside(rows_name, recipe.path.parent) is None:
-        trainer.rows_on_hub = rows_name
-    train_and_save(trainer, recipe)
-    if training.push_to_hub:
-        trainer.push_to_hub()
-    summary = recorder.summary(trainer, evaluation()) if trainer.is_world_process_zero() else None
-    # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
-    # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
-    return summary
 
 
 def _check_evaluation(recipe: Recipe) -> None:

@@ -17,8 +17,10 @@ from liger_trainer.command.launch import launched_processes, on_all
 from liger_trainer.command.manifest import checkpoints_in
 from liger_trainer.command.options import take_options
 from liger_trainer.command.output_dir import WEIGHTS, Beginning, matches
+from liger_trainer.command.pictures import CURVES, draw_curves
 from liger_trainer.command.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.summary import RunRecorder, hardware
 from liger_trainer.errors import RecipeError, RunError
 
 
@@ -98,6 +100,9 @@ class SavesWithManifest:
 
     keeper: Keeper
     stop: SaveOnSigterm
+    recipe: Recipe
+    recorder: RunRecorder
+    curves = False  # whether this run has drawn them
     rows_on_hub: str | None = None  # the name of the data set, where it is one of the Hub
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
@@ -119,7 +124,7 @@ class SavesWithManifest:
             super()._run_epoch(**kwargs)  # type: ignore[misc]
 
     def create_model_card(self: Any, model_name: str | None = None, **kwargs: Any) -> None:
-        """Write TRL's card, with this package, the base model, the rows and the loss in it."""
+        """Write TRL's card, with this package, the base model, the rows, the loss, the machine and the recipe in it."""
         import liger_trainer
 
         name = model_name or Path(self.args.output_dir).name
@@ -134,11 +139,16 @@ class SavesWithManifest:
         card = Path(self.args.output_dir, "README.md")
         text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
         text = text.replace('model="None"', f'model="{self.args.output_dir}"')
+        recipe = self.recipe.to_card()
+        speed = self.recorder.speed
+        curves = f"\n![loss, gradient norm and rewards by step]({CURVES})\n" if self.curves else ""
         trained = (
             f"- liger_trainer {liger_trainer.__version__}, `{type(self).__name__}`\n"
             f"- Base model: `{base}` {base_print}\n"
             f"- Data: `{rows}` {rows_print}\n"
             f"- Loss: {kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps{numbers}\n"
+            f"- Hardware: {hardware(self.args.world_size)}{'' if speed is None else f', {speed:,.0f} tokens/s'}\n"
+            f"{curves}\n{recipe}"
         )
         card.write_text(text.replace("### Framework versions\n", f"{trained}\n### Framework versions\n"), "utf-8")
 
@@ -205,6 +215,8 @@ def _save_model(trainer: Any) -> None:
         with _saving("The trained model"):
             trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push
             trainer.save_state()
+            if trainer.is_world_process_zero():
+                trainer.curves = draw_curves(trainer.state.log_history, folder / CURVES)
             trainer.create_model_card()
     except Exception as error:
         failure = error

@@ -1,5 +1,6 @@
 """The few lines that `liger-trainer train` prints at the end."""
 
+import platform
 import sys
 import time
 from datetime import timedelta
@@ -84,7 +85,7 @@ class RunRecorder(TrainerCallback):
             if logged := self._logged.get(key):
                 lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}")
         lines += [
-            f"  speed    {f'{self._tokens / self._seconds:.0f} tokens/s' if self._tokens else 'not counted'}",
+            f"  speed    {'not counted' if self.speed is None else f'{self.speed:.0f} tokens/s'}",
             f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",
             *([] if chosen is None else [f"  layers   {chosen}"]),
             f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
@@ -92,6 +93,11 @@ class RunRecorder(TrainerCallback):
             *([] if evaluation is None else ["", str(evaluation)]),
         ]
         return "\n".join(lines)
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second of all processes, without padding; None where the trainer does not count them."""
+        return self._tokens / self._seconds if self._tokens else None
 
     def _is_patient(self) -> bool:
         stopper = self.early_stopping
@@ -123,16 +129,31 @@ def count_parameters(model) -> tuple[int, int]:
     return counts[True], sum(counts.values())
 
 
-def peak_memory(known: int = 0) -> str:
+def hardware(processes: int = 1) -> str:
+    """The device that trains, and on how many processes."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return name if processes == 1 else f"{processes} x {name}"
+
+
+def peak_bytes(known: int = 0) -> int | None:
     """The peak of memory so far: of this process's tensors on the GPU or, without a GPU, of the whole process.
 
-    `known`: a peak in bytes that torch's counter for the GPU has forgotten.
+    None on Windows without a GPU. `known`: a peak that torch's counter for the GPU has forgotten.
     """
     if torch.cuda.is_available():
-        return f"{max(known, torch.cuda.max_memory_allocated()) / 2**30:.2f} GiB peak on the GPU (this process)"
+        return max(known, torch.cuda.max_memory_allocated())
     if sys.platform == "win32":
-        return "not measured on Windows without a GPU"
+        return None
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB peak of the process"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_memory(known: int = 0) -> str:
+    """`peak_bytes` in words."""
+    peak = peak_bytes(known)
+    if peak is None:
+        return "not measured on Windows without a GPU"
+    where = "on the GPU (this process)" if torch.cuda.is_available() else "of the process"
+    return f"{peak / 2**30:.2f} GiB peak {where}"

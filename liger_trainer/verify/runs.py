@@ -82,7 +82,7 @@ class Setup:
     @property
     def stock(self) -> type:
         """The class of TRL or transformers that the trainer extends."""
-        return _of_another_package(self.trainer)
+        return stock_class(self.trainer)
 
     @property
     def is_medusa(self) -> bool:
@@ -147,7 +147,7 @@ class Bench:
         setup = self.setup
         trainer_class, args_class = setup.trainer, setup.arguments
         if kind == "stock":
-            trainer_class, args_class = setup.stock, _of_another_package(setup.arguments)
+            trainer_class, args_class = setup.stock, stock_class(setup.arguments)
         elif kind == "plain" and setup.is_medusa:
             trainer_class = PlainMedusaTrainer
         values = {key: value for key, value in setup.options.items() if not key.startswith(_LEFT_OUT)} | _OWN
@@ -210,7 +210,8 @@ class Bench:
         return Run(trainer, logs, keep.steps, before, _values(trainer.model))
 
 
-def _of_another_package(ours: type) -> type:
+def stock_class(ours: type) -> type:
+    """The class of TRL or transformers that a trainer, or a config of one, extends."""
     return next(base for base in ours.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -243,15 +244,51 @@ def test_a_printed_recipe_parses_to_the_same(tmp_path):
 
 
 def test_help_lists_every_key(capsys):
-    code, out, _ = command(capsys, "train", "quickstart", "--help")
+    code, out, _ = command(capsys, "train", "quickstart", "--help", "all")
     assert code == 0
     for key in ("--prompt_template", "--use_liger", "--liger_config", "--lora_r", "--max_steps"):
         assert key in out
 
 
+@pytest.mark.parametrize("name", ["quickstart", "llama3_8b/grpo"])
+def test_help_is_two_screens_and_names_every_key(name, capsys):
+    code, out, _ = command(capsys, "train", name, "--help")
+    assert code == 0 and len(out.splitlines()) <= 80 and max(map(len, out.splitlines())) <= 120
+    recipe = parse_recipe(name, ["--bf16", "false"])
+    named = set(re.findall(r"\w+", out))
+    for part in (recipe.args, recipe.training, recipe.model):
+        assert {field.name for field in dataclasses.fields(part) if field.init} <= named
+
+
+@pytest.mark.parametrize(
+    "word, shown, hidden",
+    [
+        ("learning_rate", ["learning_rate"], ["seed", "lora_r"]),
+        ("--save-steps", ["save_steps"], ["save_strategy"]),
+        ("model", ["lora_r", "dtype"], ["metric_for_best_model", "seed"]),
+        ("ours", ["use_liger", "fp8"], ["bf16"]),
+        ("eval", ["eval_steps", "eval_fraction"], ["save_steps"]),
+    ],
+)
+def test_help_of_a_topic(word, shown, hidden, capsys):
+    code, out, _ = command(capsys, "train", "quickstart", f"--help={word}")
+    assert code == 0 and "default: " in out
+    names = {text.split()[0].rstrip(",") for text in out.split("\n  --")[1:]}
+    assert set(shown) <= names and not set(hidden) & names
+    code, _, err = command(capsys, "train", "quickstart", "--help", "nothing_like_it")
+    assert code == 2 and "no topic" in err
+
+
+def test_no_command_has_a_longer_help(capsys):
+    names = re.findall(r"^    ([a-z][\w-]+)", command(capsys, "--help")[1], re.MULTILINE)
+    assert {"train", "compare", "chat"} <= set(names)
+    for name in names:
+        assert len(command(capsys, name, "--help")[1].splitlines()) <= 80, name
+
+
 def test_help_says_which_values_are_the_recipe_s(tmp_path, capsys):
     path = write_recipe(tmp_path, learning_rate=2e-5, lora_r=16, liger_config={"rope": False}, run_name="100% mine")
-    code, out, _ = command(capsys, "train", path, "--help")
+    code, out, _ = command(capsys, "train", path, "--help", "all")
     assert code == 0
     texts = {text.split()[0]: " ".join(text.split()) for text in out.split("\n  --")[1:]}
     for key, said in {

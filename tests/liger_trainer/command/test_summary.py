@@ -4,7 +4,11 @@ import json
 import re
 
 import pytest
+from PIL import Image
 from recipe_fixtures import SAVING, command, write_recipe
+
+from liger_trainer.command.pictures import CURVES
+from liger_trainer.command.recipe import parse_recipe
 
 TRAINED = {
     "sft": ({}, "nll", "loss"),
@@ -35,6 +39,26 @@ def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
     assert re.search(rf"^- Loss: {loss}, 4 steps, from [\d.e-]+ to [\d.e-]+$", card, re.M), card
     assert re.search(rf"^- Data: `{keys.get('dataset_name', 'rows.jsonl')}` \(12 rows, crc32 ", card, re.M)
     assert re.search(r"^- liger_trainer \d", card, re.M) and "huggingface.co/datasets" not in card
+    assert re.search(r"^- Hardware: .+, [\d,]+ tokens/s$", card, re.M), card
+    assert "\nliger-trainer train recipe.yaml\n" in card and "\nmodel_name_or_path: model\n" in card
+    assert f"]({CURVES})" in card and Image.open(folder / "out" / CURVES).width > 700
+    assert str(folder) not in card.replace(f'model="{folder}', "")
+
+
+def test_a_picture_that_fails_costs_no_model(folder, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ImportError("a broken matplotlib")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    assert command(capsys, "train", write_recipe(folder))[0] == 0
+    assert (folder / "out" / "model.safetensors").exists() and CURVES not in (folder / "out" / "README.md").read_text()
+
+
+def test_a_card_has_no_token_and_no_folders_of_the_machine(folder):
+    path = write_recipe(folder, hub_token="hf_secretsecret")
+    card = parse_recipe(str(path), ["--output_dir=/home/me/new", "--run_name", "https://a/b"]).to_card()
+    assert "secret" not in card and str(folder) not in card and "/home" not in card
+    assert "train recipe.yaml --output_dir=new --run_name https://a/b\n" in card
 
 
 def test_a_checkpoint_of_a_run_that_is_cut_off_has_a_card(folder, capsys, monkeypatch):

@@ -1,0 +1,119 @@
+"""`liger-trainer chat MODEL`: a conversation with what was trained, in a terminal.
+
+`transformers chat` talks to a server that has loaded a whole model. This loads an adapter on its base, shows both
+answers, and reads GGUF files. Nothing that takes long to import is imported before the command runs.
+"""
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+from liger_trainer.command.medusa import add_command, add_model_options, load_to_answer
+from liger_trainer.command.merge import find_base, tokenizer_of, with_adapter
+from liger_trainer.errors import RecipeError
+from liger_trainer.templates import alpaca_row
+
+
+def add_chat_command(commands: Any) -> None:
+    """Add `chat` to the subparsers of `liger-trainer`."""
+    parser = add_command(
+        commands, "chat", _chat, "talk to a model or an adapter in a terminal: Ctrl-C ends an answer, Ctrl-D the chat"
+    )
+    parser.add_argument("model", metavar="MODEL", help="an output_dir, a checkpoint, a folder, or a name on the Hub")
+    parser.add_argument("--base", action="store_true", help="show what the base of an adapter answers too")
+    parser.add_argument("--model", dest="base_model", help="the base model, if it is not where the adapter says")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument(
+        "--prompt_template", choices=("chat", "alpaca", "none"),
+        help="how your lines reach the model: by its chat template, as the instruction of prompt_template: alpaca, or "
+        "as they are; by default, by the chat template if there is one, and otherwise as they are",
+    )  # fmt: skip
+    parser.add_argument("--max_new_tokens", type=int, default=512, help="how long an answer may be; default 512")
+    parser.add_argument("--temperature", type=float, help="0 decodes greedily; by default, as the model's config says")
+    add_model_options(parser)
+
+
+def _chat(args: Any) -> None:
+    model, tokenizer, is_adapter = _load(args)
+    template = args.prompt_template or ("chat" if tokenizer.chat_template else "none")
+    if template == "chat" and not tokenizer.chat_template:
+        raise RecipeError(f"The tokenizer of {args.model!r} has no chat template. Pass --prompt_template none.")
+    if args.base and not is_adapter:
+        raise RecipeError(f"--base shows the base of an adapter, and {args.model!r} is a whole model.")
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    history, in_terminal = list(start), sys.stdin.isatty()
+    if in_terminal:
+        with contextlib.suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401 - gives input() a history
+        print("Ctrl-C ends an answer, Ctrl-D the chat; /new begins a new conversation.", file=sys.stderr)
+    while True:
+        try:
+            line = input("\n> " if in_terminal else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not in_terminal:
+                raise
+            print("\nCtrl-D ends the chat.", file=sys.stderr)
+            continue
+        if line.strip() in ("", "/new"):
+            history = list(start) if line.strip() else history
+            continue
+        history.append({"role": "user", "content": line})
+        prompt: Any = history if template == "chat" else line
+        if template == "alpaca":
+            prompt = alpaca_row({"instruction": line, "output": ""})["prompt"]
+        if args.base:
+            print("base:")
+            with model.disable_adapter():
+                _answer(model, tokenizer, prompt, args)
+            print("adapter:")
+        history.append({"role": "assistant", "content": _answer(model, tokenizer, prompt, args)})
+
+
+def _load(args: Any) -> tuple[Any, Any, bool]:
+    """The model, its tokenizer, and whether it is an adapter on its base."""
+    if not os.path.isfile(os.path.join(args.model, "adapter_config.json")):
+        return *load_to_answer(args.model, args), False
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(args.model)
+    base = args.base_model or find_base(config.base_model_name_or_path, args.model)
+    model, tokenizer = load_to_answer(base, args, revision=config.revision)
+    model = with_adapter(model, args.model).eval()
+    return model, tokenizer_of(args.model, args.trust_remote_code) or tokenizer, True
+
+
+def _answer(model: Any, tokenizer: Any, prompt: Any, args: Any) -> str:
+    """Print an answer as it is written, until Ctrl-C, and return it."""
+    import torch
+    from jinja2 import TemplateError
+    from transformers import TextStreamer
+
+    from liger_trainer.medusa.prompts import encode, end_tokens
+
+    class Printed(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+            super().on_finalized_text(text, stream_end)
+
+    try:
+        ids = torch.tensor([encode(tokenizer, prompt)], device=model.device)
+    except TemplateError as error:
+        raise RecipeError(f"The chat template of {args.model!r} refuses the conversation: {error}.") from error
+    ends = sorted(end_tokens(model, tokenizer))
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "eos_token_id": ends or None}
+    options["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
+    if args.temperature == 0:
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    elif args.temperature is not None:
+        options |= {"do_sample": True, "temperature": args.temperature}
+    streamer = Printed(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    try:
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
+    except KeyboardInterrupt:
+        print(" ...", flush=True)
+    return streamer.text

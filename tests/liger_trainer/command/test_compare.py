@@ -1,0 +1,110 @@
+"""`liger-trainer compare`: the stock trainer and ours on a recipe's first steps."""
+
+import json
+import os
+
+import pytest
+from checkout import ROOT
+from recipe_fixtures import SAVING, command, write_recipe
+
+RECIPES = {
+    "sft": {},
+    "lora": {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0,
+             "activation_checkpointing": "auto", "gradient_checkpointing": None},
+    "dpo": {"trainer": "dpo", "dataset_name": "pairs.jsonl", "prompt_template": None},
+    "orpo": {"trainer": "orpo", "dataset_name": "pairs.jsonl", "prompt_template": None},
+}  # fmt: skip
+
+
+def arm(capsys, path, name, *words):
+    """What one arm finds, in this process."""
+    found = path.parent / "arm.json"
+    code, _, err = command(capsys, "compare", path, "--arm", name, "--json", found, *words)
+    assert code == 0, err
+    return json.loads(found.read_text())
+
+
+@pytest.mark.parametrize("keys", RECIPES.values(), ids=RECIPES)
+def test_both_train_the_same_steps(keys, folder, capsys):
+    """With the learning rates of the whole recipe, of which only the first steps are run."""
+    (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 12)
+    path = write_recipe(folder, **keys)
+    stock, ours = (arm(capsys, path, name, "--steps", "3") for name in ("stock", "ours"))
+    assert "error" not in stock | ours, (stock, ours)
+    assert stock["steps"] == ours["steps"] == len(ours["losses"]) == 3 and ours["untimed"] == 1
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+    assert ours["peak_gib"] > 0.1 and ours["step_s"] > 0
+    counted = "orpo" not in keys.values()
+    assert (ours["tokens_per_s"] is not None) == (stock["tokens_per_s"] is not None) == counted
+    whole = arm(capsys, path, "ours", "--steps", "9")
+    assert whole["steps"] == 4, "all that the recipe has"
+    assert whole["losses"][:3] == pytest.approx(ours["losses"], rel=1e-6)
+
+
+def test_the_stock_arm_is_the_stock_class(folder, capsys, monkeypatch):
+    from trl import SFTConfig, SFTTrainer
+
+    seen = []
+    train = SFTTrainer.train
+    monkeypatch.setattr(SFTTrainer, "train", lambda self: (seen.append((type(self), type(self.args))), train(self)))
+    path = write_recipe(folder, optimizer_in_backward=True, max_grad_norm=0, bf16=False)
+    assert arm(capsys, path, "stock")["left_out"] == ["optimizer_in_backward"]
+    assert seen == [(SFTTrainer, SFTConfig)]
+
+
+def test_the_table(folder, capsys, monkeypatch):
+    """Each arm in a process of its own, a JSON and a chart, and nothing in output_dir, whatever the recipe saves."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = write_recipe(
+        folder, **SAVING, eval_fraction=0.2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        early_stopping_patience=2, metric_for_best_model="loss",
+    )  # fmt: skip
+    files = {"--json": folder / "found.json", "--chart": folder / "chart.png"}
+    code, out, err = command(
+        capsys, "compare", path, "--steps", "4", *[word for pair in files.items() for word in pair]
+    )
+    assert code == 0, err
+    assert "4 steps, the first 1 not timed" in out and "differs" not in out and "failed" not in out
+    assert [line.split()[0] for line in out.splitlines()[3:5]] == ["stock", "ours"]
+    found = json.loads(files["--json"].read_text())
+    assert len(found["arms"][1]["losses"]) == 4 and found["hardware"].startswith("CPU")
+    assert files["--chart"].stat().st_size > 5000
+    assert not (folder / "out").exists()
+
+
+def arms_of(monkeypatch, **found):
+    monkeypatch.setattr("liger_trainer.command.compare._in_a_process", lambda recipe, words, name, steps: found[name])
+
+
+RAN = {"steps": 4, "untimed": 1, "step_s": 0.5, "tokens_per_s": 100.0, "peak_gib": 1.0, "in_16_bits": True,
+       "left_out": [], "losses": [2.0, 1.9]}  # fmt: skip
+
+
+def test_an_arm_that_fails_is_a_row(folder, capsys, monkeypatch):
+    arms_of(monkeypatch, stock={"error": "OutOfMemoryError: CUDA out of memory."}, ours=RAN)
+    code, out, _ = command(capsys, "compare", write_recipe(folder), "--chart", folder / "chart.png")
+    assert code == 0 and "stock          failed: OutOfMemoryError" in out and "\nours  " in out
+    arms_of(monkeypatch, stock={"error": "no rows"}, ours={"error": "no rows"})
+    code, out, err = command(capsys, "compare", write_recipe(folder))
+    assert code == 2 and err.endswith("error: no rows\n"), "the recipe's own mistake, said once"
+    arms_of(monkeypatch, stock={"error": "No stock."}, ours={"error": "No rows."})
+    assert command(capsys, "compare", write_recipe(folder))[2].endswith("error: No stock. No rows.\n")
+
+
+@pytest.mark.parametrize("losses, said", [([2.01, 1.95], False), ([2.03, 1.9], True), ([2.0, 2.1], True)])
+def test_losses_that_differ_are_named(losses, said, folder, capsys, monkeypatch):
+    arms_of(monkeypatch, stock=RAN, ours=RAN | {"losses": losses})
+    out = command(capsys, "compare", write_recipe(folder))[1]
+    assert ("ours differs by more than rounding: loss" in out) == said
+
+
+def test_medusa_has_no_stock_trainer(folder, capsys):
+    path = write_recipe(folder, trainer="medusa")
+    assert arm(capsys, path, "stock") == {"error": "No stock trainer trains Medusa heads."}
+
+
+@pytest.mark.parametrize("words", [("--steps", "0"), ("--json",), ("--chart",), ("--max_stepz", "3")])
+def test_mistakes(words, folder, capsys):
+    code, _, err = command(capsys, "compare", write_recipe(folder), *words)
+    assert code == 2 and words[0] in err
