@@ -1,5 +1,6 @@
 """Turns rows of other formats into rows for TRL: Alpaca, ShareGPT, and conversations whose last turn is learned."""
 
+import json
 from typing import Any
 
 from liger_trainer.errors import RecipeError, short
@@ -37,7 +38,10 @@ def alpaca_row(row: dict, index: int = 0) -> dict[str, str]:
     return {"prompt": prompt, "completion": row["output"]}
 
 
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+    "function_call": "assistant", "observation": "tool", "tool": "tool",
+}  # fmt: skip
 
 
 def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
@@ -68,10 +72,10 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
                 "it with a turn from 'gpt', or add chosen and rejected."
             )
         return {"messages": messages}
-    if last != "user":
+    if last not in ("user", "tool"):
         raise RecipeError(
             f"Row {index} of the dataset has chosen and rejected answers to a turn of {last!r}; expected the last of "
-            "the conversations to be from 'human'."
+            "the conversations to be from 'human' or 'observation'."
         )
     answers = {name: [sharegpt_message(turn, name, index)] for name, turn in given.items()}
     for name, (message,) in answers.items():
@@ -80,8 +84,11 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
     return {"prompt": messages, **answers}
 
 
-def sharegpt_message(turn: Any, where: str, index: int) -> dict[str, str]:
-    """A ShareGPT turn `{"from", "value"}` as `{"role", "content"}`. In a RecipeError, `where` and `index` say which."""
+def sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
+    """A ShareGPT turn `{"from", "value"}` as `{"role", "content"}`, and of a `function_call` as `tool_calls`.
+
+    In a RecipeError, `where` and `index` say which.
+    """
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES or not isinstance(turn.get("value"), str):
         other_form = isinstance(turn, dict) and turn.get("role") is not None
         mend = "For role and content, name the column messages, and unset prompt_template." if other_form else (
@@ -93,7 +100,28 @@ def sharegpt_message(turn: Any, where: str, index: int) -> dict[str, str]:
         )
     if not turn["value"].strip():
         raise RecipeError(f"Row {index} of the dataset has an empty text in {where}. Correct or remove the row.")
-    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
+    message = {"role": _ROLES[turn["from"]], "content": turn["value"]}
+    if turn["from"] != "function_call":
+        return message
+    return message | {"content": "", "tool_calls": _tool_calls(turn["value"], where, index)}
+
+
+def _tool_calls(text: str, where: str, index: int) -> list[dict[str, Any]]:
+    """The calls in a turn of `function_call`: JSON of name and arguments, or a list of them."""
+    try:
+        calls = json.loads(text)
+        calls = calls if isinstance(calls, list) else [calls]
+        for call in calls:
+            if isinstance(call["arguments"], str):
+                call["arguments"] = json.loads(call["arguments"])
+        if not all(isinstance(call["name"], str) and isinstance(call["arguments"], dict) for call in calls):
+            raise TypeError
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecipeError(
+            f"Row {index} of the dataset has the function_call {short(text)} in {where}; expected JSON such as "
+            '{"name": "look_up", "arguments": {"word": "blue"}}, or a list of that. Correct or remove the row.'
+        ) from error
+    return [{"type": "function", "function": {key: call[key] for key in ("name", "arguments")}} for call in calls]
 
 
 def last_turn_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:

@@ -5,7 +5,6 @@ Nothing that takes long to import is imported before the command runs.
 
 import argparse
 import sys
-import warnings
 from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
@@ -39,8 +38,6 @@ def _fit(args: argparse.Namespace) -> int:
     given, words = take_options(args.options, "gpus", "gpu_memory")
     gpus = positive("--gpus", given.get("gpus", "1"), int)
     memory = positive("--gpu-memory", given.get("gpu_memory", "80"), float)
-    # peft uses the old name of this option, of which newer transformers warns.
-    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
     _show("reading the recipe and the config of its model")
     with own_environment():
         # Without this, transformers refuses bf16 where there is no GPU

@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         argv (`list[str]`, *optional*): The words of the command line. Unset: this process's.
     """
     args = _parser().parse_args(argv)
+    # Newer transformers has a new name for this option and warns of the old one, which TRL and peft use.
+    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
     try:
         code = args.run(args)
         sys.stdout.flush()  # here, so that a closed pipe is noticed before Python ends
@@ -105,8 +107,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @own_environment()
 def _train(args: argparse.Namespace) -> int:
-    # Newer transformers has a new name for this option and warns of the old one, which TRL uses and all versions know.
-    warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, append=True)
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator", UserWarning)
     own, words = take_options(args.options, "dry_run", "preview")
     preview_rows = _rows_to_preview(own.get("preview"))

@@ -141,7 +141,7 @@ def _is_absolute(name: str) -> bool:
 
 
 def _places(adapter: str) -> str:
-    return f"the working directory {os.getcwd()} or beside the adapter in {_beside(adapter)}"
+    return f"the working directory {os.getcwd()} or next to the adapter in {_beside(adapter)}"
 
 
 def _beside(adapter: str) -> Path:

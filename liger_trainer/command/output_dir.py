@@ -46,7 +46,7 @@ def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 def own_folder(recipe: Recipe) -> Iterator[str]:
     """Hold `output_dir` for this run, and give what it resumes from: `false`, `true`, `auto` or a path.
 
-    If the run ends before it has saved anything, a folder that was made for it is removed.
+    If the run ends before it has saved anything, the folders that were made for it are removed.
 
     Raises:
         RecipeError: `output_dir` cannot be written, or another run is in it, with which this one would be mixed.
@@ -54,7 +54,7 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
     if not recipe.training.output_dir:
         raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
     folder, wanted = Path(recipe.training.output_dir), _wanted(recipe)
-    new, held = not folder.exists(), list[Any]()
+    new, held = [path for path in (folder, *folder.parents) if not path.exists()], list[Any]()
 
     def prepare() -> None:
         held.append(_lock(folder, recipe))
@@ -68,9 +68,9 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
             with contextlib.suppress(OSError):  # the run has ended, whatever has become of its folder
                 (folder / _LOCK).unlink()
             lock.close()
-        if new and recipe.training.process_index == 0:
+        for path in new if recipe.training.process_index == 0 else ():
             with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
+                path.rmdir()
 
 
 def _wanted(recipe: Recipe) -> str:

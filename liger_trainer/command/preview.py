@@ -51,7 +51,8 @@ def show_rows(trainer, given, total: int) -> str | None:
     if not trainer.is_world_process_zero():
         return None
     counts = count_rows(trainer, given, "train")
-    lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND, ""]
+    columns = ", ".join(name for name in given.column_names if name != ROW)
+    lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND, f"Columns of the rows: {columns}.", ""]
     if "ORPO" in type(trainer).__name__:
         lines[1] += " The likelihood term of ORPO counts the prompt of chosen as well."
     rows = trainer.train_dataset

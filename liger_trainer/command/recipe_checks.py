@@ -33,6 +33,7 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("lora_* use_rslora use_dora load_in_4bit load_in_8bit", "use_peft",
      "use_peft: true (without it, all weights are trained)", _on),
     ("bnb_4bit_* use_bnb_nested_quant", "load_in_4bit", "load_in_4bit: true", _on),
+    ("dataset_stopping_strategy", "dataset_weights", "dataset_weights, such as [3, 1]", _on),
     ("save_steps", "save_strategy", "save_strategy: steps", _by_steps),
     ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _on),
     ("eval_steps", "eval_strategy", "eval_strategy: steps", _by_steps),
@@ -59,7 +60,7 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
 # Numbers that no library checks, or that it checks only when training begins: their least and their largest value.
 _RANGES = {
     (1, math.inf): "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
-    "save_total_limit max_completion_length lora_alpha",
+    "save_total_limit max_length max_completion_length lora_alpha",
     (0, math.inf): "weight_decay max_grad_norm dataloader_num_workers",
     (1e-12, math.inf): "num_train_epochs logging_steps eval_steps save_steps",
     (0, 1): "label_smoothing_factor",
@@ -88,10 +89,10 @@ def settle(
     for (least, largest), key in [(limits, key) for limits, keys in _RANGES.items() for key in keys.split()]:
         number = value(key)
         if isinstance(number, (int, float)) and not least <= number <= largest:  # also true of NaN
-            low = "above 0" if 0 < least < 1 else f"from {least}"
-            high = f" to {largest}" if largest < math.inf else " up"
+            limits = "above 0" if 0 < least < 1 else f"from {least}" if largest < math.inf else f"from {least} up"
+            limits += f" to {largest}" if largest < math.inf else ""
             unit = " (GiB)" if "memory" in key else ""
-            raise RecipeError(f"{key} is {number}; expected a number {low}{high}{unit}.")
+            raise RecipeError(f"{key} is {number}; expected a number {limits}{unit}.")
     if value("max_steps") != -1 and value("max_steps") < 1:
         raise RecipeError(f"max_steps is {value('max_steps')}; expected 1 or more, or -1 to train num_train_epochs.")
     for patterns, switches, needs, on in _SWITCHES:
@@ -185,7 +186,7 @@ def check_rows(recipe: Any, columns: list[str]) -> None:
             last = "prompt_template: last_turn to learn the last answer of each row, or "
             mend = (
                 f"Set {last if recipe.args.prompt_template == 'none' else ''}assistant_only_loss: true to learn all "
-                "answers, for which the chat template must mark them with {% generation %}."
+                "answers."
             )
         raise RecipeError(
             f"{recipe.path}: completion_only_loss is true, but the rows have {', '.join(columns)} and no completion, "

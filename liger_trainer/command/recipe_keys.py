@@ -1,7 +1,10 @@
 """The keys that a recipe adds to the trainer's config and TRL's `ModelConfig`, with their help texts."""
 
+import contextlib
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import yaml
 
 from liger_trainer.errors import RecipeError
 
@@ -22,9 +25,30 @@ class RecipeArguments:
     dataset_name: list[str] | None | str = field(
         default=None,
         metadata={
-            "help": "A .json, .jsonl, .parquet or .csv file, a folder of such files, or the name of a Hub dataset; or "
-            "a list of them, whose rows are joined. A relative path is looked up in the working directory first, and "
-            "then in the folder of the recipe."
+            "help": "A .json, .jsonl, .parquet, .csv or .txt file (a row is a line), a folder of such files, or the "
+            "name of a Hub dataset; or a list of them, whose rows are joined. A relative path is looked up in the "
+            "working directory first, and then in the folder of the recipe."
+        },
+    )
+    columns: dict[str, str] | str | None | list[dict[str, str]] = field(
+        default=None,
+        metadata={
+            "help": "Which columns of the data are those that the trainer or the template reads, such as {prompt: "
+            "question, completion: answer}. A list has one mapping for each name in `dataset_name`."
+        },
+    )
+    dataset_weights: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "How often a row is drawn from each of the data sets in `dataset_name`, such as [3, 1]. If unset, "
+            "each is used to its end, one after the other."
+        },
+    )
+    dataset_stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = field(
+        default="first_exhausted",
+        metadata={
+            "help": "When `dataset_weights` stops drawing, as in `datasets.interleave_datasets`: at the end of the "
+            "first data set, or of all, where rows of the others are repeated or (without_replacement) are not."
         },
     )
     dataset_config: str | None = field(
@@ -96,6 +120,21 @@ class RecipeArguments:
     )
 
     def __post_init__(self):
+        if isinstance(self.columns, str):  # of the command line
+            with contextlib.suppress(yaml.YAMLError):
+                self.columns = yaml.safe_load(self.columns)
+        if self.columns is not None and not all(map(_is_mapping, _listed(self.columns))):
+            raise RecipeError(
+                f"columns is {self.columns!r}; expected a mapping of the trainer's columns to those of the data, each "
+                "there once, such as {prompt: question, completion: answer}."
+            )
+        if self.dataset_weights is not None:
+            count = len(self.dataset_name) if isinstance(self.dataset_name, list) else 1
+            if len(self.dataset_weights) != count or count < 2 or not all(0 < w < 1e9 for w in self.dataset_weights):
+                raise RecipeError(
+                    f"dataset_weights is {self.dataset_weights}, and dataset_name is {self.dataset_name!r}; expected a "
+                    "list of two or more names, and a number above 0 for each."
+                )
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise RecipeError(
                 f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1, such as 0.05."
@@ -107,3 +146,12 @@ class RecipeArguments:
         for name in ("early_stopping_patience", "max_rows"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise RecipeError(f"{name} is {value}; expected 1 or more. Or leave it out.")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) and value else [value]
+
+
+def _is_mapping(value: Any) -> bool:
+    texts = isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
+    return texts and 0 < len(value) == len(set(value.values()))

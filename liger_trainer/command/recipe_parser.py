@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import textwrap
 import typing
@@ -143,8 +144,19 @@ def options_given(parser, owners: dict[str, Key], words: list[str], entry: Train
         if isinstance(value, float) and value.is_integer():
             given[key] = int(value)
         elif isinstance(value, list):
-            given[key] = list_of(value)
+            hint, named = owners[key].hint, list_of(value)
+            takes_text = typing.get_origin(hint) is not list and str in typing.get_args(hint)
+            given[key] = named[0] if takes_text and len(named) == 1 else named  # as a file would have it
+        elif isinstance(value, str) and value.startswith("{"):
+            _check_json(key, value)
     return given
+
+
+def _check_json(key: str, value: str) -> None:
+    try:
+        json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"--{key} is {value!r}, which is not valid JSON: {error}.") from error
 
 
 _NOT_GIVEN = object()

@@ -59,15 +59,14 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise RecipeError(f"{path} nests its values too deeply; expected one `key: value` a line.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise RecipeError(
-            f"{path} holds {type(values).__name__}; expected a mapping of keys to values, one `key: value` a line."
-        )
+        found = "is empty" if values is None else "is no mapping of names to values"
+        raise RecipeError(f"{path} {found}; expected one `key: value` a line.")
     return values
 
 
 def list_of(words: list[str]) -> list[Any]:
     """The words after an option that takes a list, which may also be one list as YAML writes it."""
-    text = " ".join(words)
+    text = " ".join(map(str, words))
     if not (text.startswith("[") and text.endswith("]")):
         return words
     try:

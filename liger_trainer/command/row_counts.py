@@ -4,7 +4,7 @@ TRL prepares the rows, and its datasets are counted here afterwards. Rows of SFT
 as long as `max_length` counts as one that was cut.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class RowCounts:
     empty: int = 0  # used rows in which no token counts in the loss
     equal: int = 0  # used rows in which chosen and rejected are the same tokens
     blank: int = 0  # given rows whose completion is an empty text, so that only the end token can be learned
+    learned: float | None = field(default=None, compare=False)  # of messages: the share of their tokens in the loss
 
     def __str__(self) -> str:
         dropped = self.given - self.used
@@ -41,7 +42,8 @@ class RowCounts:
             (self.equal, "with equal chosen and rejected"),
             (self.blank, "with nothing to learn but the end token"),
         )
-        return "; ".join([f"{self.used} used of {self.given}", *(f"{count} {what}" for count, what in parts if count)])
+        said = [f"{self.used} used of {self.given}", *(f"{count} {what}" for count, what in parts if count)]
+        return "; ".join(said + ([] if self.learned is None else [f"{self.learned:.0%} of the tokens learned"]))
 
 
 def account_for_rows(trainer: Any, train_rows: Any, eval_rows: Any) -> RowCounts:
@@ -160,10 +162,12 @@ def _count_prepared(trainer: Any, given_rows: Any, name: str) -> RowCounts:
     used = len(rows)
     if "seq_lengths" in columns:  # packed
         lengths, used = _lists(rows, "seq_lengths")[0], given
-    learns = _learns(tokens, lengths)
+    learns, learned = _learns(tokens, lengths), None
+    if given and any(isinstance(given_rows[0].get(name), list) for name in ("messages", "completion")):
+        learned = float(_counted(tokens, lengths).mean())
     if "seq_lengths" in columns and trainer.args.packing_strategy != "bfd":  # the rest of a row is in another one
-        return RowCounts(given, used, limit, empty=0 if learns.any() else used)
-    return RowCounts(given, used, limit, int((lengths >= most).sum()), int((~learns).sum()))
+        return RowCounts(given, used, limit, empty=0 if learns.any() else used, learned=learned)
+    return RowCounts(given, used, limit, int((lengths >= most).sum()), int((~learns).sum()), learned=learned)
 
 
 def max_length_of(trainer: Any) -> int | None:
@@ -209,11 +213,16 @@ def _every(count: int, of_all: str) -> str:
 
 
 def _learns(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
-    """For each sequence, whether a token counts in the loss. The first one does not: no token before it predicts it."""
+    """For each sequence, whether a token counts in the loss."""
     starts = np.cumsum(lengths) - lengths
-    counts = (labels != -100) & (np.arange(len(labels)) - np.repeat(starts, lengths) >= first)
-    total = np.concatenate([[0], np.cumsum(counts)])
+    total = np.concatenate([[0], np.cumsum(_counted(labels, lengths, first))])
     return total[starts + lengths] > total[starts]
+
+
+def _counted(labels: np.ndarray, lengths: np.ndarray, first: int = 1) -> np.ndarray:
+    """For each token, whether it counts in the loss. The first one does not: no token before it predicts it."""
+    starts = np.cumsum(lengths) - lengths
+    return (labels != -100) & (np.arange(len(labels)) - np.repeat(starts, lengths) >= first)
 
 
 def _lists(rows: Any, column: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,18 +1,22 @@
 """The rows of a recipe, from a file, a folder or the Hub, in the form that TRL's trainers take."""
 
+import collections
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from liger_trainer.command.launch import say
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.row_checks import check_rows
-from liger_trainer.errors import RecipeError
+from liger_trainer.command.unknown_keys import nearest
+from liger_trainer.errors import RecipeError, short
 from liger_trainer.paths import find_beside
 from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row
 
-_FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+_FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+_SOURCE = "data set of the row"  # a column that counts how many rows a mixture has of each
 
 
 class _Template(NamedTuple):
@@ -44,7 +48,7 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
         args (`RecipeArguments`): The recipe's own keys.
         folder (`Path`): The recipe's folder, in which a relative `dataset_name` is looked up too.
         columns: Sets of columns. After the template has been applied, rows need all columns of at least one set.
-        seed (`int`): The seed with which `eval_fraction` draws the rows that it holds out.
+        seed (`int`): The seed with which `dataset_weights` draws rows, and `eval_fraction` those that it holds out.
 
     Returns:
         `tuple[Dataset, Dataset | None]`: The second is None if the recipe names no rows to evaluate on.
@@ -56,7 +60,8 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     found = [find_beside(name, folder) for name in named]
     if args.dataset_config is not None and found and all(path is not None and path.is_file() for path in found):
         raise RecipeError(f"dataset_config is {args.dataset_config!r}, which has no effect on a file. Remove it.")
-    train = _all_rows_of(args, "dataset_name", args.dataset_train_split, folder, columns, args.max_rows)
+    _check_columns(args, columns)
+    train = _all_rows_of(args, "dataset_name", args.dataset_train_split, folder, columns, seed, args.max_rows)
     if args.eval_dataset_name is not None:
         return train, _all_rows_of(args, "eval_dataset_name", "train", folder, columns)
     if args.dataset_eval_split is not None:
@@ -73,31 +78,77 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     return parts["train"], parts["test"]
 
 
-def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, columns, max_rows: int | None = None):
-    """The rows of all names in `key`."""
+def _check_columns(args: RecipeArguments, columns: tuple[tuple[str, ...], ...]) -> None:
+    """RecipeError if `columns` makes a column that is read by neither the template nor the trainer."""
+    template = _TEMPLATES.get(args.prompt_template)
+    known = {name for needed in columns for name in needed} | _MORE_COLUMNS
+    known |= {*template.needed, *template.optional} if template else set()
+    made = [name for mapping in _mappings(args) for name in mapping]
+    unknown = next((name for name in made if name not in known), None)
+    if unknown is not None and columns != (("prompt",),):  # the rewards of such trainers read columns of any name
+        raise RecipeError(
+            f"columns makes the column {unknown!r}, which the trainer does not read.{nearest(unknown, known)} Write "
+            f"columns as {{column of the trainer: column of the data}}. It reads: {', '.join(sorted(known))}."
+        )
+
+
+# What TRL reads besides the columns that it needs
+_MORE_COLUMNS = {"prompt", "image", "images", "tools", "chat_template_kwargs", "completion_mask", "labels"}
+
+
+def _mappings(args: RecipeArguments, count: int = 1) -> list[Any]:
+    return args.columns if isinstance(args.columns, list) else [args.columns or {}] * count
+
+
+def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, columns, seed=None, max_rows=None):
+    """The rows of all names in `key`, drawn by `dataset_weights` if there is a `seed`."""
     names = getattr(args, key)
     names = names if names and isinstance(names, list) else [names or None]
-    rows = _joined(key, names, [_rows_of(args, key, name, folder, split, columns, max_rows) for name in names])
+    mappings = _mappings(args, len(names))
+    if len(mappings) != len(names):
+        raise RecipeError(
+            f"columns lists {len(mappings)} mappings, and {key} has {len(names)} names. Write one mapping for each "
+            "name, or one that holds for all."
+        )
+    rows = [
+        _rows_of(args, key, name, mapping, folder, split, columns, max_rows)
+        for name, mapping in zip(names, mappings, strict=True)
+    ]
+    rows = _joined(args, key, names, rows, None if seed is None else args.dataset_weights, seed)
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
-def _rows_of(args: RecipeArguments, key: str, name: str | None, folder: Path, split: str, columns, max_rows):
+def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder: Path, split: str, columns, max_rows):
     """The rows of one name in `key`, after the template has been applied and the rows have been checked."""
     if not name:
-        raise RecipeError(f"{key} is missing; set it to a .json, .jsonl, .parquet or .csv file, or to a Hub dataset.")
+        raise RecipeError(
+            f"{key} is missing; set it to a file ({', '.join(_FILE_BUILDERS)}), to a folder, or to a Hub dataset."
+        )
     rows = _load(args, key, name, _source(key, name, folder), split)
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
-        return _prepare(rows, args.prompt_template, columns)
+        return _prepare(_renamed(rows, mapping), args.prompt_template, columns, set(mapping))
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"
         raise RecipeError(f"{key} {name!r}{of_split}: {error}") from error
 
 
-def _joined(key: str, names: list[str], parts: list):
-    """The rows of several files as one dataset."""
-    from datasets import concatenate_datasets
+def _renamed(rows, mapping: dict[str, str]):
+    """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
+    if missing := [name for name in mapping.values() if name not in rows.column_names]:
+        raise RecipeError(
+            f"it has the columns {', '.join(rows.column_names)}, and columns is {short(mapping)}, which names "
+            f"{missing[0]!r}.{nearest(missing[0], rows.column_names)} Write columns as {{column of the trainer: column "
+            "of the data}."
+        )
+    replaced = [name for name in mapping if name in rows.column_names and name not in mapping.values()]
+    return rows.remove_columns(replaced).rename_columns({old: new for new, old in mapping.items()}) if mapping else rows
+
+
+def _joined(args: RecipeArguments, key: str, names: list[str], parts: list, weights: list[float] | None, seed):
+    """The rows of several data sets as one: each to its end, or drawn in the proportion of `weights`."""
+    from datasets import concatenate_datasets, interleave_datasets
 
     for name, part in zip(names, parts, strict=True):
         # datasets itself would fill a column that is missing with nulls
@@ -108,9 +159,17 @@ def _joined(key: str, names: list[str], parts: list):
                 "columns."
             )
     try:
-        return concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+        if weights is None:
+            return concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+        shares = [weight / sum(weights) for weight in weights]
+        marked = [part.add_column(_SOURCE, [i] * len(part)) for i, part in enumerate(parts)]
+        rows = interleave_datasets(marked, shares, seed, stopping_strategy=args.dataset_stopping_strategy)
     except (ValueError, TypeError, OSError) as error:
         raise RecipeError(f"{key} {names}: their rows cannot be joined: {error}") from error
+    counts = collections.Counter(rows[_SOURCE])
+    drawn = ", ".join(f"{counts[i]} of {name} (which has {len(parts[i])})" for i, name in enumerate(names))
+    say(f"dataset_weights draws {len(rows)} rows: {drawn}.")
+    return rows.remove_columns(_SOURCE)
 
 
 def _source(key: str, name: str, folder: Path) -> str:
@@ -145,9 +204,11 @@ def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
                 )
             if os.path.getsize(source) == 0:  # each reader fails on an empty file in its own way
                 raise empty
-            rows = load_dataset(builder, data_files=source, split=split)
+            rows = _read(builder, source, split)
             if builder == "json":  # its reader takes any bytes for text
                 rows.data.validate(full=True)
+            elif builder == "text":
+                rows = rows.filter(lambda row: row["text"].strip(), desc="Leaving out empty lines")
         else:
             rows = load_dataset(source, args.dataset_config, split=split)
     except RecipeError:
@@ -162,6 +223,19 @@ def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
     if len(rows) == 0:
         raise empty
     return rows
+
+
+def _read(builder: str, source: str, split: str):
+    """The rows of a file. Where later rows have other keys than the first 10 MB, all of it is read at once."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        return load_dataset(builder, data_files=source, split=split)
+    except DatasetGenerationError:
+        if builder != "json" or os.path.getsize(source) <= 10 << 20:
+            raise
+        return load_dataset(builder, data_files=source, split=split, chunksize=os.path.getsize(source))
 
 
 def _broken_line(path: str) -> str | None:
@@ -179,8 +253,11 @@ def _broken_line(path: str) -> str | None:
     return None
 
 
-def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...]):
-    """The rows after the template `name` has been applied. RecipeError if the trainer cannot use them."""
+def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str]):
+    """The rows after the template `name` has been applied, without columns that compete with those in `mapped`.
+
+    RecipeError if the trainer cannot use them.
+    """
     listed = ", ".join(rows.column_names)
     if name != "none":
         template = _TEMPLATES[name]
@@ -192,11 +269,10 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...]):
                 f"({', '.join(template.optional)} optional), and {' and '.join(missing)} is missing."
             )
         replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
-        rows = rows.map(
-            template.convert, with_indices=True, remove_columns=replaced, desc=f"Applying the template {name}"
-        )
+        rows = _applied(rows, template, replaced, f"Applying the template {name}")
     have = set(rows.column_names)
-    needed = next((needed for needed in columns if set(needed) <= have), None)
+    fitting = [needed for needed in columns if set(needed) <= have]
+    needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
     if needed is None:
         needs = "; ".join(" and ".join(needed) for needed in columns)
         hints = [
@@ -206,9 +282,42 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...]):
         ]
         made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
         raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{''.join(hints)}")
+    if mapped & set(needed):
+        others = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
+        rows = rows.remove_columns(sorted(others))
     rows = _without_other_prompt(rows, needed)
+    if getattr(rows.features.get("tools"), "dtype", None) == "string":
+        rows = rows.map(_read_tools, with_indices=True, desc="Reading the tools")
     check_rows(rows, needed)
     return rows
+
+
+def _read_tools(row: dict, index: int) -> dict[str, str]:
+    """`tools` as TRL reads it, the JSON of a list, which is empty where there is no text. RecipeError if it is none."""
+    text = (row["tools"] or "").strip() or "[]"
+    try:
+        if isinstance(json.loads(text), list):
+            return {"tools": text}
+    except json.JSONDecodeError:
+        pass
+    raise RecipeError(
+        f"Row {index} of the dataset has tools {short(text)}; expected a list of functions as JSON. Correct the row."
+    )
+
+
+def _applied(rows, template: _Template, replaced: list[str], desc: str):
+    """The rows after `template.convert`, whose messages may have keys of their own, such as `tool_calls`."""
+    from datasets import Features, Json, List
+
+    options = {"with_indices": True, "remove_columns": replaced, "desc": desc}
+    try:
+        return rows.map(template.convert, **options)
+    except RecipeError:
+        raise
+    except (ValueError, TypeError):  # no message has such a key in the first rows, by which datasets goes
+        kept = {name: feature for name, feature in rows.features.items() if name not in replaced}
+        made = {name: List(Json()) for name in template.convert(rows[0], 0)}
+        return rows.map(template.convert, features=Features(kept | made), **options)
 
 
 def _without_other_prompt(rows, needed: tuple[str, ...]):

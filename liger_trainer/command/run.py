@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import liger_trainer
+from liger_trainer.command.chat_template import answers_marked
 from liger_trainer.command.launch import check_world, say_where_spread
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model
@@ -133,13 +134,19 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             given["model"] = source.path
             if (quantization := trl.get_quantization_config(recipe.model)) is not None:  # TRL's ORPO and CPO take none
                 given["quantization_config"] = quantization
-        return trainer_class(args=training, **given)
+        with answers_marked(recipe, source) as settle_template:
+            trainer = trainer_class(args=training, **given)
+            settle_template(trainer)
+        return trainer
     except RecipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
         text = " ".join(str(error).split())
-        raise RecipeError(f"{recipe.path}: {text}{_hint(error, recipe)}") from error
+        hint = " Or set push_to_hub: false." if "/api/repos/create" in text else ""
+        raise RecipeError(f"{recipe.path}: {text}{hint}") from error
     except TemplateError as error:
+        if "assistant_only_loss" in str(error):
+            raise RecipeError(f"{recipe.path}: {error}.") from error
         raise RecipeError(
             f"{recipe.path}: the chat template of the model refuses a row: {error}. Correct the row, or set "
             "chat_template_path to another template, where the trainer has that key."
@@ -155,16 +162,6 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         if not any(text in str(error) for text in ("assistant_only_loss", "to be installed")):
             raise
         raise RecipeError(f"{recipe.path}: {error}") from error
-
-
-def _hint(error: Exception, recipe: Recipe) -> str:
-    """Which key to change, where the library's error does not say."""
-    if "/api/repos/create" in str(error):
-        return " Or set push_to_hub: false."
-    splits = getattr(recipe.training, "assistant_only_loss", False) and recipe.args.prompt_template == "none"
-    if "not training-compatible" not in str(error) or not splits:
-        return ""
-    return " Or remove assistant_only_loss, and set prompt_template: last_turn to learn the last answer of each row."
 
 
 def _check_evaluation(recipe: Recipe) -> None:

@@ -194,6 +194,8 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
                 trainer._save_checkpoint(trainer.model, trial=None)
                 keeper.wait()
             raise RecipeError(f"{recipe.path}: {error.args[0]} {what_is_left(recipe)}") from error
+        if isinstance(error, ValueError) and str(error).startswith("Unknown loss type"):  # TRL finds it in the loss
+            raise RecipeError(f"{recipe.path}: {error}") from error
         if beginning.known or trainer.stop.training:
             raise
         raise RecipeError(

@@ -2,10 +2,10 @@
 
 import copy
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from liger_trainer.command.chat_template import find_template, settle_named_template
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
@@ -63,31 +63,14 @@ def find_sources(recipe: Recipe) -> Sources:
 
 def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
     """RecipeError if rows are messages and there is no chat template for them."""
-    from transformers import AutoProcessor, AutoTokenizer
-
-    own = getattr(recipe.training, "chat_template_path", None)
-    if own is not None:
-        if os.path.exists(own):
-            return
-        if own.endswith(".jinja") or own.startswith((".", os.sep)):
-            raise RecipeError(f"{recipe.path}: chat_template_path is {own!r}, and there is no such file or folder.")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(own)
-        except (OSError, ValueError) as error:
-            raise RecipeError(
-                f"{recipe.path}: chat_template_path is {own!r}, which is neither a file nor a model with a tokenizer "
-                "that can be loaded."
-            ) from error
-        where = f"chat_template_path {own!r}"
-    else:
-        first = rows[0]
-        if not any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen")):
-            return
-        tokenizer, where = source.load(AutoTokenizer), f"model_name_or_path {recipe.model.model_name_or_path!r}"
-        if tokenizer.chat_template is None and not source.is_gguf:
-            tokenizer = source.load(AutoProcessor)  # of a model of images, which may have the template alone
+    settle_named_template(recipe, source)
+    first, own = rows[0], getattr(recipe.training, "chat_template_path", None)
+    messages = any(isinstance(first.get(name), list) for name in ("messages", "prompt", "completion", "chosen"))
+    if own is None and not messages:
+        return
+    tokenizer, where = find_template(recipe, source)
     if getattr(tokenizer, "chat_template", None) is None:
-        mend = "Set chat_template_path to a .jinja file, or to a model that has one" if hasattr(
+        mend = "Set chat_template_path to chatml, to another template, or to a model that has one" if hasattr(
             recipe.training, "chat_template_path"
         ) else "Save the tokenizer with a chat_template, or give rows of texts"  # fmt: skip
         raise RecipeError(

@@ -42,16 +42,17 @@ class RunRecorder(TrainerCallback):
             kept, stopper = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"], self.early_stopping
             stopper.early_stopping_patience_counter = kept["early_stopping_patience_counter"]
             control.should_training_stop = not self._is_patient()
+        length = "1 step" if state.max_steps == 1 else f"{state.max_steps} steps"
         by_steps = args.logging_strategy == "steps" and not args.logging_first_step
         if by_steps and state.logging_steps > state.max_steps:
             say(
-                f"logging_steps is {state.logging_steps}, but the run has only {state.max_steps} steps, so only their "
+                f"logging_steps is {state.logging_steps}, but the run has only {length}, so only their "
                 "mean loss is logged. Set a smaller logging_steps."
             )
         with_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau", "greedy")
         if with_warmup and 0 < state.max_steps <= (warmup := args.get_warmup_steps(state.max_steps)):
             say(
-                f"warmup_steps is {warmup}, but the run has only {state.max_steps} steps, so the warm-up never ends "
+                f"warmup_steps is {warmup}, but the run has only {length}, so the warm-up never ends "
                 f"and learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps."
             )
 
@@ -75,7 +76,8 @@ class RunRecorder(TrainerCallback):
         if self.parameters is not None:
             lines.append(f"  trains   {_share(*self.parameters)}")
         seconds = timedelta(seconds=round(time.perf_counter() - self._start))
-        lines.append(f"  time     {seconds} for {state.epoch or 0:.2f} epochs of these rows")
+        epochs = (state.epoch or 0) * (1 - self._first_step / max(1, state.global_step))
+        lines.append(f"  time     {seconds} for {epochs:.2f} epochs of these rows")
         if "loss" not in self._logged:
             mean = "not logged" if self._mean_loss is None else f"{self._mean_loss:.3f}, the mean of all steps"
             lines.append(f"  loss     {mean}")

@@ -21,8 +21,8 @@ from transformers.integrations import moe
 
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, is_bound, own_class
-from liger_trainer.instance.guards import Guards, code_guards_of, guards_of
-from liger_trainer.instance.hooks import has_hooks
+from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of
+from liger_trainer.instance.hooks import comes_from, has_hooks
 from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, names_of
 from liger_trainer.lora.parts import is_linear
 from liger_trainer.patching import expert_gates
@@ -34,7 +34,7 @@ _IMPLEMENTATIONS = {  # by their names in the config, and what transformers has 
 }  # fmt: skip
 _FLAGS = (
     "num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm",
-    "_is_expert_parallel",
+    "_is_expert_parallel", "_apply_gate",
 )  # fmt: skip
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
 _METHODS = ("_activate_lora", "get_delta_factors", "get_delta_weight")  # of it
@@ -67,14 +67,9 @@ class Experts:
         return f"{self.gate}{', interleaved' if self.interleaved else ''}, {self.implementation}{adapters}"
 
     def compute(
-        self,
-        block: nn.Module,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        *,
+        self, block: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *,
         loras: dict[str, ExpertLoRA],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """The result of `block`, with the LoRAs on its parameters of these names."""
         names = {"limit": self.gate.limit, "alpha": self.gate.alpha, "gate_scale": self.gate.scale}
         numbers = {option: getattr(block, name) for option, name in names.items() if name is not None}
@@ -206,17 +201,26 @@ def _names_of_inputs(cls: type) -> list[str]:
 def guards(module: nn.Module) -> Guards:
     """The guards of the gate, of the forward, and of what transformers' decorator has noted on the instance."""
     cls, of_gate = own_class(module), guards_of(module, method="_apply_gate")
+    _check_home(cls)
     flags = [(None, name, module.__dict__.get(name, ...)) for name in _FLAGS]
     found = Guards(cls, [*of_gate.lookups, (cls, "forward", cls.forward), *flags])
     found.missing, found.children = of_gate.missing, of_gate.children
     return found
 
 
-def _not_parallel(module: nn.Module) -> str | None:
-    return "its experts are spread over several devices" if getattr(module, "_is_expert_parallel", False) else None
+def _check_home(cls: type) -> None:
+    """Raise `NotProven` for a forward of the user's, or in a wrapper of theirs, whose code would not run."""
+    if not comes_from(cls.forward, KNOWN):  # type: ignore[attr-defined]  # a module has one
+        raise NotProven(f"the forward of {cls.__name__} is not known, and may do more than compute")
 
 
-KIND = Kind(nominated, prove, build, lambda module: "experts", why_not=_not_parallel, guards=guards)
+def _why_not(module: nn.Module) -> str | None:
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over several devices"
+    return probe.slot_of(module, "_apply_gate")[1]
+
+
+KIND = Kind(nominated, prove, build, lambda module: "experts", why_not=_why_not, guards=guards)
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -294,6 +298,7 @@ def _is_patched(block: nn.Module) -> bool:
     binding = Binding.of(block)
     return (
         binding is not None
+        and binding.name == "forward"  # and not the gate alone
         and not (binding.aside or has_hooks(block) or is_parametrized(block))
         and is_bound(block, binding)
         and binding.broken(block) is None
@@ -335,6 +340,7 @@ def _factors(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.
 def wrapper_guards(wrapper: nn.Module) -> Guards:
     """Return the guards of PEFT's forward and of the methods that make W + B A for it."""
     cls = own_class(wrapper)
+    _check_home(cls)
     methods = [(cls, name, getattr(cls, name, ...)) for name in _METHODS]
     return Guards(cls, [*code_guards_of(cls, nn.Linear).lookups, *methods])
 

@@ -76,6 +76,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(damage, saved_run, folde
     code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
     assert code == 0, err
     assert re.search(r"steps +2, resumed at step 2$", out, re.M)
+    assert " for 0.33 epochs of these rows" in out, "of those two steps"
     assert re.search(r"checkpoint-4 .*checkpoint-2", err), "said in a line"
     assert losses(folder / "out") == losses(saved_run), "to the last digit"
 

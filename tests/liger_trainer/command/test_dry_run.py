@@ -150,7 +150,7 @@ WRONG = {
     "an unknown model": ({"model_name_or_path": "foo/bar"}, "model_name_or_path is 'foo/bar', which AutoConfig cannot"),
     "no template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None},
-        "has no chat template. Set chat_template_path to a .jinja file",
+        "has no chat template. Set chat_template_path to chatml",
     ),
     "a missing template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "no.jinja"},
@@ -158,7 +158,7 @@ WRONG = {
     ),
     "an unknown model's template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "foo/bar"},
-        "chat_template_path is 'foo/bar', which is neither a file nor a model",
+        "chat_template_path is 'foo/bar', which is neither chatml, qwen, llama3",
     ),
     "no such layers": ({"use_peft": True, "lora_target_modules": ["foo"]}, "It has q_proj, k_proj"),
     "a missing reward": (

@@ -147,7 +147,7 @@ def test_a_base_named_by_a_relative_path(name, run, folder, tmp_path, capsys, mo
     code, _, err = command(capsys, "merge", adapter, tmp_path / "merged")
     (line,) = err.strip().splitlines()
     assert code == 2 and repr(name) in line and "Say where the base is with --model." in line
-    assert f"in the working directory {tmp_path / 'elsewhere'} or beside the adapter in {tmp_path / 'project'}" in line
+    assert f"in the working directory {tmp_path / 'elsewhere'} or next to the adapter in {tmp_path / 'project'}" in line
     for place in ("project", "elsewhere"):
         base = tmp_path / place / name
         base.parent.mkdir(parents=True, exist_ok=True)

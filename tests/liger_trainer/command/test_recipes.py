@@ -124,7 +124,8 @@ UNKNOWN = {
     "twice": ("max_steps: 3\nmax_steps: 4", "line 2: the key 'max_steps' is there twice; keep one."),
     "trainer": ("trainer: sfd", f"trainer is 'sfd'; expected one of: {', '.join(TRAINERS)}."),
     "kernel": ("liger_config: {rmsnorm: false}", "rms_norm"),
-    "no mapping": ("- max_steps", "holds list; expected a mapping"),
+    "no mapping": ("- max_steps", "is no mapping of names to values; expected one `key: value` a line."),
+    "nothing": ("", "is empty; expected one `key: value` a line."),
     "not YAML": ("seed: 1\nmax_steps: [", "recipe.yaml, line 2 is not valid YAML: "),
 }
 
@@ -221,6 +222,9 @@ def test_a_list_on_the_command_line(tmp_path):
     path = str(write_recipe(tmp_path))
     for words in (["[a.jsonl,", "b.csv]"], ["[a.jsonl, b.csv]"], ["a.jsonl", "b.csv"]):
         assert parse_recipe(path, ["--dataset_name", *words]).args.dataset_name == ["a.jsonl", "b.csv"]
+    alone = parse_recipe(path, ["--trainer", "dpo", "--dataset_name", "org/rows", "--loss_type", "ipo"])
+    assert alone.args.dataset_name == "org/rows", "a text, as in a file, and as the model's card takes it"
+    assert alone.training.loss_type == ["ipo"]
 
 
 def test_a_printed_recipe_parses_to_the_same(tmp_path):

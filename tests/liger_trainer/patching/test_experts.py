@@ -1,6 +1,7 @@
 """Blocks of experts as one operation, beside the model's own code, and PEFT's LoRA on their parameters."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -155,10 +156,18 @@ def another_activation(model):
     blocks(model)[0].act_fn = torch.nn.ReLU()
 
 
+def another_gate(model):
+    block = blocks(model)[0]
+    block._apply_gate = lambda gate_up: 2 * type(block)._apply_gate(block, gate_up)
+
+
 @pytest.mark.parametrize(
     "change",
-    [hook_on_expert_block, hook_on_adapter, other_implementation, registered_anew, another_activation, other_factors],
-)
+    [
+        hook_on_expert_block, hook_on_adapter, other_implementation, registered_anew, another_activation, another_gate,
+        other_factors,
+    ],
+)  # fmt: skip
 def test_what_users_change_is_heeded(change, monkeypatch):
     """A hook, another implementation, another function of that name: the stock model's loss and gradients."""
     try:
@@ -169,6 +178,44 @@ def test_what_users_change_is_heeded(change, monkeypatch):
         assert_same_step(step(models[0]), step(models[1]), "fp32")
     finally:
         moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)
+
+
+@pytest.mark.parametrize("wrap", [None, adapted()], ids=["plain", "adapted"])
+def test_a_gate_put_on_a_block_before_the_swap(wrap):
+    models = [model_of(PLAIN, "qwen3_moe", wrap) for _ in range(2)]
+    for model in models:
+        another_gate(model)
+    apply_liger(models[0])
+    assert_same_step(step(models[0]), step(models[1]), "fp32")
+
+
+@pytest.mark.parametrize("of", ["block", "wrapper"])
+def test_a_forward_wrapped_by_the_user_runs(of, monkeypatch):
+    """It may count tokens of experts, and no number shows that it was left out."""
+    model, calls = model_of(PLAIN, "qwen3_moe", adapted() if of == "wrapper" else None), []
+    cls = ParamWrapper if of == "wrapper" else type(blocks(model)[0])
+    own = cls.forward
+
+    @functools.wraps(own)
+    def counted(*args, **named):
+        calls.append(1)
+        return own(*args, **named)
+
+    monkeypatch.setattr(cls, "forward", counted)
+    report = apply_liger(model)
+    calls.clear()
+    step(model)
+    assert len(calls) == (4 if of == "wrapper" else 2)
+    kept = report["lora" if of == "wrapper" else "experts"].skipped
+    assert set(kept.values()) == {f"the forward of {cls.__name__} is not known, and may do more than compute"}
+
+
+def test_experts_can_be_switched_off_under_adapters(monkeypatch):
+    model = model_of(PLAIN, "qwen3_moe", adapted())
+    apply_liger(model, {"experts": False})
+    seen = count_calls(monkeypatch)
+    step(model)
+    assert not seen
 
 
 def test_copies_run_their_own_weights():

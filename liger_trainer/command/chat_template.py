@@ -1,0 +1,155 @@
+"""The chat template of a recipe: its name or file, and where it has the answers that `assistant_only_loss` learns."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from liger_trainer.command.model_source import ModelSource
+from liger_trainer.command.recipe import Recipe
+from liger_trainer.errors import RecipeError
+from liger_trainer.paths import PACKAGE
+
+# The tokens that a named template needs in the vocabulary. The last one ends a turn.
+_NAMED: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral": (),
+}
+
+# Renders the template that stands in it for each answer: up to the answer, and with it. The second text must continue
+# the first one, and the whole conversation must continue both, so what is emitted is the whole, part by part.
+_MARKING = """\
+{%- macro rendered_(messages, add_generation_prompt) +%}TEMPLATE{%+ endmacro -%}
+{%- set so_far_ = namespace(text='') -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'assistant' -%}
+        {%- set before_ = rendered_(messages[:loop.index0], true) -%}
+        {%- set after_ = rendered_(messages[:loop.index], false) -%}
+        {%- if not (before_.startswith(so_far_.text) and after_.startswith(before_)) -%}
+            {%- set named_ = loop.index0 ~ " (" ~ (message['content'] | string)[:60] ~ ")" -%}
+            {{- raise_exception("before message " ~ named_ ~ ", REFUSAL") -}}
+        {%- endif -%}
+        {{- before_[so_far_.text | length:] -}}
+        {%- generation -%}{{- after_[before_ | length:] -}}{%- endgeneration -%}
+        {%- set so_far_.text = after_ -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- set whole_ = rendered_(messages, add_generation_prompt) -%}
+{%- if not whole_.startswith(so_far_.text) -%}
+    {{- raise_exception("after the last answer, REFUSAL") -}}
+{%- endif -%}
+{{- whole_[so_far_.text | length:] -}}
+"""
+_REFUSAL = (
+    "the chat template renders turns in another way than where they are the last ones, so that assistant_only_loss "
+    "cannot tell the answers apart. Write {% generation %}{{ message['content'] }}{% endgeneration %} where a copy of "
+    "the template has an answer, and set chat_template_path to the copy. Or remove assistant_only_loss, and set "
+    "prompt_template: last_turn to learn the last answer of each row"
+)
+
+
+def mark_answers(template: str) -> str:
+    """A template with the texts of `template` and `{% generation %}` around each answer.
+
+    An answer begins after the generation prompt and ends with its turn. The marked template raises an error of jinja2's
+    for a conversation whose parts, rendered one by one, do not add up to the whole.
+    """
+    return _MARKING.replace("REFUSAL", _REFUSAL).replace("TEMPLATE", template.removesuffix("\n"))
+
+
+def settle_named_template(recipe: Recipe, source: ModelSource) -> None:
+    """Let `chat_template_path: chatml` mean the template of that name, and its end of a turn the end of a text.
+
+    Raises:
+        RecipeError: The tokenizer lacks the tokens of the template.
+    """
+    from transformers import AutoTokenizer
+
+    training, name = recipe.training, getattr(recipe.training, "chat_template_path", None)
+    if name not in _NAMED or os.path.exists(name):
+        return
+    vocabulary = source.load(AutoTokenizer).get_vocab()
+    if missing := [token for token in _NAMED[name] if token not in vocabulary]:
+        fitting = [other for other, tokens in _NAMED.items() if all(token in vocabulary for token in tokens)]
+        raise RecipeError(
+            f"{recipe.path}: chat_template_path is {name!r}, whose token {missing[0]} is not in the vocabulary of "
+            f"{recipe.model.model_name_or_path!r}. Set it to {' or '.join(fitting)}; or to a model that has such a "
+            "template, whose tokens are then added."
+        )
+    training.chat_template_path = str(PACKAGE / "chat_templates" / f"{name}.jinja")
+    if _NAMED[name] and training.eos_token is None:
+        training.eos_token = _NAMED[name][-1]
+
+
+def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
+    """The tokenizer or processor with the chat template that the recipe trains with, and where that template is from.
+
+    Raises:
+        RecipeError: `chat_template_path` is neither a file nor a model with a tokenizer that can be loaded.
+    """
+    from transformers import AutoProcessor, AutoTokenizer
+
+    own = getattr(recipe.training, "chat_template_path", None)
+    if own is not None and not os.path.isfile(own):
+        if own.endswith(".jinja") or (own.startswith((".", os.sep)) and not os.path.exists(own)):
+            raise RecipeError(f"{recipe.path}: chat_template_path is {own!r}, and there is no such file or folder.")
+        try:
+            return AutoTokenizer.from_pretrained(own), f"chat_template_path {own!r}"
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                f"{recipe.path}: chat_template_path is {own!r}, which is neither {', '.join(_NAMED)}, nor a file or a "
+                "model with a tokenizer that can be loaded."
+            ) from error
+    tokenizer, where = source.load(AutoTokenizer), f"model_name_or_path {recipe.model.model_name_or_path!r}"
+    if own is not None:
+        tokenizer.chat_template = Path(own).read_text(encoding="utf-8")
+    elif tokenizer.chat_template is None and not source.is_gguf:
+        tokenizer = source.load(AutoProcessor)  # of a model of images, which may have the template alone
+    return tokenizer, where
+
+
+@contextlib.contextmanager
+def answers_marked(recipe: Recipe, source: ModelSource) -> Iterator[Callable[[Any], None]]:
+    """While this is open, `assistant_only_loss` finds the answers in any template that renders them one after another.
+
+    Call what it yields with the trainer once that is built, so that the template is saved as it was. Templates with
+    marks, and those for which TRL has such a template, are left to TRL.
+    """
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    training = recipe.training
+    own = getattr(training, "chat_template_path", None)
+    tokenizer: Any = find_template(recipe, source)[0] if getattr(training, "assistant_only_loss", False) else None
+    template = getattr(tokenizer, "chat_template", None)
+    with contextlib.suppress(ValueError):  # TRL has no template with marks for this one
+        if template is not None and not has_generation_markers(template):
+            get_training_chat_template(tokenizer)
+        template = None
+    if template is None:
+        yield lambda trainer: None
+        return
+    if isinstance(template, dict):
+        template = template["default"]
+    marked = mark_answers(template)
+    with tempfile.TemporaryDirectory() as folder:
+        if own is None or os.path.isfile(own):
+            training.chat_template_path = os.path.join(folder, "marked.jinja")
+            Path(training.chat_template_path).write_text(marked, encoding="utf-8")
+        else:  # TRL adds the tokens of this tokenizer to the model's
+            tokenizer.chat_template, training.chat_template_path = marked, folder
+            tokenizer.save_pretrained(folder)
+
+        def settle(trainer: Any) -> None:
+            trainer.processing_class.chat_template, trainer.chat_template = template, marked
+            if hasattr(trainer.data_collator, "chat_template"):  # of images, which it tokenises itself
+                trainer.data_collator.chat_template = marked
+
+        try:
+            yield settle
+        finally:
+            training.chat_template_path = own
