@@ -147,7 +147,7 @@ def options_given(parser, owners: dict[str, Key], words: list[str], entry: Train
             hint, named = owners[key].hint, list_of(value)
             takes_text = typing.get_origin(hint) is not list and str in typing.get_args(hint)
             given[key] = named[0] if takes_text and len(named) == 1 else named  # as a file would have it
-        elif isinstance(value, str) and value.startswith("{"):
+        elif isinstance(value, str) and value.startswith("{") and key != "columns":  # which is read as YAML
             _check_json(key, value)
     return given
 
