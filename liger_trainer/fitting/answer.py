@@ -67,7 +67,8 @@ def answer(
         else f"  not one row of {length} tokens fits",
         f"  the longest rows in a batch of {rows} have {positions} tokens, all that the model has positions for"
         if all_positions
-        else f"  the longest rows in a batch of {rows} have about {longest} tokens{' or more' if longest + UNIT > top else ''}"
+        else f"  the longest rows in a batch of {rows} have about {longest} tokens"
+        f"{' or more' if longest + UNIT > top else ''}"
         if longest
         else f"  no batch of {rows} rows fits",
     ]
