@@ -144,7 +144,7 @@ class Fp8(Feature):
                 "convert too. Pass the model itself to the trainer, in place of model_init."
             )
         if converts is not None:
-            _refuse_no_or_another_conversion(trainer.model, converts)
+            _refuse_no_conversion(trainer.model, converts)
 
     def before_optimizer(self, trainer: Any) -> None:
         """Mend what accelerate 1.15 does to weights that FSDP2 will gather in eight bits.
@@ -171,7 +171,7 @@ def _check_recipe(args: Any) -> None:
         missing, mend = ("fp8 is false", "fp8") if args.use_liger else ("use_liger is False", "use_liger and fp8")
         raise ValueError(f"{given}, and {missing}, so that it has no effect. Set {mend} to true, or remove fp8_recipe.")
     if importlib.util.find_spec("torchao") is None:
-        raise ValueError(f"{given}, which is a name of torchao's: pip install torchao. Or remove fp8_recipe.")
+        return  # `around_accelerator` says so
     names = [recipe.value for recipe in importlib.import_module("torchao.float8").Float8LinearRecipeName]
     if args.fp8_recipe not in names:
         raise ValueError(f"{given}; expected one of {', '.join(map(repr, names))}.")
@@ -235,26 +235,17 @@ def _refuse_elsewhere(trainer: Any, model: nn.Module) -> None:
             raise ValueError(f"fp8 is asked for, but {what}. {mend}, or leave out fp8.")
 
 
-def _refuse_no_or_another_conversion(model: nn.Module, handler: Any) -> None:
-    """Raise if accelerate would convert no layer, or would convert layers anew with another config or filter."""
+def _refuse_no_conversion(model: nn.Module, handler: Any) -> None:
+    """Raise if accelerate would convert no layer, which would then train in 16 bits without a word."""
     chooses = handler.module_filter_func
     if chooses is None:
         ao = importlib.import_module("accelerate.utils.ao")
         first_and_last = list(ao.find_first_last_linear_layers(model))
         chooses = functools.partial(ao.filter_linear_layers, layers_to_filter=first_and_last)
-    chosen = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and chooses(m, name)}
-    converted = [name for name, module in model.named_modules() if nominated(module)]
-    if not chosen and not converted:
+    if not any(nominated(m) or (isinstance(m, nn.Linear) and chooses(m, name)) for name, m in model.named_modules()):
         raise ValueError(
             f"fp8 is asked for, but accelerate would convert no layer of {type(base_model_of(model)).__name__}: it "
             "takes linear layers whose widths are multiples of 16, but for the first and the last. Leave out fp8."
-        )
-    others = [name for name, m in chosen.items() if not (nominated(m) and m.config == handler.config)]
-    if converted and others:
-        raise ValueError(
-            f"fp8 is asked for, and layers of the model are in torchao's fp8 already, such as {converted[0]}. "
-            f"accelerate would convert {len(others)} layers, such as {others[0]}, with its own config. Leave out fp8 "
-            "to train the layers as they are, or pass a model that is not converted."
         )
 
 

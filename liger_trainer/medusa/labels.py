@@ -21,7 +21,7 @@ def token_positions(inputs: dict[str, Any]) -> torch.Tensor:
         starts = torch.zeros(shape, dtype=torch.bool, device=device)
         if seq_idx is not None:
             starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-        else:
+        elif borders is not None:
             starts.view(-1)[borders[:-1].long()] = True
         return places - torch.where(starts, places, 0).cummax(1).values
     if mask is not None and mask.ndim == 2:

@@ -38,8 +38,6 @@ class _Storage:
         self.slot: Slot | None = None  # of the copy on the host
         self.back: torch.Tensor | None = None  # uint8 (size,), swapped in
         self.broken: str | None = None  # why the copy must not be used
-        self.parts = 0  # how many times autograd has kept a tensor of it
-        self.asked = set[int]()  # which of these it has asked for in this backward pass
 
     def __del__(self) -> None:
         if self.back is not None:
@@ -63,7 +61,7 @@ class _Part:
 
     def __init__(self, storage: _Storage, kept: Kept):
         x, _ = kept
-        self.storage, self.number, storage.parts = storage, storage.parts, storage.parts + 1
+        self.storage, self.number = storage, len(storage.tensors)
         self.form = (x.dtype, x.storage_offset(), x.shape, x.stride())
         storage.tensors.append(kept)
 
@@ -73,11 +71,7 @@ class _Part:
             return unchanged(storage.tensors[self.number])
         found = storage.call.swapped_in(storage)
         dtype, offset, shape, stride = self.form
-        x = torch.empty(0, dtype=dtype, device=found.device).set_(found.untyped_storage(), offset, shape, stride)
-        storage.asked.add(self.number)
-        if len(storage.asked) == storage.parts:  # until there is another backward pass
-            storage.back, storage.asked = None, set()
-        return x
+        return torch.empty(0, dtype=dtype, device=found.device).set_(found.untyped_storage(), offset, shape, stride)
 
 
 class _Call:

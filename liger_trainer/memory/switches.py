@@ -5,16 +5,16 @@ trainer trains, a `Switch` takes its place and asks the trainer for each call. N
 the layers stays as it is.
 """
 
-import collections
 import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_trainer.memory.plan import Size
@@ -140,12 +140,6 @@ def longest_of(function: Callable[..., Any], args: tuple[Any, ...], hidden: torc
     return size_of(hidden).length
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield `value` if it is a tensor, or all tensors in nested lists, tuples, deques and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, collections.UserDict)):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list, collections.deque)):
-        for part in value:
-            yield from tensors_in(part)
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested containers that PyTorch knows."""
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]

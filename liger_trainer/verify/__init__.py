@@ -16,17 +16,11 @@ __all__ = ["HEADER", "Check", "Report", "Setup", "quiet", "verify"]
 
 @dataclass
 class Report:
-    """What `verify` has found.
+    """What `verify` has found."""
 
-    Attributes:
-        checks (`list[Check]`): In the order in which they were made.
-        compared_with (`str`): The trainer that ours was compared with.
-        swapped (`str`): What of the model was swapped, in a line.
-    """
-
-    checks: list[Check]
-    compared_with: str
-    swapped: str
+    checks: list[Check]  # in the order in which they were made
+    compared_with: str  # the trainer that ours was compared with
+    swapped: str  # what of the model was swapped, in a line
 
     @property
     def failed(self) -> list[str]:

@@ -20,12 +20,7 @@ UNMOVED = 1e-3  # what a reward may be for a policy that is its reference, by th
 
 
 class Checks:
-    """The checks of one setup. `each` makes them, in the order of the table.
-
-    Attributes:
-        compared_with (`str`): The trainer that ours is compared with.
-        swapped (`str`): What of the model was swapped, in a line.
-    """
+    """The checks of one setup. `each` makes them, in the order of the table."""
 
     ours: Run
     stock: Run

@@ -17,18 +17,10 @@ HEADER = f"{'check':34} {'':6} {'error':>8} {'allowed':>8} {'s':>6}"
 
 @dataclass
 class Check:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        detail (`str`): What was found, or why the check does not apply.
-        figure (`float`, *optional*): The largest relative error, or what the detail says; None where it does not apply.
-        tolerance (`float`): What it may be.
-        name (`str`): What was checked.
-        seconds (`float`): What it took.
-    """
-
-    detail: str
-    figure: float | None = None
+    detail: str  # what was found, or why the check does not apply
+    figure: float | None = None  # the largest relative error, or what the detail says; None where it does not apply
     tolerance: float = 0.0
     name: str = ""
     seconds: float = 0.0

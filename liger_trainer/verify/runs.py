@@ -52,32 +52,19 @@ _LEFT_OUT = (
 
 @dataclass
 class Setup:
-    """What is verified.
+    """What is verified."""
 
-    Attributes:
-        trainer (`type`), arguments (`type`): A trainer of `liger_trainer`, and its config.
-        config (`PretrainedConfig`): That of the model, whose weights are not read.
-        rows (`list[dict]`): A few rows, in the form that the trainer takes.
-        options (`dict`): Fields of the trainer's config that are not at their defaults.
-        peft_config (`PeftConfig`, *optional*): An adapter.
-        model_init (`dict`): Keywords of `from_pretrained` that change the model, such as `attn_implementation`.
-        teacher (`PretrainedConfig`, *optional*): The config of the teacher.
-        rewards (`int`): How many reward functions there are.
-        given (`dict`): Further arguments of the trainer, such as a `data_collator`.
-        seed (`int`): Of all weights.
-    """
-
-    trainer: type
-    arguments: type
-    config: Any
-    rows: list[dict[str, Any]]
-    options: dict[str, Any] = field(default_factory=dict)
+    trainer: type  # of `liger_trainer`
+    arguments: type  # its config
+    config: Any  # of the model, whose weights are not read
+    rows: list[dict[str, Any]]  # a few, in the form that the trainer takes
+    options: dict[str, Any] = field(default_factory=dict)  # of the trainer's config, where not at their defaults
     peft_config: Any = None
-    model_init: dict[str, Any] = field(default_factory=dict)
-    teacher: Any = None
-    rewards: int = 0
-    given: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    model_init: dict[str, Any] = field(default_factory=dict)  # such as `attn_implementation`
+    teacher: Any = None  # its config
+    rewards: int = 0  # how many reward functions there are
+    given: dict[str, Any] = field(default_factory=dict)  # to the trainer, such as a `data_collator`
+    seed: int = 0  # of all weights
 
     @property
     def stock(self) -> type:
@@ -114,12 +101,7 @@ class Run:
 
 
 class Bench:
-    """Small models of a setup in a folder, and runs of trainers on them.
-
-    Args:
-        setup (`Setup`): What is verified.
-        folder (`str`): An empty one.
-    """
+    """Small models of a setup in an empty folder, and runs of trainers on them."""
 
     def __init__(self, setup: Setup, folder: str) -> None:
         self.setup, self.folder = setup, folder
