@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
-from liger_trainer.memory import switches
+from liger_trainer.memory import recompute, switches
 from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.memory import GpuMemory, PinnedMemory, room_of
@@ -59,7 +59,7 @@ class MemoryFields:
 
 
 class Checkpointing(Feature):
-    """Activation checkpointing: by the `Chooser` of `auto`, by `HostInputs` with `offload`, or as in transformers."""
+    """Activation checkpointing: by the `Chooser` of `auto`, or by `recompute.py`."""
 
     fields = MemoryFields
 
@@ -105,26 +105,24 @@ class Checkpointing(Feature):
                 yield lambda step, *given, **named: chooser.run(trainer.model, step, given, named)
             finally:
                 chooser.end()
-        elif (
-            trainer.uses_liger and args.device.type == "cuda" and _offloading(args)
-            and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
-        ):  # fmt: skip
-            with _inputs_on_host(trainer) as run:
+        elif trainer.uses_liger and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+            with _switched(trainer) as run:
                 yield run
         else:
             yield None
 
 
 @contextmanager
-def _inputs_on_host(trainer: Any) -> Iterator[Run]:
-    """Return a context in which the inputs of recomputed layers wait on the host."""
+def _switched(trainer: Any) -> Iterator[Run]:
+    """Return a context in which layers are checkpointed by `recompute.py`, or with their inputs on the host."""
     model = None
 
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
         if model is None:  # with `model_init` there is none before training has begun
             model = trainer.model
-            switches.install(model, HostInputs(PinnedMemory(room_of(None))))
+            on_host = trainer.args.device.type == "cuda" and _offloading(trainer.args)
+            switches.install(model, HostInputs(PinnedMemory(room_of(None))) if on_host else recompute.checkpoint)
         return step(*args, **kwargs)
 
     try:
