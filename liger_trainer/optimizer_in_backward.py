@@ -216,13 +216,9 @@ class OptimizerInBackward:
 
 @torch.no_grad()
 def step_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter, place: int = 0) -> None:
-    """Step `optimizer` for `weight` alone, and free its gradient.
+    """Step `optimizer` for `weight` of `group` alone, without the optimizer's hooks, and free its gradient.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`): Its hooks are not called.
-        group (`dict`): The one of its `param_groups` with the weight.
-        weight (`nn.Parameter`): Has a gradient.
-        place (`int`): Where in its group the weight is shown to the optimizer.
+    `place` is where in its group the weight is shown to the optimizer.
     """
     groups = [(each, each["params"]) for each in optimizer.param_groups]
     for each, _ in groups:

@@ -51,7 +51,7 @@ def answer(
         f"{'one GPU' if gpus == 1 else f'each of {gpus} GPUs'} of {gpu_memory:g} GiB"
         f"{' with ' + job.sharding.kind.upper() if gpus > 1 else ''}",
         "",
-        *_parts(found[True], found[False], job.in_backward),
+        *_parts(found[True], job.in_backward),
         "",
         f"{'activation_checkpointing':26} {'peak, GiB':>9}",
     ]
@@ -75,7 +75,7 @@ def answer(
     return "\n".join(lines)
 
 
-def _parts(full: Need, none: Need, in_backward: bool) -> Iterator[str]:
+def _parts(full: Need, in_backward: bool) -> Iterator[str]:
     yield f"{'a step needs':26} {'GiB':>9}"
     rows = [
         ("weights", full.weights, ""),
@@ -83,12 +83,6 @@ def _parts(full: Need, none: Need, in_backward: bool) -> Iterator[str]:
         ("gradients", full.gradients, "the largest; each is freed in the backward pass" if in_backward else ""),
         ("optimizer states", full.states, ""),
         ("buffers", full.others, ""),
-        (
-            "a layer's activations",
-            full.layer,
-            f"checkpointed, and {none.layer / GIB:.2f} if kept; {full.layers} layers",
-        ),
-        ("head and loss, at most", full.head, ""),
     ]
     for name, size, comment in rows:
         if size:
@@ -99,7 +93,7 @@ def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
     words = ["<- the recipe"] if name == str(asked).lower() else []
     if each.chosen is not None:
         attention = f", attention of {each.chosen.attention}" if each.chosen.attention else ""
-        words.append(f"{each.chosen.kept} of {each.layers} layers kept{attention}")
+        words.append(f"{each.chosen.kept} of {each.chosen.layers} layers kept{attention}")
     if each.peak > most:
         words.append("does not fit")
     if each.loaded > max(each.micro_batch, each.step):

@@ -19,14 +19,13 @@ class SimulatedMemory(TorchDispatchMode):
         size (`int`): How many bytes tensors may take up.
 
     Attributes:
-        highest, recent (`int`): The most bytes since they were last set.
+        highest (`int`): The most bytes since it was last set.
     """
 
     def __init__(self, size: int):
         super().__init__()
         self.size = size
-        self.highest = self.recent = 0
-        self._now = self._peak = 0
+        self.highest = self._now = self._peak = 0
         self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,8 +49,7 @@ class SimulatedMemory(TorchDispatchMode):
     def add(self, size: int) -> None:
         """Count bytes without a tensor."""
         self._now += size
-        self._peak, self.recent = max(self._peak, self._now), max(self.recent, self._now)
-        self.highest = max(self.highest, self._now)
+        self._peak, self.highest = max(self._peak, self._now), max(self.highest, self._now)
 
     def allocated(self) -> int:
         return self._now

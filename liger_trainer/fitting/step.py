@@ -62,9 +62,6 @@ class Need:
     states: int = 0  # of the optimizer
     reference: int = 0  # the weights of a reference model
     others: int = 0  # the workspace of cuBLAS, and the buckets of DDP
-    layers: int = 0  # the number of layers that a micro-batch calls
-    layer: int = 0  # what one of them, the second for example, holds between its forward and its backward pass
-    head: int = 0  # the peak of everything behind the last layer
     micro_batch: int = 0  # the peak of the forward and the backward pass
     step: int = 0  # the peak of the optimizer's step
     loaded: int = 0  # the weights before fp8 has put the frozen layers into eight bits
@@ -73,26 +70,6 @@ class Need:
     @property
     def peak(self) -> int:
         return max(self.micro_batch, self.step, self.loaded)
-
-
-class _Layers:
-    """Measures what each layer holds, in forward passes that keep a graph."""
-
-    def __init__(self, layers: list[nn.Module], memory: SimulatedMemory):
-        self.memory = memory
-        self.held: list[int] = []
-        self.last = self._before = 0
-        for layer in layers:
-            layer.register_forward_pre_hook(self._begins)
-            layer.register_forward_hook(self._ends)
-
-    def _begins(self, *_: Any) -> None:
-        self._before = self.memory.allocated()
-
-    def _ends(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.last = self.memory.recent = self.memory.allocated()
-            self.held.append(self.last - self._before)
 
 
 def need(
@@ -141,7 +118,6 @@ class _Run:
             self.units = Units(sharding, model, layers, self.weights, memory)
             shares = [(sharding.share(weight), sharding.stored_dtype(weight)) for weight in self.trained]
             self.masters = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in shares]
-        self.layers = _Layers(layers, memory)
         self.existing = [weight.fake for weight in self.weights] + self.masters
         self.reference: Callable[..., Any] | None = None
         if reference is not None:
@@ -195,14 +171,11 @@ class _Run:
                 need.step = self.memory.highest
         if chooser is not None:
             chooser.end()
-        need.layers = len(self.layers.held)
-        need.layer = self.layers.held[min(1, need.layers - 1)] if self.layers.held else 0
         return need
 
     def _micro_batches(self, rows: int, length: int, chooser: Chooser | None) -> None:
         for _ in range(2 if self.job.accumulates else 1):
             self.memory.highest = 0
-            self.layers.held.clear()
             if self.units is not None:
                 self.units.begin()
             if chooser is None:
@@ -214,9 +187,7 @@ class _Run:
             self.need.micro_batch = self.memory.highest
 
     def _micro_batch(self, rows: int, length: int) -> None:
-        loss = self.job.loss(self.called, self.reference, rows, length)
-        self.need.head = max(0, self.memory.recent - self.layers.last)
-        loss.backward()
+        self.job.loss(self.called, self.reference, rows, length).backward()
 
     def _step_alone(self, weight: nn.Parameter, _: torch.Tensor) -> None:
         if isinstance(self.optimizer, int):

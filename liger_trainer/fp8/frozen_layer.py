@@ -44,15 +44,9 @@ class FrozenFloat8Linear(nn.Module):
 
     Code that reads the `weight` of a layer gets the dequantised numbers. A state dict has the bits under that name.
 
-    Args:
-        weight (`Float8Weight`): (N, K).
-        bias (`nn.Parameter`, *optional*): (N,), trained or not.
-        compute_dtype (`torch.dtype`): The dtype of the weight before it was quantised.
-
-    Attributes:
-        bits (`nn.Parameter`): (N, K), uint8, without a gradient.
-        scale (`nn.Parameter`): (N,), fp32, without a gradient. It stays in fp32 whatever the model is converted to. It
-            is no buffer, because DDP sends the buffers of a model in every forward pass.
+    `bits` (N, K), uint8, and `scale` (N,), fp32, have no gradient, and the scale stays in fp32 whatever the model is
+    converted to. They are no buffers, because DDP sends the buffers of a model in every forward pass. `compute_dtype`
+    is the dtype of the weight before it was quantised.
     """
 
     def __init__(self, weight: Float8Weight, bias: nn.Parameter | None, compute_dtype: torch.dtype):

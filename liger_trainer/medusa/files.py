@@ -25,26 +25,14 @@ _KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers", "ti
 
 @dataclass(frozen=True)
 class MedusaHeadsConfig:
-    """The shape of the heads, as in the `config.json` next to their weights.
+    """The shape of the heads, as in the `config.json` next to their weights. ValueError for a number out of range."""
 
-    Args:
-        num_heads (`int`): K, the number of heads, 1 or more. Key in the file: `medusa_num_heads`.
-        num_layers (`int`): L, the residual blocks of each head, 0 or more (tied: 1 or more). Key: `medusa_num_layers`.
-        tied (`bool`): Whether the heads project with the LM head of the model. Key: `medusa_tied`.
-        hidden_size (`int`): H, the input width of the LM head.
-        vocab_size (`int`): V, the rows of the LM head.
-        base_model_name_or_path (`str`, *optional*): The model that the heads were trained on.
-
-    Raises:
-        ValueError: A number is out of its range.
-    """
-
-    num_heads: int
-    num_layers: int
-    tied: bool
-    hidden_size: int
-    vocab_size: int
-    base_model_name_or_path: str | None = None
+    num_heads: int  # K; key in the file: medusa_num_heads
+    num_layers: int  # L, the residual blocks of each head; key: medusa_num_layers
+    tied: bool  # whether the heads project with the LM head of the model; key: medusa_tied
+    hidden_size: int  # H, the input width of the LM head
+    vocab_size: int  # V, the rows of the LM head
+    base_model_name_or_path: str | None = None  # the model that the heads were trained on
 
     def __post_init__(self) -> None:
         check_shape(self.num_heads, self.num_layers, self.tied)

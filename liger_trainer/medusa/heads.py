@@ -42,10 +42,7 @@ class ResBlock(nn.Module):
 class MedusaHead(nn.Sequential):  # a ModuleList is no unit for FSDP2 before torch 2.13, even with a forward
     """One head: L blocks, its children `0` to `L - 1`, and if it is untied a projection of its own, its child `L`.
 
-    Args:
-        hidden_size (`int`): H.
-        vocab_size (`int` or `None`): V, or None for a tied head, which has no projection.
-        num_layers (`int`): L.
+    `vocab_size` is None for a tied head, which has no projection.
     """
 
     def __init__(
@@ -80,12 +77,7 @@ class MedusaHead(nn.Sequential):  # a ModuleList is no unit for FSDP2 before tor
 
 
 class MedusaHeads(nn.ModuleList):
-    """The K heads of a model. `MedusaHeads.for_model` makes them, and `attach_heads` puts them on the model.
-
-    Args:
-        config (`MedusaHeadsConfig`): Their shape.
-        dtype, device: Of the parameters; they should be the LM head's.
-    """
+    """The K heads of a model. `MedusaHeads.for_model` makes them, and `attach_heads` puts them on the model."""
 
     def __init__(self, config: MedusaHeadsConfig, dtype: torch.dtype | None = None, device: Device = None) -> None:
         vocab = None if config.tied else config.vocab_size
@@ -138,9 +130,7 @@ class MedusaHeads(nn.ModuleList):
     def save_pretrained(self, folder: str, state_dict: dict | None = None) -> None:
         """Write `config.json` and `medusa_lm_head.safetensors`, with names such as `{k}.{l}.linear.weight`.
 
-        Args:
-            folder (`str`): The directory, which is made if it is missing.
-            state_dict (`dict`, *optional*): Full tensors by those names, in case the module's own are sharded.
+        `state_dict` has full tensors by those names, in case the module's own are sharded.
         """
         tensors = self.state_dict() if state_dict is None else state_dict
         if missing := self.state_dict().keys() ^ tensors.keys():
@@ -151,9 +141,8 @@ class MedusaHeads(nn.ModuleList):
     def from_pretrained(cls, folder: str, dtype: torch.dtype | None = None, device: Device = None) -> "MedusaHeads":
         """Heads from a directory of this package, an export in either format, or a FasterDecoding checkpoint.
 
-        Args:
-            folder (`str`): The head directory, or an output directory of the trainer that has one.
-            dtype, device (*optional*): Where and in which dtype to load them. Unset: as saved, on the CPU.
+        `folder` may also be an output directory of the trainer that has one. Unset, `dtype` is the saved one, and
+        `device` the CPU.
 
         Raises:
             ValueError: A file is missing, a tensor belongs to no head, the heads have unequal shapes, or the config

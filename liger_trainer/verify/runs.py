@@ -169,14 +169,10 @@ class Bench:
         self, kind: str, disturbed: bool = True, collate: Callable | None = None, resume: str | None = None,
         **options: Any,
     ) -> Run:  # fmt: skip
-        """Build a trainer with `options` and train.
+        """Build a trainer of `kind` with `options` and train, from the checkpoint `resume` if it is given.
 
-        Args:
-            kind (`str`): As in `build`.
-            disturbed (`bool`): Whether the trained weights are moved from where they begin, so that an adapter has an
-                effect, and the policy is not its reference.
-            collate (`Callable`, *optional*): Gets the trainer's collator and returns another.
-            resume (`str`, *optional*): A checkpoint.
+        `disturbed` moves the trained weights from where they begin, so that an adapter has an effect, and the policy is
+        not its reference. `collate` gets the trainer's collator and returns another.
         """
         trainer = self.build(kind, **options)
         if disturbed:

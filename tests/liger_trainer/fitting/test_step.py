@@ -45,14 +45,11 @@ def test_weights_gradients_and_states_are_those_of_the_model(tied):
     weights = 2 * parameters(tie_word_embeddings=tied)
     assert found.weights == found.gradients == weights
     assert found.states == pytest.approx(2 * weights, rel=0.02)  # each weight's state begins at 512 bytes
-    assert found.layers == LAYERS
 
 
 def test_checkpointing_keeps_the_inputs_of_layers_alone():
     none, full = (need(job(), 4, 512, checkpointing, PLENTY) for checkpointing in (False, True))
-    assert full.layer == 4 * 512 * 256 * 2
-    assert none.layer > 5 * full.layer
-    assert none.micro_batch - full.micro_batch > (LAYERS - 2) * (none.layer - full.layer)
+    assert none.micro_batch - full.micro_batch > (LAYERS - 2) * 5 * 4 * 512 * 256 * 2  # five inputs a layer, and more
 
 
 def test_auto_keeps_what_the_budget_allows():
@@ -192,7 +189,6 @@ def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
     assert plain.weights - fp8.weights == of_base - scales
     assert (fp8.loaded, plain.loaded) == (plain.weights, 0)
     assert fp8.gradients == plain.gradients and fp8.states == plain.states
-    assert fp8.layer == pytest.approx(plain.layer, rel=0.02)
     # what is rounded in the step takes less than what is saved
     assert plain.peak - (of_base - scales) <= fp8.peak < plain.peak + 8 * 512 * 512 * 2
 
