@@ -75,7 +75,6 @@ def apply_liger(
     _unbind_all(model)
     with probe.isolated():
         _swap_kinds(model, report, wanted)
-        lora.form_groups(model)
         rotary.swap(model, report, wanted)
     _swap_head(model, report, wanted, head_options)
     with probe.isolated():
