@@ -175,7 +175,7 @@ class _Run:
         need, memory = self.need, self.memory
         chooser = None
         if checkpointing == AUTO:
-            chooser = Chooser(memory, self.job.budget, lightly=self.job.sharding.kind != "fsdp2", warm=True)
+            chooser = Chooser(memory, self.job.budget, warm=True)
             need.chosen = chooser.summary
         with memory:
             memory.count(self.existing)

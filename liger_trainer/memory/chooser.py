@@ -1,8 +1,9 @@
 """Runs `activation_checkpointing: auto` in one training: measures, plans, and learns from what each plan took."""
 
 import math
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer._logging import logger
-from liger_trainer.memory import offload, recompute, selective, summary, switches
+from liger_trainer.instance.kept import hooks_in_force
+from liger_trainer.memory import offload, selective, summary, switches
 from liger_trainer.memory.memory import GIB, Memory, is_out_of_memory, limit_of
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.plan import NOTHING, Call, Link, Measurement, Plan, Size, Sizes, choose, sizes_of
@@ -84,15 +87,13 @@ class Chooser:
         memory (`Memory`): The device's memory.
         budget (`float`, *optional*): GiB of it. By default, all but a reserve.
         host_budget (`float`, *optional*): GiB of the host's memory for activations. By default, a part of what is free.
-        lightly (`bool`): Whether layers may be checkpointed by `recompute.py`.
         warm (`bool`): Whether the first micro-batch is like all others, and compiles no kernels.
     """
 
     def __init__(
-        self, memory: Memory, budget: float | None, host_budget: float | None = None, lightly: bool = True,
-        warm: bool = False,
+        self, memory: Memory, budget: float | None, host_budget: float | None = None, warm: bool = False
     ):  # fmt: skip
-        self.memory, self.budget, self.lightly, self._warm = memory, budget, lightly, warm
+        self.memory, self.budget, self._warm = memory, budget, warm
         self.summary = summary.CheckpointingSummary(budget)
         self._ranks = Ranks()
         self._transport = memory.transport(host_budget)
@@ -190,14 +191,18 @@ class Chooser:
         self, now: _MicroBatch, call: Call, way: str, switch: switches.Switch, function: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Any:  # fmt: skip
-        measured, given = now.plan.is_empty, switch.checkpointed
+        measured = now.plan.is_empty
 
         def run(*args: Any) -> Any:  # also when the backward pass recomputes the layer
-            first = torch._C._current_graph_task_id() == -1
             before, now.in_layer = now.in_layer, True
-            note = partial(setattr, call, "attention")
             try:
-                with selective.measuring(note) if measured and now.long and first else nullcontext():
+                with ExitStack() as stack:
+                    if measured and torch._C._current_graph_task_id() != -1:
+                        stack.enter_context(self._recomputing(now, call))
+                    elif measured and now.long:
+                        stack.enter_context(selective.measuring(partial(setattr, call, "attention")))
+                    if measured and call.layer in self._samples and (hooks := hooks_in_force()) is not None:
+                        stack.enter_context(_rebuilding(*hooks))
                     return function(*args)
             finally:
                 now.in_layer = before
@@ -216,9 +221,8 @@ class Chooser:
                 )
             return output
         if way == "attention":
-            return selective.checkpoint(given, run, args)
-        around = partial(self._recomputing, now, call) if measured else None
-        return recompute.checkpoint(given, run, args, around, call.layer in self._samples and measured, self.lightly)
+            return selective.checkpoint(switch.checkpointed, run, args)
+        return switch.checkpointed(run, *args)
 
     @contextmanager
     def _recomputing(self, now: _MicroBatch, call: Call) -> Iterator[None]:
@@ -230,6 +234,9 @@ class Chooser:
         call.last, before = len(now.peaks), self.memory.allocated()
         try:
             yield
+        except BaseException as stop:  # by which PyTorch leaves a layer that has made all that was kept
+            traceback.clear_frames(stop.__traceback__)
+            raise
         finally:
             call.extra = max(0, self.memory.allocated() - before)
 
@@ -325,7 +332,7 @@ class Chooser:
         """
         samples = [call for call in calls if call.layer in self._samples]
         others = [call for call in calls if call.layer not in self._samples]
-        if self.lightly and samples and others:
+        if samples and others:
             less = max(0, min(call.extra for call in others) - max(call.extra for call in samples))
             for call in samples:
                 peaks[call.last or 0] += less
@@ -339,6 +346,13 @@ class Chooser:
         changed = self.summary.add(now.size, peak, len(now.ways), *counts)
         if changed and (not self._ranks.several or dist.get_rank() == 0):
             logger.info(self.summary.log_line(self._limit))
+
+
+def _rebuilding(keep: Callable[..., Any], value_of: Callable[..., Any]) -> saved_tensors_hooks:
+    """Return a context in which `rebuild.py` rebuilds what it would without checkpointing, though hooks are there."""
+    marked = partial(keep)
+    marked.keeps_values = True  # type: ignore[attr-defined]
+    return saved_tensors_hooks(marked, value_of)
 
 
 def _middles(all_switches: list[switches.Switch]) -> set[int]:
