@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_triton import geglu, reference, swiglu
-from liger_triton.halves import halves, joined, pairs
+from liger_triton.halves import halves, joined
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -112,43 +112,6 @@ def test_bad_limit(limit, device):
         swiglu(*inputs((4, 24), torch.float32, device), limit=limit)
 
 
-@pytest.mark.parametrize("options", [{}, VARIANTS["gpt-oss"]], ids=["plain", "gpt-oss"])
-def test_pairs_are_not_copied(options, device, triton_only, monkeypatch):
-    """Neither forward nor backward; the gradient of the fused tensor is what the kernel has written."""
-    x = torch.randn(3, 5, 48, device=device, requires_grad=True)
-    seen = []
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a part was copied")
-
-    parts = pairs(x)
-    for t in parts:
-        t.register_hook(seen.append)
-    y, dy = swiglu(*parts, **options), torch.randn(3, 5, 24, device=device)
-    monkeypatch.setattr(torch.Tensor, "contiguous", refuse)
-    monkeypatch.setattr(torch, "stack", refuse)
-    (got,) = torch.autograd.grad(y, x, dy)
-    assert got.data_ptr() == min(t.data_ptr() for t in seen) and torch.equal(joined(*seen, pairs=True), got)
-    monkeypatch.undo()
-    (want,) = torch.autograd.grad(variant_oracle(x[..., ::2], x[..., 1::2], **options), x, dy)
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        (torch.zeros(4, 6), torch.zeros(4, 6)),
-        (torch.zeros(4, 12)[:, ::2], torch.zeros(4, 12)[:, 1::2]),
-        (torch.zeros(4, 12)[:, 1::2], torch.zeros(4, 12)[:, ::2]),
-        (torch.zeros(4, 18)[:, :12:2], torch.zeros(4, 18)[:, 1:12:2]),
-        (torch.zeros(4, 12).chunk(2, -1)),
-    ],
-    ids=["apart", "two-tensors", "two-tensors-second-first", "of-a-wider", "halves"],
-)
-def test_not_pairs(first, second):
-    assert joined(first, second, pairs=True) is None
-
-
 def test_halves_are_not_copied(device, monkeypatch):
     fused = torch.randn(3, 4200, device=device)
 
@@ -199,8 +162,8 @@ def test_empty(device):
 def test_compiles(dtype, device, check_compiled):
     check_compiled(swiglu, inputs((2, 3, 24), dtype, device))
     fused = torch.randn(2, 3, 48, device=device).to(dtype).requires_grad_()
-    for split in (halves, pairs):  # the two gradients, which are parts of one tensor in eager, may not be that here
-        check_compiled(lambda t, split=split: CLAMPED(*split(t)), [fused])
+    # The two gradients, which are parts of one tensor in eager, may not be that here.
+    check_compiled(lambda t: CLAMPED(*halves(t)), [fused])
 
 
 @pytest.mark.parametrize(
@@ -240,7 +203,7 @@ GATES = [swiglu, CLAMPED, geglu, functools.partial(geglu, approximate="none")]
 
 @pytest.mark.parametrize("gate", GATES, ids=["swiglu", "clamped-swiglu", "geglu", "exact-geglu"])
 @pytest.mark.parametrize("shape", [(3, 5, 1000), (7,)], ids=str)
-@pytest.mark.parametrize("layout", ["apart", "halves", "up-first", "pairs"])
+@pytest.mark.parametrize("layout", ["apart", "halves", "up-first"])
 def test_gradients_over_the_inputs(layout, gate, shape, device, triton_only):
     """`reuse_inputs` changes where the gradients lie, not what they are; a graph that is kept is left alone."""
     leaves, dy = inputs(shape, torch.float32, device), torch.randn(shape, device=device)
@@ -251,10 +214,6 @@ def test_gradients_over_the_inputs(layout, gate, shape, device, triton_only):
         g, u = (t * 1.0 for t in leaves)
     elif layout == "halves":
         g, u = torch.cat(leaves, dim=-1).chunk(2, dim=-1)
-    elif layout == "pairs":
-        if gate not in (swiglu, CLAMPED):
-            pytest.skip("geglu copies pairs")
-        g, u = pairs(torch.stack(leaves, dim=-1).flatten(-2))
     else:
         u, g = torch.cat(leaves[::-1], dim=-1).chunk(2, dim=-1)
     for t in (g, u):
