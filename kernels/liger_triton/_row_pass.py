@@ -84,7 +84,7 @@ def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
 
 @jit
 def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
-    """Store `value` to a block of D, and under LEAD leave the rows before and after it alone. CACHE is an eviction policy."""
+    """Store `value` to a block of D, under LEAD without the ends of other rows. CACHE is an eviction policy."""
     off = start + lane
     value = value.to(D.dtype.element_ty)
     if LEAD:
