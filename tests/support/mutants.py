@@ -34,7 +34,7 @@ MUTANTS = (
     ("liger_trainer/patching/mlps.py", "if len(args) + len(named) != 1 and any", "if False and any",
      T + "patching/test_gated_variants.py " + T + "patching/test_patching_probe.py"),
     ("liger_trainer/patching/rotary.py", "if widths is not None and cos", "if False and cos",
-     T + "patching/test_rotary_shapes.py " + T + "patching/test_gated_variants.py"),
+     T + "patching/test_patching_probe.py"),
     ("liger_trainer/patching/rotary.py", "attached = hook_on(part)", "attached = None", T + "instance"),
     ("liger_trainer/instance/guards.py", "if getattr(module, name, None) is not None:", "if False:",
      T + "instance"),
