@@ -281,8 +281,8 @@ def outputs_of(
         with torch.no_grad():
             rows = as_matrix(x, form.dtype)
             if not made:
-                a, b = rounded(layers, form)
-                made.append((low_rank(rows if source is None else as_matrix(source, form.dtype), a, form), b))
+                a, all_b = rounded(layers, form)
+                made.append((low_rank(rows if source is None else as_matrix(source, form.dtype), a, form), all_b))
             (h, all_b), shared = made[0], SharedRows(rows)
         found = []
         for layer, columns, b, stub in zip(layers, columns_of(h, layers, form), all_b, stubs, strict=True):

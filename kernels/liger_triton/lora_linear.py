@@ -5,11 +5,11 @@
     dx = dy W + dh A    dA = dh^T x    dW and db only where W and b are trained
 
 Shapes  x (..., K), y (..., N). In `lora_linears`, layers of one x share it: one product for all h, one dA, one dx.
-Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 beside a W of 16 bits. The products
-        run in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
-        keep what fp32 has beyond 16 bits (`_low_rank.py`); fp32 A and B beside fp16: the PyTorch twin, since fp16 has
+Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 with a W of 16 bits. The products run
+        in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
+        keep what fp32 has beyond 16 bits (`_low_rank.py`); fp32 A and B with fp16: the PyTorch twin, since fp16 has
         no small numbers.
-Bytes   b per element, beside the product x W^T itself: forward reads x, and writes and reads y once more; backward
+Bytes   b per element, without the product x W^T itself: forward reads x, and writes and reads y once more; backward
         reads dy and x, and writes and reads dx once more. Kept for backward: x itself, h, and A and s B in the dtype of
         the products, where PEFT's layer keeps a 16-bit copy of x for each adapter.
 """
@@ -103,7 +103,7 @@ def _has_fp32(layers: list[Layer]) -> bool:
 
 def runs_as_twin(x: torch.Tensor, layers: list[Layer]) -> bool:
     """Whether plain PyTorch computes these layers: in float64, while a compiler traces, which puts the passes together
-    by itself, and for fp32 adapters beside fp16 without autocast, which two numbers of fp16 could not stand for."""
+    by itself, and for fp32 adapters with fp16 and without autocast, which two numbers of fp16 could not stand for."""
     if x.dtype == torch.float64 or torch.compiler.is_compiling() or any(map(is_wrapped, (x, *flattened(layers)))):
         return True
     return x.dtype == torch.float16 and _has_fp32(layers) and autocast_dtype(x) is None
