@@ -18,7 +18,7 @@ from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.instance.hooks import comes_from
-from liger_trainer.memory.memory import Memory
+from liger_trainer.memory.memory import GpuMemory
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching import LigerReport
 from liger_trainer.trainers import init_checks
@@ -60,7 +60,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
         freezes_in_eight_bits (`bool`): Whether the base of a model with adapters is put into eight bits, as `fp8` asks.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
-        device_memory (`Memory` or `None`): Another memory than the GPU's, by which it chooses.
+        device_memory (`GpuMemory` or `None`): Another memory than the GPU's, by which it chooses.
         grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
     """
 
@@ -74,7 +74,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     liger_report: LigerReport | None = None
     freezes_in_eight_bits: bool = False
     checkpointing: CheckpointingSummary | None = None
-    device_memory: Memory | None = None
+    device_memory: GpuMemory | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
     _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
 
