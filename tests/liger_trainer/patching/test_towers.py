@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -235,6 +236,25 @@ def test_positions_are_computed_without_a_wait(model_type):
             torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) and x.device == y.device for x, y in zip(got, want, strict=True))
     assert (ours.double() - pooled.double()).norm() <= 0.02 * pooled.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_step_waits_for_labels_alone(model_type):
+    """The head asks twice which labels there are; nothing else asks the GPU, forward and backward."""
+    model = image_model(model_type).cuda().bfloat16()
+    batch = image_batch(model)
+    apply_liger(model)
+    for warm in (True, True, False):  # the first calls compile
+        call = HostBatch({name: x.pin_memory() for name, x in batch.items()}).to("cuda", non_blocking=True)
+        torch.cuda.set_sync_debug_mode("default" if warm else "warn")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(**call, use_cache=False).loss.backward()
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{x.filename}:{x.lineno}" for x in found if "synchronizing CUDA operation" in str(x.message)]
+    assert len(waits) <= 2, waits
 
 
 @pytest.mark.gpu

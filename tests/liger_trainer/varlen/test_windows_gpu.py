@@ -21,6 +21,8 @@ SIZES = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64, "sliding_
 
 def model_of(name, dtype=torch.float32, **options):
     model = tiny_model(name, **SIZES | options).cuda().to(dtype).train()
+    if name == "gemma2" and model._supports_sdpa:
+        pytest.skip("this version of transformers leaves out the soft cap of Gemma 2 under SDPA")
     if model._supports_sdpa:
         model.set_attn_implementation("sdpa")
     return model
