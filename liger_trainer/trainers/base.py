@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -55,7 +55,6 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
-        other_losses (`dict`): The options that decide the loss too, with the values at which they do not.
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
@@ -67,11 +66,6 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
 
     token_outputs: tuple[str, ...] = ()
     loss_hook: str | None = "token_loss"
-    other_losses: ClassVar[dict[str, Any]] = {
-        "label_smoothing_factor": 0.0,
-        "loss_type": "nll",
-        "compute_loss_func": None,
-    }
     gives_token_predictions: bool = False
     _predicted: list[dict[str, torch.Tensor]] | None = None  # a list while `prediction_step` gathers predictions
     _loss_only: bool = False  # True while `prediction_step` wants no logits

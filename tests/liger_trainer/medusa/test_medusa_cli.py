@@ -10,7 +10,7 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_tokenizer
 
 from liger_trainer.command.recipe import parse_recipe
-from liger_trainer.command.run import _check_evaluation
+from liger_trainer.command.run import _heads_evaluation
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.export import load_heads
 from liger_trainer.medusa.prompts import answer, encode, read_prompts
@@ -157,11 +157,10 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
 def test_evaluation_at_the_end_needs_rows_and_one_process(folder):
     with pytest.raises(RecipeError, match="medusa_eval_rows is 4, but there are no rows to evaluate on"):
         parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4)))
-    recipe = parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4, eval_fraction=0.5)))
-    _check_evaluation(recipe)
-    recipe.training = SimpleNamespace(eval_strategy="no", medusa_eval_rows=4, world_size=2)
-    with pytest.raises(RecipeError, match="works with one process only, but there are 2"):
-        _check_evaluation(recipe)
+    parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4, eval_fraction=0.5)))
+    trainer = SimpleNamespace(args=SimpleNamespace(medusa_eval_rows=4, world_size=2))
+    with pytest.raises(RecipeError, match="works with one process only"):
+        _heads_evaluation(trainer, None)
     for key, message in (("medusa_eval_rows", -1), ("medusa_eval_max_new_tokens", 1)):
         with pytest.raises(RecipeError, match=f"{key} is {message}; expected"):
             parse_recipe(str(medusa_recipe(folder, **{key: message})))
