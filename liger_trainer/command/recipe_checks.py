@@ -26,7 +26,7 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("save_steps", "save_strategy", "save_strategy: steps", lambda strategy: strategy == "steps"),
     ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _on),
     ("eval_steps load_best_model_at_end", "eval_strategy", "eval_strategy: steps or epoch", _on),
-    ("eval_fraction dataset_eval_split eval_dataset_name", "eval_strategy medusa_eval_rows",
+    ("eval_fraction dataset_eval_split eval_dataset_name", "eval_strategy",
      "eval_strategy: steps or epoch", _on),
     ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _on),
     ("memory_budget host_memory_budget", "activation_checkpointing", "activation_checkpointing: auto",
@@ -88,9 +88,11 @@ def settle(
             )
         del chosen["num_train_epochs"]
     rows = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
-    if (_on(value("eval_strategy")) or (value("medusa_eval_rows") or 0) > 0) and not any(value(key) for key in rows):
-        key = "eval_strategy" if _on(value("eval_strategy")) else "medusa_eval_rows"
-        raise RecipeError(f"{key} is {value(key)!r}, but there are no rows to evaluate on. Set {' or '.join(rows)}.")
+    if _on(value("eval_strategy")) and not any(value(key) for key in rows):
+        raise RecipeError(
+            f"eval_strategy is {value('eval_strategy')!r}, but there are no rows to evaluate on. Set "
+            f"{' or '.join(rows)}."
+        )
     if value("save_strategy") == "best" and value("eval_strategy") == "no":
         raise RecipeError("save_strategy is 'best', which saves nothing without eval_strategy: steps or epoch.")
     if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":

@@ -78,7 +78,6 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         return show_rows(trainer, train_rows, total)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
     recorder.parameters = PeftModel.get_nb_trainable_parameters(trainer.model)  # which takes any model
-    evaluation = _heads_evaluation(trainer, eval_rows)
 
     if recipe.args.overwrite_output_dir:
         if trainer.is_world_process_zero():
@@ -89,7 +88,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     train_and_save(trainer, recipe)
     if training.push_to_hub:
         trainer.push_to_hub()
-    summary = recorder.summary(trainer, evaluation()) if trainer.is_world_process_zero() else None
+    summary = recorder.summary(trainer) if trainer.is_world_process_zero() else None
     # A thread of gloo needs the interpreter's lock to free the tensors of the last collective. If it asks for the lock
     # while the group is destroyed, the two wait for each other for ever. A barrier has none, and gives the lock away.
     trainer.accelerator.wait_for_everyone()
@@ -147,21 +146,6 @@ def _check_adapter(args: Any, model: Any) -> None:
         for name in names if isinstance(names, list) else ():
             if not any(f".{name}." in path for path in paths):
                 raise RecipeError(f"{key} names {name!r}, but the model has no module of that name.")
-
-
-def _heads_evaluation(trainer, eval_rows):
-    """The evaluation that `medusa_eval_rows` asks for, to be called after training. RecipeError if it is impossible."""
-    wanted = getattr(trainer.args, "medusa_eval_rows", 0)
-    if not wanted:
-        return lambda: None
-    from liger_trainer.medusa.evaluate import evaluation_after_training
-
-    try:
-        if trainer.args.world_size > 1:
-            raise ValueError("it works with one process only. Set it to 0, and run medusa-eval afterwards.")
-        return evaluation_after_training(trainer, eval_rows)
-    except ValueError as error:
-        raise RecipeError(f"medusa_eval_rows is {wanted}: {error}") from error
 
 
 def _needs_reference(recipe: Recipe) -> bool:

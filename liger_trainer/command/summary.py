@@ -51,8 +51,8 @@ class RunRecorder(TrainerCallback):
         if "num_tokens" in logs and ("loss" in logs or self._mean_loss is not None):  # TRL counts over all processes
             self._tokens, self._seconds = logs["num_tokens"], time.perf_counter() - self._start
 
-    def summary(self, trainer, evaluation=None) -> str:
-        """The text for the end of the run of `trainer`, and below it `evaluation`, if there is one."""
+    def summary(self, trainer) -> str:
+        """The text for the end of the run of `trainer`."""
         args, state = trainer.args, trainer.state
         report, chosen = getattr(trainer, "liger_report", None), getattr(trainer, "checkpointing", None)
         resumed = f", resumed at step {self._first_step}" if self._first_step else ""
@@ -76,7 +76,6 @@ class RunRecorder(TrainerCallback):
             *([] if chosen is None else [f"  layers   {chosen}"]),
             f"  patched  {'nothing (use_liger is false)' if report is None else report.one_line()}",
             f"  model    {args.output_dir}",
-            *([] if evaluation is None else ["", str(evaluation)]),
         ]
         return "\n".join(lines)
 

@@ -91,16 +91,6 @@ class LigerMedusaConfig(LigerSFTConfig):
         default=None,
         metadata={"help": "Output directory of an earlier Medusa training, whose heads are trained further."},
     )
-    medusa_eval_rows: int = field(
-        default=0,
-        metadata={
-            "help": "At the end of a recipe, measure the heads as `liger-trainer medusa-eval` does, on the prompts of "
-            "this many rows that were held out for evaluation. One process only. 0: do not measure them."
-        },
-    )
-    medusa_eval_max_new_tokens: int = field(
-        default=128, metadata={"help": "Length at which that greedy text is cut, in tokens per row."}
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,9 +109,6 @@ class LigerMedusaConfig(LigerSFTConfig):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number above 0.")
         schedule_of(self.medusa_schedule)
-        for name, least in (("medusa_eval_rows", 0), ("medusa_eval_max_new_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more.")
 
 
 MedusaConfig = LigerMedusaConfig  # the old name, which stands in saved training_args.bin too

@@ -5,12 +5,9 @@ length is the number of tokens that a forward pass of a decoder yields, and one 
 it: walk the text as a decoder would; if at t the first a heads are right and the next one is not, go on at t + a + 1.
 """
 
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +15,8 @@ from transformers import PreTrainedModel
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.module import innermost
-from liger_trainer.medusa.heads import MedusaHeads, heads_of
-from liger_trainer.medusa.prompts import answer, encode, end_tokens, prompt_of
-
-REPORT_FILE = "medusa_report.json"
+from liger_trainer.medusa.heads import MedusaHeads
+from liger_trainer.medusa.prompts import answer
 
 
 @dataclass(frozen=True)
@@ -92,29 +87,6 @@ def evaluate(
         accepted=accepted,
         chain=chain,
     )
-
-
-def evaluation_after_training(trainer: Any, rows: Any) -> Callable[[], MedusaReport]:
-    """Return a function that does what `medusa_eval_rows` asks for, to be called when the trainer has trained.
-
-    Args:
-        trainer (`LigerMedusaTrainer`): Its `args.output_dir` also gets the file `medusa_report.json`.
-        rows (`datasets.Dataset`): The rows held out, as the recipe reads them. ValueError if one has no prompt.
-    """
-    tokenizer, args = trainer.processing_class, trainer.args
-    rows = rows.select(range(min(args.medusa_eval_rows, len(rows))))
-    texts = [prompt_of(row, bool(tokenizer.chat_template), index) for index, row in enumerate(rows)]
-    prompts = [encode(tokenizer, prompt) for prompt in texts]
-    ends = end_tokens(trainer.model, tokenizer)  # now, as Trainer.train reduces the model's own to the tokenizer's
-
-    def run() -> MedusaReport:
-        heads: Any = heads_of(trainer.model)
-        report = evaluate(trainer.model, heads, prompts, ends, max_new_tokens=args.medusa_eval_max_new_tokens)
-        with open(os.path.join(args.output_dir, REPORT_FILE), "w", encoding="utf-8") as file:
-            json.dump(report.to_dict(), file, indent=1)
-        return report
-
-    return run
 
 
 @contextmanager

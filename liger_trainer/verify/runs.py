@@ -43,7 +43,7 @@ _OWN = {
 _LEFT_OUT = (
     "accelerator_config", "auto_find", "chat_template_path", "dataloader_", "dataset_num_proc", "ddp_", "deepspeed",
     "eval_", "fp8", "fsdp", "generation_batch", "greater_is_better", "host_memory", "hub_", "include_", "jit_",
-    "load_best", "log_completions", "logging_", "medusa_eval", "medusa_init", "memory_budget", "metric_for",
+    "load_best", "log_completions", "logging_", "medusa_init", "memory_budget", "metric_for",
     "model_init_kwargs", "neftune", "num_train_epochs", "optim", "output_dir", "parallelism", "push_", "resume_",
     "reward_weights", "run_name", "save_", "steps_per_generation", "teacher_model", "tf32", "torch_compile",
     "use_cpu", "use_vllm", "vllm_", "warmup",

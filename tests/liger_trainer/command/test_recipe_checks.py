@@ -57,8 +57,8 @@ def test_the_command_line_turns_off_what_the_file_has(tmp_path, capsys):
     code, _, err = command(capsys, "train", path, "--num_train_epochs", "1", "--dry_run")
     assert code == 2 and "num_train_epochs is 1.0 and max_steps is 28" in err
     assert parse_recipe(str(path), ["--num_train_epochs", "1", "--max_steps", "-1"]).training.max_steps == -1
-    path = write_recipe(tmp_path, trainer="medusa", eval_fraction=0.25, medusa_eval_rows=2)
-    assert parse_recipe(str(path), ["--medusa_eval_rows", "0"]).args.eval_fraction is None
+    path = write_recipe(tmp_path, eval_fraction=0.25, eval_strategy="steps", eval_steps=2)
+    assert parse_recipe(str(path), ["--eval_strategy", "no"]).args.eval_fraction is None
 
 
 @pytest.mark.parametrize("name", recipe_names())
