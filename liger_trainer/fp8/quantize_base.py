@@ -5,10 +5,10 @@ is trained or shared stays as it is.
 
 PEFT must not write to such a base, since that would be lost: to merge adapters into it, or to begin another one from it
 (PiSSA, OLoRA). The weights that it reads are read-only. DoRA, which reads alone, works.
+Layers that another method than LoRA wraps stay as they are.
 """
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from liger_triton.float8_cast import MULTIPLE
 
 OPERATION = "frozen_float8"
 
-# PEFT's methods that use the base only by calls of its layers, and LoRA
-KNOWN_METHODS = ("LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-
 _LORA = ("peft.tuners.lora.layer", "Linear")
 _LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _WRAPPER = ("peft.utils.other", "AuxiliaryTrainingWrapper")
@@ -36,8 +33,6 @@ _READ_BY_MIXERS = ("x_proj", "dt_proj", "out_proj")  # of state-space models suc
 _ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, and parts of the names of their owners
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_KNOWN_VARIANTS = ("DoraLinearVariant",)
-
 
 def quantize_base(model: nn.Module) -> OperationReport:
     """Put the frozen linear layers of `model`, which has adapters of PEFT, into eight bits.
@@ -45,16 +40,8 @@ def quantize_base(model: nn.Module) -> OperationReport:
     Layers that are in eight bits already count as swapped.
 
     Raises:
-        ValueError: The adapters are of a method that may read the weights, or one of them is merged into the weights.
+        ValueError: One of the adapters is merged into the weights.
     """
-    adapters: Any = model.peft_config
-    for name, config in adapters.items():
-        method = str(getattr(config.peft_type, "value", config.peft_type))
-        if method not in KNOWN_METHODS:
-            raise ValueError(
-                f"The adapter {name!r} is of PEFT's method {method}, whose code may read the weights of frozen layers. "
-                f"Use one of {', '.join(KNOWN_METHODS)}, or leave out fp8."
-            )
     report, base = OperationReport(), base_model_of(model)
     output = output_head(model)
     head = [] if output is None else modules_called_by(output)
@@ -139,17 +126,9 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
     around = [module for module in chain if _is(module, _LAYER)]
     if around and (around != [parent] or names_of(own_class(parent)) != _LORA):
         return f"{'.'.join(names_of(own_class(around[0])))} of PEFT has code of its own for it"
-    if around and (variant := _unknown_variant(parent)) is not None:
-        return f"its adapter is a LoRA variant ({variant}), which may read its weight"
     called, caller = name.split(".")[-2 if around else -1], chain[-2] if around else parent
     if called in _ROUTERS[0] or any(word in own_class(caller).__name__ for word in _ROUTERS[1]):
         return "it chooses experts, and a rounding may change which"
     if called in _READ_BY_MIXERS and hasattr(caller, "ssm_state_size"):
         return "a state-space mixer hands its weight to a kernel, which would take numbers in 16 bits"
     return None
-
-
-def _unknown_variant(layer: nn.Module) -> str | None:
-    """Return the name of the LoRA variant of `layer`, unless it is known to read no bits."""
-    names = [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
-    return next((name for name in names if name not in _KNOWN_VARIANTS), None)

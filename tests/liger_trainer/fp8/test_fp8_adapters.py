@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from frozen_bases import LAYERS, adapted, built, fresh_state
-from peft import LoraConfig, VeraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from sft_runs import run as run_sft
 from tiny_models import collate, ragged_rows, tiny_model
 from trainer_runs import run
@@ -143,12 +143,6 @@ def test_vllm_is_refused(any_device, tmp_path):
     """TRL would merge the adapters into the base, to send it."""
     with pytest.raises(ValueError, match="use_vllm is True.*Set use_vllm to False"):
         built(adapted(), tmp_path, use_vllm=True)
-
-
-def test_another_method_is_refused(any_device, tmp_path):
-    model = get_peft_model(tiny_model("llama"), VeraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="PEFT's method VERA"):
-        built(model, tmp_path)
 
 
 def test_a_model_of_which_nothing_can_be_converted_is_refused(any_device, tmp_path):

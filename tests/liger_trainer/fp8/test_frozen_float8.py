@@ -227,22 +227,16 @@ def test_routers_stay(target_modules):
     assert len(found) == 4 and set(found.values()) == {"it chooses experts, and a rounding may change which"}
 
 
-def test_a_method_that_may_read_weights_is_refused():
-    model = get_peft_model(tiny_model("llama"), VeraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="adapter 'default' is of PEFT's method VERA.*Use one of LORA, IA3"):
-        quantize_base(model)
-    assert type(model.get_base_model().model.layers[0].mlp.up_proj) is nn.Linear
-
-
 def test_other_methods():
+    """The layers that they wrap stay as they are."""
     ia3 = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
-    for config, left in ((ia3, 4), (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), 0)):
+    vera = VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    for config, left in ((ia3, 4), (vera, 2), (prompt, 0)):
         model = get_peft_model(tiny_model("llama"), config)
         want = step(model)
         found = reasons(model)
-        assert len(found) == left and set(found.values()) <= {
-            "peft.tuners.ia3.layer.Linear of PEFT has code of its own for it"
-        }
+        assert len(found) == left and all("of PEFT has code of its own for it" in why for why in found.values())
         loss, gradients = distance(step(model), want)
         assert 0 < loss < 0.01 and 0.001 < gradients < 0.15
 
