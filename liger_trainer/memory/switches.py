@@ -28,22 +28,17 @@ class Switch:
     """Stands for the function by which the layer `module` is checkpointed.
 
     A copy or a pickle of the model has the plain function of torch instead.
-
-    Attributes:
-        checkpointed (`Callable`): The function that was there before.
-        group: Equal for layers that are built alike.
-        layer (`int`): Tells the layer from all others, also from one switch of it to the next.
-        casts (`int`): The bytes that autocast makes of its fp32 weights.
-        module (`Callable`): Returns the layer, or None if it is gone.
     """
 
     def __init__(self, decide: Decide, module: nn.Module, checkpointed: Callable[..., Any]):
-        self.decide, self.checkpointed, self.layer, self.module = decide, checkpointed, id(module), weakref.ref(module)
+        self.decide, self.module = decide, weakref.ref(module)
+        self.checkpointed = checkpointed  # the function that was there before
+        self.layer = id(module)  # also the same in the next switch of this layer
         weights = list(module.parameters())
         sizes = tuple(getattr(p, "ds_shape", p.shape) for p in weights)
         learns = any(p.requires_grad for p in weights)  # a frozen layer holds less
-        self.casts = sum(p.numel() * 2 for p in weights if p.dtype == torch.float32)
-        self.group = (type(module).__qualname__, sizes, learns)
+        self.casts = sum(p.numel() * 2 for p in weights if p.dtype == torch.float32)  # bytes that autocast makes
+        self.group = (type(module).__qualname__, sizes, learns)  # equal for layers that are built alike
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.decide(self, function, args)
