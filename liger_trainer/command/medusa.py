@@ -28,20 +28,14 @@ def add_medusa_commands(commands) -> None:
     add_model_options(data)
 
     evaluation = add_command(
-        commands,
-        "medusa-eval",
-        _eval,
+        commands, "medusa-eval", _eval,
         "measure the accuracy, the acceptance length and the decoding speed of heads on their model's text",
-    )
+    )  # fmt: skip
     evaluation.add_argument("model", metavar="MODEL", help=f"{_MODEL}; after stage 2, the output_dir")
     evaluation.add_argument("heads", metavar="HEADS", help="the output_dir of a Medusa training, or a folder of heads")
     _add_prompts(evaluation, max_new_tokens=128)
-    evaluation.add_argument(
-        "--decode_rows",
-        type=int,
-        default=8,
-        help="how many prompts are decoded to measure the speed; default 8, and 0 measures none",
-    )
+    evaluation.add_argument("--decode_rows", type=int, default=8, help="how many prompts are decoded to measure the "
+                            "speed; default 8, and 0 measures none")  # fmt: skip
     evaluation.add_argument("--tree_nodes", type=int, default=64, help="the number of nodes of the tree; default 64")
     evaluation.add_argument("--output", help="a .json file to write the numbers into")
     add_model_options(evaluation)
@@ -49,23 +43,18 @@ def add_medusa_commands(commands) -> None:
     export = add_command(
         commands, "medusa-export", _export, "write heads for servers (FasterDecoding, TGI, vLLM <= 0.32)"
     )
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a Medusa training, or one of its "
-                        "checkpoints")  # fmt: skip
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a training, or a checkpoint in it")
     export.add_argument("--output", required=True, help="a new directory")
     export.add_argument("--model", help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
                         "else the one that the heads were trained on")  # fmt: skip
-    export.add_argument(
-        "--format", default="all", choices=("all", "vllm"), help="all, the default, writes one directory for all three "
-        "servers; vllm uses the tensor names of older releases of vLLM",
-    )  # fmt: skip
+    export.add_argument("--format", default="all", choices=("all", "vllm"), help="all, the default, is for all three "
+                        "servers; vllm uses the tensor names of older releases of vLLM")  # fmt: skip
     add_model_options(export)
 
 
 def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
     """Add a command whose `run(args)` loads a model, and whose errors of libraries are shown in a line."""
-    parser = commands.add_parser(
-        name, help=description, description=description[0].upper() + description[1:], allow_abbrev=False
-    )
+    parser = commands.add_parser(name, help=description, allow_abbrev=False)
     parser.set_defaults(run=lambda args: _run(run, args))
     return parser
 
@@ -147,16 +136,11 @@ def _eval(args) -> None:
     model, tokenizer = load_to_answer(args.model, args)
     heads = attach_heads(model, load_heads(args.heads))
     prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
+    rows = [encode(tokenizer, prompt) for prompt in prompts]
     report = evaluate(
-        model,
-        heads,
-        [encode(tokenizer, prompt) for prompt in prompts],
-        end_tokens(model, tokenizer),
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        decode_rows=args.decode_rows,
-        tree_nodes=args.tree_nodes,
-    )
+        model, heads, rows, end_tokens(model, tokenizer), max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size, decode_rows=args.decode_rows, tree_nodes=args.tree_nodes,
+    )  # fmt: skip
     print(report)
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
