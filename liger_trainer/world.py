@@ -8,21 +8,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-# What counts machines or tasks, on each of which something was started, and how to launch one run on all of them.
-_TASKS = "one torchrun on each machine (`srun --ntasks-per-node 1 torchrun ...`)"
+# What counts machines or tasks, on each of which something was started.
 _STARTS = {
-    "PET_NNODES": ("machine", "torchrun, which reads it"),
-    "SLURM_STEP_NUM_NODES": (
-        "machine",
-        "srun --ntasks-per-node 1 torchrun --nnodes {}, where an elastic run has PET_NNODES=1:2 in place of "
-        "--nnodes 1:2",
-    ),
-    "SKYPILOT_NUM_NODES": ("machine", "torchrun --nnodes {}"),
-    "SLURM_STEP_NUM_TASKS": ("task", _TASKS),
-    "PMI_SIZE": ("task", _TASKS),
-    "OMPI_COMM_WORLD_SIZE": ("task", _TASKS),
-    "MV2_COMM_WORLD_SIZE": ("task", _TASKS),
-}
+    "PET_NNODES": "machine", "SLURM_STEP_NUM_NODES": "machine", "SKYPILOT_NUM_NODES": "machine",
+    "SLURM_STEP_NUM_TASKS": "task", "PMI_SIZE": "task", "OMPI_COMM_WORLD_SIZE": "task", "MV2_COMM_WORLD_SIZE": "task",
+}  # fmt: skip
 
 
 def fault_of_world(environ: Mapping[str, str], world: Any, sharding: str | None = None) -> str | None:
@@ -37,16 +27,14 @@ def fault_of_world(environ: Mapping[str, str], world: Any, sharding: str | None 
     launched, workers, processes = _number(environ, "WORLD_SIZE"), _ray_workers(), world.num_processes
     if launched not in (None, processes):
         return (
-            f"WORLD_SIZE is {launched}, but accelerate does not make one run of these processes"
-            f"{'' if processes == 1 else f' (it has {processes})'}, so each would train by itself, into the same "
-            "output_dir. Launch them with torchrun or accelerate launch, set use_cpu (--use_cpu true) if there is no "
+            f"WORLD_SIZE is {launched}, but accelerate has {_count(processes, 'process')}, so each would train by "
+            "itself. Launch them with torchrun or accelerate launch, or set use_cpu (--use_cpu true) if there is no "
             "GPU for each of them, or unset WORLD_SIZE for a run in one process."
         )
     if workers not in (None, processes):
         return (
-            f"Ray Train has {workers} workers, but accelerate has {_count(processes, 'process')}, so each worker would "
-            "train by itself. Start with ray.train.torch.TorchTrainer, whose workers torch.distributed knows, and set "
-            "use_cpu=True if they have no GPU."
+            f"Ray Train has {workers} workers, but accelerate has {_count(processes, 'process')}, so each would train "
+            "by itself. Start with ray.train.torch.TorchTrainer, and set use_cpu=True if there are no GPUs."
         )
     return _fault_of_starts(environ, processes) or _fault_of_sharding(environ, world, sharding)
 
@@ -60,14 +48,14 @@ def _fault_of_starts(environ: Mapping[str, str], processes: int) -> str | None:
     if "SLURM_PTY_PORT" in environ or ":" in environ.get("PET_NNODES", ""):
         counted = [name for name in counted if name in ("PET_NNODES", "SKYPILOT_NUM_NODES")]
     for name in counted:
-        what, how = _STARTS[name]
-        promised, here = _number(environ, name), machines if what == "machine" else agents or processes
+        what, promised = _STARTS[name], _number(environ, name)
+        here = machines if what == "machine" else agents or processes
         if promised is not None and here is not None and here < promised:
-            torchruns = "" if agents is None else f" of {agents} torchrun"
-            has = _count(here, what) if what == "machine" else f"{_count(processes, 'process')}{torchruns}"
+            has = _count(here, what) if what == "machine" else _count(here, "process" if agents is None else "torchrun")
             return (
                 f"{name} is {environ[name]}, but this run has {has}, so each {what} would train a model of its own. "
-                f"Launch with {how.format(promised)}, or unset {name} for runs that are meant to be apart."
+                "Start one torchrun on each machine, which knows of the others (--nnodes, or PET_NNODES for an elastic "
+                f"run; srun --ntasks-per-node 1 torchrun), or unset {name} for runs that are meant to be apart."
             )
     return None
 

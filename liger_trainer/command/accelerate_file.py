@@ -41,10 +41,7 @@ def find_config(recipe: Path, name: str) -> Path:
 def apply_config(recipe: Path, name: str) -> str:
     """Set what `accelerate launch` would set for the file `name`, and return its `distributed_type`.
 
-    The launcher decides how many processes and machines there are. What the file says of that has no effect.
-
-    Raises:
-        RecipeError: The file cannot be used, or the launcher's own config says otherwise.
+    The launcher decides how many processes and machines there are. RecipeError if its config says otherwise.
     """
     path = find_config(recipe, name)
     before = {variable: value for variable, value in os.environ.items() if variable.startswith(_PREFIXES)}

@@ -63,11 +63,7 @@ def mark_answers(template: str) -> str:
 
 
 def settle_named_template(recipe: Recipe, source: ModelSource) -> None:
-    """Let `chat_template_path: chatml` mean the template of that name, and its end of a turn the end of a text.
-
-    Raises:
-        RecipeError: The tokenizer lacks the tokens of the template.
-    """
+    """Let `chat_template_path: chatml` mean the template of that name, and its end of a turn the end of a text."""
     from transformers import AutoTokenizer
 
     training, name = recipe.training, getattr(recipe.training, "chat_template_path", None)
@@ -75,21 +71,14 @@ def settle_named_template(recipe: Recipe, source: ModelSource) -> None:
         return
     vocabulary = source.load(AutoTokenizer).get_vocab()
     if missing := [token for token in _NAMED[name] if token not in vocabulary]:
-        raise RecipeError(
-            f"{recipe.path}: chat_template_path is {name!r}, whose token {missing[0]} is not in the vocabulary of "
-            f"{recipe.model.model_name_or_path!r}. Set it to mistral, or to a model, whose tokens are then added."
-        )
+        raise RecipeError(f"chat_template_path is {name!r}, whose token {missing[0]} the vocabulary does not have.")
     training.chat_template_path = str(PACKAGE / "chat_templates" / f"{name}.jinja")
     if _NAMED[name] and training.eos_token is None:
         training.eos_token = _NAMED[name][-1]
 
 
 def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
-    """The tokenizer or processor with the chat template that the recipe trains with, and where that template is from.
-
-    Raises:
-        RecipeError: `chat_template_path` is neither a file nor a model with a tokenizer that can be loaded.
-    """
+    """The tokenizer or processor with the chat template that the recipe trains with, and where it is from."""
     from transformers import AutoProcessor, AutoTokenizer
 
     own = getattr(recipe.training, "chat_template_path", None)
@@ -97,10 +86,8 @@ def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
         try:
             return AutoTokenizer.from_pretrained(own), f"chat_template_path {own!r}"
         except (OSError, ValueError) as error:
-            raise RecipeError(
-                f"{recipe.path}: chat_template_path is {own!r}, which is neither {', '.join(_NAMED)}, nor a file or a "
-                "model with a tokenizer that can be loaded."
-            ) from error
+            named = ", ".join(_NAMED)
+            raise RecipeError(f"chat_template_path is {own!r}, neither {named}, nor a file or a model.") from error
     tokenizer, where = source.load(AutoTokenizer), f"model_name_or_path {recipe.model.model_name_or_path!r}"
     if own is not None:
         tokenizer.chat_template = Path(own).read_text(encoding="utf-8")

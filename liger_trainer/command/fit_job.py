@@ -23,11 +23,7 @@ _OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "offload": False, "selective": False}
 
 
 def job_of(recipe: Recipe, gpus: int) -> Job:
-    """The training of `recipe` on `gpus` GPUs.
-
-    Raises:
-        RecipeError: It has something of which nothing is known here.
-    """
+    """The training of `recipe` on `gpus` GPUs. RecipeError if nothing is known of a part of it."""
     import torch
     import trl
     from transformers import AutoConfig

@@ -81,8 +81,7 @@ def end_with_launcher() -> None:
 def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
     """Let the recipe decide the precision, and say so where accelerate's config has another one. Call before parsing.
 
-    `accelerate launch` passes its `mixed_precision` on in a variable. The trainer and its DeepSpeed and FSDP plugins
-    use that variable wherever `bf16` and `fp16` are both false, so a recipe that asks for fp32 would train in 16 bits.
+    Trainers and plugins use the variable of `accelerate launch` wherever `bf16` and `fp16` are both false.
     """
     configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     wanted = "fp16" if fp16 else "no" if bf16 is False else "bf16"  # bf16 is the default of TRL's configs
@@ -100,8 +99,7 @@ def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
 def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None) -> None:
     """With fp8 under FSDP2, have every process read the model. Call this after `settle_precision`, before parsing.
 
-    accelerate 1.15 does not go on if one process is to read it for all (`fsdp_cpu_ram_efficient_loading`, as in the
-    configs that come with this package), since weights that are wrapped for fp8 cannot be sent around.
+    accelerate 1.15 hangs if one process is to read it for all, since weights wrapped for fp8 cannot be sent around.
     """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8" and bf16 is None and not fp16
     variables = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -113,13 +111,8 @@ def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None
 def join_this_attempt(timeout: float | None = None, backend: str | None = None) -> None:
     """Let processes that torchrun may start again find each other, and not those that have died. Call before parsing.
 
-    torchrun keeps one store of addresses for all attempts (seen in torch 2.11 and 2.13), in which a process may find
-    what one of the last attempt has left. Each attempt gets a part of the store for itself. accelerate takes a group
-    that is there already.
-
-    Args:
-        timeout (`float`, *optional*): How many seconds a collective may take, `ddp_timeout`; half an hour if unset.
-        backend (`str`, *optional*): `ddp_backend`; torch's own choice for the device if unset.
+    torchrun keeps one store of addresses for all attempts (seen in torch 2.11 and 2.13). Each attempt gets a part of it
+    for itself. accelerate takes a group that is there already.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not shared or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or launched_processes() == 1:
@@ -138,9 +131,6 @@ def name_of_attempt(store: Any, rank: int, processes: int, limit: float) -> str:
     """A name for this attempt that rank 0 makes up, because machines may count the restarts differently.
 
     Other ranks may first find the name of an earlier attempt. They use one once rank 0 has answered them under it.
-
-    Raises:
-        TimeoutError: A process does not come within `limit` seconds.
     """
     own = uuid.uuid4().hex
     if rank == 0:

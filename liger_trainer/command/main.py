@@ -5,25 +5,18 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 
+from liger_trainer.command import launch
 from liger_trainer.command.accelerate_file import own_environment
 from liger_trainer.command.chat import add_chat_command
 from liger_trainer.command.compare import add_compare_command
 from liger_trainer.command.fit import add_fit_command
-from liger_trainer.command.launch import (
-    end_with_launcher,
-    is_main_process,
-    join_processes_without_gpu,
-    join_this_attempt,
-    read_on_every_process,
-    say,
-    say_error,
-    settle_precision,
-)
+from liger_trainer.command.launch import is_main_process, say, say_error
 from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
 from liger_trainer.command.options import add_recipe_command, positive, take_options
-from liger_trainer.command.recipe import TRAIN_USAGE, parse_recipe, read_recipe
+from liger_trainer.command.recipe import TRAIN_USAGE, Recipe, parse_recipe, read_recipe
 from liger_trainer.command.shipped_files import add_shipped_commands
 from liger_trainer.command.verify import add_verify_command
 from liger_trainer.errors import RecipeError, RunError
@@ -102,18 +95,19 @@ def _train(args: argparse.Namespace) -> int:
             print(f"# {recipe.path}; every other key has its default", recipe.to_yaml(), sep="\n", end="", flush=True)
         from liger_trainer.command.sources import find_sources
 
-        find_sources(recipe)
+        with _placed(recipe):
+            find_sources(recipe)
         return 0
     # torch and tqdm read these when they are loaded, later. OpenMP's threads spin at barriers, which makes a step on
     # CPUs several times slower once another process wants a core. And a dozen progress bars would be full at once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DELAY", "2")
-    join_processes_without_gpu()
-    end_with_launcher()
+    launch.join_processes_without_gpu()
+    launch.end_with_launcher()
     chosen, parse = read_recipe(args.recipe, words)
-    settle_precision(chosen.get("bf16"), chosen.get("fp16"))
-    read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
-    join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
+    launch.settle_precision(chosen.get("bf16"), chosen.get("fp16"))
+    launch.read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
+    launch.join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
     recipe = parse()
     from liger_trainer.command.preemption import SaveOnSigterm, Terminated, sigterm_ends
     from liger_trainer.command.preview import without_a_trace
@@ -122,7 +116,7 @@ def _train(args: argparse.Namespace) -> int:
 
     stop = SaveOnSigterm()
     try:
-        with without_a_trace(recipe) if preview_rows else sigterm_ends(stop):
+        with _placed(recipe), without_a_trace(recipe) if preview_rows else sigterm_ends(stop):
             text = run(recipe, preview_rows, stop)
     except RunError as error:
         say_error(str(error))
@@ -134,6 +128,15 @@ def _train(args: argparse.Namespace) -> int:
     if text is not None:
         print(f"\n{text}")
     return 0
+
+
+@contextlib.contextmanager
+def _placed(recipe: Recipe) -> Iterator[None]:
+    """Let an error begin with the recipe that it is about."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"{recipe.path}: {error}") from error
 
 
 def _doctor(args: argparse.Namespace) -> int:

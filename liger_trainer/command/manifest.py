@@ -24,19 +24,6 @@ NAME = "liger_manifest.json"
 BEGUN = "liger_manifest.begun.json"  # stands in a checkpoint from before its first file until its manifest
 _BLOCK = 1 << 24  # bytes of a checksum: a 100 GB checkpoint has 6,000 of them
 _THREADS = 8  # zlib frees the interpreter's lock: 3 GB/s a core were measured
-# Keys that do not decide what is trained: where and what is written, what is measured, and how memory is used. The
-# rows and models have fingerprints instead of names.
-_WITHOUT_EFFECT = (
-    "output_dir", "do_*", "*eval*", "prediction_*", "log_*", "logging_*", "save_*", "hub_*", "push_to_hub", "report_to",
-    "run_name", "project", "trackio_*", "disable_tqdm", "debug", "resume_*", "overwrite_*", "load_best_*",
-    "metric_for_*", "greater_is_better", "include_*", "skip_memory_*", "dataset_config", "dataset_*_split",
-    "dataset_n*", "dataset_w*", "dataset_st*", "columns", "dataloader_[!d]*", "max_rows", "prompt_template", "ddp_*",
-    "fsdp*", "deepspeed", "parallelism_config", "accelerate_*", "use_cpu", "local_rank", "torch_compile*",
-    "torch_empty_*", "gradient_checkpointing*", "activation_*", "use_cache", "*memory_budget", "use_liger*", "liger_*",
-    "optimizer_in_backward", "restore_*", "enable_jit_*", "ignore_data_skip", "trust_*", "attn_implementation",
-    "*model_name_or_path", "*model_revision", "label_names", "remove_unused_*", "auto_find_*", "vllm_[!is]*",
-    "vllm_server_*", "num_completions_to_print", "transformers_*", "cache_implementation",
-)  # fmt: skip
 # With another value of these, the states in a checkpoint do not fit the weights or the optimizer any more.
 _REFUSED = (
     "trainer", "optim", "optim_args", "optim_target_modules", "use_peft", "lora_r", "lora_alpha", "lora_target_*",
@@ -146,17 +133,11 @@ def _checksums(checkpoint: Path, sizes: dict[str, int]) -> dict[str, list[int]]:
 
 
 def facts_of(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
-    """What the checkpoints of a run say of it. They hold no value of a key that names a token.
-
-    Args:
-        recipe (`Recipe`): The recipe, before the run changes anything in it.
-        source (`ModelSource`): Where the base model comes from.
-        rows (`datasets.Dataset`): The training rows that the trainer gets.
-    """
+    """What the checkpoints of a run say of it: its keys, without tokens, and fingerprints of its models and rows."""
     keys: dict[str, Any] = {}
     for part in (recipe.args, recipe.training, recipe.model):
         keys |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    kept = {key: _plain(value) for key, value in keys.items() if not _matches(key, _WITHOUT_EFFECT)}
+    kept = {key: _plain(value) for key, value in keys.items() if _is_refused(key) or key in _IN_THE_STATES}
     facts: dict[str, Any] = {"processes": recipe.training.world_size, "recipe": kept}
     if not recipe.training.should_save:
         return facts  # which writes no manifest, and decides nothing
@@ -172,31 +153,25 @@ def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, An
     differences = [
         f"{key} is {value!r} and was {old!r}"
         for key, value, old in _differences(then, now)
-        if _matches(key, _REFUSED) and not (key == "optim" and {value, old} == _SAME_STATES)
+        if _is_refused(key) and not (key == "optim" and {value, old} == _SAME_STATES)
     ]
     for kind, key in _PRINTS.items():
         if then.get(kind, [None])[-1] != now.get(kind, [None])[-1]:
             new, old = (" ".join(map(str, facts.get(kind, ("unset",)))) for facts in (now, then))
             differences.append(f"{key} is {new} and was {old}")
     if differences:
-        raise RecipeError(
-            f"resume_from_checkpoint means {checkpoint}, which was saved by another run: {'; '.join(differences)}. "
-            "Give the former values, or begin a new run in another output_dir."
-        )
+        raise RecipeError(f"{checkpoint} was saved by another run: {'; '.join(differences)}. Set another output_dir.")
 
 
 def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a run with the facts `now` changes where it goes on from `checkpoint`, as lines for the user."""
-    lines, kept = [], _IN_THE_STATES if has_optimizer(then) else ()
+    lines = []
+    changed = [(key, new, old) for key, new, old in _differences(then, now) if key in _IN_THE_STATES]
     if not has_optimizer(then):
         lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate begin anew.")
-    said = [
-        f"{key} stays {old} and not {value}, as the optimizer's state has it" if key in kept
-        else f"{key} is {value!r} and was {old!r}"
-        for key, value, old in _differences(then, now)
-    ]  # fmt: skip
-    if said:
-        lines.append(f"The run goes on from {checkpoint} in another way: {'; '.join(said)}.")
+    elif changed:
+        said = ", ".join(f"{key} stays {old} and not {new}" for key, new, old in changed)
+        lines.append(f"{said}, because the optimizer's state in {checkpoint} decides.")
     before, processes = then["processes"], now["processes"]
     if before != processes:
         lines.append(
@@ -217,8 +192,8 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, A
     return [(key, new[key], old[key]) for key in sorted(old.keys() & new.keys()) if new[key] != old[key]]
 
 
-def _matches(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+def _is_refused(key: str) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in _REFUSED)
 
 
 def _plain(value: Any) -> Any:

@@ -41,23 +41,18 @@ def add_medusa_commands(commands) -> None:
     export = add_command(
         commands, "medusa-export", _export, "write heads for servers (FasterDecoding, TGI, vLLM <= 0.32)"
     )
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a Medusa training, or one of its "
-                        "checkpoints")  # fmt: skip
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="the output_dir of a training, or a checkpoint in it")
     export.add_argument("--output", required=True, help="a new directory")
     export.add_argument("--model", help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
                         "else the one that the heads were trained on")  # fmt: skip
-    export.add_argument(
-        "--format", default="all", choices=("all", "vllm"), help="all, the default, writes one directory for all three "
-        "servers; vllm uses the tensor names of older releases of vLLM",
-    )  # fmt: skip
+    export.add_argument("--format", default="all", choices=("all", "vllm"), help="all, the default, is for all three "
+                        "servers; vllm uses the tensor names of older releases of vLLM")  # fmt: skip
     add_model_options(export)
 
 
 def add_command(commands, name: str, run, description: str) -> argparse.ArgumentParser:
     """Add a command whose `run(args)` loads a model, and whose errors of libraries are shown in a line."""
-    parser = commands.add_parser(
-        name, help=description, description=description[0].upper() + description[1:], allow_abbrev=False
-    )
+    parser = commands.add_parser(name, help=description, allow_abbrev=False)
     parser.set_defaults(run=lambda args: _run(run, args))
     return parser
 

@@ -38,10 +38,8 @@ def _merge(args) -> int:
     _check_folders(args.adapter, args.output)
     config = PeftConfig.from_pretrained(args.adapter)
     if config.is_prompt_learning:
-        raise RecipeError(
-            f"ADAPTER_DIR is {args.adapter!r}, an adapter of {config.peft_type.value}, whose tokens stand before the "
-            "text, where no weight of the model can hold them."
-        )
+        kind = config.peft_type.value
+        raise RecipeError(f"ADAPTER_DIR is an adapter of {kind}, whose tokens stand before the text, not in a weight.")
     name = args.model or find_base(config.base_model_name_or_path, args.adapter)
     try:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
@@ -54,9 +52,7 @@ def _merge(args) -> int:
         merged = merge(with_adapter(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
-        raise RecipeError(
-            f"ADAPTER_DIR is {args.adapter!r}, which cannot be merged into {model.name_or_path!r}: {reason}"
-        ) from error
+        raise RecipeError(f"{args.adapter} cannot be merged into {model.name_or_path!r}: {reason}") from error
     merged.to(dtype).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(
@@ -69,10 +65,16 @@ def _merge(args) -> int:
 def with_adapter(model, adapter: str):
     """`model`, a base, with the adapter in the folder `adapter` on it."""
     from peft import PeftModel
+    from safetensors.torch import load_file
 
-    rows = _rows_of_embeddings(adapter, model)
-    if rows is not None and rows != model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(rows)  # the adapter was trained with tokens that the base does not have
+    path = Path(adapter, "adapter_model.safetensors")
+    saved = load_file(path) if path.is_file() else {}
+    embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    for name, tensor in saved.items():
+        if name.endswith(f"{embeddings}.weight") and len(tensor) != model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(
+                len(tensor)
+            )  # the adapter was trained with tokens that the base does not have
     return PeftModel.from_pretrained(model, adapter)
 
 
@@ -87,37 +89,15 @@ def tokenizer_of(adapter: str, trust_remote_code: bool = False):
 
 def _check_folders(adapter: str, output: str) -> None:
     if not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
-        raise RecipeError(
-            f"ADAPTER_DIR is {adapter!r}, which has no adapter_config.json. Give the output_dir of a training with "
-            "use_peft: true, or one of its checkpoints."
-        )
+        raise RecipeError(f"ADAPTER_DIR is {adapter!r}, which has no adapter_config.json. Train with use_peft: true.")
     if os.path.exists(output) and (not os.path.isdir(output) or any(Path(output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {output!r}, which is not empty. Give the path of a new folder.")
 
 
 def find_base(name: str | None, adapter: str) -> str:
-    """The base that an adapter names. A relative path is looked up in the working directory and next to the adapter.
-
-    Raises:
-        RecipeError: The adapter names no base.
-    """
+    """The base that an adapter names. A relative path is looked up in the working directory and next to the adapter."""
     if not name:
         raise RecipeError(f"{adapter} does not name its base. Say where the base is with --model.")
     folder = Path(adapter).absolute()  # the output_dir of a training, or a checkpoint in it
     beside = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
     return str(find_beside(name, beside) or name)
-
-
-def _rows_of_embeddings(adapter: str, model) -> int | None:
-    """The number of tokens in the adapter's own embeddings; None if it has none."""
-    from safetensors import safe_open
-
-    path = os.path.join(adapter, "adapter_model.safetensors")
-    if not os.path.isfile(path):
-        return None
-    embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    with safe_open(path, "pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - not a mapping
-            if name.endswith(f"{embeddings}.weight"):
-                return tensors.get_slice(name).get_shape()[0]
-    return None

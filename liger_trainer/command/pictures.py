@@ -20,23 +20,17 @@ _COLORS = ("#d55e00", "#0072b2", "#555555")  # of Okabe and Ito, which every kin
 _STYLES = ("-", "--", ":")  # equal lines lie on each other
 
 
-def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def draw_curves(history: list[dict[str, Any]], path: Path) -> bool:
-    """Draw what `log_history` of a trainer has of loss, gradient norm, rewards and margins.
+    """Draw what `log_history` of a trainer has of loss, gradient norm, rewards and margins. False if it fails.
 
-    Returns:
-        `bool`: Whether there is a picture: something was logged, matplotlib is installed, and it did not fail. The run
-        that is drawn is being saved, so no error may come from here.
+    The run that is drawn is being saved, so no error may come from here.
     """
     panels = []
     for title, keys in _PANELS:
         lines = {key: [(log["step"], float(log[key])) for log in history if key in log] for key in keys}
         if lines := {key: line for key, line in lines.items() if line}:
             panels.append((title, lines))
-    if not panels or not can_draw():
+    if not panels or importlib.util.find_spec("matplotlib") is None:
         return False
     try:
         figure, axes = _figure(len(panels))

@@ -19,13 +19,11 @@ class Terminated(KeyboardInterrupt):
 class SaveOnSigterm(TrainerCallback):
     """Says when training has to stop because a process of the run has got SIGTERM.
 
-    The processes get the signal at different times, and not all of them need get it, but they have to save together.
-    So each step they tell each other, over gloo, which does not wait for the GPU: the message is under way while the
-    optimizer steps.
+    Not all processes need get the signal, but they have to save together. So each step they tell each other, over gloo,
+    while the optimizer steps.
 
-    Training stops after a checkpoint at the end of a step, or at the end of its epoch where that is the same moment,
-    because what an epoch brings with it is part of the checkpoint. It does not stop after the last step: what is left
-    then is to save the model.
+    Training stops after a checkpoint at the end of a step, or of its epoch where that is the same moment, and not after
+    the last step: what is left then is to save the model.
     """
 
     def __init__(self) -> None:

@@ -18,11 +18,7 @@ _LEGEND = "What the loss counts stands between « and », and the rest is contex
 
 @contextlib.contextmanager
 def without_a_trace(recipe: Recipe) -> Iterator[None]:
-    """While this is open, `recipe` runs from its beginning, in a temporary folder that is deleted afterwards.
-
-    Raises:
-        RecipeError: The trainer has no completions before it trains, so there is nothing to preview.
-    """
+    """While this is open, `recipe` runs from its beginning, in a temporary folder that is deleted afterwards."""
     if not {"completion", "chosen"} & {name for needed in recipe.entry.columns for name in needed}:
         raise RecipeError(f"--preview has nothing to show, since {recipe.entry.trainer} generates its completions.")
     recipe.training.resume_from_checkpoint = None

@@ -16,8 +16,15 @@ from liger_trainer.command.accelerate_file import apply_config, find_config
 from liger_trainer.command.options import take_options
 from liger_trainer.command.recipe_checks import settle
 from liger_trainer.command.recipe_keys import RecipeArguments
-from liger_trainer.command.recipe_parser import options_given, parser_of, refuse_unknown_keys
-from liger_trainer.command.recipe_values import SWITCHES_AND_TEXTS, checked, dump_yaml, load_yaml
+from liger_trainer.command.recipe_parser import (
+    SWITCHES_AND_TEXTS,
+    checked,
+    dump_yaml,
+    load_yaml,
+    options_given,
+    parser_of,
+    refuse_unknown_keys,
+)
 from liger_trainer.command.shipped_files import find_shipped, recipe_names
 from liger_trainer.command.trainer_table import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError, without_tokens
@@ -79,11 +86,7 @@ def find_recipe(name: str) -> Path:
 def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE) -> Recipe:
     """Read the recipe `name` (a path or a shipped name), with `overrides` such as `["--max_steps", "5"]` on top.
 
-    The help of its keys begins with `usage`.
-
-    Raises:
-        RecipeError: A key is unknown, repeated or misplaced, a value has the wrong type, or values exclude each other.
-        SystemExit: 0, after `--help`.
+    RecipeError for keys and values that do not fit; SystemExit after `--help`, which begins with `usage`.
     """
     return read_recipe(name, overrides, usage)[1]()
 

@@ -48,13 +48,9 @@ _RANGES = (
 def settle(
     filed: dict[str, Any], given: dict[str, Any], defaults: dict[str, Any], entry: TrainerEntry
 ) -> dict[str, Any]:
-    """The keys that are set: in the file, `filed`, and on the command line, `given`, which override the file.
+    """The keys that are set, of which `given`, on the command line, override `filed`. RecipeError if they do not fit.
 
-    Turning an option off on the command line, as `--use_peft false` does, also drops the keys of the file that depend
-    on it.
-
-    Raises:
-        RecipeError: A key has no effect, lacks another key, or its value is out of range.
+    Turning an option off on the command line, as `--use_peft false` does, drops the keys of the file that depend on it.
     """
     chosen = filed | given
 
@@ -76,16 +72,12 @@ def settle(
             if value(key) is None or value(key) is False:
                 continue
             if key in given or not any(switch in given for switch in switches.split()):
-                raise RecipeError(
-                    f"{key} is {value(key)!r}, which has no effect without {needs}. Set that, or remove {key}."
-                )
+                raise RecipeError(f"{key} is {value(key)!r}, which has no effect without {needs}.")
             del chosen[key]
     if "num_train_epochs" in chosen and value("max_steps") > 0:
         if "max_steps" not in given or "num_train_epochs" in given:
-            raise RecipeError(
-                f"num_train_epochs is {value('num_train_epochs')} and max_steps is {value('max_steps')}, but max_steps "
-                "alone would decide. Remove one of them, or set max_steps: -1."
-            )
+            epochs = value("num_train_epochs")
+            raise RecipeError(f"num_train_epochs is {epochs}, and max_steps {value('max_steps')}. Remove one of them.")
         del chosen["num_train_epochs"]
     rows = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
     if _on(value("eval_strategy")) and not any(value(key) for key in rows):
@@ -96,22 +88,14 @@ def settle(
     if value("save_strategy") == "best" and value("eval_strategy") == "no":
         raise RecipeError("save_strategy is 'best', which saves nothing without eval_strategy: steps or epoch.")
     if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":
-        raise RecipeError(
-            "packing_strategy is 'wrapped', with which rows see what is left of other rows. Set packing_strategy: bfd, "
-            "or bfd_split, which keeps the rest of rows longer than max_length too."
-        )
+        raise RecipeError("packing_strategy is 'wrapped', which lets rows see each other. Set packing_strategy: bfd.")
     if value("enable_jit_checkpoint"):
         raise RecipeError("enable_jit_checkpoint is true. Remove it: at SIGTERM a run saves all its processes anyway.")
     if bool(value("reward_funcs")) != entry.rewards:
         with_rewards = ", ".join(name for name, other in TRAINERS.items() if other.rewards)
-        raise RecipeError(
-            f"reward_funcs is {value('reward_funcs')!r}, and the trainer is {entry.trainer}. The trainers "
-            f"{with_rewards} need a list, such as [boxed_answer] or [my_module.my_reward], and the others read none."
-        )
+        raise RecipeError(f"reward_funcs is {value('reward_funcs')!r}; expected a list for {with_rewards} alone.")
     if "teacher_model_name_or_path" in defaults and not value("teacher_model_name_or_path"):
-        raise RecipeError(
-            f"{entry.trainer} needs teacher_model_name_or_path; set it to a folder, or to a model on the Hub."
-        )
+        raise RecipeError(f"{entry.trainer} needs teacher_model_name_or_path.")
     return chosen
 
 
@@ -119,7 +103,6 @@ def check_rows(recipe: Any, columns: list[str]) -> None:
     """RecipeError if completion_only_loss has no completions to go by, since TRL would count every token."""
     if getattr(recipe.training, "completion_only_loss", None) and not {"completion", "completion_mask"} & set(columns):
         raise RecipeError(
-            f"{recipe.path}: completion_only_loss is true, but the rows have {', '.join(columns)} and no completion, "
-            "so the loss would count every token. Remove it. To learn the answers of messages, set "
-            "prompt_template: last_turn for the last one, or assistant_only_loss: true for all."
+            f"completion_only_loss is true, but the rows have {', '.join(columns)} and no completion. Remove it. To "
+            "learn answers of messages, set prompt_template: last_turn, or assistant_only_loss: true for all answers."
         )

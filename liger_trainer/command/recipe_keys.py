@@ -15,11 +15,7 @@ def _key(default: Any, meaning: str) -> Any:
 
 @dataclass
 class RecipeArguments:
-    """The keys of a recipe that belong neither to the trainer's config nor to TRL's `ModelConfig`.
-
-    Raises:
-        RecipeError: A value is out of its range, or two keys say where the evaluation rows come from.
-    """
+    """The keys of a recipe that belong neither to the trainer's config nor to TRL's `ModelConfig`."""
 
     trainer: str = _key("sft", "The trainer that runs the recipe: a name from the table under Trainers.")
     # None stands before str because transformers' parser then takes several words after the option.
@@ -105,8 +101,7 @@ class RecipeArguments:
             count = len(self.dataset_name) if isinstance(self.dataset_name, list) else 1
             if len(self.dataset_weights) != count or count < 2 or not all(0 < w < 1e9 for w in self.dataset_weights):
                 raise RecipeError(
-                    f"dataset_weights is {self.dataset_weights}, and dataset_name is {self.dataset_name!r}; expected a "
-                    "list of two or more names, and a number above 0 for each."
+                    f"dataset_weights is {self.dataset_weights}; expected a number above 0 for each dataset_name."
                 )
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise RecipeError(f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1.")

@@ -1,15 +1,18 @@
-"""TRL's parser, set up for the keys of one trainer: the options of the command line, `--help`, and unknown keys."""
+"""The keys and values of a recipe: YAML with types, TRL's parser for the command line, `--help`, and unknown keys."""
 
 import argparse
 import dataclasses
 import difflib
 import json
 import os
+import re
 import textwrap
 import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+import yaml
 
 from liger_trainer.command.options import take_options
 from liger_trainer.command.recipe_keys import RecipeArguments
@@ -31,6 +34,8 @@ _OTHER_NAMES = {
     "sequence_len": "max_length", "cutoff_len": "max_length", "grad_accum": "gradient_accumulation_steps",
 }  # fmt: skip
 _NOT_GIVEN = object()
+SWITCHES_AND_TEXTS = ("resume_from_checkpoint", "activation_checkpointing")
+"""Keys that are strings for the parser, which may be true and false as well."""
 
 
 class Key(NamedTuple):
@@ -68,11 +73,7 @@ def _topic(module: str) -> str:
 
 
 def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
-    """The text of `--help`: all names by topic or, with a word, the keys of that topic or with it in their names.
-
-    Raises:
-        RecipeError: The word is no topic, and no key has it in its name.
-    """
+    """The text of `--help`: all names by topic or, with a word, the keys of that topic or with it in their names."""
     name = word.strip("-").replace("-", "_")
     if name == "all":
         return parser.format_help()
@@ -99,12 +100,7 @@ def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
 def options_given(parser, keys: dict[str, Key], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
     """The keys that the command line sets, including those that it sets to their defaults.
 
-    Every key starts with a mark that no option can have as its value. Without it, a value that was given could not be
-    told from a default, and a key with a `--no_` twin has two defaults.
-
-    Raises:
-        RecipeError: A word is no option, or its value has the wrong form.
-        SystemExit: 0, after `--help`.
+    Every key starts with a mark that no option can have as its value, to tell a value that was given from a default.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -117,14 +113,14 @@ def options_given(parser, keys: dict[str, Key], words: list[str], entry: Trainer
         raise SystemExit(0)
     namespace, rest = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(keys, _NOT_GIVEN)))
     if rest:
-        name, dashes = rest[0].partition("=")[0].removeprefix("--"), rest[0].startswith("--")
-        if not dashes:
+        name = rest[0].partition("=")[0]
+        if not name.startswith("--"):
             raise RecipeError(f"{rest[0]!r} on the command line belongs to no option; write --key value after RECIPE.")
-        raise RecipeError(f"--{name} {_why_unknown(name.replace('-', '_'), keys, entry)}")
+        raise RecipeError(f"{name} {_why_unknown(name[2:].replace('-', '_'), keys, entry)}")
     given = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
     for key, value in given.items():
+        hint = keys[key].hint
         if isinstance(value, list) and len(value) == 1:
-            hint = keys[key].hint
             if typing.get_origin(hint) is not list and str in typing.get_args(hint):
                 given[key] = value[0]  # as a file would have it
         elif isinstance(value, str) and value.startswith("{") and key != "columns":  # which is read as YAML
@@ -159,3 +155,70 @@ def nearest(key: str, known: Iterable[str]) -> str:
     other = _OTHER_NAMES.get(key)
     match = [other] if other in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f" Did you mean {match[0]}?" if match else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML in which a repeated key is an error and `2e-5` is a number, as in YAML 1.2 (in 1.1 it is a string)."""
+
+    def construct_mapping(self, node, deep=False):
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} is there twice; keep one.")
+            seen.append(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back: a string such as '2e-5' gets its quotes."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.yaml_implicit_resolvers = {k: list(v) for k, v in _side.yaml_implicit_resolvers.items()}
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a recipe's file. RecipeError if it is no YAML, or no mapping, or repeats a key."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+    except RecipeError as error:
+        raise RecipeError(f"{path}, {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise RecipeError(f"{path} is no mapping of names to values; expected one `key: value` a line.")
+    return values
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """`values` as the text of a recipe, in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+
+
+def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
+    """`value` as the parser wants it. RecipeError if `hint` does not allow the type that it has in YAML."""
+    from huggingface_hub.dataclasses import type_validator
+
+    if value is False and key in ("save_strategy", "eval_strategy", "logging_strategy"):
+        return "no"  # which YAML reads as false
+    if key in SWITCHES_AND_TEXTS and isinstance(value, bool):
+        return str(value).lower()
+    try:
+        type_validator(key, value, hint)
+    except TypeError as error:
+        try:
+            type_validator(key, _as_floats(value), hint)
+        except TypeError:
+            raise RecipeError(f"{path}: {key} is {value!r}. {str(error).partition(' Errors: ')[0]}") from error
+    return value
+
+
+def _as_floats(value: Any) -> Any:
+    """Whole numbers as floats, because 1 may stand for 1.0."""
+    if isinstance(value, list):
+        return [_as_floats(part) for part in value]
+    return float(value) if type(value) is int else value

@@ -44,16 +44,7 @@ class RowCounts:
 
 
 def account_for_rows(trainer: Any, train_rows: Any, eval_rows: Any) -> RowCounts:
-    """The counts of the training rows. They are logged if there is more to say than how many there are.
-
-    Args:
-        trainer (`transformers.Trainer`): A trainer before it trains.
-        train_rows (`datasets.Dataset`): The rows that it was given to train on.
-        eval_rows (`datasets.Dataset`, *optional*): The rows that it was given to evaluate on.
-
-    Raises:
-        RecipeError: No row has anything to learn, or all rows of KTO have the same label.
-    """
+    """The counts of the training rows, logged if some are cut or dropped. RecipeError if nothing can be learned."""
     import trl
 
     counts = _checked_counts(trainer, train_rows, "train")
@@ -81,8 +72,7 @@ def check_token_ids(trainer: Any, name: str) -> None:
         outside = tokens[((tokens < 0) | (tokens >= size)) & ((tokens != -100) | (column != "labels"))]
         if len(outside):
             raise RecipeError(
-                f"The {name} rows have the token {outside[0]} in {column}; expected tokens of the model, from 0 to "
-                f"{size - 1}. Tokenise with the tokenizer of this model, or resize the model's embeddings."
+                f"{column} of the {name} rows has the token {outside[0]}, and the model has {size} tokens."
             )
 
 
@@ -129,17 +119,16 @@ def _checked_counts(trainer: Any, given_rows: Any, name: str) -> RowCounts:
         # ORPO and CPO keep a row whose prompt alone fills max_length, and divide by 0 tokens
         answers = [_learns(*_lists(rows, f"{side}_labels"), first=0) for side in ("chosen", "rejected")]
         if count := int((~(answers[0] & answers[1])).sum()):
+            limit = max_length_of(trainer)
             raise RecipeError(
-                f"max_length is {max_length_of(trainer)}, and the prompt alone fills it in {count} of {len(rows)} "
-                f"{name} rows, whose loss would be NaN. Set a larger max_length, or remove these rows."
+                f"The prompt alone fills max_length {limit} in {count} {name} rows, whose loss would be NaN."
             )
     counts = count_rows(trainer, given_rows, name)
     if counts.empty == counts.used:  # both are 0 where all rows were dropped
         within = "" if counts.max_length is None else f" within max_length {counts.max_length}"
         raise RecipeError(
             f"Nothing can be learned from the {counts.given} {name} rows: no token after the first one counts in the "
-            f"loss{within}. The first row is {short(given_rows[0])}. Set a larger max_length, fill in the text to "
-            "learn, or check masks and labels."
+            f"loss{within}. The first row is {short(given_rows[0])}."
         )
     if counts != RowCounts(counts.given, counts.given, counts.max_length) and trainer.is_world_process_zero():
         logger.warning(f"{name} rows: {counts}")

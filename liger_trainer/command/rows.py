@@ -5,14 +5,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.compute as pc
+
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.recipe_parser import nearest
-from liger_trainer.command.row_checks import check_rows
 from liger_trainer.errors import RecipeError, short
 from liger_trainer.paths import find_beside
 from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+# What a column may hold, in words.
+TEXT, MESSAGES, LABEL, TOKENS = (
+    "text", "a list of messages, each with role and content", "true or false, without quotes (or 1 and 0)",
+    "a list of token ids",
+)  # fmt: skip
+_KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
+_EITHER = ("prompt", "completion", "chosen", "rejected")
 
 
 class _Template(NamedTuple):
@@ -44,19 +52,10 @@ def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
-    """The training rows and the evaluation rows of a recipe.
+    """The training rows of a recipe, and its evaluation rows or None. RecipeError if they cannot be used.
 
-    Args:
-        args (`RecipeArguments`): The recipe's own keys.
-        folder (`Path`): The recipe's folder, in which a relative `dataset_name` is looked up too.
-        columns: Sets of columns. After the template has been applied, rows need all columns of at least one set.
-        seed (`int`): The seed with which `dataset_weights` draws rows, and `eval_fraction` those that it holds out.
-
-    Returns:
-        `tuple[Dataset, Dataset | None]`: The second is None if the recipe names no rows to evaluate on.
-
-    Raises:
-        RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is malformed.
+    `folder` is the recipe's, in which relative names are looked up too. Once the template is applied, rows need all
+    columns of at least one set in `columns`. `seed` decides which rows are drawn or held out.
     """
     train = _all_rows_of(args, "dataset_name", args.dataset_train_split, folder, columns, seed, args.max_rows)
     if args.eval_dataset_name is not None:
@@ -89,8 +88,7 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
         # datasets itself would fill a column that is missing with nulls
         if set(part.column_names) != set(parts[0].column_names):
             raise RecipeError(
-                f"{key} {names[0]!r} has the columns {', '.join(sorted(parts[0].column_names))}, and {name!r} has "
-                f"{', '.join(sorted(part.column_names))}, once the template is applied, but all need the same."
+                f"{key} {names[0]!r} has the columns {parts[0].column_names}, and {name!r} {part.column_names}."
             )
     weights = None if seed is None else args.dataset_weights
     try:
@@ -108,16 +106,13 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     """The rows of one name in `key`, after the template has been applied and the rows have been checked."""
     if not name:
         raise RecipeError(
-            f"{key} is missing; set it to a file ({', '.join(_FILE_BUILDERS)}), to a folder, or to a Hub dataset."
+            f"{key} is missing; set it to a file ({', '.join(_FILE_BUILDERS)}), a folder, or a Hub dataset."
         )
     path = find_beside(name, folder)
     is_path = Path(name).suffix in _FILE_BUILDERS or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if path is None and (is_path or key == "eval_dataset_name"):
         hint = " To use a split of a Hub dataset, set dataset_eval_split." if key == "eval_dataset_name" else ""
-        raise RecipeError(
-            f"{key} is {name!r}, and there is no such file, neither in the working directory nor in "
-            f"{folder.absolute()}.{hint}"
-        )
+        raise RecipeError(f"{key} is {name!r}, and there is no such file, here nor in {folder.absolute()}.{hint}")
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -169,30 +164,22 @@ def _load(source: str, config: str | None, split: str):
 def _renamed(rows, mapping: dict[str, str]):
     """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
-        raise RecipeError(
-            f"it has the columns {', '.join(rows.column_names)}, and columns is {short(mapping)}, which names "
-            f"{missing[0]!r}.{nearest(missing[0], rows.column_names)} Write columns as {{column of the trainer: column "
-            "of the data}."
-        )
+        near = nearest(missing[0], rows.column_names)
+        raise RecipeError(f"it has the columns {', '.join(rows.column_names)}, and columns names {missing[0]!r}.{near}")
     replaced = [name for name in mapping if name in rows.column_names and name not in mapping.values()]
     return rows.remove_columns(replaced).rename_columns({old: new for new, old in mapping.items()}) if mapping else rows
 
 
 def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str]):
-    """The rows after the template `name` has been applied, without columns that compete with those in `mapped`.
-
-    RecipeError if the trainer cannot use them.
-    """
+    """The rows after the template `name` has been applied, without columns that compete with those in `mapped`."""
     listed = ", ".join(rows.column_names)
     if name != "none":
         template = _TEMPLATES[name]
         if name == "sharegpt" and "conversations" not in rows.column_names and "messages" in rows.column_names:
             rows = rows.rename_column("messages", "conversations")
         if not set(template.needed) <= set(rows.column_names):
-            raise RecipeError(
-                f"it has the columns {listed}; prompt_template: {name} needs {' and '.join(template.needed)} "
-                f"({', '.join(template.optional)} optional)."
-            )
+            needs = " and ".join(template.needed)
+            raise RecipeError(f"it has the columns {listed}; prompt_template: {name} needs {needs}.")
         rows = _applied(rows, template, f"Applying the template {name}")
     have = set(rows.column_names)
     fitting = [needed for needed in columns if set(needed) <= have]
@@ -245,3 +232,82 @@ def _without_other_prompt(rows, needed: tuple[str, ...]):
     text = getattr(rows.features["prompt"], "dtype", None) == "string"
     first = rows[0]["chosen"]
     return rows.remove_columns("prompt") if text and isinstance(first, list) and len(first) > 1 else rows
+
+
+def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
+    """RecipeError for the first row in which one of the columns `needed`, which all exist, has no fit value."""
+    if "input_ids" in needed:
+        _check_tokens(rows)
+        return
+    if "chosen" in needed and "prompt" in rows.column_names:
+        needed = ("prompt", *needed)
+    kinds: dict[str, str] = {}
+    index = 0
+    for batch in rows.select_columns(list(needed)).iter(1000):
+        for values in zip(*(batch[column] for column in needed), strict=True):
+            for column, value in zip(needed, values, strict=True):
+                wanted = _KINDS.get(column) or ((TEXT, MESSAGES) if column in _EITHER else (TEXT,))
+                wanted = (kinds[column],) if column in kinds else wanted  # all rows need the same
+                kind = next((kind for kind in wanted if _fits(value, kind)), None)
+                if kind is None:
+                    raise _wrong(index, column, value, wanted)
+                kinds[column] = kind
+            if needed[:2] == ("chosen", "rejected"):
+                _check_pair(index, dict(zip(needed, values, strict=True)), kinds["chosen"])
+            index += 1
+    if type(rows.features.get("label")).__name__ == "Json" and "label" in needed:
+        raise RecipeError(f"In some rows of the dataset, label is text; expected {LABEL}, in every row.")
+    if len({kinds[column] for column in needed if column in _EITHER}) > 1:
+        found = "; ".join(f"{column} is {kind}" for column, kind in kinds.items() if column in _EITHER)
+        raise RecipeError(f"{found}. Write all of them as text, or all as lists of messages.")
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == TEXT:
+        return isinstance(value, str)
+    if kind == LABEL:
+        return isinstance(value, int) and value in (0, 1)
+    # The content of a message is text or a list of parts; tool calls, for example, may take its place.
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), (str, list, type(None)))
+            and any(part is not None for name, part in message.items() if name != "role")
+            for message in value
+        )
+    )
+
+
+def _check_tokens(rows: Any) -> None:
+    """RecipeError if a row of `input_ids` is no list of integers, or is empty."""
+    feature = getattr(rows.features["input_ids"], "feature", None)
+    if not getattr(feature, "dtype", "").startswith(("int", "uint")):
+        raise _wrong(0, "input_ids", rows[0]["input_ids"], (TOKENS,))
+    column = rows.select_columns(["input_ids"]).with_format("arrow")[:].column(0)
+    bad = pc.index(pc.fill_null(pc.list_value_length(column), 0), 0).as_py()
+    if bad >= 0:
+        raise _wrong(bad, "input_ids", rows[bad]["input_ids"], (TOKENS,))
+
+
+def _wrong(index: int, column: str, value: Any, wanted: tuple[str, ...]) -> RecipeError:
+    turn = next(iter(value), None) if isinstance(value, list) else value
+    sharegpt = isinstance(turn, dict) and turn.get("from") is not None and "value" in turn
+    mend = "It has turns with from and value: set prompt_template: sharegpt." if sharegpt else "Correct or remove it."
+    return RecipeError(
+        f"Row {index} of the dataset has {column} {short(value)}; expected {', or '.join(wanted)}, as in every row. "
+        f"{mend}"
+    )
+
+
+def _check_pair(index: int, pair: dict[str, Any], kind: str) -> None:
+    """RecipeError unless chosen and rejected have a prompt in common, which TRL finds there, and an answer after it."""
+    for name, value in pair.items():
+        if len(value) < (1 if kind == TEXT else 2):
+            raise RecipeError(f"Row {index} of the dataset has {name} {short(value)}, and no column prompt.")
+    if kind == MESSAGES and len({str(value[0].get("content")) for value in pair.values()}) > 1:
+        raise RecipeError(
+            f"In row {index} of the dataset, chosen and rejected have other prompts, and no column prompt."
+        )

@@ -27,23 +27,13 @@ from liger_trainer.world import fault_of_world
 
 
 def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
-    """Train as the recipe says, and save the model, its tokenizer and `liger_report.json` in `output_dir`.
+    """The summary of a run of `recipe`, or what the trainer makes of the first `preview_rows`, untrained.
 
-    Args:
-        recipe (`Recipe`): What to run.
-        preview_rows (`int`, *optional*): Train nothing, and show what the trainer makes of this many rows.
-        stop (`SaveOnSigterm`, *optional*): What says when the run has to stop.
-
-    Returns:
-        The summary of the run, or the rows if `preview_rows` is set; on all processes but the main one, None.
-
-    Raises:
-        RecipeError: Something that the recipe names is missing, or does not fit the rest. Nothing has been trained.
-        RunError: A checkpoint or the model cannot be written. The message says what of the run is saved.
+    None on all processes but the main one. RecipeError if nothing has been trained, RunError if a write has failed.
     """
     training = recipe.training
     if fault := fault_of_world(os.environ, training.distributed_state, recipe.sharding):
-        raise RecipeError(f"{recipe.path}: {fault}")
+        raise RecipeError(f"{fault}")
     with own_folder(recipe) as resumes:
         return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
 
@@ -97,11 +87,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
 
 
 def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], trainer_class: type) -> Any:
-    """The trainer of `recipe`, of the class `trainer_class`, with its model and its rows prepared.
-
-    Raises:
-        RecipeError: The libraries refuse something that the recipe names.
-    """
+    """The trainer of `recipe`, of the class `trainer_class`. RecipeError if a library refuses what the recipe names."""
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     source, config, train_rows, eval_rows, rewards = sources
     init = {key: value for key, value in init.items() if key not in source.options}
@@ -133,7 +119,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         if isinstance(error, RecipeError):
             raise
         what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""
-        raise RecipeError(f"{recipe.path}: {what}{' '.join(str(error).split())}") from error
+        raise RecipeError(f"{what}{' '.join(str(error).split())}") from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
 
@@ -160,9 +146,7 @@ def _needs_reference(recipe: Recipe) -> bool:
 def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
     """The model and the tokenizer of a GGUF source. The weights are dequantised to `dtype`."""
     if recipe.model.load_in_4bit or recipe.model.load_in_8bit:
-        raise RecipeError(
-            "load_in_4bit and load_in_8bit do not apply to a GGUF model, which is quantised already. Remove them."
-        )
+        raise RecipeError("load_in_4bit and load_in_8bit do not apply to a GGUF model. Remove them.")
     from transformers import GgufConfig
 
     tokenizer = source.load(AutoTokenizer)

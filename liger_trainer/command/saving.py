@@ -29,13 +29,8 @@ class _CannotSave(Exception):
 class Keeper(TrainerCallback):
     """The checkpoints of a run: where it begins, their manifests, and how many of them stay.
 
-    Checksums are taken in a thread while training goes on. Only when the manifest of a checkpoint is there are older
-    ones deleted, by their steps and never those of another run, so that there is a whole one at any time.
-
-    Args:
-        facts (`dict`): What each manifest says of the run.
-        beginning (`Beginning`): Where the run begins.
-        limit (`int`, *optional*): `save_total_limit`. The newest checkpoint and the best one stay in any case.
+    Checksums are taken in a thread while training goes on. Once the manifest of a checkpoint is there, older ones are
+    deleted, by their steps and never those of another run. Of `limit`, the newest and the best one stay in any case.
     """
 
     def __init__(self, facts: dict[str, Any], beginning: Beginning, limit: int | None = None) -> None:
@@ -155,13 +150,7 @@ def _saving(what: str, trainer: Any) -> Iterator[None]:
 
 
 def train_and_save(trainer: Any, recipe: Recipe) -> None:
-    """Train, and save the model in `output_dir`.
-
-    Raises:
-        RecipeError: A library refuses something of the recipe before the first step.
-        RunError: A checkpoint or the model cannot be written. The model alone is kept if possible.
-        Terminated: A process has got SIGTERM, and a checkpoint is saved.
-    """
+    """Train, and save the model in `output_dir`. RecipeError if a library refuses something before the first step."""
     keeper, beginning = trainer.keeper, trainer.keeper.beginning
     try:
         trainer.train(resume_from_checkpoint=beginning.checkpoint)
@@ -178,8 +167,8 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         refuses = isinstance(error, (ValueError, TypeError, ImportError)) or not beginning.known
         if trainer.stop.training or not refuses:
             raise
-        at = "" if beginning.known else f" {beginning.checkpoint} cannot be loaded:"
-        raise RecipeError(f"{recipe.path}:{at} {' '.join(str(error).split())} ({type(error).__name__})") from error
+        at = "" if beginning.known else f"{beginning.checkpoint} cannot be loaded: "
+        raise RecipeError(f"{at}{' '.join(str(error).split())} ({type(error).__name__})") from error
     finally:
         with contextlib.suppress(_CannotSave):  # after another error: what_is_left may name this checkpoint
             keeper.wait(trainer)
@@ -214,11 +203,8 @@ def _save_model(trainer: Any) -> None:
 def _keep_model(trainer: Any) -> str:
     """After a save has failed, save the model alone: in `output_dir` or, if it is full or has one, for temporary files.
 
+    The sentence that says where is empty if there is a checkpoint of this step, or if this process has a part only.
     Checkpoints without a manifest are deleted, because their space is needed.
-
-    Returns:
-        `str`: Where the model is saved, as a sentence for the user. It is empty if there is a checkpoint of this step,
-            or if one process cannot save the model, because it has a part of it and the others do not come here.
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.is_world_process_zero():
         return ""

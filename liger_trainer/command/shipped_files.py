@@ -7,8 +7,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from liger_trainer.command.recipe_parser import nearest
-from liger_trainer.command.recipe_values import load_yaml
+from liger_trainer.command.recipe_parser import load_yaml, nearest
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
 
@@ -46,8 +45,7 @@ def config_names() -> dict[str, Path]:
 def find_shipped(name: str, key: str = "NAME", files: dict[str, Path] | None = None) -> tuple[str, Path]:
     """The full name and the file of a shipped recipe or config, of which `configs/` and `.yaml` may be left out.
 
-    Raises:
-        RecipeError: There is no such file in `files`, by default those of all recipes and configs. It names `key`.
+    It is looked for in `files`, by default all of them. A RecipeError names `key`.
     """
     files = recipe_names() | config_names() if files is None else files
     bare = name.removesuffix(".yaml")

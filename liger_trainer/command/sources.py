@@ -1,15 +1,19 @@
 """What a recipe names, found and checked before any weight is loaded: its model, rows, rewards and chat template."""
 
+import importlib
+import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from liger_trainer.command.chat_template import find_template, settle_named_template
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
-from liger_trainer.command.rewards import find_reward
 from liger_trainer.command.rows import columns_of, load_rows
 from liger_trainer.errors import RecipeError
+from liger_trainer.rewards import REWARDS
 
 
 class Sources(NamedTuple):
@@ -35,11 +39,7 @@ def model_of(recipe: Recipe) -> ModelSource:
 
 
 def find_sources(recipe: Recipe) -> Sources:
-    """Read and check everything that a recipe names, but for the weights of its model.
-
-    Raises:
-        RecipeError: Something is missing, unreadable, or does not fit the rest.
-    """
+    """Read and check everything that a recipe names, but for the weights of its model."""
     from transformers import AutoConfig
 
     training, source = recipe.training, model_of(recipe)
@@ -62,6 +62,31 @@ def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
     tokenizer, where = find_template(recipe, source)
     if getattr(tokenizer, "chat_template", None) is None:
         raise RecipeError(
-            f"{recipe.path}: the rows are lists of messages, and the tokenizer of {where} has no chat template. Set "
-            "chat_template_path to chatml, to another template, or to a model that has one."
+            f"the rows are messages, and {where} has no chat template. Set chat_template_path, such as chatml."
         )
+
+
+def find_reward(name: str, folder: Path | None = None) -> Callable:
+    """The function that `name` means: a key of `REWARDS`, or a dotted path such as `my_rewards.brief`.
+
+    A dotted path imports its module, which runs its code. Modules are also found in `folder`, the recipe's, and in the
+    working directory, which stay at the end of `sys.path` for what the function imports.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, attribute = name.rpartition(".")
+    found = None
+    if module:
+        for path in (folder, Path.cwd()):
+            if path is not None and str(path.resolve()) not in sys.path:
+                sys.path.append(str(path.resolve()))
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ModuleNotFoundError as error:
+            if error.name != module.partition(".")[0]:
+                raise
+    if inspect.isclass(found) or not callable(found):
+        raise RecipeError(
+            f"reward_funcs has {name!r}, which is none of {', '.join(REWARDS)}, and no path of a function."
+        )
+    return found

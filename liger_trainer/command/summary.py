@@ -60,7 +60,8 @@ class RunRecorder(TrainerCallback):
         if self.rows is not None:
             lines.append(f"  rows     {self.rows}")
         if self.parameters is not None:
-            lines.append(f"  trains   {_share(*self.parameters)}")
+            trained, total = self.parameters
+            lines.append(f"  trains   {trained:,} of {total:,} parameters ({trained / total:.2%})")
         seconds = timedelta(seconds=round(time.perf_counter() - self._start))
         epochs = (state.epoch or 0) * (1 - self._first_step / max(1, state.global_step))
         lines.append(f"  time     {seconds} for {epochs:.2f} epochs of these rows")
@@ -95,12 +96,6 @@ class RunRecorder(TrainerCallback):
             f" of {state.max_steps}, stopped early: eval_{args.metric_for_best_model.removeprefix('eval_')} was best "
             f"at step {state.best_global_step}, with {state.best_metric:.3f}, and that model is saved"
         )
-
-
-def _share(trained: int, total: int) -> str:
-    if trained == total:
-        return f"{total:,} parameters, all of them"
-    return f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
 
 
 def hardware(processes: int = 1) -> str:

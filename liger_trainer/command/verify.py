@@ -15,7 +15,7 @@ from liger_trainer.command.accelerate_file import own_environment
 from liger_trainer.command.model_source import find_model
 from liger_trainer.command.options import add_recipe_command
 from liger_trainer.command.recipe import Recipe, find_recipe, parse_recipe
-from liger_trainer.command.recipe_values import load_yaml
+from liger_trainer.command.recipe_parser import load_yaml
 from liger_trainer.command.rows import columns_of, load_rows
 from liger_trainer.errors import RecipeError
 
@@ -29,15 +29,9 @@ _NOT_VERIFIED = (
     "deepspeed", "lora_dropout", "reward_funcs", "mask_truncated_completions", "chat_template_path",
     "medusa_init_heads_from", "neftune_noise_alpha",
 )  # fmt: skip
-_OF_LOADING = {
-    "gguf_file",
-    "revision",
-    "dtype",
-    "device_map",
-    "quantization_config",
-    "use_kernels",
-    "trust_remote_code",
-}
+_OF_LOADING = (
+    "gguf_file", "revision", "dtype", "device_map", "quantization_config", "use_kernels", "trust_remote_code",
+)  # fmt: skip
 
 
 def add_verify_command(commands: Any) -> None:
@@ -92,11 +86,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def setup_of(recipe: Recipe) -> Any:
-    """The training of `recipe` as `liger_trainer.verify` takes it.
-
-    Raises:
-        RecipeError: The config of the model or the rows cannot be read.
-    """
+    """The training of `recipe` as `liger_trainer.verify` takes it."""
     import trl
 
     import liger_trainer
@@ -143,9 +133,7 @@ def _rows(recipe: Recipe) -> list[dict[str, Any]]:
     try:
         rows, _ = load_rows(recipe.args, recipe.path.parent, needed, recipe.training.seed)
     except RecipeError as error:
-        raise RecipeError(
-            f"{str(error).rstrip('.')}. A few rows of the same form are enough here: pass --dataset_name FILE."
-        ) from error
+        raise RecipeError(f"{str(error).rstrip('.')}. A few rows are enough here: pass --dataset_name FILE.") from error
     kept = {name for names in needed for name in names} | {"prompt", "labels", "completion_mask", "assistant_masks"}
     found = rows.select_columns([name for name in rows.column_names if name in kept]).to_list()
     counts: Counter[bool] = Counter()

@@ -225,17 +225,14 @@ def test_messages_without_assistant_only_loss_learn_all_and_the_summary_says_so(
 def test_a_named_template_for_a_model_without_one(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     code, _, err = command(capsys, "train", recipe(folder))
-    assert code == 2 and "has no chat template. Set chat_template_path to chatml" in err
+    assert code == 2 and "has no chat template. Set chat_template_path, such as chatml" in err
     path = recipe(folder, chat_template_path="chatml")
     code, out, err = command(capsys, "train", path, "--preview")
     assert code == 0 and "Row 0: 18 tokens, 5 of them learned\n" in out, out + err
     code, _, err = command(capsys, "train", path, "--chat_template_path", "llama3")
-    assert (
-        code == 2 and "chat_template_path is 'llama3', whose token <|start_header_id|> is not in the vocabulary" in err
-    )
-    assert "Set it to chatml or qwen or mistral; or to a model that has such a template" in err
+    assert code == 2 and "chat_template_path is 'llama3', whose token <|start_header_id|> the vocabulary" in err
     code, _, err = command(capsys, "train", path, "--chat_template_path", "chatlm")
-    assert code == 2 and "chat_template_path is 'chatlm', which is neither chatml, qwen, llama3" in err
+    assert code == 2 and "chat_template_path is 'chatlm', neither chatml, qwen, llama3" in err
     code, out, err = command(capsys, "train", path)
     assert code == 0, err
     saved = AutoTokenizer.from_pretrained(folder / "out")

@@ -89,9 +89,7 @@ def test_no_whole_checkpoint_at_all(saved_run, folder, capsys):
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
     assert code == 2 and "checkpoint-2" in err and "checkpoint-4" in err
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
-    assert code == 2 and re.search(
-        "checkpoint-2 is not whole .* over the earlier run there .*model.safetensors", err
-    ), "not by itself"
+    assert code == 2 and "checkpoint-2 is not whole" in err and "over an earlier run" in err, "not by itself"
     for name in ("model.safetensors", "trainer_state.json"):
         (folder / "out" / name).unlink()
     code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
@@ -181,21 +179,16 @@ def test_another_adapter_is_not_gone_on_with(folder, capsys):
         path = write_recipe(folder, **SAVING | LORA | keys)
         code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
         assert code == 2 and f"{next(iter(keys))} is" in err, err
-    path = write_recipe(folder, **SAVING, **LORA, lora_dropout=0.1)
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
-    assert code == 0 and "lora_dropout is 0.1 and was 0.05" in err, err
 
 
-def test_what_changes_is_told_in_a_line(saved_run, folder, capsys):
+def test_a_run_may_go_on_with_other_values(saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     keys = {"per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "seed": 7, "max_steps": 6}
     keys |= {"model_init_kwargs": {"attention_dropout": 0.1}}
     path = write_recipe(folder, **SAVING | keys, logging_steps=2, save_total_limit=3, eval_fraction=None)
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
-    assert code == 0
-    (line,) = (line for line in err.splitlines() if "in another way" in line)
-    assert re.findall(r"(\w+) is", line.partition(":")[2]) == sorted(keys)
-    assert "max_steps is 6 and was 4" in line and "lr_scheduler_type is 'cosine' and was 'linear'" in line
+    code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
+    assert code == 0, err
+    assert "resumed at step 4" in out, "the new values hold"
 
 
 def test_going_on_beside_newer_checkpoints_is_refused(saved_run, folder, capsys):
@@ -225,13 +218,13 @@ def test_resume_says_what_the_checkpoint_decides(saved_run, folder, capsys):
     assert code == 0 and "stays" not in err
 
 
-def test_a_reference_of_dpo_is_the_base_and_beta_is_told(folder, capsys):
+def test_a_reference_of_dpo_is_the_base(folder, capsys):
     (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 4)
     keys = {"trainer": "dpo", "dataset_name": "pairs.jsonl", "prompt_template": None, "max_steps": 2}
     assert command(capsys, "train", write_recipe(folder, **SAVING | keys))[0] == 0
     path = write_recipe(folder, **SAVING | keys, beta=0.5)
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true", "--max_steps", "3")
-    assert code == 0 and "beta is 0.5 and was 0.1" in err
+    assert code == 0, err
     other_base(folder)
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true", "--max_steps", "4")
     assert code == 2 and "model_name_or_path is" in err
@@ -340,7 +333,7 @@ def test_weights_without_their_optimizer_are_not_overwritten(folder, capsys):
     for name in ("model.safetensors", "trainer_state.json"):
         (folder / "out" / name).unlink()
     code, _, err = command(capsys, "train", write_recipe(folder, **SAVING), "--resume_from_checkpoint", "auto")
-    assert code == 2 and "checkpoint-4, which was saved without its optimizer" in err
+    assert code == 2 and "checkpoint-4 was saved without its optimizer" in err
 
 
 def test_a_crash_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):

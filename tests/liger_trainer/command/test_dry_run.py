@@ -150,15 +150,15 @@ WRONG = {
     "an unknown model": ({"model_name_or_path": "foo/bar"}, "model_name_or_path is 'foo/bar', which AutoConfig cannot"),
     "no template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None},
-        "has no chat template. Set chat_template_path to chatml",
+        "has no chat template. Set chat_template_path, such as chatml",
     ),
     "a missing template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "no.jinja"},
-        "chat_template_path is 'no.jinja', which is neither chatml",
+        "chat_template_path is 'no.jinja', neither chatml",
     ),
     "an unknown model's template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "foo/bar"},
-        "chat_template_path is 'foo/bar', which is neither chatml, qwen, llama3",
+        "chat_template_path is 'foo/bar', neither chatml, qwen, llama3",
     ),
     "a missing reward": (
         {"trainer": "grpo", "max_length": None, "reward_funcs": ["no.such"], "num_generations": 2},

@@ -8,7 +8,7 @@ import pytest
 from checkout import ROOT
 from recipe_fixtures import command, write_model, write_recipe
 
-from liger_trainer.command.rewards import find_reward
+from liger_trainer.command.sources import find_reward
 from liger_trainer.errors import RecipeError
 
 REWARDS = """
@@ -59,7 +59,7 @@ def test_beside_the_recipe_and_in_the_working_directory(tmp_path, module, monkey
     for name in ("rewards_of_recipe", "rewards_of_work"):
         assert find_reward(f"{name}.brief", recipes).__name__ == "brief"
     assert find_reward("rewards_of_both.which", recipes)([]) == "recipe"
-    with pytest.raises(RecipeError, match="'rewards_of_nobody.brief', which is no function"):
+    with pytest.raises(RecipeError, match="'rewards_of_nobody.brief', which is none of boxed_answer"):
         find_reward("rewards_of_nobody.brief", recipes)
 
 
@@ -67,7 +67,7 @@ def test_an_installed_module_is_not_hidden(tmp_path, module):
     """A file beside the recipe may have the name of a library, which the libraries themselves still get."""
     module("wave", "def brief(completions): return []")
     sys.modules.pop("wave", None)
-    with pytest.raises(RecipeError, match="'wave.brief', which is no function"):
+    with pytest.raises(RecipeError, match="'wave.brief', which is none of boxed_answer"):
         find_reward("wave.brief", tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_what_counts_as_a_function(tmp_path, module):
     assert find_reward(f"{name}.length", tmp_path)(["a"]) == [0.0]
     assert find_reward(f"{name}.half", tmp_path).keywords == {"scale": 0.5}
     for attribute in ("Length", "os", "number", "missing"):
-        with pytest.raises(RecipeError, match="which is no function"):
+        with pytest.raises(RecipeError, match="which is none of boxed_answer"):
             find_reward(f"{name}.{attribute}", tmp_path)
 
 

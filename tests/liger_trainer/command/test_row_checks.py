@@ -110,17 +110,17 @@ BAD = {
     "empty chosen without a prompt": (
         "dpo",
         [{"chosen": "ab", "rejected": "ac"}, {"chosen": "", "rejected": "c"}],
-        "Row 1 of the dataset has chosen ''; expected the prompt and an answer",
+        "Row 1 of the dataset has chosen '', and no column prompt",
     ),
     "answers without a prompt": (
         "dpo",
         [{"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, {"chosen": [ANSWER], "rejected": [ANSWER]}],
-        "Row 1 of the dataset has chosen .*or a column prompt",
+        "Row 1 of the dataset has chosen .*, and no column prompt",
     ),
     "other prompts in chosen and rejected": (
         "dpo",
         [{"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "Ho"}, ANSWER]}],
-        "In row 0 of the dataset, chosen and rejected begin with different messages",
+        "In row 0 of the dataset, chosen and rejected have other prompts",
     ),
     "prompt as text, answers alone as messages": (
         "orpo",
@@ -216,7 +216,7 @@ def test_many_rows_in_seconds():
     """Row by row, which is little beside the time that tokenising them takes."""
     from datasets import Dataset
 
-    from liger_trainer.command.row_checks import check_rows
+    from liger_trainer.command.rows import check_rows
 
     texts = Dataset.from_dict({"text": ["some words"] * 200_000})
     talks = Dataset.from_dict({"messages": [[USER, ANSWER]] * 50_000})

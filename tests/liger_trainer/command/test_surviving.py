@@ -116,26 +116,6 @@ def test_fewer_processes_than_before_are_told(dropping, whole, capsys):
     assert "saved with 2 processes, and this run has 1" in err and "gradient_accumulation_steps" in err
 
 
-@pytest.mark.slow
-def test_machines_that_do_not_share_output_dir(dropping, monkeypatch):
-    """Each rank looks into a folder of its own, and only one of them holds a checkpoint."""
-    code = (
-        "import os, sys; from liger_trainer.command.main import main; "
-        "sys.exit(main(['train', sys.argv[1], '--output_dir', sys.argv[2] + os.environ['RANK']]))"
-    )
-    (dropping / "apart.py").write_text(code.replace("; ", "\n"))
-    recipe = write_recipe(dropping, **SAVING)
-    done = run_elsewhere(sys.executable, "-m", "liger_trainer", "train", recipe, "--output_dir", "o0", cwd=dropping)
-    assert done.returncode == 0, done.stderr
-    (dropping / "o0" / "model.safetensors").unlink()
-    done = run_elsewhere(
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "apart.py", recipe, "o",
-        cwd=dropping, SLURM_RESTART_COUNT="1",
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "processes [1] do not find" in done.stderr and "all machines share" in done.stderr
-
-
 def test_sigterm_saves_whatever_save_strategy_says(dropping, capsys, monkeypatch):
     monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, Hit])
     monkeypatch.setenv("HIT", "0:3:15")
