@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_triton import linear_cross_entropy, reference
-from liger_triton._chunks import chunk_size
+from liger_triton._chunks import chunk_size, sum_dtype
 
 T, H, V, CHUNK = 23, 24, 211, 5  # no size is a power of two, the last chunk is partial, a row is two blocks of 128
 DTYPES = [torch.float32, torch.bfloat16]
@@ -488,3 +488,11 @@ def test_target_outside_the_vocabulary(wrong, device):
     y[5] = wrong
     with pytest.raises(IndexError, match=rf"target\[5\] is {wrong} .*expected 0 to 210, or -100"):
         linear_cross_entropy(x, w, y, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_where_a_gradient_is_summed(dtype):
+    """In fp16 never: the sum over chunks is not divided by the number of rows yet, and would overflow."""
+    like = torch.empty(0, dtype=dtype)
+    assert sum_dtype(like, lean=False) == torch.float32
+    assert sum_dtype(like, lean=True) == (torch.float32 if dtype == torch.float16 else dtype)

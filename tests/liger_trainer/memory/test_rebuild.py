@@ -284,3 +284,14 @@ def with_note_of(y):
     leaf = y.detach()
     leaf._liger_rebuilt = y._liger_rebuilt
     return leaf
+
+
+def test_a_tensor_that_is_changed_in_place_after_its_note():
+    """It is kept as it is, and not rebuilt as it was."""
+    x, linear = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 3, bias=False)
+    y = rebuild.rebuildable(2 * x, lambda x: 2 * x, x, above=0)
+    y.mul_(3)
+    with rebuild.rebuilding(y, linear):
+        out = linear(y)
+    out.sum().backward()
+    torch.testing.assert_close(linear.weight.grad, (6 * x.detach()).sum(0).expand(3, 8))

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from liger_trainer import LigerDPOTrainer, LigerSFTTrainer, LigerTrainer
 from liger_trainer.memory.memory import GIB
+from liger_trainer.optimizer_in_backward import step_alone
 
 SHORT = {"max_steps": 3}
 PATCHED = SHORT | {"use_liger": True, "liger_config": {"rebuild_above_mib": 0}}
@@ -440,3 +441,15 @@ def test_trl_s_trainers(make, tmp_path):
         found.append((*train(trainer), logs_of(trainer)))
     assert same_bits(*found) and found[0][2] == found[1][2]
     assert any("grad_norm" in log for log in found[0][2])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_autograd_sees_that_a_weight_was_stepped(fused):
+    """Fused optimizers do not tell it, and a graph that still needs the old values would be computed with the new."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    late = (weight**2).sum()
+    weight.grad = torch.ones(3)
+    step_alone(optimizer, optimizer.param_groups[0], weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
