@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import is_torchvision_available
 
 QWEN = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 QWEN |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
@@ -68,11 +69,20 @@ def tokenizer_of(tokens, more=()):
     )  # fmt: skip
 
 
+class _NoVideos:
+    """In the place of a processor of videos, which needs torchvision, for rows that have none."""
+
+    model_input_names = ()
+
+    def to_dict(self):
+        return {}
+
+
 def processor_of(model_type):
     """The processor for `image_model(model_type)`.
 
     Raises:
-        ImportError, AttributeError: A package is missing that it needs (torchvision, num2words).
+        ImportError: A package is missing that it needs (torchvision, num2words).
     """
     _, tokens, cls, pixels, options = _KINDS[model_type]
     more = ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>"] * (model_type in ("idefics3", "smolvlm"))
@@ -83,6 +93,10 @@ def processor_of(model_type):
         transformers, f"{pixels}ImageProcessor"
     )
     parts = {"image_processor": image_class(**_PIXELS[pixels]), "tokenizer": tokenizer_of(tokens, more)}
-    if model_type in _VIDEOS:
-        parts["video_processor"] = None
-    return getattr(transformers, cls)(**parts, **options)
+    made = getattr(transformers, cls)
+    if model_type in _VIDEOS and is_torchvision_available():
+        parts["video_processor"] = getattr(transformers, _VIDEOS[model_type])()
+    elif model_type in _VIDEOS:
+        parts["video_processor"] = _NoVideos()
+        made = type(cls, (made,), {"check_argument_for_proper_class": lambda self, name, part: None})
+    return made(**parts, **options)
