@@ -1,4 +1,8 @@
-"""Trainers whose rows have images, with the processors of their models, beside TRL's own on the same rows."""
+"""Trainers whose rows have images, with the processors of their models, beside TRL's own on the same rows.
+
+Llama 4 is missing: in transformers 5.24 its own forward fails where it returns its outputs. Its tower is in
+`patching/test_towers.py`.
+"""
 
 import copy
 
@@ -45,10 +49,15 @@ CLASSES = {
     "rloo": ((RLOOTrainer, RLOOConfig), (LigerRLOOTrainer, LigerRLOOConfig)),
 }
 ANSWERED = ("sft", "dpo", "kto")  # whose rows have answers already
-ONLINE = {"num_generations": 2, "max_completion_length": 6}
+ONLINE = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 PREFIXED = ("gemma3",)  # the tokens of an image see each other, so that padding is computed
+FAIL_IN_TRL = {("llava_onevision", "rloo")}  # an argument that RLOOTrainer does not know
 SIZES = {"several and none": [2, 0, 1, 1], "one each": [1, 1, 1, 1]}
 TOWERS = ["q_proj", "v_proj", "qkv", "fc1", "linear_fc1", "gate_proj", "down_proj"]
+
+
+def letters_of(completions, **columns):
+    return letters([completion[0]["content"] for completion in completions])
 
 
 def rows_of(model_type, kind, images):
@@ -60,7 +69,7 @@ def rows_of(model_type, kind, images):
     found = []
     for row, count in enumerate(images):
         prompt = words(4 + row)
-        for at in range(count):
+        for at in range(count if kind in ANSWERED else 0):  # TRL puts images into messages itself
             prompt.insert(1 + 2 * at, placeholder(model_type))
         prompt, answers = " ".join(prompt), [" " + " ".join(words(2 + row)), " " + " ".join(words(6 - row))]
         made = [Image.effect_noise((40 + 30 * row, 60), 90).convert("RGB") for _ in range(count)]
@@ -68,7 +77,7 @@ def rows_of(model_type, kind, images):
             "sft": {"text": prompt + answers[0]},
             "dpo": {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]},
             "kto": {"prompt": prompt, "completion": answers[0], "label": row % 2 == 0},
-        }.get(kind, {"prompt": prompt})
+        }.get(kind, {"prompt": [{"role": "user", "content": prompt}]})
         found.append(columns | {"images": made})
     return Dataset.from_list(found)
 
@@ -77,15 +86,19 @@ def pair(model_type, kind, folder, images=SIZES["one each"], model=None, **given
     """Ours and TRL's, from one model and the same rows."""
     model, rows = image_model(model_type) if model is None else model, rows_of(model_type, kind, images)
     model.config.get_text_config().final_logit_softcapping = None  # which TRL leaves out
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias"):  # whose gradient is zero but for rounding
+            parameter.requires_grad_(False)
     options = {"max_length": None} if kind in ANSWERED else ONLINE
     made = []
     for trainer_class, args_class in CLASSES[kind]:
         args = args_class(
             output_dir=str(folder / trainer_class.__name__), per_device_train_batch_size=4, max_steps=1,
             logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, optim="sgd",
-            learning_rate=0.05, max_grad_norm=0.0, gradient_checkpointing=False, disable_tqdm=True, **options,
+            learning_rate=0.05, max_grad_norm=0.0, gradient_checkpointing=False, disable_tqdm=True,
+            remove_unused_columns=False, **options,
         )  # fmt: skip
-        more = {} if kind in ANSWERED else {"reward_funcs": letters}
+        more = {} if kind in ANSWERED else {"reward_funcs": letters_of}
         more |= {"ref_model": copy.deepcopy(model)} if kind in ("dpo", "kto") and "peft_config" not in given else {}
         trainer = trainer_class(
             model=copy.deepcopy(model), args=args, train_dataset=rows, processing_class=processor_of(model_type),
@@ -107,7 +120,8 @@ CASES = [
     pytest.param(model_type, kind, id=f"{model_type}-{kind}", marks=[] if quick else pytest.mark.slow)
     for model_type in PROCESSED
     for kind in CLASSES
-    for quick in [kind == "sft" and model_type != "llama4" or model_type == "qwen2_5_vl"]
+    if (model_type, kind) not in FAIL_IN_TRL
+    for quick in [kind == "sft" or model_type == "qwen2_5_vl"]
 ]
 
 
@@ -115,7 +129,7 @@ CASES = [
 def test_a_step(model_type, kind, tmp_path, real):
     try:
         ours, stock = pair(model_type, kind, tmp_path)
-    except ImportError as error:  # of torchvision or num2words
+    except ImportError as error:  # of num2words
         pytest.skip(str(error).strip().splitlines()[0])
     assert_same_training(ours, stock, loss_size=1.0)
     assert bool(real) == (model_type not in PREFIXED)
