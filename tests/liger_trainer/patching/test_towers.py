@@ -9,6 +9,7 @@ import torch
 from image_models import image_batch, image_model, image_step
 from step_parity import assert_same_gradients
 from torch import nn
+from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_trainer import apply_liger, remove_liger
@@ -122,6 +123,20 @@ def test_no_grad_and_hooks_inside():
     patches = len(batch["pixel_values"])
     assert [x for x in seen if isinstance(x, torch.Size)] == [(patches, 64)] * 2
     assert all(int(x["cu_seqlens"][-1]) == patches and len(x["cu_seqlens"]) > 2 for x in seen[::2])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_inference_mode(model_type):
+    model = image_model(model_type)
+    batch = image_batch(model)
+    del batch["labels"]
+    with torch.no_grad():
+        want = model(**batch).logits
+    apply_liger(model)
+    with torch.inference_mode():
+        got = model(**batch).logits
+        assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert_close(model(**{name: x.clone() for name, x in batch.items()}).logits, got)
 
 
 def test_other_attention_stays():

@@ -80,7 +80,7 @@ def test_rows_without_padding_wait_for_nothing(name):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_of_one_length(batch, window, monkeypatch):
     """SDPA without a window, the kernel with one, whether they lie in one row or in a batch; beside float64."""
-    monkeypatch.setattr(attention, "_all_rows", None)
+    monkeypatch.setattr(attention, "_row_by_row", None)
     torch.manual_seed(0)
     given = [
         torch.randn(batch, 600 // batch, heads, 64, device="cuda", dtype=torch.bfloat16)
