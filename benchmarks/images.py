@@ -142,7 +142,7 @@ def main():
     options = parser.parse_args()
     if options.arm:
         return one_arm(options.arm, options.model, options.batch, options.tiny)
-    record, rows = Record("training", "images", options.json, DEVICE == "cpu"), []
+    record, rows = Record("images", "8-rows", options.json, DEVICE == "cpu"), []
     for model in options.models:
         for arm in options.arms:
             rows += rows_from(arm, 300, more=["--model", model])
