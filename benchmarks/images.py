@@ -126,7 +126,7 @@ def one_arm(arm, name, batch, tiny):
     took = statistics.median(b - a for a, b in zip(clock.ends[WARM - 1 :], clock.ends[WARM:], strict=False))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    emit({"arm": arm, "model": name, "batch": batch, "rows_s": batch / took, "ms": 1e3 * took, "peak_gib": peak,
+    emit({"arm": arm, "model": name, "batch": batch, "rows_s": batch / took, "ms": 1e3 * took, "gib": peak,
           "loss": losses[-1], "losses": losses[:5]})  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def main():
             rows += rows_from(arm, 300, more=["--model", model])
             record.write({"options": vars(options), "rows": rows})
     table(rows, {"model": ("model", ""), "arm": ("", ""), "rows_s": ("rows/s", ".2f"), "ms": ("ms", ".0f"),
-                 "peak_gib": ("GiB", ".1f"), "loss": ("loss", ".4f"), "note": ("", "")})  # fmt: skip
+                 "gib": ("GiB", ".1f"), "loss": ("loss", ".4f"), "note": ("", "")})  # fmt: skip
     record.say_where()
 
 
