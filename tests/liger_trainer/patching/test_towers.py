@@ -300,7 +300,7 @@ class OnGpu(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.Tensor._version.__get__, torch.Tensor.device.__get__):
+        if function in (torch.Tensor._version.__get__, torch.Tensor.device.__get__, torch.Tensor.is_inference):
             return super().__torch_function__(function, types, args, kwargs)
         raise AssertionError(f"{function} would wait for the GPU")
 
