@@ -5,7 +5,7 @@
 It is full fine-tuning in bf16 with fused AdamW and checkpointing, of random weights. A row has one image of 32 x 32
 patches, which become 256 tokens, and 64 to 512 random tokens of text; labels are on the text. A batch is padded to its
 longest row. Every arm runs in a process of its own. rows/s is of the median step, of those after the first ten, which
-compile.
+compile. "+ auto" is activation_checkpointing: auto, which recomputes what does not fit on the GPU.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MODELS = {  # model type, config of text, config of vision
         },
     ),
 }  # fmt: skip
-ARMS = ("Trainer", "Trainer + Liger", "LigerTrainer")
+ARMS = ("Trainer", "Trainer + Liger", "LigerTrainer", "LigerTrainer + auto")
 GRID = 32
 STEPS, WARM = (24, 10) if DEVICE == "cuda" else (3, 1)
 
@@ -106,7 +106,7 @@ def one_arm(arm, name, batch, tiny):
 
         (apply_liger_kernel_to_qwen3_vl if "Qwen3" in name else apply_liger_kernel_to_qwen2_5_vl)()
     trainer_class, args_class = Trainer, TrainingArguments
-    if arm == "LigerTrainer":
+    if arm.startswith("LigerTrainer"):
         from liger_trainer import LigerTrainer as trainer_class
         from liger_trainer import LigerTrainingArguments as args_class
     model, clock = build(name, tiny), Clock()
@@ -116,6 +116,7 @@ def one_arm(arm, name, batch, tiny):
         gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", learning_rate=1e-5,
         lr_scheduler_type="constant", disable_tqdm=True, dataloader_num_workers=2 if DEVICE == "cuda" else 0,
         use_cpu=DEVICE == "cpu",
+        **({"activation_checkpointing": "auto"} if arm.endswith("auto") else {}),
     )  # fmt: skip
     trainer = trainer_class(
         model=model, args=args, train_dataset=rows_of(batch * STEPS), callbacks=[clock],
@@ -125,7 +126,7 @@ def one_arm(arm, name, batch, tiny):
     took = statistics.median(b - a for a, b in zip(clock.ends[WARM - 1 :], clock.ends[WARM:], strict=False))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    emit({"arm": arm, "model": name, "batch": batch, "rows_s": batch / took, "ms": 1e3 * took, "peak_gib": peak,
+    emit({"arm": arm, "model": name, "batch": batch, "rows_s": batch / took, "ms": 1e3 * took, "gib": peak,
           "loss": losses[-1], "losses": losses[:5]})  # fmt: skip
 
 
@@ -141,13 +142,13 @@ def main():
     options = parser.parse_args()
     if options.arm:
         return one_arm(options.arm, options.model, options.batch, options.tiny)
-    record, rows = Record("training", "images", options.json, DEVICE == "cpu"), []
+    record, rows = Record("images", "8-rows", options.json, DEVICE == "cpu"), []
     for model in options.models:
         for arm in options.arms:
             rows += rows_from(arm, 300, more=["--model", model])
             record.write({"options": vars(options), "rows": rows})
     table(rows, {"model": ("model", ""), "arm": ("", ""), "rows_s": ("rows/s", ".2f"), "ms": ("ms", ".0f"),
-                 "peak_gib": ("GiB", ".1f"), "loss": ("loss", ".4f"), "note": ("", "")})  # fmt: skip
+                 "gib": ("GiB", ".1f"), "loss": ("loss", ".4f"), "note": ("", "")})  # fmt: skip
     record.say_where()
 
 

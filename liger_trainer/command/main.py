@@ -141,13 +141,14 @@ def _placed(recipe: Recipe) -> Iterator[None]:
 
 def _doctor(args: argparse.Namespace) -> int:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from liger_trainer import apply_liger
     from liger_trainer.command.model_source import find_model
+    from liger_trainer.fitting.hollow import auto_class_of
 
     config = find_model(args.model, args.gguf_file, trust_remote_code=args.trust_remote_code).load(AutoConfig)
     with torch.device("meta"):  # the report depends on code and shapes only, so no weights are needed
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        model = auto_class_of(config).from_config(config, trust_remote_code=args.trust_remote_code)
     print(apply_liger(model))
     return 0

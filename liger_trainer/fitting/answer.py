@@ -72,6 +72,8 @@ def answer(
         if longest
         else f"  no batch of {rows} rows fits",
     ]
+    if job.shape.has_tower:
+        lines += ["", "Pixels are not counted: what the tower of images keeps for its backward pass comes on top."]
     return "\n".join(lines)
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from liger_trainer.fitting import attention
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
@@ -24,6 +25,18 @@ class Shape:
     liger_config: dict[str, bool] | None = None  # as in `apply_liger`
     trust_remote_code: bool = False
 
+    @property
+    def has_tower(self) -> bool:
+        """Return whether the model sees images, of which nothing is counted but the weights of their tower."""
+        return getattr(self.config, "vision_config", None) is not None
+
+
+def auto_class_of(config: PretrainedConfig) -> Any:
+    """The class that builds the model of `config`, which may be one of images and text."""
+    name = (config.architectures or [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)])[0]
+    sees = name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
 
 def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
     """Return the model as the trainer would train it, on PyTorch's meta device.
@@ -32,7 +45,7 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
     """
     attention.register()
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
+        model: Any = auto_class_of(shape.config).from_config(
             shape.config, dtype=shape.dtype, attn_implementation=attention.NAME,
             trust_remote_code=shape.trust_remote_code,
         )  # fmt: skip

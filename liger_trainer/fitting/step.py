@@ -196,6 +196,9 @@ class _Run:
             step_alone(self.optimizer, self.optimizer.param_groups[0], weight)
 
     def _optimize(self) -> None:
+        if self.job.shape.has_tower:  # which rows of text do not reach
+            for master in self.masters:
+                master.grad = torch.empty_like(master) if master.grad is None else master.grad
         before = self.memory.allocated()
         if isinstance(self.optimizer, int):
             if not self.need.states:

@@ -127,8 +127,11 @@ class Plan:
     def _taken(self, x: torch.Tensor) -> torch.Tensor:
         """What the real tokens have of x (B, S, ...)."""
         assert self.index is not None  # `packed` has looked
-        taken, (index,) = x.flatten(0, 1)[self.index], values_of(self.index)
-        return Known.around(taken, x.values.flatten(0, 1)[index]) if isinstance(x, Known) else taken
+        taken = x.flatten(0, 1)[self.index]
+        if not isinstance(x, Known):
+            return taken
+        (index,) = values_of(self.index)
+        return taken if index.is_cuda else Known.around(taken, x.values.flatten(0, 1)[index])
 
     def padded(self, outputs):
         """Put every tensor of real tokens that the backbone has returned back into the shape of the batch."""

@@ -18,6 +18,9 @@ _OWN = {
     "gemma3": {"image_size": 56},
     "internvl": {"image_size": [28, 28], "patch_size": [14, 14]},
     "idefics3": {"image_size": 56},
+    "llama4": {
+        "intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64,
+    },
     "paligemma": {"projection_dim": 64},
     "smolvlm": {"image_size": 56},
 }  # fmt: skip
@@ -81,6 +84,14 @@ def image_batch(model, images=(2, 0, 1), text=(9, 5, 14), side="right", seed=1):
     kinds = (ids == IMAGE).int()
     names = inspect.signature(model.forward).parameters
     return batch | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}
+
+
+def as_videos(batch):
+    """`batch` of a Qwen-VL with a video of one frame, or of two in a patch, in the place of each image."""
+    ids, kinds = batch["input_ids"], batch["mm_token_type_ids"]
+    names = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
+    batch = {names.get(name, name): x for name, x in batch.items()}
+    return batch | {"input_ids": ids.masked_fill(ids == IMAGE, VIDEO), "mm_token_type_ids": 2 * kinds}
 
 
 def _pixels(model, count, source):

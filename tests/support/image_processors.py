@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import is_torchvision_available
 
 QWEN = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 QWEN |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
@@ -32,7 +33,6 @@ _KINDS = {
          "end_image_token": "<end>"},
         "InternVLProcessor", "GotOcr2", {"image_seq_length": 1},
     ),
-    "llama4": ("<|image|>", {}, "Llama4Processor", "Llama4", {}),
 }  # fmt: skip
 _PIXELS = {
     "Qwen2VL": {"patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 84 * 84}},
@@ -41,12 +41,14 @@ _PIXELS = {
     "Idefics3": {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}},
     "SmolVLM": {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}},
     "GotOcr2": {"size": {"height": 28, "width": 28}, "max_patches": 2},
-    "Llama4": {"size": {"height": 28, "width": 28}, "max_patches": 2},
 }
 _VIDEOS = {
     "qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor", "smolvlm": "SmolVLMVideoProcessor",
     "internvl": "InternVLVideoProcessor", "llava_onevision": "LlavaOnevisionVideoProcessor",
 }  # fmt: skip
+_TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }} {% else %}
+{%- for part in message.content %}{% if part.type == "image" %}IMAGE {% else %}{{ part.text }} {% endif %}{% endfor %}
+{%- endif %}{% endfor %}"""
 PROCESSED = tuple(_KINDS)
 
 
@@ -64,25 +66,34 @@ def tokenizer_of(tokens, more=()):
     backend.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-        extra_special_tokens=dict(tokens) if tokens else names, additional_special_tokens=names,
+        extra_special_tokens=dict(tokens), additional_special_tokens=names,
     )  # fmt: skip
+
+
+class _NoVideos:
+    """In the place of a processor of videos, which needs torchvision, for rows that have none."""
+
+    model_input_names = ()
+
+    def to_dict(self):
+        return {}
 
 
 def processor_of(model_type):
     """The processor for `image_model(model_type)`.
 
     Raises:
-        ImportError, AttributeError: A package is missing that it needs (torchvision, num2words).
+        ImportError: num2words is missing, which that of SmolVLM needs.
     """
     _, tokens, cls, pixels, options = _KINDS[model_type]
     more = ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>"] * (model_type in ("idefics3", "smolvlm"))
     more += [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)] * bool(more)
-    more += ["<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>",
-             "<|tile_y_separator|>"] * (model_type == "llama4")  # fmt: skip
-    image_class = getattr(transformers, f"{pixels}ImageProcessorPil", None) or getattr(
-        transformers, f"{pixels}ImageProcessor"
-    )
+    image_class = getattr(transformers, f"{pixels}ImageProcessorPil")
     parts = {"image_processor": image_class(**_PIXELS[pixels]), "tokenizer": tokenizer_of(tokens, more)}
-    if model_type in _VIDEOS:
-        parts["video_processor"] = None
-    return getattr(transformers, cls)(**parts, **options)
+    made = getattr(transformers, cls)
+    if model_type in _VIDEOS and is_torchvision_available():
+        parts["video_processor"] = getattr(transformers, _VIDEOS[model_type])()
+    elif model_type in _VIDEOS:
+        parts["video_processor"] = _NoVideos()
+        made = type(cls, (made,), {"check_argument_for_proper_class": lambda self, name, part: None})
+    return made(**parts, **options, chat_template=_TEMPLATE.replace("IMAGE", placeholder(model_type)))

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import yaml
+from architectures import small_config
 from recipe_fixtures import command
 from transformers import LlamaConfig
 
@@ -53,6 +54,15 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     code, out, _ = command(capsys, "fit", recipe(), "--gpu-memory", "0.05", "--max_length", "8192")
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
+
+
+def test_a_model_of_images(recipe, tmp_path, capsys):
+    small_config("qwen3_vl").save_pretrained(tmp_path / "model")
+    code, out, err = command(capsys, "fit", recipe(max_length=64))
+    assert code == 0, err
+    assert "qwen3_vl, 2 x 64 tokens" in out and "Pixels are not counted" in out
+    code, out, err = command(capsys, "doctor", tmp_path / "model")
+    assert code == 0 and "attn: one attention for all images or windows" in out, err
 
 
 def test_rows_are_no_longer_than_the_model_has_positions_for(recipe, tmp_path, capsys):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from architectures import small_config
+from transformers import AutoModelForImageTextToText, LlamaConfig
 
 from liger_trainer.errors import RecipeError
 from liger_trainer.fitting import losses, optimizers
@@ -196,3 +197,13 @@ def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
 def test_the_peak_may_be_when_the_base_is_loaded():
     found = need(with_adapters(True, changes={"hidden_size": 1024, "intermediate_size": 8192}), 1, 16, True, PLENTY)
     assert found.peak == found.loaded > found.micro_batch
+
+
+def test_a_model_with_a_tower():
+    """Its weights, gradients and states count, though rows of text do not reach it."""
+    shape = Shape(small_config("qwen2_5_vl"), torch.bfloat16)
+    found = need(Job(shape, losses.of_labels, torch.optim.AdamW), 2, 64, False, PLENTY)
+    with torch.device("meta"):
+        weights = 2 * sum(p.numel() for p in AutoModelForImageTextToText.from_config(shape.config).parameters())
+    assert shape.has_tower and found.weights == found.gradients == weights
+    assert found.states == pytest.approx(2 * weights, rel=0.3)  # each weight's state begins at 512 bytes

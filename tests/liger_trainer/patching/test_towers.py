@@ -207,6 +207,25 @@ def test_a_wrong_attention_is_not_proven(monkeypatch):
     assert "values or gradients differ" in report.unsuited[f"{TOWER}.0.attn"]
 
 
+def test_the_tower_of_llama_4():
+    """Its model cannot be trained with pixels in transformers 5.24."""
+    tower = image_model("llama4").vision_model
+    pixels = torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+
+    def run():
+        tower.zero_grad()
+        out = tower(pixels).last_hidden_state
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
+        return out.detach(), {name: p.grad.clone() for name, p in tower.named_parameters() if p.grad is not None}
+
+    want, want_grads = run()
+    assert apply_liger(tower)["layer_norm"].swapped
+    got, grads = run()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    keep = [name for name in want_grads if not name.endswith("k_proj.bias")]
+    assert_same_gradients({n: grads[n] for n in keep}, {n: want_grads[n] for n in keep})
+
+
 def test_every_tower_that_takes_offsets_is_nominated():
     assert towers.nominated(image_model("glm4v").model.visual.blocks[0].attn)
     assert not towers.nominated(image_model("glm4v").model.visual.blocks[0])
@@ -281,7 +300,7 @@ class OnGpu(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.Tensor._version.__get__, torch.Tensor.device.__get__):
+        if function in (torch.Tensor._version.__get__, torch.Tensor.device.__get__, torch.Tensor.is_inference):
             return super().__torch_function__(function, types, args, kwargs)
         raise AssertionError(f"{function} would wait for the GPU")
 

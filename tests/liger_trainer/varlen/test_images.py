@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from image_models import image_batch, image_model, image_step
+from image_models import as_videos, image_batch, image_model, image_step
 from peft import LoraConfig, get_peft_model
 from step_parity import KeepGradients, assert_same_gradients
 from tiny_models import tiny_tokenizer
@@ -39,6 +39,17 @@ def test_a_step_is_that_of_the_padded_batch(model_type, side, tokens):
 def test_images_of_the_rows(model_type, images, tokens):
     model = image_model(model_type)
     batch = image_batch(model, IMAGES[images])
+    want = image_step(model, batch)
+    apply_liger(model)
+    tokens.clear()
+    assert_same_step(image_step(model, batch), want)
+    assert tokens == [int(batch["attention_mask"].sum())]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_videos(model_type, tokens):
+    model = image_model(model_type)
+    batch = as_videos(image_batch(model))
     want = image_step(model, batch)
     apply_liger(model)
     tokens.clear()
