@@ -10,6 +10,7 @@ from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.sharding import Sharding
 from liger_trainer.fitting.step import Job
+from liger_trainer.memory.host_inputs import OPTION
 
 LOSSES = {
     "LigerSFTTrainer": losses.of_labels,
@@ -18,8 +19,9 @@ LOSSES = {
     "LigerCPOTrainer": losses.of_pairs,
     "LigerKTOTrainer": losses.of_answers,
 }
+_IN_FP32 = ("LigerORPOTrainer", "LigerCPOTrainer")  # what is not in four bits
 _WITH_REFERENCE = ("LigerDPOTrainer", "LigerKTOTrainer")
-_OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "offload": False, "selective": False}  # and their values without effect
+_OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "selective": False}  # and their values without effect
 
 
 def job_of(recipe: Recipe, gpus: int) -> Job:
@@ -44,6 +46,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     return Job(
         shape=Shape(
             config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
+            four_bits=trl.get_quantization_config(model),
             liger_config=training.liger_config,
             trust_remote_code=source.options.get("trust_remote_code", False),
         ),
@@ -83,7 +86,9 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
                 recipe, f"activation_checkpointing_kwargs has {key}: {value}",
                 "--activation_checkpointing_kwargs '{\"use_reentrant\": false}'",
             )  # fmt: skip
-    return options or {"use_reentrant": False}
+    if options.get(OPTION) and recipe.sharding == "FSDP":
+        raise _unknown(recipe, "FSDP shards the weights and offload is true", "--accelerate_config ddp")
+    return {"use_reentrant": False} | options
 
 
 def _unknown(recipe: Recipe, what: str, instead: str) -> RecipeError:
@@ -102,7 +107,14 @@ def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
         )
     unknown = {
         "use_liger is False": (not training.use_liger, "--use_liger true"),
-        "load_in_4bit is True": (model.load_in_4bit, "--load_in_4bit false"),
+        "load_in_4bit is True and FSDP shards the weights": (
+            model.load_in_4bit and recipe.sharding == "FSDP",
+            "--load_in_4bit false",
+        ),
+        f"load_in_4bit is True and {recipe.entry.trainer} puts norms, embeddings and head into fp32": (
+            model.load_in_4bit and recipe.entry.trainer in _IN_FP32,
+            "--load_in_4bit false",
+        ),
         "load_in_8bit is True": (model.load_in_8bit, "--load_in_8bit false"),
         "torch_compile is True": (training.torch_compile, "--torch_compile false"),
         "fp8 is True without use_peft": (training.fp8 and not model.use_peft, "--fp8 false"),

@@ -45,6 +45,7 @@ def answer(
         known = {length: like.peak}
         longest = largest(lambda n: tried(rows, n, way, like).peak, most, known, guess, UNIT, positions)
         all_positions = positions is not None and longest + UNIT > positions
+    on_host = f", with {like.host / GIB * longest / length:.0f} GiB on the host" if like.host else ""
     gpus = job.sharding.gpus
     lines = [
         f"{job.shape.config.model_type}, {rows} x {length} tokens on "
@@ -66,7 +67,7 @@ def answer(
         else f"  not one row of {length} tokens fits",
         f"  the longest rows in a batch of {rows} have {positions} tokens, all that the model has positions for"
         if all_positions
-        else f"  the longest rows in a batch of {rows} have about {longest} tokens"
+        else f"  the longest rows in a batch of {rows} have about {longest} tokens{on_host}"
         if longest
         else f"  no batch of {rows} rows fits",
     ]
@@ -98,6 +99,8 @@ def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
     if each.chosen is not None:
         attention = f", attention of {each.chosen.attention}" if each.chosen.attention else ""
         words.append(f"{each.chosen.kept} of {each.layers} layers kept{attention}")
+    if each.host:
+        words.append(f"{each.host / GIB:.1f} GiB on the host")
     if each.peak > most:
         words.append("does not fit")
     if each.loaded > max(each.micro_batch, each.step):
