@@ -237,5 +237,5 @@ def test_inputs_on_the_host():
     stays, leaves = (need(job(changes={"num_hidden_layers": 12}, **o), 4, 1024, True, PLENTY) for o in ({}, options))
     inputs = 4 * 1024 * 256 * 2
     assert stays.host == 0 and leaves.host > 0
-    assert stays.micro_batch - leaves.micro_batch > 8 * inputs
+    assert stays.micro_batch - leaves.micro_batch > 4 * inputs  # gradients of weights take the place of the others
     assert need(job(**options), 4, 1024, False, PLENTY).host == 0
