@@ -228,7 +228,9 @@ def test_a_base_in_four_bits():
     assert found.states == pytest.approx(4 * ranks, rel=0.2)
     deeper = need(adapters(2 * LAYERS), 2, 1024, True, PLENTY)
     grown = deeper.peak - found.peak - (deeper.weights - found.weights) - (deeper.gradients - found.gradients)
-    assert 0 < grown - (deeper.states - found.states) < 1.1 * LAYERS * 2 * 1024 * 256 * 2, "no matrix in 16 bits is kept"
+    assert 0 < grown - (deeper.states - found.states) < 1.1 * LAYERS * 2 * 1024 * 256 * 2, (
+        "no matrix in 16 bits is kept"
+    )
 
 
 def test_inputs_on_the_host():
