@@ -10,6 +10,7 @@ from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.hollow import Shape
 from liger_trainer.fitting.sharding import Sharding
 from liger_trainer.fitting.step import Job
+from liger_trainer.memory.host_inputs import OPTION
 
 LOSSES = {
     "LigerSFTTrainer": losses.of_labels,
@@ -18,8 +19,9 @@ LOSSES = {
     "LigerCPOTrainer": losses.of_pairs,
     "LigerKTOTrainer": losses.of_answers,
 }
+_IN_FP32 = ("LigerORPOTrainer", "LigerCPOTrainer")  # what is not in four bits
 _WITH_REFERENCE = ("LigerDPOTrainer", "LigerKTOTrainer")
-_OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "offload": False, "selective": False}  # and their values without effect
+_OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "selective": False}  # and their values without effect
 
 
 def job_of(recipe: Recipe, gpus: int) -> Job:
@@ -40,6 +42,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     return Job(
         shape=Shape(
             config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
+            four_bits=trl.get_quantization_config(model),
             liger_config=training.liger_config,
             trust_remote_code=source.options.get("trust_remote_code", False),
         ),
@@ -76,7 +79,7 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
     for key, without in _OPTIONS_NOT_KNOWN.items():
         if (value := options.pop(key, without)) != without:
             raise _unknown(recipe, f"activation_checkpointing_kwargs: {key}: {value}")
-    return options or {"use_reentrant": False}
+    return {"use_reentrant": False} | options
 
 
 def _unknown(recipe: Recipe, what: str) -> RecipeError:
@@ -92,11 +95,13 @@ def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
     unknown = {
         recipe.entry.trainer: recipe.entry.trainer not in LOSSES,
         "use_liger: false": not training.use_liger,
-        "load_in_4bit: true": model.load_in_4bit,
+        "load_in_4bit: true where FSDP shards the weights": model.load_in_4bit and sharded,
+        f"load_in_4bit: true and {recipe.entry.trainer}": model.load_in_4bit and recipe.entry.trainer in _IN_FP32,
         "load_in_8bit: true": model.load_in_8bit,
         "torch_compile: true": training.torch_compile,
         "fp8: true and use_peft: false": training.fp8 and not model.use_peft,
         "fp8: true where FSDP shards the weights": training.fp8 and sharded,
+        "offload: true where FSDP shards the weights": sharded and bool(_options_of_checkpointing(recipe).get(OPTION)),
         "activation_offloading: true": getattr(training, "activation_offloading", False),
         "DeepSpeed": training.deepspeed or recipe.sharding == "DEEPSPEED",
         "context parallelism": os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1",

@@ -45,6 +45,7 @@ def answer(
         top = min(most_length, positions or most_length)
         longest = largest(lambda n: tried(rows, n, way, like).peak, most, {length: like.peak}, UNIT, top)
         all_positions = positions is not None and longest + UNIT > positions
+    on_host = f", with {like.host / GIB * longest / length:.0f} GiB on the host" if like.host else ""
     gpus = job.sharding.gpus
     lines = [
         f"{job.shape.config.model_type}, {rows} x {length} tokens on "
@@ -68,7 +69,7 @@ def answer(
         f"  the longest rows in a batch of {rows} have {positions} tokens, all that the model has positions for"
         if all_positions
         else f"  the longest rows in a batch of {rows} have about {longest} tokens"
-        f"{' or more' if longest + UNIT > top else ''}"
+        f"{' or more' if longest + UNIT > top else ''}{on_host}"
         if longest
         else f"  no batch of {rows} rows fits",
     ]
@@ -96,6 +97,8 @@ def _comment(each: Need, most: int, name: str, asked: bool | str) -> str:
     if each.chosen is not None:
         attention = f", attention of {each.chosen.attention}" if each.chosen.attention else ""
         words.append(f"{each.chosen.kept} of {each.chosen.layers} layers kept{attention}")
+    if each.host:
+        words.append(f"{each.host / GIB:.1f} GiB on the host")
     if each.peak > most:
         words.append("does not fit")
     if each.loaded > max(each.micro_batch, each.step):

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from liger_trainer.fitting import attention
+from liger_trainer.fitting import attention, four_bits
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 from liger_trainer.fp8.quantize_base import quantize_base
 from liger_trainer.patching import apply_liger
@@ -22,6 +22,7 @@ class Shape:
     dtype: torch.dtype  # of its weights
     peft_config: Any = None  # of the adapter that is trained in its place
     fp8: bool = False  # whether the frozen layers under the adapter are in eight bits
+    four_bits: Any = None  # a `BitsAndBytesConfig` that puts them into four
     liger_config: dict[str, bool] | None = None  # as in `apply_liger`
     trust_remote_code: bool = False
 
@@ -49,12 +50,17 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
             shape.config, dtype=shape.dtype, attn_implementation=attention.NAME,
             trust_remote_code=shape.trust_remote_code,
         )  # fmt: skip
+        if shape.four_bits is not None:
+            four_bits.quantize(model, shape.four_bits)
         if adapter and shape.peft_config is not None:
             from peft import get_peft_model
 
             model = get_peft_model(model, shape.peft_config)
             if shape.fp8:
                 quantize_base(model)
+            for parameter in model.parameters():
+                if shape.four_bits is not None and parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)  # as TRL does it
     apply_liger(model, shape.liger_config)
     return model.train()
 
@@ -102,6 +108,8 @@ def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> list[W
             to = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             fake = nn.Parameter(torch.empty(parameter.shape, dtype=to), parameter.requires_grad)
             module._parameters[name] = fake
+            scales = [nn.Parameter(t, False) for t in (four_bits.add_state(module, fake) if name == "weight" else ())]
+            found |= {id(scale): Weight(scale, scale.dtype, scale) for scale in scales}
             before = found.pop(id(parameter), None)
             if before is not None and before.trained:
                 before.fake.register_post_accumulate_grad_hook(_forget)

@@ -36,6 +36,8 @@ class SimulatedMemory(TorchDispatchMode):
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made before the mode was active, too."""
         for tensor in tensors:
+            if tensor.device.type == "meta":  # it stands for something on the host
+                continue
             storage = tensor.untyped_storage()
             key, size = id(storage), -(-storage.nbytes() // ALIGNED) * ALIGNED
             if key not in self._known and size:

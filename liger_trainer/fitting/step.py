@@ -21,13 +21,18 @@ from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_v
 from liger_trainer.fitting.losses import without_adapter
 from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
+from liger_trainer.memory import switches
 from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.feature import AUTO
+from liger_trainer.memory.host_inputs import OPTION, HostInputs
+from liger_trainer.memory.memory import GIB, PinnedMemory
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.optimizer_in_backward import step_alone
 from liger_triton.sizes import sizes_only
 
 WORKSPACE = 32 << 20  # of cuBLAS, on one stream
+_ENDLESS = 1 << 50  # bytes
+_WITHOUT_RANDOM_STATES = {"preserve_rng_state": False}  # those of this machine are of no use
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Need:
     others: int = 0  # the workspace of cuBLAS, and the buckets of DDP
     micro_batch: int = 0  # the peak of the forward and the backward pass
     step: int = 0  # the peak of the optimizer's step
+    host: int = 0  # on the host
     loaded: int = 0  # the weights before fp8 has put the frozen layers into eight bits
     chosen: CheckpointingSummary | None = None  # by `auto`
 
@@ -86,15 +92,20 @@ def need(
     """
     model = job.model()
     if checkpointing:
-        # The random states of this machine are of no use
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(job.checkpointing | {"preserve_rng_state": False})
+        enable({name: value for name, value in job.checkpointing.items() if name != OPTION} | _WITHOUT_RANDOM_STATES)
         if job.shape.peft_config is not None:
             model.enable_input_require_grads()
     reference = job.model(adapter=False) if job.reference and job.shape.peft_config is None else None
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), sizes_only():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        return _Run(job, model, reference, SimulatedMemory(memory_bytes)).steps(rows, length, checkpointing, like)
+        host = None
+        if checkpointing is True and job.checkpointing.get(OPTION):
+            host = PinnedMemory(_ENDLESS, lambda size: torch.empty(size, dtype=torch.uint8, device="meta"), slab=GIB)
+            switches.install(model, HostInputs(host))
+        found = _Run(job, model, reference, SimulatedMemory(memory_bytes)).steps(rows, length, checkpointing, like)
+        found.host = 0 if host is None else host.taken
+        return found
 
 
 class _Run:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from liger_trainer.instance.hooks import home
 from liger_trainer.instance.kind import names_of
@@ -68,7 +69,7 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
 def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     parameter, shape = layer._parameters["weight"], torch.Size((layer.out_features, layer.in_features))
     state = parameter.__dict__.get("quant_state")
-    if names_of(type(parameter)) != _PARAMETER_4BIT or state is None:
+    if (type(parameter) is not FakeTensor and names_of(type(parameter)) != _PARAMETER_4BIT) or state is None:
         return None
     if not layer.compute_type_is_set:  # the first call decides
         layer.set_compute_type(x)

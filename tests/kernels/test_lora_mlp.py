@@ -249,8 +249,8 @@ def test_gradients_of_slices_that_are_wanted(trained, device, check_close, slice
         check_close(ours, oracle, given)
 
 
-def test_slices_have_the_bits_of_one_slice(device, slices, monkeypatch):
-    """Rows do not depend on one another. Only the sums over them, the gradients of the adapters, are added otherwise."""
+def test_slices_agree_with_one_slice(device, slices, monkeypatch):
+    """Rows do not depend on one another. Only sums over them, the gradients of adapters, are added otherwise."""
     x, *flat = tensors((21,), torch.bfloat16, device, torch.float32)
     dy = torch.randn(21, N, device=device).bfloat16()
     leaves, found = [t for t in (x, *flat) if t is not None and t.requires_grad], []

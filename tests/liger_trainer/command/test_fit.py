@@ -115,7 +115,16 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
             "does not know what a step takes with LigerGRPOTrainer",
         ),
         ({"max_length": None}, (), "max_length is unset"),
-        ({"load_in_4bit": True}, (), "load_in_4bit is True"),
+        (
+            {"load_in_4bit": True, "use_peft": True},
+            ("--accelerate_config", "fsdp2"),
+            "load_in_4bit: true where FSDP shards the weights",
+        ),
+        (
+            {"trainer": "orpo", "load_in_4bit": True, "use_peft": True},
+            (),
+            "load_in_4bit: true and LigerORPOTrainer",
+        ),
         ({"fp8": True}, (), "fp8: true"),
         ({"fp8": True, "use_peft": True}, ("--accelerate_config", "fsdp2"), "FSDP shards the weights"),
         ({"use_liger": False}, (), "use_liger: false"),
@@ -123,8 +132,8 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
         ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, (), "kwargs: every_n_layers: 2"),
         (
             {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
-            (),
-            "kwargs: offload: True",
+            ("--accelerate_config", "fsdp2"),
+            "offload: true where FSDP shards the weights",
         ),
         ({"activation_checkpointing_kwargs": {"selective": True}}, (), "kwargs: selective: True"),
         ({}, ("--gpus", "two"), "--gpus is 'two'; expected a whole number"),
@@ -171,3 +180,26 @@ def test_optimizer_in_backward(recipe, capsys):
         assert line == ("the largest; each is freed in the backward pass" if value == "true" else "")
     with pytest.raises(RecipeError, match="optimizer_in_backward: true on more than one GPU"):
         job_of(parse_recipe(str(recipe(max_grad_norm=0, optimizer_in_backward=True)), ["--use_cpu", "true"]), 2)
+
+
+def test_inputs_of_layers_on_the_host(recipe, capsys):
+    keys = {"activation_checkpointing": True, "per_device_train_batch_size": 4, "max_length": 8192}
+    stays, leaves = (
+        command(capsys, "fit", recipe(**keys), "--activation_checkpointing_kwargs", options)
+        for options in ('{"use_reentrant": false}', '{"use_reentrant": false, "offload": true}')
+    )
+    assert leaves[0] == 0, leaves[2]
+    assert "on the host" not in stays[1]
+    assert re.search(r"^true .*<- the recipe, [\d.]+ GiB on the host$", leaves[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_a_base_in_four_bits(trainer, recipe, capsys):
+    pytest.importorskip("bitsandbytes")
+
+    def weights(*words):
+        code, out, err = command(capsys, "fit", recipe(trainer=trainer), "--use_peft", "true", *words)
+        assert code == 0, err
+        return float(re.search(r"^weights +([\d.]+)", out, re.MULTILINE)[1])
+
+    assert weights("--load_in_4bit", "true") <= weights()

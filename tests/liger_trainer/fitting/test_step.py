@@ -207,3 +207,44 @@ def test_a_model_with_a_tower():
         weights = 2 * sum(p.numel() for p in AutoModelForImageTextToText.from_config(shape.config).parameters())
     assert shape.has_tower and found.weights == found.gradients == weights
     assert found.states == pytest.approx(2 * weights, rel=0.3)  # each weight's state begins at 512 bytes
+
+
+def adapters(layers=LAYERS, **options):
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16", bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    shape = Shape(config(num_hidden_layers=layers), torch.bfloat16, lora, four_bits=four_bits)
+    options = {"checkpointing": {"use_reentrant": False}} | options
+    return Job(shape, losses.of_labels, torch.optim.AdamW, autocast=torch.bfloat16, **options)
+
+
+def test_a_base_in_four_bits():
+    """Half a byte a number, a byte a block of 64, and 4.125 bits with the scales of scales; adapters are in 16 bits."""
+    pytest.importorskip("bitsandbytes")
+    found = need(adapters(), 2, 1024, True, PLENTY)
+    layer = 256 * (256 + 128 + 128 + 256 + 3 * 512)
+    others = 2 * (2 * 1000 * 256 + (2 * LAYERS + 1) * 256)
+    ranks = 4 * LAYERS * (2 * 512 + 2 * 384 + 3 * 768)
+    packed = LAYERS * layer * (1 / 2 + 1 / 64 + 4 / 64 / 256)
+    assert found.gradients == 2 * ranks
+    assert found.weights == pytest.approx(packed + others + 2 * ranks, rel=0.05)  # and tables, of each layer
+    assert found.states == pytest.approx(4 * ranks, rel=0.2)
+    deeper = need(adapters(2 * LAYERS), 2, 1024, True, PLENTY)
+    grown = deeper.peak - found.peak - (deeper.weights - found.weights) - (deeper.gradients - found.gradients)
+    assert 0 < grown - (deeper.states - found.states) < 1.1 * LAYERS * 2 * 1024 * 256 * 2, (
+        "no matrix in 16 bits is kept"
+    )
+
+
+def test_inputs_on_the_host():
+    """All but the last and the one or two that are on their way."""
+    options = {"checkpointing": {"use_reentrant": False, "offload": True}}
+    stays, leaves = (need(job(changes={"num_hidden_layers": 12}, **o), 4, 1024, True, PLENTY) for o in ({}, options))
+    inputs = 4 * 1024 * 256 * 2
+    assert stays.host == 0 and leaves.host > 0
+    assert stays.micro_batch - leaves.micro_batch > 4 * inputs  # gradients of weights take the place of the others
+    assert need(job(**options), 4, 1024, False, PLENTY).host == 0
