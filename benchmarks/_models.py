@@ -17,6 +17,10 @@ MODELS = {
         hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=12, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
         vocab_size=151936, max_position_embeddings=40960)),
+    "Qwen3-30B-A3B": ("qwen3_moe", dict(
+        hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        vocab_size=151936, max_position_embeddings=40960)),
     "gpt-oss-20b-8-layers": ("gpt_oss", dict(
         hidden_size=2880, intermediate_size=2880, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
         head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088, sliding_window=128)),
@@ -26,12 +30,13 @@ MODELS = {
     "Gemma-3-4B": ("gemma3_text", dict(
         hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, num_attention_heads=8, num_key_value_heads=4,
         head_dim=256, vocab_size=262208, max_position_embeddings=131072, sliding_window=1024)),
-    "gpt-oss-20b, 8 layers": ("gpt_oss", dict(
-        hidden_size=2880, intermediate_size=2880, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
-        head_dim=64, vocab_size=201088, sliding_window=128, num_local_experts=32, num_experts_per_tok=4)),
     "SmolLM2-135M": ("llama", dict(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True)),
+    "tiny-moe": ("qwen3_moe", dict(
+        hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, vocab_size=1031,
+        max_position_embeddings=512)),
     "tiny": ("llama", dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),

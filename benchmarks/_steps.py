@@ -80,7 +80,6 @@ def build(run, dtype=torch.bfloat16):
     model_type, shape = MODELS[run.model]
     shape = shape | ({"vocab_size": run.vocab} if run.vocab else {})
     config = AutoConfig.for_model(model_type, **shape, use_cache=False)
-    config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

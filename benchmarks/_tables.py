@@ -61,9 +61,9 @@ def compared(record):
     """The rows of a record of medusa_real.py: what its heads yield before training and after it."""
     before, after = record["before"], record["after"]
     for k, (was, now) in enumerate(zip(before["accuracy"], after["accuracy"], strict=True), start=1):
-        yield {"what": f"head {k}, top-1", "before": was[0], "after": now[0]}
-    for name, what in (("chain", "tokens a pass, chain"), ("tree", "tokens a pass, tree of 64")):
-        yield {"what": what, "before": before[name], "after": after[name]}
+        was, now = (value[0] if isinstance(value, list) else value for value in (was, now))  # older: by rank
+        yield {"what": f"head {k}, accuracy", "before": was, "after": now}
+    yield {"what": "tokens a pass", "before": before["chain"], "after": after["chain"]}
 
 
 def entries(spec):

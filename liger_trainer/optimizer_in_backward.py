@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback
+from transformers import Trainer
 from transformers.optimization import Adafactor
 
 from liger_trainer.feature import Feature, Run
@@ -28,12 +28,6 @@ from liger_trainer.feature import Feature, Run
 # Optimizers whose step of a weight depends on that weight, its gradient, its state and its group alone
 _CLASSES = (
     torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, Adafactor,
-)  # fmt: skip
-_NAMES = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor")
-_OF_BITSANDBYTES = (
-    "adamw_bnb_8bit", "adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "rmsprop_bnb",
-    "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
-    "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit",
 )  # fmt: skip
 _NO_WEIGHT = types.SimpleNamespace(grad=None)  # optimizers skip it
 # What may be asked of a stepped weight, since it depends neither on its value nor on its gradient
@@ -69,7 +63,6 @@ class InBackward(Feature):
             raise ValueError(f"optimizer_in_backward is {args.optimizer_in_backward!r}; expected true or false.")
         if not args.optimizer_in_backward:
             return
-        optim = getattr(args.optim, "value", args.optim)
         refused = (  # (field, its value, whether that is refused, why, and what to set)
             (
                 "max_grad_norm", args.max_grad_norm, args.max_grad_norm > 0,
@@ -89,11 +82,6 @@ class InBackward(Feature):
                 "enable_jit_checkpoint", True, getattr(args, "enable_jit_checkpoint", False),
                 "it saves before the optimizer step, when weights have changed already. Remove it",
             ),
-            (
-                "optim", optim, optim not in (*_NAMES, *_OF_BITSANDBYTES),
-                "it may look at several weights at once, or steps by hooks of its own. Set optim to one of "
-                f"{', '.join(_NAMES)}, or to one of bitsandbytes",
-            ),
         )  # fmt: skip
         for name, value, is_refused, why in refused:
             if is_refused:
@@ -112,14 +100,14 @@ class InBackward(Feature):
             raise _refusal(
                 "accelerate's mixed_precision is fp16, whose gradients are scaled until all are there. Set bf16: true"
             )
-        own = trainer.optimizer_cls_and_kwargs
-        kind = type(_plain(trainer.optimizer)) if trainer.optimizer is not None else own[0] if own is not None else None
-        if not (kind is None or kind in _CLASSES or kind.__module__.startswith("bitsandbytes.optim.")):
-            known = ", ".join(each.__name__ for each in _CLASSES)
-            raise _refusal(
-                f"the optimizer is a {kind.__module__}.{kind.__qualname__}, of which it is not known whether it can "
-                f"step one weight at a time. Use {known} or one of bitsandbytes, none of them subclassed"
+        if trainer.optimizer is not None:
+            optimizer: Any = type(_plain(trainer.optimizer))
+        else:
+            named = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(
+                trainer.args, trainer.model
             )
+            optimizer = named[0]
+        _check_class(optimizer)
 
     @contextmanager
     def around_training(self, trainer: Any) -> Iterator[Run | None]:
@@ -127,7 +115,7 @@ class InBackward(Feature):
             yield None
             return
         self.check_trainer(trainer)  # arguments may have changed since it was built
-        steps = OptimizerInBackward(trainer, self.check_trainer)
+        steps = OptimizerInBackward(trainer)
         trainer.grad_norm_of_step = steps.grad_norm
         try:
             yield steps.run
@@ -152,12 +140,10 @@ class SteppedWeight(nn.Parameter):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         raise RuntimeError(
             f"optimizer_in_backward is true, and a weight is used ({torch.overrides.resolve_name(func)}) after its "
-            "optimizer step in the backward pass and before the end of the training step. Causes: a second forward or "
-            "backward pass in the step; checkpointing that recomputes a layer which reads a weight of another one, or "
-            "reentrant checkpointing of layers that share a weight; code in training_step, a callback or a hook that "
-            "looks at weights or gradients after the backward pass. Set optimizer_in_backward to false, or "
-            'activation_checkpointing_kwargs to {"use_reentrant": false} for layers that share a weight. Change '
-            "gradients with weight.register_hook."
+            "optimizer step in the backward pass and before the end of the training step: by a second forward or "
+            "backward pass; by checkpointing that recomputes a layer which reads a weight of another one, or is "
+            "reentrant (use_reentrant: true); or by code that looks at weights or gradients after the backward pass. "
+            "Set optimizer_in_backward: false. Change gradients with weight.register_hook."
         )
 
 
@@ -167,24 +153,18 @@ class OptimizerInBackward:
     Weights have hooks from the beginning of a training step until its optimizer step.
     """
 
-    def __init__(self, trainer: Any, check: Callable[[Any], None]):
-        self.trainer, self._check = trainer, check
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
         self._stepped: dict[nn.Parameter, tuple[type, torch.Tensor]] = {}  # weight -> (its class, norm of its gradient)
-        self._options: list[dict[str, Any]] = []  # of the optimizer's groups, when weights were stepped
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._hooks: list[RemovableHandle] = []  # of the weights
         self._end_hook: RemovableHandle | None = None
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `step(*args, **kwargs)`, the forward and backward pass of a training step."""
-        self._check(self.trainer)  # a callback may have changed arguments or optimizer
-        optimizer = _plain(self.trainer.optimizer)
         if not self._hooks:
-            self._begin(optimizer)
-        try:
-            return step(*args, **kwargs)
-        finally:
-            self._options = _options_of(optimizer)
+            self._begin(_plain(self.trainer.optimizer))
+        return step(*args, **kwargs)
 
     def grad_norm(self) -> torch.Tensor:
         """Return the norm of all gradients of the step, as `torch.nn.utils.clip_grad_norm_` would have found it."""
@@ -200,8 +180,8 @@ class OptimizerInBackward:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self.close()
-        _refuse_listeners(self.trainer, optimizer)
-        self._end_hook = optimizer.register_step_pre_hook(self._end)
+        _check_class(type(optimizer))  # it may have been made since, or put in place of another
+        self._end_hook = optimizer.register_step_pre_hook(self._leave_weights)
         of_bitsandbytes: Any = optimizer if type(optimizer).__module__.startswith("bitsandbytes.") else None
         if of_bitsandbytes is not None and not of_bitsandbytes.initialized:
             of_bitsandbytes.check_overrides()  # its first step does this for all weights
@@ -225,27 +205,13 @@ class OptimizerInBackward:
             self._stepped[weight] = type(weight), norm
             weight.__class__ = SteppedWeight
 
-    def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _leave_weights(self, *_: Any) -> None:
         """Run before the optimizer step of the trainer."""
-        _refuse_listeners(self.trainer, optimizer, ours=self._end)
-        if self._stepped and _options_of(optimizer) != self._options:
-            raise RuntimeError(
-                "optimizer_in_backward is true, and options of the optimizer, such as its learning rate, have been "
-                "changed after the backward pass. Change them before training_step, or set optimizer_in_backward to "
-                "false."
-            )
-        self._leave_weights()
-
-    def _leave_weights(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for weight, (kind, _) in self._stepped.items():
             weight.__class__ = kind
         self._hooks, self._stepped = [], {}
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 @torch.no_grad()
@@ -278,22 +244,12 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _refuse_listeners(trainer: Any, optimizer: torch.optim.Optimizer, ours: Any = None) -> None:
-    """Raise if a callback, or a hook that is not `ours`, runs between backward pass and optimizer step."""
-    found = None
-    for callback in trainer.callback_handler.callbacks:
-        method = getattr(callback.on_pre_optimizer_step, "__func__", callback.on_pre_optimizer_step)
-        # Callbacks of this package and of transformers look at neither weights nor gradients there
-        known = method.__module__.partition(".")[0] in ("liger_trainer", "transformers")
-        if method is not TrainerCallback.on_pre_optimizer_step and not known:
-            found = f"the callback {type(callback).__qualname__} has on_pre_optimizer_step"
-    for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values():
-        if hook != ours:
-            found = f"the optimizer has a step_pre_hook, {hook}"
-    if found is not None:
+def _check_class(optimizer: type) -> None:
+    if optimizer not in _CLASSES and not optimizer.__module__.startswith("bitsandbytes.optim."):
+        known = ", ".join(each.__name__ for each in _CLASSES)
         raise _refusal(
-            f"{found}. By then weights have changed and gradients are gone. To see or change a gradient, put a hook on "
-            "the weight with weight.register_hook"
+            f"the optimizer is a {optimizer.__module__}.{optimizer.__qualname__}, which may look at several weights at "
+            f"once. Use {known} or one of bitsandbytes, none of them subclassed"
         )
 
 

@@ -1,10 +1,11 @@
 """Linear layers of one input, some of which have a LoRA, as one step of autograd.
 
 `_Kept` keeps what the backward pass needs and makes the r-wide product; the stubs that it returns carry the gradient
-from each output, which is computed when it is asked for (`_autograd.py`).
+from each output, which is computed after them (`_autograd.py`).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -237,14 +238,14 @@ class _Kept(torch.autograd.Function):
     """Keeps what the backward pass of a group needs, and returns a tensor without memory in place of each output."""
 
     @staticmethod
-    def forward(ctx, form, made, spent, x, source, *tensors):
+    def forward(ctx, form, made, x, source, *tensors):
         layers = form.layers(tensors)
         factors = rounded(layers, form)
         h = low_rank(as_matrix(x if source is None else source, form.dtype), factors.a, form)
         made.append((h, factors.b))
         ctx.save_for_backward(x, source, h, factors.a, *factors.b, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.spent = form, spent
+        ctx.form = form
         return tuple([without_memory((*x.shape[:-1], layer.weight.shape[0]), form.dtype, x) for layer in layers])
 
     @staticmethod
@@ -252,8 +253,7 @@ class _Kept(torch.autograd.Function):
     def backward(ctx, *dys):
         x, source, h, a, *tensors = ctx.saved_tensors
         all_b, tensors = tensors[: len(dys)], tensors[len(dys) :]
-        ctx.spent.append(True)
-        form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[3:]
+        form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[2:]
         layers, dx, dsource = form.layers(tensors), None, None
         with no_autocast(x.device.type):
             dys = [None if dy is None else as_matrix(dy, form.dtype) for dy in dys]
@@ -266,38 +266,26 @@ class _Kept(torch.autograd.Function):
                 dsource = torch.mm(*small).view(x.shape).to(source.dtype)
             if needs_x:
                 dx = gradient_of_input(small if source is None else None, found).view(x.shape).to(x.dtype)
-            return None, None, None, dx, dsource, *rounded_like(found.tensors, tensors)
+            return None, None, dx, dsource, *rounded_like(found.tensors, tensors)
 
 
-class Outputs:
-    """The outputs y (..., N) of layers with one input, each of which is computed when it is asked for, once.
-
-    The products of the adapters with the input are computed together and at once, and so are the gradients.
-
-    Attributes:
-        spent (`list`): Not empty once a backward pass has come through, after which what was kept may be gone.
-    """
-
-    def __init__(self, x: torch.Tensor, source: torch.Tensor | None, layers: list[Layer], form: Form):
-        self.layers, self.form, self.shape, self.spent = layers, form, x.shape, list[bool]()
-        made: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = []
-        self.stubs: tuple[torch.Tensor, ...] | None = None
-        with no_autocast(x.device.type):
-            if records_graph():
-                self.stubs = _Kept.apply(form, made, self.spent, x, source, *flattened(layers))
-            with torch.no_grad():
-                self.rows = as_matrix(x, form.dtype)
-                if not made:
-                    source_rows = self.rows if source is None else as_matrix(source, form.dtype)
-                    factors = rounded(layers, form)
-                    made.append((low_rank(source_rows, factors.a, form), factors.b))
-                h, self.b = made[0]
-                self.h = columns_of(h, layers, form)
-                self.shared = SharedRows(self.rows)
-
-    def __getitem__(self, k: int) -> torch.Tensor:
-        def compute() -> torch.Tensor:
-            return output(self.shared, self.layers[k], self.h[k], self.b[k], self.form)
-
-        with no_autocast(self.rows.device.type):
-            return computed(compute, self.shape[:-1], None if self.stubs is None else self.stubs[k])
+def outputs_of(
+    x: torch.Tensor, source: torch.Tensor | None, layers: list[Layer], form: Form
+) -> tuple[torch.Tensor, ...]:
+    """The outputs y (..., N) of layers with one input. `source` is the input of the adapters, if it is another one."""
+    made: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = []
+    stubs: tuple[torch.Tensor | None, ...] = (None,) * len(layers)
+    with no_autocast(x.device.type):
+        if records_graph():
+            stubs = _Kept.apply(form, made, x, source, *flattened(layers))
+        with torch.no_grad():
+            rows = as_matrix(x, form.dtype)
+            if not made:
+                a, all_b = rounded(layers, form)
+                made.append((low_rank(rows if source is None else as_matrix(source, form.dtype), a, form), all_b))
+            (h, all_b), shared = made[0], SharedRows(rows)
+        found = []
+        for layer, columns, b, stub in zip(layers, columns_of(h, layers, form), all_b, stubs, strict=True):
+            compute = partial(output, shared, layer, columns, b, form)
+            found.append(computed(compute, x.shape[:-1], stub))
+    return tuple(found)

@@ -71,8 +71,12 @@ class GateForm(NamedTuple):
 
 
 @jit
-def _tile_of(OFFSETS, tile, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first place, end of the expert's places) of a tile of rows. From `experts` on there is none."""
+def _tile_of(OFFSETS, experts, n, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(expert, places of rows, which of them are the expert's, block of columns) of this program. Programs whose expert
+    is `experts` have no tile. Tiles of one row block follow each other, so that its rows are read from L2, as are the
+    expert's matrices."""
+    across = tl.cdiv(n, BLOCK_N)
+    tile = tl.program_id(0) // across
     e = tl.arange(0, BLOCK_E)
     start = tl.load(OFFSETS + e, mask=e < experts, other=0)
     end = tl.load(OFFSETS + e + 1, mask=e < experts, other=0)
@@ -80,8 +84,8 @@ def _tile_of(OFFSETS, tile, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexp
     last = tl.cumsum(tiles, 0)
     expert = tl.sum((last <= tile).to(tl.int32), 0)
     here = e == expert
-    place = tl.sum(tl.where(here, start + (tile - last + tiles) * BLOCK_M, 0), 0)
-    return expert, place, tl.sum(tl.where(here, end, 0), 0)
+    place = tl.sum(tl.where(here, start + (tile - last + tiles) * BLOCK_M, 0), 0) + tl.arange(0, BLOCK_M)
+    return expert, place, place < tl.sum(tl.where(here, end, 0), 0), tl.program_id(0) % across
 
 
 @jit
@@ -108,27 +112,13 @@ def _add_low(
 
 
 @jit
-def _product_kernel(
-    X, W, OUT, PAIRS, TOKENS, OFFSETS, BIAS, P, Q,
-    x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n,
-    experts, n, k, rank, scale,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+def _tile_product(
+    X, W, BIAS, P, Q, expert, row, place, valid, column,
+    x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n, n, k, rank,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one row block follow each other, so that its rows are read from L2, as are the expert's matrices."""
-    pid = tl.program_id(0)
-    across = tl.cdiv(n, BLOCK_N)
-    expert, first, end = _tile_of(OFFSETS, pid // across, experts, BLOCK_E, BLOCK_M)
-    if expert >= experts:
-        return
-    place = first + tl.arange(0, BLOCK_M)
-    valid = place < end
-    row = tl.where(valid, place, 0)
-    if GATHER:
-        row = tl.load(TOKENS + place, mask=valid, other=0)
-    row = row.to(tl.int64)
-    column = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """x W + P Q + bias in fp32, of one expert: for the pairs `place`, whose rows of X are `row`, and some columns."""
     kk = tl.arange(0, BLOCK_K)
     x_at = X + row[:, None] * x_stride + kk[None]
     w_at = W + expert.to(tl.int64) * w_stride_e + kk[:, None] * w_stride_k + column[None] * w_stride_n
@@ -148,6 +138,30 @@ def _product_kernel(
     )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(BIAS + expert.to(tl.int64) * n + column, mask=column < n, other=0.0).to(tl.float32)[None]
+    return acc
+
+
+@jit
+def _product_kernel(
+    X, W, OUT, PAIRS, TOKENS, OFFSETS, BIAS, P, Q,
+    x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n,
+    experts, n, k, rank, scale,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    expert, place, valid, across = _tile_of(OFFSETS, experts, n, BLOCK_E, BLOCK_M, BLOCK_N)
+    if expert >= experts:
+        return
+    row = tl.where(valid, place, 0)
+    if GATHER:
+        row = tl.load(TOKENS + place, mask=valid, other=0)
+    column = across * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = _tile_product(
+        X, W, BIAS, P, Q, expert, row.to(tl.int64), place, valid, column,
+        x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n, n, k, rank,
+        HAS_BIAS, EVEN, BLOCK_R, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, WIDEN,
+    )  # fmt: skip
     out = place
     if SCATTER:
         out = tl.load(PAIRS + place, mask=valid, other=0)
@@ -165,45 +179,28 @@ def _gated_product_kernel(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """H (S, 2 n) gets the product, A (S, n) the gate of what H holds."""
-    pid = tl.program_id(0)
-    across = tl.cdiv(n, BLOCK_N)
-    expert, first, end = _tile_of(OFFSETS, pid // across, experts, BLOCK_E, BLOCK_M)
+    expert, place, valid, across = _tile_of(OFFSETS, experts, n, BLOCK_E, BLOCK_M, BLOCK_N)
     if expert >= experts:
         return
-    place = first + tl.arange(0, BLOCK_M)
-    valid = place < end
     row = tl.load(TOKENS + place, mask=valid, other=0).to(tl.int64)
-    kk = tl.arange(0, BLOCK_K)
-    column = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = across * BLOCK_N + tl.arange(0, BLOCK_N)
     known = valid[:, None] & (column < n)[None]
-    x_at = X + row[:, None] * x_stride + kk[None]
-    w_at = W + expert.to(tl.int64) * w_stride_e + kk[:, None] * w_stride_k
     h_at = H + place.to(tl.int64)[:, None] * (2 * n)
-    BIAS += expert.to(tl.int64) * 2 * n
     if INTERLEAVED:
-        wide = (pid % across) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
-        w_at = w_at + wide[None] * w_stride_n
-        acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
-        for start in range(0, k, BLOCK_K):
-            if EVEN:
-                x, w = tl.load(x_at), tl.load(w_at)
-            else:
-                x = tl.load(x_at, mask=(start + kk < k)[None], other=0.0)
-                w = tl.load(w_at, mask=(start + kk < k)[:, None] & (wide < 2 * n)[None], other=0.0)
-            acc = _dot(x, w, acc, PRECISION, WIDEN)
-            x_at += BLOCK_K
-            w_at += BLOCK_K * w_stride_k
-        acc = _add_low(
-            acc, P, Q, expert, place, valid, wide, 2 * n, rank, p_stride, q_stride_e, q_stride_r, q_stride_n,
-            BLOCK_R, PRECISION, WIDEN,
+        wide = across * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+        acc = _tile_product(
+            X, W, BIAS, P, Q, expert, row, place, valid, wide,
+            x_stride, w_stride_e, w_stride_k, w_stride_n, p_stride, q_stride_e, q_stride_r, q_stride_n, 2 * n, k, rank,
+            HAS_BIAS, EVEN, BLOCK_R, BLOCK_M, 2 * BLOCK_N, BLOCK_K, PRECISION, WIDEN,
         )  # fmt: skip
-        if HAS_BIAS:
-            acc += tl.load(BIAS + wide, mask=wide < 2 * n, other=0.0).to(tl.float32)[None]
         h = acc.to(H.dtype.element_ty)
         tl.store(h_at + wide[None], h, mask=valid[:, None] & (wide < 2 * n)[None])
         g, u = tl.split(tl.reshape(h, [BLOCK_M, BLOCK_N, 2]))
     else:
         up = column + n
+        kk = tl.arange(0, BLOCK_K)
+        x_at = X + row[:, None] * x_stride + kk[None]
+        w_at = W + expert.to(tl.int64) * w_stride_e + kk[:, None] * w_stride_k
         g_at, u_at = w_at + column[None] * w_stride_n, w_at + up[None] * w_stride_n
         acc_g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc_u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -228,6 +225,7 @@ def _gated_product_kernel(
             BLOCK_R, PRECISION, WIDEN,
         )  # fmt: skip
         if HAS_BIAS:
+            BIAS += expert.to(tl.int64) * 2 * n
             acc_g += tl.load(BIAS + column, mask=column < n, other=0.0).to(tl.float32)[None]
             acc_u += tl.load(BIAS + up, mask=column < n, other=0.0).to(tl.float32)[None]
         g, u = acc_g.to(H.dtype.element_ty), acc_u.to(H.dtype.element_ty)

@@ -84,7 +84,7 @@ def _loaded(start, vector, lane, end, W, LEAD: tl.constexpr):
 
 @jit
 def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr):
-    """Store `value` to a block of D, and under LEAD leave the rows beside it alone. CACHE is an eviction policy."""
+    """Store `value` to a block of D, under LEAD without the ends of other rows. CACHE is an eviction policy."""
     off = start + lane
     value = value.to(D.dtype.element_ty)
     if LEAD:
@@ -112,7 +112,7 @@ def _row_kernel(
     target's own term) is done in those alone, because the pass is bound by instructions as much as by bytes.
 
     With LEAD, a row starts `lead` elements after a multiple of 16 bytes. Its blocks begin at that multiple: the vectors
-    at both ends are loaded whole, elements of the rows beside it are masked, and nothing is stored over them.
+    at both ends are loaded whole, elements of the rows before and after it are masked, and nothing is stored over them.
     """
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31
     lead = 0

@@ -14,9 +14,9 @@
 
 SwiGLU and GeGLU: Shazeer 2020, arXiv:2002.05202, section 2. gelu: Hendrycks and Gimpel 2016, arXiv:1606.08415.
 
-Shapes  g, u, y and their gradients (..., I). g and u may be the halves of one tensor (..., 2I), or its even and odd
-        columns, as in gpt-oss. With a LoRA they are contiguous (T, I), h (T, r) and F (r, I) with r at most
-        `LARGEST_RANK`; ranks may differ, and each product may be missing.
+Shapes  g, u, y and their gradients (..., I). g and u may be the halves of one tensor (..., 2I). With a LoRA they are
+        contiguous (T, I), h (T, r) and F (r, I) with r at most `LARGEST_RANK`; ranks may differ, and each product may
+        be missing.
 Dtypes  bf16, fp16, fp32; with a LoRA 16 bits. Arithmetic in fp32, one rounding per store. Eager PyTorch rounds act(g)
         too, so that 16-bit results are not bit-equal to it; on average they are nearer to the float64 value.
 Bytes   b per element. Forward 3nb (eager 5nb, clamped 9nb). Backward 5nb (eager 9nb, clamped 17nb), and 6nb with y.
@@ -33,7 +33,7 @@ from . import reference
 from ._autograd import graph_is_kept, is_of_leaf, once_differentiable, records_graph
 from ._dispatch import INTERPRET, jit, kernel_op, runs_as_op, runs_triton, tl, use_triton
 from ._launch import as_rows, cdiv, check_in, launch, next_power_of_2
-from .halves import joined, parts_of
+from .halves import joined
 
 APPROXIMATIONS = ("tanh", "none")
 UNCHANGED = (math.inf, 1.0, 0.0, 1.0)  # limit, alpha, up_offset, gate_scale
@@ -100,61 +100,35 @@ def gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr
 
 
 @jit
-def _load(G, U, g_stride, u_stride, row, tile, n, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of g and of u in fp32. For pairs, G is the tensor of which they are the columns: in one long row."""
-    if PAIRS == "":
-        col = tile * BLOCK + tl.arange(0, BLOCK)
-        g = tl.load(G + row * g_stride + col, mask=col < n, other=0.0)
-        u = tl.load(U + row * u_stride + col, mask=col < n, other=0.0)
-    else:
-        col = tile * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-        both = tl.load(G + col, mask=col < 2 * n, other=0.0)
-        even, odd = tl.split(tl.reshape(both, [BLOCK, 2]))
-        if PAIRS == "gate":
-            g, u = even, odd
-        else:
-            g, u = odd, even
-    return g.to(tl.float32), u.to(tl.float32)
-
-
-@jit
 def _gate_fwd_kernel(
     G, U, Y, g_stride, u_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-    ACT: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
-    tile = (pid % tiles_per_row).to(tl.int64)  # int64: a contiguous input is one row
-    g, u = _load(G, U, g_stride, u_stride, row, tile, n, PAIRS, BLOCK)
+    col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64: a contiguous input is one row
+    g = tl.load(G + row * g_stride + col, mask=col < n, other=0.0).to(tl.float32)
+    u = tl.load(U + row * u_stride + col, mask=col < n, other=0.0).to(tl.float32)
     y = gate_value(g, u, limit, alpha, up_offset, gate_scale, ACT)
-    col = tile * BLOCK + tl.arange(0, BLOCK)
     tl.store(Y + row * n + col, y, mask=col < n)
 
 
 @jit
 def _gate_bwd_kernel(
     DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-    ACT: tl.constexpr, PAIRS: tl.constexpr, D_PAIRS: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+    ACT: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With PRODUCT, DY is written over with y."""
     pid = tl.program_id(0)
     row = (pid // tiles_per_row).to(tl.int64)
-    tile = (pid % tiles_per_row).to(tl.int64)
-    col = tile * BLOCK + tl.arange(0, BLOCK)
+    col = (pid % tiles_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = col < n
     dy = tl.load(DY + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-    g, u = _load(G, U, g_stride, u_stride, row, tile, n, PAIRS, BLOCK)
+    g = tl.load(G + row * g_stride + col, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(U + row * u_stride + col, mask=mask, other=0.0).to(tl.float32)
     dg, du, y = gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT)
-    if D_PAIRS == "":
-        tl.store(DU + row * d_stride + col, du, mask=mask)
-        tl.store(DG + row * d_stride + col, dg, mask=mask)
-    else:
-        if D_PAIRS == "gate":
-            both = tl.join(dg, du)
-        else:
-            both = tl.join(du, dg)
-        col = tile * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-        tl.store(DG + col, tl.reshape(both, [2 * BLOCK]), mask=col < 2 * n)
+    tl.store(DU + row * d_stride + col, du, mask=mask)
+    tl.store(DG + row * d_stride + col, dg, mask=mask)
     if PRODUCT:
         tl.store(DY + row * dy_stride + col, y, mask=mask)
 
@@ -249,20 +223,8 @@ def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
         )
 
 
-def _whole(gate: torch.Tensor, up: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, str] | None:
-    """(the contiguous tensor whose halves, or with `pairs` even and odd columns, the two are, which of them is first:
-    "gate" or "up"), or None if they are not."""
-    if (whole := joined(gate, up, pairs)) is not None:
-        return whole, "gate"
-    if (whole := joined(up, gate, pairs)) is not None:
-        return whole, "up"
-    return None
-
-
-def gate_gradients(
-    gate: torch.Tensor, up: torch.Tensor, reuse: bool, pairs: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the gradients of a gate: halves of one tensor if `gate` and `up` are, with `pairs` also its columns.
+def gate_gradients(gate: torch.Tensor, up: torch.Tensor, reuse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the gradients of a gate: halves of one tensor if `gate` and `up` are.
 
     If `reuse` allows it and the backward pass cannot run again, they lie over `gate` and `up`: a program of the kernel
     reads all its elements before it writes any. A function that has saved the two then gets an error.
@@ -270,10 +232,10 @@ def gate_gradients(
     if runs_as_op():  # then the two may not share memory
         return _new_like(gate), _new_like(up)
     again = not reuse or graph_is_kept()
-    pairs = pairs and (found := _whole(gate, up, True)) is not None
-    if pairs or (found := _whole(gate, up, False)) is not None:
-        dg, du = parts_of(_new_like(found[0]) if again else found[0], pairs)
-        dg, du = (dg, du) if found[1] == "gate" else (du, dg)
+    if (whole := joined(gate, up)) is not None:
+        dg, du = (_new_like(whole) if again else whole).chunk(2, -1)
+    elif (whole := joined(up, gate)) is not None:
+        du, dg = (_new_like(whole) if again else whole).chunk(2, -1)
     else:
         apart = gate.untyped_storage()._cdata != up.untyped_storage()._cdata
         again = again or not (apart and gate.is_contiguous() and up.is_contiguous())
@@ -288,18 +250,8 @@ def _new_like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
-def _parts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """What the kernel is given of gate and up, or of their gradients: the two, or the tensor that has them as pairs."""
-    both = _whole(a, b, True)
-    return (a, b, "") if both is None else (both[0], both[0], both[1])
-
-
-def _tiles(y: torch.Tensor, *parts: tuple[torch.Tensor, torch.Tensor, str]):
-    """(y and the parts as rows, row length, tiles per row, grid, BLOCK). If all are contiguous, which they are made if
-    some are pairs, each is one long row."""
-    given = [y, *[t for a, b, _ in parts for t in (a, b)]]
-    if any(kind for *_, kind in parts):
-        given = [t if t.is_contiguous() else t.contiguous() for t in given]
+def _tiles(*given: torch.Tensor):
+    """(the tensors as rows, row length, tiles per row, grid, BLOCK). If all are contiguous, each is one long row."""
     if all(t.is_contiguous() for t in given):
         rows = [t.view(1, -1) for t in given]
     else:
@@ -314,12 +266,12 @@ def _tiles(y: torch.Tensor, *parts: tuple[torch.Tensor, torch.Tensor, str]):
 def _forward(
     gate: torch.Tensor, up: torch.Tensor, act: str, limit: float, alpha: float, up_offset: float, gate_scale: float
 ) -> torch.Tensor:
-    y, parts = _new_like(gate), _parts(gate, up)
-    (_, g, u), n, tiles_per_row, grid, block = _tiles(y, parts)
+    y = _new_like(gate)
+    (_, g, u), n, tiles_per_row, grid, block = _tiles(y, gate, up)
     launch(
         _gate_fwd_kernel, grid,
         g, u, y, g.stride(0), u.stride(0), n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-        ACT=act, PAIRS=parts[2], BLOCK=block,
+        ACT=act, BLOCK=block,
     )  # fmt: skip
     return y
 
@@ -334,19 +286,18 @@ def _backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, act: str, limit: float, alpha: float, up_offset: float,
     gate_scale: float, reuse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    dg, du = gate_gradients(gate, up, reuse, pairs=True)  # not over dy, which another branch may read
+    dg, du = gate_gradients(gate, up, reuse)  # not over dy, which another branch may read
     _launch_backward(dy, gate, up, dg, du, act, limit, alpha, up_offset, gate_scale)
     return dg, du
 
 
 def _launch_backward(dy, gate, up, dg, du, act, limit, alpha, up_offset, gate_scale, product=False) -> None:
-    parts, d_parts = _parts(gate, up), _parts(dg, du)
-    (dy, g, u, dg_rows, du_rows), n, tiles_per_row, grid, block = _tiles(dy, parts, d_parts)
+    (dy, g, u, dg, du), n, tiles_per_row, grid, block = _tiles(dy, gate, up, dg, du)
     launch(
         _gate_bwd_kernel, grid,
-        dy, g, u, dg_rows, du_rows, dy.stride(0), g.stride(0), u.stride(0), dg_rows.stride(0), n, tiles_per_row,
+        dy, g, u, dg, du, dy.stride(0), g.stride(0), u.stride(0), dg.stride(0), n, tiles_per_row,
         limit, alpha, up_offset, gate_scale,
-        ACT=act, PAIRS=parts[2], D_PAIRS=d_parts[2], PRODUCT=product, BLOCK=block,
+        ACT=act, PRODUCT=product, BLOCK=block,
     )  # fmt: skip
 
 
@@ -388,15 +339,15 @@ def swiglu(
 
     Args:
         gate (`torch.Tensor`): (..., I); bf16, fp16 or fp32 (float64: the PyTorch twin). Rows may lie apart, as the
-            halves of a fused projection do, or columns, as its even and odd ones do; no copy is made of them.
+            halves of a fused projection do; no copy is made of them.
         up (`torch.Tensor`): Shape, dtype and device of `gate`.
         limit (`float`, *optional*): Cuts off the gate above it, and up on both sides; 7 in gpt-oss. Unset: neither.
         alpha (`float`, *optional*, defaults to 1.0): Of the sigmoid; 1.702 in gpt-oss.
         up_offset (`float`, *optional*, defaults to 0.0): Added to up; 1 in gpt-oss.
         gate_scale (`float`, *optional*, defaults to 1.0): Multiplies the gate before anything else.
         reuse_inputs (`bool`, *optional*, defaults to `False`): The backward pass may write the two gradients over
-            `gate` and `up` if they are contiguous or the halves or pairs of a contiguous tensor, which saves two
-            tensors of their size. Allow it only if nothing reads the two any more, neither later code nor the backward
+            `gate` and `up` if they are contiguous or the halves of a contiguous tensor, which saves two tensors of
+            their size. Allow it only if nothing reads the two any more, neither later code nor the backward
             pass of what made them. It does nothing with `retain_graph=True`, for leaf tensors, under torch.compile and
             on the PyTorch twin.
 

@@ -5,11 +5,11 @@
     dx = dy W + dh A    dA = dh^T x    dW and db only where W and b are trained
 
 Shapes  x (..., K), y (..., N). In `lora_linears`, layers of one x share it: one product for all h, one dA, one dx.
-Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 beside a W of 16 bits. The products
-        run in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
-        keep what fp32 has beyond 16 bits (`_low_rank.py`); fp32 A and B beside fp16: the PyTorch twin, since fp16 has
+Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 with a W of 16 bits. The products run
+        in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
+        keep what fp32 has beyond 16 bits (`_low_rank.py`); fp32 A and B with fp16: the PyTorch twin, since fp16 has
         no small numbers.
-Bytes   b per element, beside the product x W^T itself: forward reads x, and writes and reads y once more; backward
+Bytes   b per element, without the product x W^T itself: forward reads x, and writes and reads y once more; backward
         reads dy and x, and writes and reads dx once more. Kept for backward: x itself, h, and A and s B in the dtype of
         the products, where PEFT's layer keeps a 16-bit copy of x for each adapter.
 """
@@ -18,7 +18,7 @@ import torch
 
 from . import reference
 from ._dispatch import KERNEL_DTYPES, autocast_dtype, is_wrapped, result_dtype
-from ._lora import Adapter, Form, Layer, Outputs, Weight, flattened
+from ._lora import Adapter, Form, Layer, Weight, flattened, outputs_of
 from .dequantize import PackedWeight
 from .float8_cast import MULTIPLE, fault_of_device
 from .frozen_float8 import Float8Weight, dequantized
@@ -103,7 +103,7 @@ def _has_fp32(layers: list[Layer]) -> bool:
 
 def runs_as_twin(x: torch.Tensor, layers: list[Layer]) -> bool:
     """Whether plain PyTorch computes these layers: in float64, while a compiler traces, which puts the passes together
-    by itself, and for fp32 adapters beside fp16 without autocast, which two numbers of fp16 could not stand for."""
+    by itself, and for fp32 adapters with fp16 and without autocast, which two numbers of fp16 could not stand for."""
     if x.dtype == torch.float64 or torch.compiler.is_compiling() or any(map(is_wrapped, (x, *flattened(layers)))):
         return True
     return x.dtype == torch.float16 and _has_fp32(layers) and autocast_dtype(x) is None
@@ -143,44 +143,17 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
     return found
 
 
-class LoRAGroup:
-    """`lora_linears` whose outputs are computed one by one, where each is asked for by a call of its own.
-
-    An unused output costs no large product, and the tensors of its layer get no gradient.
-
-    Args:
-        x, layers: As in `lora_linears`.
-        lora_input: As in `lora_linear`.
-    """
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        layers: list[tuple[Weight, torch.Tensor | None, Lora | None]],
-        lora_input: torch.Tensor | None = None,
-    ):
-        found = checked_layers(x, layers)
-        self._twins = (x, lora_input, as_tensors(layers, x)) if runs_as_twin(x, found) else None
-        if self._twins is None:
-            self._outputs = Outputs(x, lora_input, found, form_of(x, found))
-
-    def output(self, k: int) -> torch.Tensor:
-        """y of layer number `k`."""
-        if self._twins is None:
-            return self._outputs[k]
-        x, lora_input, layers = self._twins
-        weight, bias, lora = layers[k]
-        return reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input)
-
-    def is_spent(self) -> bool:
-        """Whether a backward pass has come through, so that a further output would have none."""
-        return self._twins is None and bool(self._outputs.spent)
-
-
 def _outputs(x, layers, lora_input):
     if all(lora is None for _, _, lora in layers):
         raise ValueError("no layer has a lora; use torch.nn.functional.linear.")
     if lora_input is not None and lora_input.shape != x.shape:
         raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
-    group = LoRAGroup(x, layers, lora_input)
-    return tuple([group.output(k) for k in range(len(layers))])
+    found = checked_layers(x, layers)
+    if not runs_as_twin(x, found):
+        return outputs_of(x, lora_input, found, form_of(x, found))
+    return tuple(
+        [
+            reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input)
+            for weight, bias, lora in as_tensors(layers, x)
+        ]
+    )

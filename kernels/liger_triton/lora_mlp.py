@@ -7,6 +7,9 @@ Dtypes  As in `lora_linears` and `swiglu`.
 Bytes   b per element of the width I, apart from large products: forward reads g, u and a, and writes a. Backward reads
         da, g and u, writes dg, du and a in their place, and reads each of these once. The adapters are added in these
         passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.
+Slices  If g has more than `SLICE_ABOVE` bytes, both passes go through slices of the rows, whose g has at most
+        `SLICE_BYTES`. Kept for backward: x. It computes g and u of a slice again, and adds up the gradients of the
+        projections in fp32.
 """
 
 from typing import NamedTuple
@@ -16,14 +19,19 @@ import torch
 from . import _lora, reference
 from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import no_autocast
-from ._launch import as_matrix, check_in
+from ._launch import as_matrix, cdiv, check_in
 from ._lora import Form, Layer, Rounded
+from .dequantize import PackedWeight
 from .frozen_float8 import SharedRows
 from .gates import TWINS, Product, gate_of_sums, gradients_of_sums, takes
 from .lora_linear import Lora, Weight, as_tensors, checked_layers, form_of, runs_as_twin
 
 Sums = tuple[Product | None, Product | None]
 Projection = tuple[Weight, torch.Tensor | None, Lora | None]
+Factors = tuple[Rounded, Rounded]  # of the group of gate and up, and of down
+
+SLICE_ABOVE, SLICE_BYTES = 1 << 30, 256 << 20
+SLICE_UNIT = 128  # rows
 
 
 class Plan(NamedTuple):
@@ -40,6 +48,18 @@ class Plan(NamedTuple):
     activation: str
     adds_in_gate: bool
 
+    def layers(self, tensors) -> list[Layer]:
+        """The three projections, whose tensors are flattened."""
+        return [*self.forms[0].layers(tensors[:8]), *self.forms[1].layers(tensors[8:])]
+
+    def slices(self, rows: int, layers: list[Layer]) -> list[slice]:
+        """Which rows are computed together; one slice of all where g is small."""
+        row = layers[0].weight.shape[0] * self.forms[0].dtype.itemsize
+        if rows * row <= SLICE_ABOVE:
+            return [slice(rows)]
+        each = cdiv(cdiv(rows, cdiv(rows * row, SLICE_BYTES)), SLICE_UNIT) * SLICE_UNIT
+        return [slice(start, min(rows, start + each)) for start in range(0, rows, each)]
+
     def sums(self, layers: list[Layer], h: torch.Tensor, all_b: list[torch.Tensor | None]) -> Sums:
         """What the gate adds to g and to u."""
         if not self.adds_in_gate:
@@ -50,27 +70,65 @@ class Plan(NamedTuple):
 
 
 class _Inner(NamedTuple):
-    """What is known of an MLP before its down projection."""
+    """What is known of an MLP before its down projection. The backward pass makes a anew."""
 
     g: torch.Tensor
     u: torch.Tensor
-    a: torch.Tensor
+    a: torch.Tensor | None
     h: torch.Tensor
     h_down: torch.Tensor
-    factors: Rounded
-    factors_down: Rounded
 
 
-def _inner(x: torch.Tensor, layers: list[Layer], plan: Plan) -> _Inner:
-    form, form_down = plan.forms
-    rows, inner = as_matrix(x, form.dtype), layers[:2]
-    factors, factors_down = _lora.rounded(inner, form), _lora.rounded(layers[2:], form_down)
-    h, shared = _lora.low_rank(rows, factors.a, form), SharedRows(rows)
+def _factors(layers: list[Layer], plan: Plan) -> Factors:
+    return _lora.rounded(layers[:2], plan.forms[0]), _lora.rounded(layers[2:], plan.forms[1])
+
+
+def _inner(rows: torch.Tensor, layers: list[Layer], plan: Plan, factors: Factors) -> _Inner:
+    form, inner, (of_inner, of_down) = plan.forms[0], layers[:2], factors
+    h, shared = _lora.low_rank(rows, of_inner.a, form), SharedRows(rows)
     own = [(), ()] if plan.adds_in_gate else _lora.columns_of(h, inner, form)
-    all_b = [None, None] if plan.adds_in_gate else factors.b
+    all_b = [None, None] if plan.adds_in_gate else of_inner.b
     g, u = (_lora.output(shared, *of_one, form) for of_one in zip(inner, own, all_b, strict=True))
-    a = gate_of_sums(g, u, *plan.sums(inner, h, factors.b), plan.activation)
-    return _Inner(g, u, a, h, _lora.low_rank(a, factors_down.a, form_down), factors, factors_down)
+    a = gate_of_sums(g, u, *plan.sums(inner, h, of_inner.b), plan.activation)
+    return _Inner(g, u, a, h, _lora.low_rank(a, of_down.a, plan.forms[1]))
+
+
+def _output(inner: _Inner, down: list[Layer], factors: Factors, plan: Plan) -> torch.Tensor:
+    form = plan.forms[1]
+    h = _lora.columns_of(inner.h_down, down, form)[0]
+    return _lora.output(SharedRows(inner.a), down[0], h, factors[1].b[0], form)
+
+
+def _gradients(
+    rows: torch.Tensor,
+    dy: torch.Tensor,
+    inner: _Inner,
+    layers: list[Layer],
+    plan: Plan,
+    factors: Factors,
+    needs_x: bool,
+    needs: list[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """dx or None, and the gradients of the tensors of `layers`. It writes over g and u; a is not read."""
+    (form, form_down), (of_inner, factors_down), both, down = plan.forms, factors, layers[:2], layers[2:]
+    g, u, _, h, h_down = inner
+    of_down = _lora.gradients([dy], h_down, down, factors_down.b, form_down, needs[8:])
+    sums = plan.sums(both, h, of_inner.b)
+    if not (needs_x or any(needs[:8])):
+        a = gate_of_sums(g, u, *sums, plan.activation)
+        _lora.add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
+        return None, [None] * 8 + of_down.tensors
+    to_da = _lora.adapters_part(of_down, factors_down.a, form_down)
+    adds_to_da = to_da is not None and g.numel() > 0 and takes(form.dtype, rows, [to_da[0].shape[1]])
+    da = _lora.gradient_of_input(None if adds_to_da else to_da, of_down)
+    dg, du, a = gradients_of_sums(da, g, u, to_da if adds_to_da else None, *sums, plan.activation)
+    del da
+    _lora.add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
+    del a
+    found = _lora.gradients([dg, du], h, both, of_inner.b, form, needs[:8])
+    _lora.add_gradients_of_factors(found, [dg, du], rows, rows, both, form, needs[:8])
+    dx = _lora.gradient_of_input(_lora.adapters_part(found, of_inner.a, form), found) if needs_x else None
+    return dx, found.tensors + of_down.tensors
 
 
 class _KeptMLP(torch.autograd.Function):
@@ -78,15 +136,15 @@ class _KeptMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, made, x, *tensors):
-        form, form_down = plan.forms
-        layers = [*form.layers(tensors[:8]), *form_down.layers(tensors[8:])]
-        inner = _inner(x, layers, plan)
-        made.append(inner)
-        of_both = (inner.factors.a, *inner.factors.b, inner.factors_down.a, *inner.factors_down.b)
+        layers = plan.layers(tensors)
+        factors = _factors(layers, plan)
+        inner = _inner(as_matrix(x, plan.forms[0].dtype), layers, plan, factors)
+        made.append((inner, factors))
+        of_both = (factors[0].a, *factors[0].b, factors[1].a, *factors[1].b)
         ctx.save_for_backward(x, inner.g, inner.u, inner.h, inner.h_down, *of_both, *tensors)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
-        return without_memory((*x.shape[:-1], layers[2].weight.shape[0]), form_down.dtype, x)
+        return without_memory((*x.shape[:-1], layers[2].weight.shape[0]), plan.forms[1].dtype, x)
 
     @staticmethod
     @once_differentiable
@@ -94,31 +152,68 @@ class _KeptMLP(torch.autograd.Function):
         if dy is None:
             return (None,) * 15
         x, g, u, h, h_down, a_inner, b_gate, b_up, a_down, b_down, *tensors = ctx.saved_tensors
-        form, form_down = ctx.plan.forms
+        factors, dtype = (Rounded(a_inner, [b_gate, b_up]), Rounded(a_down, [b_down])), ctx.plan.forms[0].dtype
         needs_x, *needs = ctx.needs_input_grad[2:]
-        inner, down = form.layers(tensors[:8]), form_down.layers(tensors[8:])
+        inner = _Inner(g, u, None, h, h_down)
         with no_autocast(x.device.type):
-            dy, b_inner = as_matrix(dy, form.dtype), [b_gate, b_up]
-            of_down = _lora.gradients([dy], h_down, down, [b_down], form_down, needs[8:])
-            sums = ctx.plan.sums(inner, h, b_inner)
-            if not (needs_x or any(needs[:8])):
-                a = gate_of_sums(g, u, *sums, ctx.plan.activation)
-                _lora.add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
-                return (None,) * 11 + tuple(_lora.rounded_like(of_down.tensors, tensors[8:]))
-            to_da = _lora.adapters_part(of_down, a_down, form_down)
-            adds_to_da = to_da is not None and g.numel() > 0 and takes(form.dtype, x, [to_da[0].shape[1]])
-            da = _lora.gradient_of_input(None if adds_to_da else to_da, of_down)
-            dg, du, a = gradients_of_sums(da, g, u, to_da if adds_to_da else None, *sums, ctx.plan.activation)
-            del g, u, da
-            _lora.add_gradients_of_factors(of_down, [dy], a, a, down, form_down, needs[8:])
-            del a
-            found = _lora.gradients([dg, du], h, inner, b_inner, form, needs[:8])
-            rows = as_matrix(x, form.dtype)
-            _lora.add_gradients_of_factors(found, [dg, du], rows, rows, inner, form, needs[:8])
-            dx = None
-            if needs_x:
-                dx = _lora.gradient_of_input(_lora.adapters_part(found, a_inner, form), found).view(x.shape).to(x.dtype)
-            return None, None, dx, *_lora.rounded_like(found.tensors + of_down.tensors, tensors)
+            given = as_matrix(x, dtype), as_matrix(dy, dtype), inner, ctx.plan.layers(tensors)
+            dx, found = _gradients(*given, ctx.plan, factors, needs_x, needs)
+            dx = None if dx is None else dx.view(x.shape).to(x.dtype)
+            return None, None, dx, *_lora.rounded_like(found, tensors)
+
+
+class _SlicedMLP(torch.autograd.Function):
+    """Keeps the input of an MLP, and returns a tensor without memory in place of its output."""
+
+    @staticmethod
+    def forward(ctx, plan, x, *tensors):
+        ctx.save_for_backward(x, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        return without_memory((*x.shape[:-1], plan.layers(tensors)[2].weight.shape[0]), plan.forms[1].dtype, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 14
+        x, *tensors = ctx.saved_tensors
+        plan, (needs_x, *needs) = ctx.plan, ctx.needs_input_grad[1:]
+        with no_autocast(x.device.type):
+            rows, dy = as_matrix(x, plan.forms[0].dtype), as_matrix(dy, plan.forms[0].dtype)
+            layers, total = _unpacked(plan.layers(tensors), plan), [None] * len(tensors)
+            factors, dx = _factors(layers, plan), torch.empty_like(rows) if needs_x else None
+            for own in plan.slices(len(rows), layers):
+                inner = _inner(rows[own], layers, plan, factors)
+                of_slice, found = _gradients(rows[own], dy[own], inner, layers, plan, factors, needs_x, needs)
+                del inner
+                if dx is not None:
+                    dx[own] = of_slice
+                del of_slice
+                for k, t in enumerate(found):
+                    if t is not None:
+                        total[k] = t.float() if total[k] is None else total[k].add_(t)
+            dx = None if dx is None else dx.view(x.shape).to(x.dtype)
+            return None, dx, *_lora.rounded_like(total, tensors)
+
+
+def _unpacked(layers: list[Layer], plan: Plan) -> list[Layer]:
+    """`layers` with matrices in place of packed weights, which each slice would unpack."""
+    return [
+        layer._replace(weight=layer.weight.to(plan.forms[0].dtype))
+        if isinstance(layer.weight, PackedWeight) and layer.weight.product is None
+        else layer
+        for layer in layers
+    ]
+
+
+def _sliced(x: torch.Tensor, layers: list[Layer], plan: Plan) -> torch.Tensor:
+    """y (T, N)."""
+    layers, rows = _unpacked(layers, plan), as_matrix(x, plan.forms[0].dtype)
+    factors, y = _factors(layers, plan), rows.new_empty((len(rows), layers[2].weight.shape[0]))
+    for own in plan.slices(len(rows), layers):
+        y[own] = _output(_inner(rows[own], layers, plan, factors), layers[2:], factors, plan)
+    return y
 
 
 def lora_mlp(
@@ -155,12 +250,20 @@ def lora_mlp(
     ranks = [0 if lora is None else lora[0].shape[0] for _, _, lora in projections[:2]]
     plan = Plan(forms, activation, takes(forms[0].dtype, x, ranks) and x.numel() > 0)
 
+    layers = [*inner, *outer]
+    sliced = len(plan.slices(x.shape[:-1].numel(), layers)) > 1
+
     def compute() -> torch.Tensor:
-        known = made.pop() if made else _inner(x, [*inner, *outer], plan)
-        h = _lora.columns_of(known.h_down, outer, forms[1])[0]
-        return _lora.output(SharedRows(known.a), outer[0], h, known.factors_down.b[0], forms[1])
+        if sliced:
+            return _sliced(x, layers, plan)
+        if not made:
+            factors = _factors(layers, plan)
+            made.append((_inner(as_matrix(x, forms[0].dtype), layers, plan, factors), factors))
+        known, factors = made.pop()
+        return _output(known, outer, factors, plan)
 
     with no_autocast(x.device.type):
-        tensors = (*_lora.flattened(inner), *_lora.flattened(outer))
-        stub = _KeptMLP.apply(plan, made, x, *tensors) if records_graph() else None
+        tensors, stub = (*_lora.flattened(inner), *_lora.flattened(outer)), None
+        if records_graph():
+            stub = _SlicedMLP.apply(plan, x, *tensors) if sliced else _KeptMLP.apply(plan, made, x, *tensors)
         return computed(compute, x.shape[:-1], stub)

@@ -76,16 +76,37 @@ def _store_tile(X, x, start, at, length, head, heads, D: tl.constexpr, BLOCK_D: 
 
 
 @jit
+def _queries(
+    OFFSETS, heads, groups, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr
+):  # fmt: skip
+    """(head, its group of keys, start and length of the row, the first query, the first key) of this program."""
+    head = tl.program_id(1)
+    start = tl.load(OFFSETS + tl.program_id(2))
+    length = tl.load(OFFSETS + tl.program_id(2) + 1) - start
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest loops begin first
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
+    return head, head // (heads // groups), start, length, first, low
+
+
+@jit
+def _upstream(Q, DO, L, DELTA, start, at, length, head, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What the backward pass reads of queries: q, the gradient of their output, log2 of their sums, and delta."""
+    q = _tile(Q, start, at, length, head, heads, D, BLOCK_D)
+    do = _tile(DO, start, at, length, head, heads, D, BLOCK_D)
+    place = head * tokens + start + at
+    level = tl.load(L + place, mask=at < length, other=0.0) * 1.4426950408889634
+    return q, do, level, tl.load(DELTA + place, mask=at < length, other=0.0)
+
+
+@jit
 def _forward_kernel(
     Q, K, V, SINKS, OFFSETS, OUT, L, tokens, heads, groups, scale, cap, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, row = tl.program_id(1), tl.program_id(2)
-    group = head // (heads // groups)
-    start = tl.load(OFFSETS + row)
-    length = tl.load(OFFSETS + row + 1) - start
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest loops begin first
+    head, group, start, length, first, low = _queries(OFFSETS, heads, groups, window, BLOCK_M, BLOCK_N, WINDOWED)
     if first < length:
         at = first + tl.arange(0, BLOCK_M)
         q = _tile(Q, start, at, length, head, heads, D, BLOCK_D)
@@ -95,9 +116,6 @@ def _forward_kernel(
             most = tl.zeros([BLOCK_M], tl.float32) + tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
             total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        low = 0
-        if WINDOWED:
-            low = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
         for begin in range(low, tl.minimum(first + BLOCK_M, length), BLOCK_N):
             key = begin + tl.arange(0, BLOCK_N)
             k = _tile(K, start, key, length, group, groups, D, BLOCK_D)
@@ -133,22 +151,11 @@ def _query_gradient_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, row = tl.program_id(1), tl.program_id(2)
-    group = head // (heads // groups)
-    start = tl.load(OFFSETS + row)
-    length = tl.load(OFFSETS + row + 1) - start
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head, group, start, length, first, low = _queries(OFFSETS, heads, groups, window, BLOCK_M, BLOCK_N, WINDOWED)
     if first < length:
         at = first + tl.arange(0, BLOCK_M)
-        q = _tile(Q, start, at, length, head, heads, D, BLOCK_D)
-        do = _tile(DO, start, at, length, head, heads, D, BLOCK_D)
-        place = head * tokens + start + at
-        level = tl.load(L + place, mask=at < length, other=0.0) * 1.4426950408889634
-        delta = tl.load(DELTA + place, mask=at < length, other=0.0)
+        q, do, level, delta = _upstream(Q, DO, L, DELTA, start, at, length, head, tokens, heads, D, BLOCK_D)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        low = 0
-        if WINDOWED:
-            low = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
         for begin in range(low, tl.minimum(first + BLOCK_M, length), BLOCK_N):
             key = begin + tl.arange(0, BLOCK_N)
             k = _tile(K, start, key, length, group, groups, D, BLOCK_D)
@@ -184,11 +191,7 @@ def _key_gradient_kernel(
         for head in range(group * (heads // groups), (group + 1) * (heads // groups)):
             for begin in range(low, high, BLOCK_M):
                 at = begin + tl.arange(0, BLOCK_M)
-                q = _tile(Q, start, at, length, head, heads, D, BLOCK_D)
-                do = _tile(DO, start, at, length, head, heads, D, BLOCK_D)
-                place = head * tokens + start + at
-                level = tl.load(L + place, mask=at < length, other=0.0) * 1.4426950408889634
-                delta = tl.load(DELTA + place, mask=at < length, other=0.0)
+                q, do, level, delta = _upstream(Q, DO, L, DELTA, start, at, length, head, tokens, heads, D, BLOCK_D)
                 s, slope = _scores(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, cap, CAPPED)
                 seen = _seen(at[None, :], key[:, None], length, window, WINDOWED)
                 p = tl.exp2(tl.where(seen, s - level[None, :], float("-inf")))

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from liger_trainer.command.launch import launched_processes
-from liger_trainer.command.unknown_keys import nearest
+from liger_trainer.command.shipped_files import config_names, find_shipped
 from liger_trainer.errors import RecipeError
-from liger_trainer.paths import find_beside, shipped
+from liger_trainer.paths import find_beside
 
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "TRL_EXPERIMENTAL_")
 _DECIDING = ("ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -21,30 +21,21 @@ _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU",
 
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
-    """Put accelerate's variables back afterwards: a process may run several recipes, each with a file of its own."""
-    before = _ours()
+    """Put the environment back afterwards: a process may run several recipes, each with an accelerate config."""
+    before = dict(os.environ)
     try:
         yield
     finally:
-        _set(before)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def find_config(recipe: Path, name: str) -> Path:
-    """The file that `accelerate_config` means: a path, or else a shipped config, such as `fsdp2`.
-
-    Raises:
-        RecipeError: There is neither.
-    """
-    if (path := find_beside(name, recipe.parent)) is not None and path.is_file():
+    """The file that `accelerate_config` means: a path, or else a shipped config, such as `fsdp2`."""
+    path = find_beside(name, recipe.parent)
+    if path is not None and path.is_file():
         return path
-    files = {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
-    key = name.removesuffix(".yaml").removeprefix("configs/")
-    if key in files:
-        return files[key]
-    raise RecipeError(
-        f"accelerate_config is {name!r}, which is neither a file nor a shipped config.{nearest(key, files)} Shipped: "
-        f"{', '.join(files)}."
-    )
+    return find_shipped(name, "accelerate_config", config_names())[1]
 
 
 def apply_config(recipe: Path, name: str) -> str:
@@ -55,16 +46,15 @@ def apply_config(recipe: Path, name: str) -> str:
     Raises:
         RecipeError: The file cannot be used, or the launcher's own config says otherwise.
     """
-    path, before = find_config(recipe, name), _ours()
-    try:
-        _set({})
-        kind, wanted = _variables(path)
-    except RecipeError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
-        raise RecipeError(f"accelerate_config is {name!r}, which accelerate cannot use: {error}") from error
-    finally:
-        _set(before)
+    path = find_config(recipe, name)
+    before = {variable: value for variable, value in os.environ.items() if variable.startswith(_PREFIXES)}
+    with own_environment():
+        for variable in before:
+            del os.environ[variable]
+        try:
+            kind, wanted = _variables(path)
+        except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
+            raise RecipeError(f"accelerate_config is {name!r}, which accelerate cannot use: {error}") from error
     for variable, given in before.items():
         mine = wanted.get(variable, "false" if variable.startswith("ACCELERATE_USE_") else None)
         if variable.startswith(_DECIDING) and mine is not None and given.lower() != mine.lower():
@@ -89,10 +79,7 @@ def _variables(path: Path) -> tuple[str, dict[str, str]]:
     parsed, config, precision_is_filed = launch._validate_launch_command(parsed)
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
     if kind not in _TYPES:
-        raise RecipeError(
-            f"{path}: distributed_type is {kind!r}, which only accelerate launch can start. As accelerate_config, "
-            f"expected one of {', '.join(_TYPES)}."
-        )
+        raise ValueError(f"distributed_type is {kind!r}; expected one of {', '.join(_TYPES)}.")
     if kind == "DEEPSPEED":
         fields = [*config.deepspeed_config, *(["mixed_precision"] if precision_is_filed else [])]
         parsed.deepspeed_fields_from_accelerate_config = ",".join(fields)
@@ -103,13 +90,3 @@ def _variables(path: Path) -> tuple[str, dict[str, str]]:
     if config.use_cpu:
         wanted["ACCELERATE_USE_CPU"] = "true"
     return kind, wanted
-
-
-def _ours() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
-
-
-def _set(variables: dict[str, str]) -> None:
-    for name in _ours():
-        del os.environ[name]
-    os.environ.update(variables)

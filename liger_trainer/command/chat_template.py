@@ -75,11 +75,9 @@ def settle_named_template(recipe: Recipe, source: ModelSource) -> None:
         return
     vocabulary = source.load(AutoTokenizer).get_vocab()
     if missing := [token for token in _NAMED[name] if token not in vocabulary]:
-        fitting = [other for other, tokens in _NAMED.items() if all(token in vocabulary for token in tokens)]
         raise RecipeError(
             f"{recipe.path}: chat_template_path is {name!r}, whose token {missing[0]} is not in the vocabulary of "
-            f"{recipe.model.model_name_or_path!r}. Set it to {' or '.join(fitting)}; or to a model that has such a "
-            "template, whose tokens are then added."
+            f"{recipe.model.model_name_or_path!r}. Set it to mistral, or to a model, whose tokens are then added."
         )
     training.chat_template_path = str(PACKAGE / "chat_templates" / f"{name}.jinja")
     if _NAMED[name] and training.eos_token is None:
@@ -96,8 +94,6 @@ def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
 
     own = getattr(recipe.training, "chat_template_path", None)
     if own is not None and not os.path.isfile(own):
-        if own.endswith(".jinja") or (own.startswith((".", os.sep)) and not os.path.exists(own)):
-            raise RecipeError(f"{recipe.path}: chat_template_path is {own!r}, and there is no such file or folder.")
         try:
             return AutoTokenizer.from_pretrained(own), f"chat_template_path {own!r}"
         except (OSError, ValueError) as error:

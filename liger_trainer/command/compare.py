@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
 from liger_trainer.command.launch import launched_processes
-from liger_trainer.command.options import positive, take_options
+from liger_trainer.command.options import add_recipe_command, positive, take_options
 from liger_trainer.command.recipe import Recipe, parse_recipe, read_recipe
 from liger_trainer.errors import RecipeError
 
@@ -33,23 +34,14 @@ _ROW = "{:14} {:>15} {:>9} {:>9} {:>9} {:>11} {:>10}"
 
 def add_compare_command(commands: Any) -> None:
     """Add `compare` to the subparsers of `liger-trainer`."""
-    parser = commands.add_parser(
-        "compare",
-        help="time a recipe's first steps with the stock trainer, with Liger if installed, and with ours",
-        usage=_USAGE,
-        description="Train the first steps of a recipe with the stock trainer, with it and liger-kernel if that is "
+    add_recipe_command(
+        commands, "compare", _compare, _USAGE,
+        "time a recipe's first steps with the stock trainer, with Liger if installed, and with ours",
+        "Train the first steps of a recipe with the stock trainer, with it and liger-kernel if that is "
         "installed, and with ours, one after the other, and show speed, peak memory and losses. --steps is how many "
         "(20); the first quarter, five at most, is not timed. --json and --chart write a file (.png, .svg or .pdf). "
-        "Nothing is saved, and the recipe's output_dir is not touched. Any key of a recipe can be given as an option, "
-        "which beats the file.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
-    options = parser.add_argument(
-        "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
-    )
-    options.required = False
-    parser.set_defaults(run=_compare)
+        "Nothing is saved, and the recipe's output_dir is not touched.",
+    )  # fmt: skip
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -97,11 +89,16 @@ def _in_a_process(recipe: str, words: list[str], arm: str, steps: int) -> dict[s
         path, output = Path(folder, "arm.json"), Path(folder, "output.txt")
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # of several, TRL and transformers use all
         own = ["--arm", arm, "--steps", str(steps), "--json", str(path)]
-        with output.open("w") as file:
-            done = subprocess.run(
-                [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words],
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
-            )  # fmt: skip
+        # An exception ends the process of the arm too, and the signal alone does not.
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            with output.open("w") as file:
+                done = subprocess.run(
+                    [sys.executable, "-m", "liger_trainer", "compare", recipe, *own, *words],
+                    stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+                )  # fmt: skip
+        finally:
+            signal.signal(signal.SIGTERM, before)
         if path.exists():
             return json.loads(path.read_text())
         last = output.read_text(errors="replace").strip().rpartition("\n")[2]

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
-from liger_trainer.command.options import positive, take_options
+from liger_trainer.command.options import add_recipe_command, positive, take_options
 from liger_trainer.command.recipe import parse_recipe
 
 _USAGE = "liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--key value ...]"
@@ -16,22 +16,12 @@ _USAGE = "liger-trainer fit RECIPE [--gpus N] [--gpu-memory GIB] [--key value ..
 
 def add_fit_command(commands: Any) -> None:
     """Add `fit` to the subparsers of `liger-trainer`."""
-    parser = commands.add_parser(
-        "fit",
-        help="say how much GPU memory a recipe needs, and what would fit; needs no GPU",
-        usage=_USAGE,
-        description="Say how much memory of a GPU a step of a recipe needs, from the config of its model alone, which "
+    add_recipe_command(
+        commands, "fit", _fit, _USAGE, "say how much GPU memory a recipe needs, and what would fit; needs no GPU",
+        "Say how much memory of a GPU a step of a recipe needs, from the config of its model alone, which "
         "plan activation_checkpointing: auto would choose, and the longest row and the largest batch that fit. "
-        "--gpus is the number of GPUs (1), --gpu-memory what each of them has, in GiB (80). Any key of a recipe can "
-        "be given as an option, which beats the file.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
-    options = parser.add_argument(
-        "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
-    )
-    options.required = False
-    parser.set_defaults(run=_fit)
+        "--gpus is the number of GPUs (1), --gpu-memory what each of them has, in GiB (80).",
+    )  # fmt: skip
 
 
 def _fit(args: argparse.Namespace) -> int:

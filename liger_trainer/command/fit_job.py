@@ -79,58 +79,38 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
     options = dict(given or {})
     for key, without in _OPTIONS_NOT_KNOWN.items():
         if (value := options.pop(key, without)) != without:
-            raise _unknown(
-                recipe, f"activation_checkpointing_kwargs has {key}: {value}",
-                "--activation_checkpointing_kwargs '{\"use_reentrant\": false}'",
-            )  # fmt: skip
+            raise _unknown(recipe, f"activation_checkpointing_kwargs: {key}: {value}")
     return options or {"use_reentrant": False}
 
 
-def _unknown(recipe: Recipe, what: str, instead: str) -> RecipeError:
+def _unknown(recipe: Recipe, what: str) -> RecipeError:
     return RecipeError(
-        f"{recipe.path}: {what}, and liger-trainer fit does not know what a step takes then. Pass {instead} to see the "
+        f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}. Set another value to see the "
         "step without it."
     )
 
 
 def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
     training, model = recipe.training, recipe.model
-    if recipe.entry.trainer not in LOSSES:
-        raise RecipeError(
-            f"{recipe.path}: liger-trainer fit does not know what a step of {recipe.entry.trainer} takes. It knows "
-            f"{', '.join(LOSSES)}."
-        )
+    sharded, offloads = recipe.sharding == "FSDP", os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
     unknown = {
-        "use_liger is False": (not training.use_liger, "--use_liger true"),
-        "load_in_4bit is True": (model.load_in_4bit, "--load_in_4bit false"),
-        "load_in_8bit is True": (model.load_in_8bit, "--load_in_8bit false"),
-        "torch_compile is True": (training.torch_compile, "--torch_compile false"),
-        "fp8 is True without use_peft": (training.fp8 and not model.use_peft, "--fp8 false"),
-        "fp8 is True and FSDP shards the weights": (training.fp8 and recipe.sharding == "FSDP", "--fp8 false"),
-        "activation_offloading is True": (
-            getattr(training, "activation_offloading", False),
-            "--activation_offloading false",
-        ),
-        "the model is shared out by DeepSpeed": (
-            training.deepspeed or recipe.sharding == "DEEPSPEED",
-            "--accelerate_config fsdp2",
-        ),
-        "rows are shared out by context parallelism": (
-            os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1",
-            "--accelerate_config fsdp2",
-        ),
-        "optimizer_in_backward is true, which trains on one GPU only": (
-            training.optimizer_in_backward and (gpus > 1 or recipe.sharding is not None),
-            "--optimizer_in_backward false, or --gpus 1 and no accelerate_config that shares a model out",
-        ),
-        "fsdp_offload_params is true": (
-            recipe.sharding == "FSDP" and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true",
-            "--accelerate_config fsdp2",
-        ),
+        recipe.entry.trainer: recipe.entry.trainer not in LOSSES,
+        "use_liger: false": not training.use_liger,
+        "load_in_4bit: true": model.load_in_4bit,
+        "load_in_8bit: true": model.load_in_8bit,
+        "torch_compile: true": training.torch_compile,
+        "fp8: true and use_peft: false": training.fp8 and not model.use_peft,
+        "fp8: true where FSDP shards the weights": training.fp8 and sharded,
+        "activation_offloading: true": getattr(training, "activation_offloading", False),
+        "DeepSpeed": training.deepspeed or recipe.sharding == "DEEPSPEED",
+        "context parallelism": os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1",
+        "optimizer_in_backward: true on more than one GPU": training.optimizer_in_backward
+        and (gpus > 1 or recipe.sharding is not None),
+        "fsdp_offload_params: true": sharded and offloads,
     }
-    for what, (given, instead) in unknown.items():
+    for what, given in unknown.items():
         if given:
-            raise _unknown(recipe, what, instead)
+            raise _unknown(recipe, what)
 
 
 def _sharding(recipe: Recipe, gpus: int, autocast: Any) -> Sharding:
@@ -142,6 +122,6 @@ def _sharding(recipe: Recipe, gpus: int, autocast: Any) -> Sharding:
     default = "2" if recipe.training.fsdp else "1"
     version = str(options.get("version", os.environ.get("FSDP_VERSION", default)))
     if version != "2":
-        raise _unknown(recipe, f"FSDP is of version {version}", "--accelerate_config fsdp2")
+        raise _unknown(recipe, f"FSDP of version {version}")
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     return Sharding("fsdp2", gpus, autocast, torch.float32 if autocast is not None else None, reshard)

@@ -1,6 +1,5 @@
-"""Reads what torchrun, `accelerate launch` or another launcher put into the environment, and checks the recipe."""
+"""Reads what torchrun, `accelerate launch` or another launcher put into the environment."""
 
-import json
 import os
 import signal
 import sys
@@ -11,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 from liger_trainer.errors import RecipeError, without_tokens
-from liger_trainer.world import fault_of_world
 
 _ATTEMPT = "liger_trainer/attempt"  # a key in the store of torchrun
 
@@ -43,12 +41,6 @@ def say(line: str) -> None:
         print(f"liger-trainer: {without_tokens(line)}", file=sys.stderr)
 
 
-def check_world(recipe: Any) -> None:
-    """RecipeError if accelerate has not made of the processes what the launcher, the environment or the recipe say."""
-    if fault := fault_of_world(os.environ, recipe.training.distributed_state, recipe.sharding):
-        raise RecipeError(f"{recipe.path}: {fault}")
-
-
 def on_all(training: Any, value: Any) -> list[Any]:
     """The `value` of each process, on all of them. They wait for each other here."""
     if training.world_size == 1:
@@ -73,17 +65,8 @@ def on_main_for_all(training: Any, compute: Callable[[], Any]) -> Any:
 
 
 def say_error(line: str) -> None:
-    """Print an error of this process.
-
-    All processes may have the same. So those of torchrun print it on the main process only, and the others leave it to
-    torchrun, which shows it in its list of failures. It has no such list until it has no restarts left.
-    """
-    line, file = f"liger-trainer: error: {without_tokens(line)}", os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and not is_main_process() and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
-        with open(file, "w", encoding="utf-8") as report:
-            json.dump({"message": line, "timestamp": int(time.time())}, report)
-    else:
-        print(line, file=sys.stderr)
+    """Print an error of this process."""
+    print(f"liger-trainer: error: {without_tokens(line)}", file=sys.stderr)
 
 
 def end_with_launcher() -> None:
@@ -93,17 +76,6 @@ def end_with_launcher() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def say_where_spread(model: Any) -> None:
-    """Say so where the layers of a model lie on several devices, as TRL loads it in one process that sees them."""
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(devices) > 1:
-        say(
-            f"the layers of the model are spread over {len(devices)} devices, of which one works at a time, because "
-            "this one process sees all of them. Start one process a GPU with torchrun or accelerate launch, or make "
-            "one GPU visible with CUDA_VISIBLE_DEVICES=0."
-        )
 
 
 def settle_precision(bf16: bool | None, fp16: bool | None) -> None:
@@ -132,16 +104,10 @@ def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None
     configs that come with this package), since weights that are wrapped for fp8 cannot be sent around.
     """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8" and bf16 is None and not fp16
-    variable = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    if not (fp8 or launched) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return
-    if os.environ.get(variable, "false").lower() not in ("true", "1"):
-        return
-    os.environ[variable] = "false"
-    say(
-        "with fp8 every process reads the model and holds it whole until it is sharded. "
-        "fsdp_cpu_ram_efficient_loading: true of accelerate's config has no effect."
-    )
+    variables = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if (fp8 or launched) and all(os.environ.get(name, "").lower() in ("true", "1") for name in variables):
+        os.environ[variables[1]] = "false"
+        say("with fp8 every process reads the whole model. fsdp_cpu_ram_efficient_loading: true has no effect.")
 
 
 def join_this_attempt(timeout: float | None = None, backend: str | None = None) -> None:

@@ -22,9 +22,8 @@ from liger_trainer.command.launch import (
 )
 from liger_trainer.command.medusa import add_medusa_commands
 from liger_trainer.command.merge import add_merge_command
-from liger_trainer.command.options import take_options
-from liger_trainer.command.recipe import parse_recipe, read_recipe
-from liger_trainer.command.recipe_parser import TRAIN_USAGE
+from liger_trainer.command.options import add_recipe_command, positive, take_options
+from liger_trainer.command.recipe import TRAIN_USAGE, parse_recipe, read_recipe
 from liger_trainer.command.shipped_files import add_shipped_commands
 from liger_trainer.command.verify import add_verify_command
 from liger_trainer.errors import RecipeError, RunError
@@ -54,14 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         say("interrupted.")
         return 130
     except BrokenPipeError:
-        return _unread()
-
-
-def _unread() -> int:
-    """The exit code where the reader of stdout has ended. What Python flushes at its own end goes nowhere."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
+        with contextlib.suppress(OSError, ValueError):  # what Python flushes at its own end goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,23 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser(
-        "train",
-        help="train a recipe",
-        usage=TRAIN_USAGE,
-        description="Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
+    add_recipe_command(
+        commands, "train", _train, TRAIN_USAGE, "train a recipe",
+        "Train a recipe. With --preview, train nothing, and show the recipe's first N rows (one row if N "
         "is left out) as the trainer sees them, with what is learned marked. With --dry_run, print the recipe that "
-        "would run, and check its rows, its chat template and the config of its model. Any key of a recipe can be "
-        "given as an option, which beats the file. `liger-trainer train RECIPE --help` lists all keys by topic.",
-        allow_abbrev=False,
-    )
-    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
-    options = train.add_argument(
-        "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
-    )
-    options.required = False  # otherwise argparse would ask for them too where RECIPE is missing
-    train.set_defaults(run=_train)
-
+        "would run, and check its rows, its chat template and the config of its model. "
+        "`liger-trainer train RECIPE --help` lists all keys by topic.",
+    )  # fmt: skip
     add_shipped_commands(commands)
     add_fit_command(commands)
     add_verify_command(commands)
@@ -109,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator", UserWarning)
     own, words = take_options(args.options, "dry_run", "preview")
-    preview_rows = _rows_to_preview(own.get("preview"))
+    preview_rows = positive("--preview", own["preview"] or "1", int) if "preview" in own else None
     if "dry_run" in own:
         if preview_rows is not None:
             raise RecipeError("--preview and --dry_run are both given. Keep one of them.")
@@ -143,9 +127,6 @@ def _train(args: argparse.Namespace) -> int:
     except RunError as error:
         say_error(str(error))
         return 1
-    except BrokenPipeError:
-        say(f"nothing reads the output any more, so the run has ended. {what_is_left(recipe)}")
-        return _unread()
     except KeyboardInterrupt as error:
         how, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
         say(f"{how}. {what_is_left(recipe)}")
@@ -153,13 +134,6 @@ def _train(args: argparse.Namespace) -> int:
     if text is not None:
         print(f"\n{text}")
     return 0
-
-
-def _rows_to_preview(given: str | None) -> int | None:
-    """How many rows `--preview [N]` asks for; None without that option."""
-    if given and not (given.isdecimal() and int(given) > 0):
-        raise RecipeError(f"--preview is {given!r}; expected the number of rows to show, 1 or more, or nothing for 1.")
-    return None if given is None else int(given or 1)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -113,28 +113,12 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def fault_of(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
-    """What is missing in `checkpoint` or differs from its manifest; None if it is whole. Reads every byte of it.
-
-    A missing random state is no fault: training goes on with different random numbers, as in the stock trainer.
-    """
-    files = {
-        name: sums for name, sums in manifest["files"].items() if name not in lost_random_states(checkpoint, manifest)
-    }
+    """What is missing in `checkpoint` or differs from its manifest; None if it is whole. Reads every byte of it."""
     try:
-        sizes = {name: (checkpoint / name).stat().st_size for name in files}
-        for name, size in sizes.items():
-            if size != files[name][0]:
-                return f"{name} has {size} bytes of {files[name][0]}"
-        found = _checksums(checkpoint, sizes)
+        found = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
-    return next((f"{name} has changed since it was saved" for name in files if found[name] != files[name]), None)
-
-
-def lost_random_states(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
-    """The files of random states that a manifest names and that are gone."""
-    names = (name for name in manifest["files"] if name.startswith("rng_state"))
-    return [name for name in names if not (checkpoint / name).exists()]
+    return next((f"{name} has changed" for name, sums in manifest["files"].items() if found[name] != sums), None)
 
 
 def _put(path: Path, values: dict[str, Any]) -> None:
@@ -197,33 +181,28 @@ def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, An
     if differences:
         raise RecipeError(
             f"resume_from_checkpoint means {checkpoint}, which was saved by another run: {'; '.join(differences)}. "
-            "Give the former values to go on with that run. To train its model further in another way, begin a new run "
-            "in another output_dir."
+            "Give the former values, or begin a new run in another output_dir."
         )
 
 
 def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a run with the facts `now` changes where it goes on from `checkpoint`, as lines for the user."""
-    lines, changed, kept = [], _differences(then, now), list[Any]()
-    if has_optimizer(then):
-        kept = [change for change in changed if change[0] in _IN_THE_STATES]
-    else:
+    lines, kept = [], _IN_THE_STATES if has_optimizer(then) else ()
+    if not has_optimizer(then):
         lines.append(f"{checkpoint} was saved without its optimizer, so optimizer and learning rate begin anew.")
-    if kept:
-        said = ", ".join(f"{key} stays {old} and not {value}" for key, value, old in kept)
-        lines.append(
-            f"{said}, because the optimizer's state in {checkpoint} decides. To use other values, begin a new run with "
-            "the model of that checkpoint."
-        )
-    if changed := [change for change in changed if change not in kept]:
-        said = ", ".join(f"{key} is {value!r} and was {old!r}" for key, value, old in changed)
-        lines.append(f"The run goes on from {checkpoint} in another way: {said}.")
+    said = [
+        f"{key} stays {old} and not {value}, as the optimizer's state has it" if key in kept
+        else f"{key} is {value!r} and was {old!r}"
+        for key, value, old in _differences(then, now)
+    ]  # fmt: skip
+    if said:
+        lines.append(f"The run goes on from {checkpoint} in another way: {'; '.join(said)}.")
     before, processes = then["processes"], now["processes"]
     if before != processes:
         lines.append(
-            f"{checkpoint} was saved by {before} process{'' if before == 1 else 'es'}, and this run has {processes}. A "
-            f"step has {processes}/{before} of its rows now, and the rows of this epoch are dealt out anew, so some "
-            "are learned twice or not at all in it. Change gradient_accumulation_steps to keep the rows of a step."
+            f"{checkpoint} was saved with {before} processes, and this run has {processes}: a step has "
+            f"{processes}/{before} of its rows, and in this epoch some rows are learned twice or not at all. Change "
+            "gradient_accumulation_steps to keep the rows of a step."
         )
     return lines
 

@@ -20,29 +20,21 @@ def add_medusa_commands(commands) -> None:
     data = add_command(
         commands, "medusa-data", _data, "let a model answer prompts, and write the rows to train heads on"
     )
-    data.add_argument("model", metavar="MODEL", help=f"{_MODEL}; with --server, the model's name on the server")
+    data.add_argument("model", metavar="MODEL", help=_MODEL)
     _add_prompts(data, max_new_tokens=512)
     data.add_argument("--output", required=True, help="a .jsonl file, in which a run that was stopped goes on")
     data.add_argument("--temperature", type=float, default=0.0, help="0, the default, decodes greedily")
-    data.add_argument("--server", metavar="URL", help="ask an OpenAI-compatible server instead of loading MODEL")
     add_model_options(data)
 
     evaluation = add_command(
         commands,
         "medusa-eval",
         _eval,
-        "measure the accuracy, the acceptance length and the decoding speed of heads on their model's text",
+        "measure the accuracy and the acceptance length of heads on their model's text",
     )
     evaluation.add_argument("model", metavar="MODEL", help=f"{_MODEL}; after stage 2, the output_dir")
     evaluation.add_argument("heads", metavar="HEADS", help="the output_dir of a Medusa training, or a folder of heads")
     _add_prompts(evaluation, max_new_tokens=128)
-    evaluation.add_argument(
-        "--decode_rows",
-        type=int,
-        default=8,
-        help="how many prompts are decoded to measure the speed; default 8, and 0 measures none",
-    )
-    evaluation.add_argument("--tree_nodes", type=int, default=64, help="the number of nodes of the tree; default 64")
     evaluation.add_argument("--output", help="a .json file to write the numbers into")
     add_model_options(evaluation)
 
@@ -119,21 +111,18 @@ def load_to_answer(name: str, args, **options):
 
 
 def _data(args) -> None:
-    from liger_trainer.medusa.distill_data import distill, local_answerer, server_answerer
-    from liger_trainer.medusa.prompts import read_prompts
+    from liger_trainer.medusa.prompts import distill, read_prompts
 
-    if args.server:
-        prompts = read_prompts(args.prompts, True, args.max_rows)
-        answerer = server_answerer(args.server, args.model, args.max_new_tokens, args.temperature)
-    else:
-        model, tokenizer = load_to_answer(args.model, args)
-        prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
-        answerer = local_answerer(model, tokenizer, args.max_new_tokens, args.temperature)
+    model, tokenizer = load_to_answer(args.model, args)
+    prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
 
     def progress(done):
         print(f"{done} of {len(prompts)} prompts", file=sys.stderr)
 
-    print(f"{args.output}: {distill(prompts, args.output, answerer, args.batch_size, progress)}")
+    options = (args.max_new_tokens, args.temperature, args.batch_size)
+    done = distill(model, tokenizer, prompts, args.output, *options, progress)
+    print(f"{args.output}: {done['written']} rows written; left out: {done['cut']} cut at max_new_tokens, "
+          f"{done['empty']} empty")  # fmt: skip
 
 
 def _eval(args) -> None:
@@ -154,8 +143,6 @@ def _eval(args) -> None:
         end_tokens(model, tokenizer),
         max_new_tokens=args.max_new_tokens,
         batch_size=args.batch_size,
-        decode_rows=args.decode_rows,
-        tree_nodes=args.tree_nodes,
     )
     print(report)
     if args.output:

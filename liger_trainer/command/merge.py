@@ -6,16 +6,15 @@ Nothing that takes long to import is imported before the command runs.
 import os
 from pathlib import Path
 
-from liger_trainer.command.model_source import is_path
+from liger_trainer.command.model_source import find_model
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
 
 def add_merge_command(commands) -> None:
     """Add `merge` to the subparsers of `liger-trainer`."""
-    description = "merge a LoRA into its base model, and save model and tokenizer"
     parser = commands.add_parser(
-        "merge", help=description, description=description[0].upper() + description[1:], allow_abbrev=False
+        "merge", help="merge a LoRA into its base model, and save model and tokenizer", allow_abbrev=False
     )
     parser.add_argument(
         "adapter", metavar="ADAPTER_DIR", help="the output_dir of a training with use_peft, or one of its checkpoints"
@@ -30,8 +29,9 @@ def add_merge_command(commands) -> None:
 
 
 def _merge(args) -> int:
+    import torch
     from peft import PeftConfig
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from liger_trainer.head.merge import merge
 
@@ -40,9 +40,15 @@ def _merge(args) -> int:
     if config.is_prompt_learning:
         raise RecipeError(
             f"ADAPTER_DIR is {args.adapter!r}, an adapter of {config.peft_type.value}, whose tokens stand before the "
-            "text. No weight of the model can hold these tokens. Use the adapter together with its base instead."
+            "text, where no weight of the model can hold them."
         )
-    source, model, dtype = _load_base(args, config)
+    name = args.model or find_base(config.base_model_name_or_path, args.adapter)
+    try:
+        source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
+        dtype = getattr(torch, args.dtype) if args.dtype != "auto" else source.load(AutoConfig).dtype or torch.float32
+        model = source.load(AutoModelForCausalLM, dtype=torch.float32)  # so that nothing is rounded before the sum
+    except RecipeError as error:
+        raise RecipeError(f"{error} It is the base of {args.adapter}. Say where the base is with --model.") from error
     tokenizer = tokenizer_of(args.adapter, args.trust_remote_code) or source.load(AutoTokenizer)
     try:
         merged = merge(with_adapter(model, args.adapter))
@@ -81,73 +87,25 @@ def tokenizer_of(adapter: str, trust_remote_code: bool = False):
 
 def _check_folders(adapter: str, output: str) -> None:
     if not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
-        what = "has no adapter_config.json" if os.path.isdir(adapter) else "is no folder"
         raise RecipeError(
-            f"ADAPTER_DIR is {adapter!r}, which {what}. Give the output_dir of a training with use_peft: true, or one "
-            "of its checkpoints."
+            f"ADAPTER_DIR is {adapter!r}, which has no adapter_config.json. Give the output_dir of a training with "
+            "use_peft: true, or one of its checkpoints."
         )
     if os.path.exists(output) and (not os.path.isdir(output) or any(Path(output).iterdir())):
-        what = "is not empty" if os.path.isdir(output) else "is a file"
-        raise RecipeError(f"OUTPUT_DIR is {output!r}, which {what}. Give the path of a new folder.")
-
-
-def _load_base(args, config):
-    """The source of the base, the base itself, and the dtype to save in.
-
-    The base is loaded in fp32, so that nothing is rounded before the sum.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from liger_trainer.command.model_source import find_model
-
-    name = args.model or find_base(config.base_model_name_or_path, args.adapter)
-    try:
-        source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
-        dtype = getattr(torch, args.dtype) if args.dtype != "auto" else source.load(AutoConfig).dtype or torch.float32
-        return source, source.load(AutoModelForCausalLM, dtype=torch.float32), dtype
-    except RecipeError as error:
-        if args.model:
-            raise
-        name = config.base_model_name_or_path
-        looked = "" if _is_absolute(name) else f", and there is no folder {name!r} in {_places(args.adapter)}"
-        raise RecipeError(
-            f"{error} {args.adapter} names it as its base{looked}. Say where the base is with --model."
-        ) from error
+        raise RecipeError(f"OUTPUT_DIR is {output!r}, which is not empty. Give the path of a new folder.")
 
 
 def find_base(name: str | None, adapter: str) -> str:
     """The base that an adapter names. A relative path is looked up in the working directory and next to the adapter.
 
     Raises:
-        RecipeError: The adapter names no base, or names it by a relative path that neither place has.
+        RecipeError: The adapter names no base.
     """
     if not name:
         raise RecipeError(f"{adapter} does not name its base. Say where the base is with --model.")
-    if _is_absolute(name):
-        return name
-    if (found := find_beside(name, _beside(adapter))) is not None:
-        return str(found)
-    if is_path(name):
-        raise RecipeError(
-            f"{adapter} names {name!r} as its base, and there is no such folder in {_places(adapter)}. Say where the "
-            "base is with --model."
-        )
-    return name  # of a model on the Hub
-
-
-def _is_absolute(name: str) -> bool:
-    return os.path.isabs(os.path.expanduser(name))
-
-
-def _places(adapter: str) -> str:
-    return f"the working directory {os.getcwd()} or next to the adapter in {_beside(adapter)}"
-
-
-def _beside(adapter: str) -> Path:
-    """The folder in which the output_dir of the training lies; `adapter` is that output_dir or a checkpoint in it."""
-    folder = Path(adapter).absolute()
-    return folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
+    folder = Path(adapter).absolute()  # the output_dir of a training, or a checkpoint in it
+    beside = folder.parents[1] if folder.name.startswith("checkpoint-") else folder.parent
+    return str(find_beside(name, beside) or name)
 
 
 def _rows_of_embeddings(adapter: str, model) -> int | None:

@@ -1,10 +1,24 @@
-"""Options that are taken out of a command line before the rest of it goes to TRL's parser."""
+"""Commands that take a recipe, and the options of their own, which the rest of the line does not know."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from liger_trainer.errors import RecipeError
+
+
+def add_recipe_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], usage: str, about: str, description: str
+) -> None:
+    """Add a command `name RECIPE --key value ...` to the subparsers of `liger-trainer`."""
+    description += " Any key of a recipe can be given as an option, which beats the file."
+    parser = commands.add_parser(name, help=about, usage=usage, description=description, allow_abbrev=False)
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
+    options = parser.add_argument(
+        "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
+    )
+    options.required = False  # otherwise argparse would ask for them too where RECIPE is missing
+    parser.set_defaults(run=run)
 
 
 def take_options(words: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:

@@ -22,7 +22,6 @@ _WITH_WEIGHTS = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "generation_config.json",
     "adapter_config.json", "trainer_state.json", "liger_report.json",
 )  # fmt: skip
-_MODEL = (*WEIGHTS, "trainer_state.json")
 _LOCK = "_liger_trainer.lock"  # push_to_hub leaves out names that begin with _
 # Schedulers count the restarts of a job in these: Slurm, Flyte and torchrun, which may itself be restarted by them.
 _RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")
@@ -46,15 +45,12 @@ def matches(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 def own_folder(recipe: Recipe) -> Iterator[str]:
     """Hold `output_dir` for this run, and give what it resumes from: `false`, `true`, `auto` or a path.
 
-    If the run ends before it has saved anything, the folders that were made for it are removed.
-
     Raises:
         RecipeError: `output_dir` cannot be written, or another run is in it, with which this one would be mixed.
     """
     if not recipe.training.output_dir:
         raise RecipeError(f"{recipe.path}: output_dir is empty. Set it to a folder for the model.")
-    folder, wanted = Path(recipe.training.output_dir), _wanted(recipe)
-    new, held = [path for path in (folder, *folder.parents) if not path.exists()], list[Any]()
+    folder, wanted, held = Path(recipe.training.output_dir), _wanted(recipe), list[Any]()
 
     def prepare() -> None:
         held.append(_lock(folder, recipe))
@@ -67,10 +63,8 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
         for lock in held:
             with contextlib.suppress(OSError):  # the run has ended, whatever has become of its folder
                 (folder / _LOCK).unlink()
+                folder.rmdir()  # where nothing was saved
             lock.close()
-        for path in new if recipe.training.process_index == 0 else ():
-            with contextlib.suppress(OSError):  # it is not empty
-                path.rmdir()
 
 
 def _wanted(recipe: Recipe) -> str:
@@ -84,10 +78,7 @@ def _wanted(recipe: Recipe) -> str:
         saved = any(manifest.read(path) for path in checkpoints_in(Path(training.output_dir)))
         return "auto" if saved or wanted == "false" else wanted
     if counts and wanted == "false":  # what lies there may be from an earlier run
-        say(
-            f"this is a restart ({counts[0]}), and it begins anew, because overwrite_output_dir is true. Without it, a "
-            "restart goes on from the last checkpoint."
-        )
+        say(f"this is a restart ({counts[0]}), and it begins anew, because overwrite_output_dir is true.")
     return wanted
 
 
@@ -100,7 +91,7 @@ def _check(recipe: Recipe, wanted: str) -> None:
             "what the other needs. Keep one of them."
         )
     if not overwrite and wanted not in ("true", "auto") and not _is_inside(wanted, folder):
-        if found := checkpoints_in(folder) + matches(folder, _MODEL):
+        if found := checkpoints_in(folder) + matches(folder, (*WEIGHTS, "trainer_state.json")):
             raise RecipeError(
                 f"{recipe.path}: output_dir is {str(folder)!r}, which holds an earlier run "
                 f"({', '.join(path.name for path in found)}). Set another output_dir, or resume_from_checkpoint: true "
@@ -122,39 +113,31 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
     The kernel keeps the lock, or the server of a network file system. So a lock that a killed process has left is
     none, and its host and pid in the file are only for the message.
     """
-    here, path = {"host": socket.gethostname(), "pid": os.getpid()}, folder / _LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b", buffering=0)
-        file.seek(0)
-        found = file.read()
-        owner = json.loads(found) if found.startswith(b"{") and found.endswith(b"}") else here
-        if _is_held(file, folder):
+        file = open(folder / _LOCK, "a+b", buffering=0)
+        if _is_held(file):
+            file.seek(0)
+            owner = file.read().decode(errors="replace")
             file.close()
             raise RecipeError(
-                f"{recipe.path}: output_dir is {str(folder)!r}, in which another run is at work (process "
-                f"{owner['pid']} on {owner['host']}). Set another output_dir, or wait for the end of that run."
+                f"{recipe.path}: output_dir is {str(folder)!r}, in which another run is at work ({owner}). Set another "
+                "output_dir, or wait for the end of that run."
             )
-        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        if not (folder / _LOCK).exists() or not os.path.samestat(os.fstat(file.fileno()), (folder / _LOCK).stat()):
             file.close()  # its owner has just ended, and has deleted it
             return _lock(folder, recipe)
         file.truncate(0)
-        file.write(json.dumps(here).encode())
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     except OSError as error:
-        reason = "it is a file" if folder.is_file() else error.strerror
         raise RecipeError(
-            f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {reason}. Set another output_dir."
+            f"{recipe.path}: output_dir is {str(folder)!r}, which cannot be written: {error.strerror}."
         ) from error
-    if owner["host"] != here["host"]:
-        say(
-            f"the run of process {owner['pid']} on {owner['host']} has not left {folder} in order. If it is not dead, "
-            "stop it: not every network file system shares its locks."
-        )
     return file
 
 
-def _is_held(file: Any, folder: Path) -> bool:
-    """Whether another process holds a lock on `file`; if not, this one does from now on."""
+def _is_held(file: Any) -> bool:
+    """Whether another process holds a lock on `file`; if not, this one does from now on, where there are locks."""
     try:
         import fcntl
 
@@ -164,7 +147,7 @@ def _is_held(file: Any, folder: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return True
-        say(f"{folder} cannot be locked ({error.strerror}). Start no second run in it.")
+        say(f"{file.name} cannot be locked ({error.strerror}). Start no second run in this folder.")
     return False
 
 
@@ -177,17 +160,15 @@ def find_beginning(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginn
     """
     if wanted == "false":
         return Beginning()
-    by_name = wanted not in ("true", "auto")
-    choose = _named if by_name else _newest
+    choose = _newest if wanted in ("true", "auto") else _named
     beginning: Beginning = on_main_for_all(recipe.training, lambda: choose(recipe, wanted, facts))
     if beginning.checkpoint is not None:
-        folder, name = recipe.training.output_dir, Path(beginning.checkpoint).name
-        seen = on_all(recipe.training, os.path.isdir(beginning.checkpoint if by_name else os.path.join(folder, name)))
-        if not all(seen):
-            names = ", ".join(f"{rank}: {name if sees else 'none'}" for rank, sees in enumerate(seen))
+        path = Path(beginning.checkpoint)
+        path = path if choose is _named else Path(recipe.training.output_dir, path.name)
+        if not all(sees := on_all(recipe.training, path.is_dir())):
             raise RecipeError(
-                f"output_dir is {folder!r}, in which the processes find different checkpoints ({names}). Set it to a "
-                "folder that all machines share."
+                f"The processes {[rank for rank, seen in enumerate(sees) if not seen]} do not find {path}. Set "
+                "output_dir to a folder that all machines share."
             )
     return beginning
 
@@ -196,11 +177,10 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
     folder, faults = Path(recipe.training.output_dir), list[str]()
     for path in reversed(checkpoints_in(folder)):
         found = manifest.read(path)
-        if found is None and not manifest.was_begun(path):
+        if found is None and not manifest.was_begun(path):  # of the stock trainer, or of an earlier release
             raise RecipeError(
-                f"output_dir is {str(folder)!r}, whose {path.name} has no {manifest.NAME}, so nothing says whether it "
-                "is whole and what it was trained on: the stock trainer or an earlier release has saved it. Set "
-                f"resume_from_checkpoint: {path} to go on from it as it is, or another output_dir."
+                f"{path} has no {manifest.NAME}, so it is not known which run it is of. Move it away, or set "
+                f"resume_from_checkpoint: {path}, if it is the checkpoint to go on from."
             )
         fault = _fault(path, found, recipe, facts)
         if found is not None and fault is None:
@@ -208,7 +188,7 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
                 say(f"{'; '.join(faults)}. Resuming from {path.name}.")
             return _begin_at(path, found, recipe, facts)
         faults.append(f"{path.name} {fault}")
-    model = ", ".join(path.name for path in matches(folder, _MODEL))
+    model = ", ".join(path.name for path in matches(folder, (*WEIGHTS, "trainer_state.json")))
     if wanted == "true" or model:
         whole = f" that is whole: {'; '.join(faults)}" if faults else ""
         over = f", with overwrite_output_dir: true over the earlier run there ({model})" if model else ""
@@ -225,24 +205,17 @@ def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
     path, folder = Path(wanted).expanduser(), Path(recipe.training.output_dir)
     found = manifest.read(path)
     if fault := _fault(path, found, recipe, facts):
-        raise RecipeError(
-            f"resume_from_checkpoint is {wanted!r}, which is not the folder of a whole checkpoint: it {fault}. Give a "
-            "path such as OUTPUT_DIR/checkpoint-100, or true for the newest checkpoint that is whole."
-        )
+        raise RecipeError(f"resume_from_checkpoint is {wanted!r}, which is no whole checkpoint: it {fault}.")
     places = [other.resolve() for other in checkpoints_in(folder)]
     newer = places[places.index(path.resolve()) + 1 :] if path.resolve() in places else []
     if newer:  # with resume_from_checkpoint: true, a later run would go on from the highest step of either
         raise RecipeError(
             f"resume_from_checkpoint is {wanted!r}, but output_dir {str(folder)!r} holds later checkpoints too "
-            f"({', '.join(other.name for other in newer)}), so two runs would be mixed there. Set another output_dir, "
-            "or delete those checkpoints, or set resume_from_checkpoint: true to go on from the newest one."
+            f"({', '.join(other.name for other in newer)}). Set another output_dir, or delete them."
         )
     if found is not None:
         return _begin_at(path, found, recipe, facts)
-    say(
-        f"{path} has no {manifest.NAME}, so nothing could be checked: neither whether its files are whole, nor whether "
-        "it was trained on this model, with these rows and keys."
-    )
+    say(f"{path} has no {manifest.NAME}, so nothing could be checked.")
     return Beginning(str(path), known=False)
 
 
@@ -258,8 +231,8 @@ def _fault(path: Path, found: dict[str, Any] | None, recipe: Recipe, facts: dict
     manifest.refuse_another_run(path, found, facts)
     if not manifest.has_optimizer(found) and not recipe.training.save_only_model:
         raise RecipeError(
-            f"resume_from_checkpoint means {path}, which was saved without its optimizer (save_only_model). Set "
-            "save_only_model: true to go on from it with a new optimizer, or begin a new run in another output_dir."
+            f"resume_from_checkpoint means {path}, which was saved without its optimizer. Set save_only_model: true to "
+            "go on with a new optimizer, or begin a new run in another output_dir."
         )
     fault = manifest.fault_of(path, found)
     return None if fault is None else f"is not whole ({fault})"
@@ -271,12 +244,7 @@ def _begin_at(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str
     best = path.with_name(f"checkpoint-{state['best_global_step']}")
     known = manifest.read(best) if recipe.training.load_best_model_at_end else None
     if known is not None and (fault := manifest.fault_of(best, known)) is not None:
-        raise RecipeError(
-            f"The best checkpoint {best} is not whole ({fault}), so its model cannot be loaded at the end. Set "
-            "load_best_model_at_end: false to save the model of the last step in its place."
-        )
-    for name in manifest.lost_random_states(path, found):
-        say(f"{path.name} has lost {name}, so dropout and sampling differ from the uninterrupted run.")
+        raise RecipeError(f"The best checkpoint {best} is not whole ({fault}). Set load_best_model_at_end: false.")
     for line in manifest.what_changes(path, found, facts):
         say(line)
     return Beginning(str(path), found["run"])

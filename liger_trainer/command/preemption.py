@@ -11,8 +11,6 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from liger_trainer.errors import RecipeError
-
 
 class Terminated(KeyboardInterrupt):
     """Raised where SIGTERM ends a run. Like Ctrl-C, it is no error that other code should handle."""
@@ -45,14 +43,8 @@ class SaveOnSigterm(TrainerCallback):
         if args.world_size > 1:
             import torch.distributed as dist
 
-            try:
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
-            except RuntimeError as error:
-                raise RecipeError(
-                    "The processes cannot reach each other over gloo, by which they agree on a checkpoint when one of "
-                    f"them gets SIGTERM: {error}. Set GLOO_SOCKET_IFNAME to the network card that all machines share, "
-                    "such as eth0."
-                ) from error
+            # If machines do not reach each other here, GLOO_SOCKET_IFNAME has to name their network card.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
         self.training = True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

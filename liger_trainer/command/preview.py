@@ -6,15 +6,13 @@ The trainer has prepared the rows and its collator makes the masks, so nothing i
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.row_counts import count_rows, max_length_of
+from liger_trainer.command.row_counts import count_rows
 from liger_trainer.errors import RecipeError
 
-ROW = "row_of_preview"  # a column with the number that a prepared row had among the given ones
 _LEGEND = "What the loss counts stands between « and », and the rest is context."
 
 
@@ -26,105 +24,48 @@ def without_a_trace(recipe: Recipe) -> Iterator[None]:
         RecipeError: The trainer has no completions before it trains, so there is nothing to preview.
     """
     if not {"completion", "chosen"} & {name for needed in recipe.entry.columns for name in needed}:
-        raise RecipeError(
-            f"--preview shows what is learned from each row, but {recipe.entry.trainer} generates its completions "
-            "during training. Leave out --preview."
-        )
+        raise RecipeError(f"--preview has nothing to show, since {recipe.entry.trainer} generates its completions.")
     recipe.training.resume_from_checkpoint = None
     with tempfile.TemporaryDirectory() as folder:
         recipe.training.output_dir = folder
         yield
 
 
-def first_rows(rows, count: int):
-    """The first `count` rows, with their numbers in the column `ROW`."""
-    rows = rows.select(range(min(count, len(rows))))
-    return rows.add_column(ROW, list(range(len(rows))))
-
-
 def show_rows(trainer, given, total: int) -> str | None:
-    """The text of the preview: what the trainer has made of `given`, the first rows of `total`.
-
-    Returns:
-        `str` on the main process, None on the others.
-    """
+    """What the trainer has made of `given`, the first rows of `total`. None on other processes than the main one."""
     if not trainer.is_world_process_zero():
         return None
-    counts = count_rows(trainer, given, "train")
-    columns = ", ".join(name for name in given.column_names if name != ROW)
-    lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND, f"Columns of the rows: {columns}.", ""]
+    counts, rows = count_rows(trainer, given, "train"), trainer.train_dataset
+    lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND]
     if "ORPO" in type(trainer).__name__:
         lines[1] += " The likelihood term of ORPO counts the prompt of chosen as well."
-    rows = trainer.train_dataset
-    if ROW in rows.column_names:
-        shown = sorted(range(len(rows)), key=lambda i: rows[i][ROW])
-        titles = [f"Row {rows[i][ROW]}" for i in shown]
-        within = "" if counts.max_length is None else f" within max_length {counts.max_length}"
-        gone = sorted(set(range(len(given))) - {rows[i][ROW] for i in shown})
-        dropped = [f"Row {number}: dropped, with nothing to learn{within}" for number in gone]
-    else:
-        shown, dropped = list(range(len(rows))), []
-        titles = [f"Sequence {i}" for i in shown]
-        lines[0] = (
-            f"Preview of {len(given)} of {total} rows, {_number(len(given), 'row')} in "
-            f"{_number(len(rows), 'sequence')}: {counts}."
-        )
+    lines += [f"Columns of the rows: {', '.join(given.column_names)}.", ""]
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     collated = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
-    for i, title in zip(shown, titles, strict=True):
-        for sequence in _sequences(rows[i], trainer.data_collator([collated[i]])):
-            lines.append(_described(trainer, title, sequence))
-    return "\n".join([*lines, *dropped])
+    for i in range(len(rows)):
+        for name, ids, learned in _sequences(rows[i], trainer.data_collator([collated[i]])):
+            learned[:1] = False  # the first token is predicted by none
+            title = f"{'Sequence' if 'seq_lengths' in rows.column_names else 'Row'} {i}{name}"
+            lines += [f"{title}: {len(ids)} tokens, {int(learned.sum())} of them learned"]
+            lines += [marked(tokenizer, ids, learned), ""]
+    return "\n".join(lines)
 
 
-class _Sequence(NamedTuple):
-    """Token ids, which of them the loss counts, and the number of tokens of each text in it."""
-
-    name: str
-    ids: torch.Tensor
-    learned: torch.Tensor
-    lengths: list[int]
-
-
-def _sequences(row: dict, batch: dict) -> Iterator[_Sequence]:
-    """The sequences in a batch that was made of one row."""
+def _sequences(row: dict, batch: dict) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """The sequences in a batch that was made of one row: a name, token ids, and which of them the loss counts."""
     if "chosen_input_ids" in batch:  # ORPO and CPO
         for name in ("chosen", "rejected"):
-            ids, mask = batch[f"{name}_input_ids"][0], batch[f"{name}_attention_mask"][0].bool()
-            yield _Sequence(name, ids[mask], batch[f"{name}_labels"][0][mask] != -100, [int(mask.sum())])
+            mask = batch[f"{name}_attention_mask"][0].bool()
+            yield f", {name}", batch[f"{name}_input_ids"][0][mask], batch[f"{name}_labels"][0][mask] != -100
     elif "completion_mask" in batch:  # DPO has two sequences, KTO one
         names = ["chosen", "rejected"] if "chosen_ids" in row else [f"label {str(bool(row['label'])).lower()}"]
         for k, name in enumerate(names):
             mask = batch["attention_mask"][k].bool()
-            ids, learned = batch["input_ids"][k][mask], batch["completion_mask"][k][mask].bool()
-            yield _Sequence(name, ids, learned, [len(ids)])
+            yield f", {name}", batch["input_ids"][k][mask], batch["completion_mask"][k][mask].bool()
     else:
-        ids, learned = batch["input_ids"][0], batch["labels"][0] != -100
-        if "attention_mask" in batch:
-            mask = batch["attention_mask"][0].bool()
-            ids, learned = ids[mask], learned[mask]
-        yield _Sequence("", ids, learned, row.get("seq_lengths") or [len(ids)])
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _described(trainer, title: str, sequence: _Sequence) -> str:
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    texts, count, start = [], 0, 0
-    for length in sequence.lengths:
-        ids, learned = (part[start : start + length] for part in (sequence.ids, sequence.learned))
-        learned = learned.clone()
-        learned[:1] = False  # the first token is predicted by none
-        texts.append(marked(tokenizer, ids, learned))
-        count, start = count + int(learned.sum()), start + length
-    title = ", ".join(filter(None, (title, sequence.name)))
-    head = f"{title}: {len(sequence.ids)} tokens, {count} of them learned"
-    if len(texts) > 1:
-        head += f"; {len(texts)} rows packed"
-    elif len(sequence.ids) == max_length_of(trainer):
-        head += f"; cut to max_length {len(sequence.ids)}, or as long"
-    return "\n".join([head, *texts, ""])
+        ids = batch["input_ids"][0]
+        mask = batch["attention_mask"][0].bool() if "attention_mask" in batch else torch.ones_like(ids).bool()
+        yield "", ids[mask], batch["labels"][0][mask] != -100
 
 
 def marked(tokenizer, ids: torch.Tensor, learned: torch.Tensor) -> str:

@@ -1,7 +1,7 @@
 """A recipe: a flat YAML file of the fields of `RecipeArguments`, of the trainer's config and of `trl.ModelConfig`.
 
 It is parsed with TRL's parser. What that parser lets through is refused here, before anything runs: unknown and
-repeated keys, keys under the wrong heading, and values of the wrong YAML type.
+repeated keys, and values of the wrong YAML type.
 """
 
 import contextlib
@@ -14,14 +14,16 @@ from typing import Any
 
 from liger_trainer.command.accelerate_file import apply_config, find_config
 from liger_trainer.command.options import take_options
-from liger_trainer.command.recipe_checks import check_optimizer, settle
+from liger_trainer.command.recipe_checks import settle
 from liger_trainer.command.recipe_keys import RecipeArguments
-from liger_trainer.command.recipe_parser import TRAIN_USAGE, options_given, parser_of, show_in_help
+from liger_trainer.command.recipe_parser import options_given, parser_of, refuse_unknown_keys
 from liger_trainer.command.recipe_values import SWITCHES_AND_TEXTS, checked, dump_yaml, load_yaml
+from liger_trainer.command.shipped_files import find_shipped, recipe_names
 from liger_trainer.command.trainer_table import TRAINERS, TrainerEntry
-from liger_trainer.command.unknown_keys import nearest, refuse_unknown_keys
 from liger_trainer.errors import RecipeError, without_tokens
-from liger_trainer.paths import find_beside, shipped
+from liger_trainer.paths import find_beside
+
+TRAIN_USAGE = "liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]"
 
 
 @dataclass
@@ -68,34 +70,10 @@ class Recipe:
         return name if path is None else str(path.absolute())
 
 
-def recipe_names() -> dict[str, Path]:
-    """The files of the shipped recipes by their names, such as `llama3_8b/sft_alpaca`."""
-    root = shipped("recipes")
-    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
-
-
-def describe(path: Path) -> str:
-    """The description of a recipe, which is its first line, a comment."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    if not first.startswith("# "):
-        raise RecipeError(
-            f"{path}: the first line is {first!r}; expected a comment that describes the recipe in one line."
-        )
-    return first[2:].strip()
-
-
 def find_recipe(name: str) -> Path:
     """The file that `name` means: a path, or else a shipped recipe, with or without `.yaml`."""
     path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    names = recipe_names()
-    if (key := name.removesuffix(".yaml")) in names:
-        return names[key]
-    raise RecipeError(
-        f"RECIPE is {name!r}, which is neither a file nor the name of a shipped recipe.{nearest(key, names)} "
-        f"Shipped: {', '.join(names)}."
-    )
+    return path if path.is_file() else find_shipped(name, "RECIPE", recipe_names())[1]
 
 
 def parse_recipe(name: str, overrides: Sequence[str] = (), usage: str = TRAIN_USAGE) -> Recipe:
@@ -119,18 +97,18 @@ def read_recipe(
     """
     path, words = find_recipe(name), list(overrides)
     values = load_yaml(path)
-    entry = _trainer_entry(path, values, words)
-    parser, owners = parser_of(entry, usage)
-    refuse_unknown_keys(path, values, owners, entry)
-    values = {key: checked(path, key, value, owners[key].hint) for key, value in values.items()}
-    defaults = {key: owner.default for key, owner in owners.items()}
-    show_in_help(parser, values, defaults)
-    given = options_given(parser, owners, words, entry)
+    trainer = take_options(words, "trainer")[0].get("trainer", values.get("trainer", "sft"))
+    if not isinstance(trainer, str) or trainer not in TRAINERS:
+        raise RecipeError(f"{path}: trainer is {trainer!r}; expected one of: {', '.join(TRAINERS)}.")
+    entry = TRAINERS[trainer]
+    parser, keys = parser_of(entry, usage)
+    refuse_unknown_keys(path, values, keys, entry)
+    values = {key: checked(path, key, value, keys[key].hint) for key, value in values.items()}
+    given = options_given(parser, keys, words, entry)
 
     def parsed() -> Recipe:
         with _placed(path, given):
             args, training, model = parser.parse_dict(chosen)
-            check_optimizer(training)
         if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
             # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
             # layer has the full name q_proj.
@@ -138,8 +116,8 @@ def read_recipe(
         return Recipe(path, entry, args, training, model, chosen, (str(name), *words), sharding)
 
     with _placed(path, given):
-        _check_two_names(values, given)
-        chosen = settle(values, given, defaults, entry)
+        _settle_two_names(values, given)
+        chosen = settle(values, given, {key: of.default for key, of in keys.items()}, entry)
         sharding = _settle_sharding(path, chosen)
     return chosen, parsed
 
@@ -151,51 +129,29 @@ def _placed(path: Path, given: dict[str, Any]) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = " ".join(str(error).split())
-        named = {key: rf"\b{key.replace('_', '[_ ]')}\b" for key in given}  # torch says "learning rate"
-        options = "".join(f" --{key}" for key, pattern in named.items() if re.search(pattern, text))
-        hint = (
-            " Without a GPU that computes in bf16, set `bf16: false` in the recipe or pass --bf16 false."
-            if "bf16" in text and not isinstance(error, RecipeError)
-            else ""
-        )
+        options = "".join(f" --{key}" for key in given if re.search(rf"\b{key}\b", text))
+        hint = " Without a GPU that computes in bf16, pass --bf16 false." if "bf16" in text else ""
         raise RecipeError(f"{path}{options and ' with' + options}: {text}{hint}") from error
 
 
-def _trainer_entry(path: Path, values: dict[str, Any], words: list[str]) -> TrainerEntry:
-    """The recipe's trainer. It is looked up before the parser is made, because it decides which keys there are."""
-    name = take_options(words, "trainer")[0].get("trainer", values.get("trainer", "sft"))
-    if not isinstance(name, str) or name not in TRAINERS:
-        raise RecipeError(f"{path}: trainer is {name!r}; expected one of: {', '.join(TRAINERS)}.")
-    return TRAINERS[name]
-
-
-def _check_two_names(filed: dict[str, Any], given: dict[str, Any]) -> None:
-    """Let the command line beat the file under either name of an option. RecipeError if two names disagree.
+def _settle_two_names(filed: dict[str, Any], given: dict[str, Any]) -> None:
+    """Let the command line beat the file under either name of an option. RecipeError if both names are set.
 
     Transformers has two names for each of these options, and takes the second where both are set.
     """
     for suffix in ("", "_kwargs"):
         names = [f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"]
-        if any(name in given for name in names):
-            for name in names:
-                filed.pop(name, None)
-        values = [(filed | given).get(name) for name in names]
-        values = [str(value).lower() if isinstance(value, bool) else value for value in values]
-        if None not in values and values[0] != values[1]:
-            raise RecipeError(
-                f"{names[0]} is {values[0]} and {names[1]} is {values[1]}, but these are two names of one option. Keep "
-                "one of them."
-            )
+        for name in names if given.keys() & set(names) else ():
+            filed.pop(name, None)
+        if set(names) <= (filed | given).keys():
+            raise RecipeError(f"{' and '.join(names)} are two names of one option. Keep one of them.")
 
 
 def _settle_sharding(path: Path, chosen: dict[str, Any]) -> str | None:
     """Apply `accelerate_config`, and return how the recipe wants the model to be shared out, if it says so itself."""
     keys = [key for key in ("accelerate_config", "fsdp", "deepspeed") if chosen.get(key)]
     if len(keys) > 1:
-        raise RecipeError(
-            f"{' and '.join(f'{key} is {chosen[key]!r}' for key in keys)}, but each says how the model is shared out "
-            "over the processes. Keep one of them."
-        )
+        raise RecipeError(f"{' and '.join(keys)} each say how a model is shared out over processes. Keep one of them.")
     if keys == ["accelerate_config"]:
         return apply_config(path, chosen["accelerate_config"])
     return {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}.get(keys[0]) if keys else None

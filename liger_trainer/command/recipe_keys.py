@@ -9,6 +9,10 @@ import yaml
 from liger_trainer.errors import RecipeError
 
 
+def _key(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
 @dataclass
 class RecipeArguments:
     """The keys of a recipe that belong neither to the trainer's config nor to TRL's `ModelConfig`.
@@ -17,117 +21,86 @@ class RecipeArguments:
         RecipeError: A value is out of its range, or two keys say where the evaluation rows come from.
     """
 
-    trainer: str = field(
-        default="sft",
-        metadata={"help": "The trainer that runs the recipe: a name from the table under Trainers."},
-    )
+    trainer: str = _key("sft", "The trainer that runs the recipe: a name from the table under Trainers.")
     # None stands before str because transformers' parser then takes several words after the option.
-    dataset_name: list[str] | None | str = field(
-        default=None,
-        metadata={
-            "help": "A .json, .jsonl, .parquet, .csv or .txt file (a row is a line), a folder of such files, or the "
-            "name of a Hub dataset; or a list of them, whose rows are joined. A relative path is looked up in the "
-            "working directory first, and then in the folder of the recipe."
-        },
+    dataset_name: list[str] | None | str = _key(
+        None,
+        "A .json, .jsonl, .parquet, .csv or .txt file (a row is a line), a folder of such files, or the name of a "
+        "Hub dataset; or a list of them, whose rows are joined. A relative path is looked up in the working "
+        "directory first, and then in the folder of the recipe.",
     )
-    columns: dict[str, str] | str | None | list[dict[str, str]] = field(
-        default=None,
-        metadata={
-            "help": "Which columns of the data are those that the trainer or the template reads, such as {prompt: "
-            "question, completion: answer}. A list has one mapping for each name in `dataset_name`."
-        },
+    columns: dict[str, str] | str | None | list[dict[str, str]] = _key(
+        None,
+        "Which columns of the data are those that the trainer or the template reads, such as {prompt: question, "
+        "completion: answer}. A list has one mapping for each name in `dataset_name`.",
     )
-    dataset_weights: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "How often a row is drawn from each of the data sets in `dataset_name`, such as [3, 1]. If unset, "
-            "each is used to its end, one after the other."
-        },
+    dataset_weights: list[float] | None = _key(
+        None,
+        "How often a row is drawn from each of the data sets in `dataset_name`, such as [3, 1]. If unset, each is "
+        "used to its end, one after the other.",
     )
-    dataset_stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = field(
-        default="first_exhausted",
-        metadata={
-            "help": "When `dataset_weights` stops drawing, as in `datasets.interleave_datasets`: at the end of the "
-            "first data set, or of all, where rows of the others are repeated or (without_replacement) are not."
-        },
+    dataset_stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = _key(
+        "first_exhausted",
+        "When `dataset_weights` stops drawing, as in `datasets.interleave_datasets`: at the end of the first data "
+        "set, or of all, where rows of the others are repeated or (without_replacement) are not.",
     )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "The configuration of the Hub dataset, by its name."}
+    dataset_config: str | None = _key(None, "The configuration of the Hub dataset, by its name.")
+    dataset_train_split: str = _key("train", "The split to train on. The rows of a file are its split 'train'.")
+    dataset_eval_split: str | None = _key(None, "The split to evaluate on.")
+    eval_dataset_name: list[str] | None | str = _key(
+        None,
+        "A file of rows to evaluate on, or a list of such files. Their rows have the form of those in "
+        "`dataset_name`, because the same template is applied to them.",
     )
-    dataset_train_split: str = field(
-        default="train", metadata={"help": "The split to train on. The rows of a file are its split 'train'."}
+    eval_fraction: float | None = _key(
+        None,
+        "The share of the training rows, between 0 and 1, that is drawn with `seed` and held out for evaluation.",
     )
-    dataset_eval_split: str | None = field(default=None, metadata={"help": "The split to evaluate on."})
-    eval_dataset_name: list[str] | None | str = field(
-        default=None,
-        metadata={
-            "help": "A file of rows to evaluate on, or a list of such files. Their rows have the form of those in "
-            "`dataset_name`, because the same template is applied to them."
-        },
+    early_stopping_patience: int | None = _key(
+        None,
+        "Stop when `metric_for_best_model` (if unset, the loss of the evaluation) has not improved for this many "
+        "evaluations. It needs `load_best_model_at_end: true`, `eval_strategy` and `save_strategy`.",
     )
-    eval_fraction: float | None = field(
-        default=None,
-        metadata={
-            "help": "The share of the training rows, between 0 and 1, that is drawn with `seed` and held out for "
-            "evaluation."
-        },
+    max_rows: int | None = _key(None, "Train on this many rows only, the first ones. If unset, on all rows.")
+    prompt_template: Literal["none", "alpaca", "sharegpt", "last_turn"] = _key(
+        "none",
+        "'alpaca' turns rows of instruction, input and output into prompt and completion. 'sharegpt' turns "
+        "conversations of from and value, with or without chosen and rejected, into messages. 'last_turn' splits "
+        "messages into a prompt and, as the completion, the last turn. 'none' hands the rows to the trainer as "
+        "they are.",
     )
-    early_stopping_patience: int | None = field(
-        default=None,
-        metadata={
-            "help": "Stop when `metric_for_best_model` (if unset, the loss of the evaluation) has not improved for "
-            "this many evaluations. It needs `load_best_model_at_end: true`, `eval_strategy` and `save_strategy`."
-        },
+    reward_funcs: list[str] | None = _key(
+        None,
+        "The reward functions of 'grpo' and 'rloo': a list of names from `liger_trainer.rewards` (boxed_answer), "
+        "or of dotted paths of functions such as my_module.my_reward. A dotted path imports its module, which "
+        "runs the module's code; the module is also looked up in the folder of the recipe and in the working "
+        "directory. The rewards are added up, weighted by `reward_weights`.",
     )
-    max_rows: int | None = field(
-        default=None, metadata={"help": "Train on this many rows only, the first ones. If unset, on all rows."}
+    accelerate_config: str | None = _key(
+        None,
+        "An accelerate config, as a file or the name of a shipped one, such as fsdp2. It is applied under any "
+        "launcher (torchrun, Ray, Flyte, Kubeflow) as accelerate launch --config_file would apply it, but for the "
+        "number of processes and machines, which the launcher decides.",
     )
-    prompt_template: Literal["none", "alpaca", "sharegpt", "last_turn"] = field(
-        default="none",
-        metadata={
-            "help": "'alpaca' turns rows of instruction, input and output into prompt and completion. 'sharegpt' turns "
-            "conversations of from and value, with or without chosen and rejected, into messages. 'last_turn' splits "
-            "messages into a prompt and, as the completion, the last turn. 'none' hands the rows to the trainer as "
-            "they are."
-        },
-    )
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "The reward functions of 'grpo' and 'rloo': a list of names from `liger_trainer.rewards` "
-            "(boxed_answer), or of dotted paths of functions such as my_module.my_reward. A dotted path imports its "
-            "module, which runs the module's code; the module is also looked up in the folder of the recipe and in "
-            "the working directory. The rewards are added up, weighted by `reward_weights`."
-        },
-    )
-
-    accelerate_config: str | None = field(
-        default=None,
-        metadata={
-            "help": "An accelerate config, as a file or the name of a shipped one, such as fsdp2. It is applied under "
-            "any launcher (torchrun, Ray, Flyte, Kubeflow) as accelerate launch --config_file would apply it, but for "
-            "the number of processes and machines, which the launcher decides."
-        },
-    )
-
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={
-            "help": "When training begins, delete the checkpoints and the model of an earlier run from `output_dir`. "
-            "Without it, an `output_dir` with such a run in it is an error, unless `resume_from_checkpoint` goes on "
-            "with that run."
-        },
+    overwrite_output_dir: bool = _key(
+        False,
+        "When training begins, delete the checkpoints and the model of an earlier run from `output_dir`. Without "
+        "it, an `output_dir` with such a run in it is an error, unless `resume_from_checkpoint` goes on with that "
+        "run.",
     )
 
     def __post_init__(self):
         if isinstance(self.columns, str):  # of the command line
             with contextlib.suppress(yaml.YAMLError):
                 self.columns = yaml.safe_load(self.columns)
-        if self.columns is not None and not all(map(_is_mapping, _listed(self.columns))):
-            raise RecipeError(
-                f"columns is {self.columns!r}; expected a mapping of the trainer's columns to those of the data, each "
-                "there once, such as {prompt: question, completion: answer}."
-            )
+        mappings = self.columns if isinstance(self.columns, list) and self.columns else [self.columns]
+        for mapping in mappings if self.columns is not None else ():
+            texts = isinstance(mapping, dict) and all(isinstance(name, str) for name in mapping.values())
+            if not texts or not 0 < len(mapping) == len(set(mapping.values())):
+                raise RecipeError(
+                    f"columns is {self.columns!r}; expected a mapping of the trainer's columns to those of the data, "
+                    "each there once, such as {prompt: question, completion: answer}."
+                )
         if self.dataset_weights is not None:
             count = len(self.dataset_name) if isinstance(self.dataset_name, list) else 1
             if len(self.dataset_weights) != count or count < 2 or not all(0 < w < 1e9 for w in self.dataset_weights):
@@ -136,22 +109,10 @@ class RecipeArguments:
                     "list of two or more names, and a number above 0 for each."
                 )
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
-            raise RecipeError(
-                f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1, such as 0.05."
-            )
+            raise RecipeError(f"eval_fraction is {self.eval_fraction}; expected a number between 0 and 1.")
         sources = ("eval_fraction", "dataset_eval_split", "eval_dataset_name")
-        given = [f"{name} ({getattr(self, name)!r})" for name in sources if getattr(self, name) is not None]
-        if len(given) > 1:
+        if len(given := [name for name in sources if getattr(self, name) is not None]) > 1:
             raise RecipeError(f"{' and '.join(given)} are both set; keep one of them.")
         for name in ("early_stopping_patience", "max_rows"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise RecipeError(f"{name} is {value}; expected 1 or more. Or leave it out.")
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) and value else [value]
-
-
-def _is_mapping(value: Any) -> bool:
-    texts = isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
-    return texts and 0 < len(value) == len(set(value.values()))
+                raise RecipeError(f"{name} is {value}; expected 1 or more.")

@@ -1,21 +1,36 @@
-"""TRL's parser, set up for the keys of one trainer: the options of the command line and the texts of `--help`."""
+"""TRL's parser, set up for the keys of one trainer: the options of the command line, `--help`, and unknown keys."""
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 import textwrap
 import typing
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from liger_trainer.command.options import take_options
 from liger_trainer.command.recipe_keys import RecipeArguments
-from liger_trainer.command.recipe_values import list_of
-from liger_trainer.command.trainer_table import TrainerEntry
-from liger_trainer.command.unknown_keys import about_unknown_option
+from liger_trainer.command.trainer_table import TRAINERS, TrainerEntry
 from liger_trainer.errors import RecipeError
 
-TRAIN_USAGE = "liger-trainer train RECIPE [--dry_run] [--preview [N]] [--key value ...]"
+_TOPICS = {
+    "recipe": "rows, rewards, and what this command does",
+    "model": "the model, its adapter and its quantisation",
+    "ours": "kernels, memory, fp8, Medusa",
+    "trainer": "the trainer's loss and data",
+    "training": "steps, optimizer, precision, evaluation, saving, logging",
+}
+# What other tools, and earlier releases of transformers and TRL, call a key, where a name that looks alike is another.
+_OTHER_NAMES = {
+    "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs", "num_epochs": "num_train_epochs", "lr": "learning_rate", "lora_rank": "lora_r",
+    "model": "model_name_or_path", "base_model": "model_name_or_path", "dataset": "dataset_name",
+    "sequence_len": "max_length", "cutoff_len": "max_length", "grad_accum": "gradient_accumulation_steps",
+}  # fmt: skip
+_NOT_GIVEN = object()
 
 
 class Key(NamedTuple):
@@ -26,13 +41,8 @@ class Key(NamedTuple):
     topic: str
 
 
-def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[str, Key]]:
-    """TRL's parser for the three dataclasses of a trainer, and all of its keys.
-
-    Args:
-        entry (`TrainerEntry`): The trainer.
-        usage (`str`): The first line of `--help`, which names the command and its own options.
-    """
+def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
+    """TRL's parser for the three dataclasses of a trainer, and all of its keys. `--help` begins with `usage`."""
     from trl import ModelConfig, TrlParser
 
     import liger_trainer
@@ -40,11 +50,8 @@ def parser_of(entry: TrainerEntry, usage: str = TRAIN_USAGE) -> tuple[Any, dict[
     if entry.experimental:  # naming the trainer is a choice: no warning that TRL may change it
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     dataclass_types = (RecipeArguments, getattr(liger_trainer, entry.config), ModelConfig)
-    parser = TrlParser(
-        dataclass_types,
-        usage=usage,
-        allow_abbrev=False,  # an abbreviation is a misspelling that happens to work
-    )
+    # An abbreviation is a misspelling that happens to work.
+    parser = TrlParser(dataclass_types, usage=usage, allow_abbrev=False)
     keys: dict[str, Key] = {}
     for cls in dataclass_types:
         hints = typing.get_type_hints(cls)
@@ -60,25 +67,17 @@ def _topic(module: str) -> str:
     return {"transformers": "training", "liger_trainer": "ours"}.get(module.partition(".")[0], "trainer")
 
 
-_TOPICS = {
-    "recipe": "rows, rewards, and what this command does",
-    "model": "the model, its adapter and its quantisation",
-    "ours": "kernels, memory, fp8, Medusa",
-    "trainer": "the trainer's loss and data",
-    "training": "steps, optimizer, precision, evaluation, saving, logging",
-}
-
-
 def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
     """The text of `--help`: all names by topic or, with a word, the keys of that topic or with it in their names.
 
     Raises:
-        RecipeError: No key has the word in its name.
+        RecipeError: The word is no topic, and no key has it in its name.
     """
-    if word:
-        name = word.lstrip("-").replace("-", "_")
-        found = {key for key, of in keys.items() if name in (key, "all", of.topic)}
-        wanted = found or {key for key in keys if name in key}
+    name = word.strip("-").replace("-", "_")
+    if name == "all":
+        return parser.format_help()
+    if name:
+        wanted = {key for key, of in keys.items() if name in (key, of.topic)} or {key for key in keys if name in key}
         if not wanted:
             raise RecipeError(f"--help has {word!r}, which is no topic ({', '.join(_TOPICS)}, all) and in no key.")
         for action in parser._actions:
@@ -91,32 +90,13 @@ def _help(parser: Any, keys: dict[str, Key], word: str) -> str:
         lines += ["", f"{topic}: {about}", textwrap.fill(names, 118, initial_indent="  ", subsequent_indent="  ")]
     lines += [
         "",
-        "What keys mean, their defaults and this recipe's values: --help KEY, --help TOPIC, --help all, or --help WORD",
-        "for all keys with that word in their names, such as lora or eval.",
+        "What keys mean, and their defaults: --help KEY, --help TOPIC, --help all, or --help WORD for all keys with",
+        "that word in their names, such as lora or eval.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def show_in_help(parser, values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Let `--help` say of each key of the recipe that its value comes from there, and what its default is.
-
-    Of the other keys, the help says only the default, as it does without a recipe.
-    """
-    parser.set_defaults_with_config(**values)
-    for action in parser._actions:
-        if action.dest in values:
-            default = "unset" if defaults[action.dest] is None else _shown(defaults[action.dest])
-            said = f"(this recipe: {_shown(values[action.dest])}; default: {default})".replace("%", "%%")
-            # argparse adds its own "(default: ...)" unless the text refers to the default; ".0" prints none of it.
-            action.help = f"{action.help or ''} {said}%(default).0s".lstrip()
-
-
-def _shown(value: Any) -> str:
-    value = getattr(value, "value", value)  # of an enum
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def options_given(parser, owners: dict[str, Key], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
+def options_given(parser, keys: dict[str, Key], words: list[str], entry: TrainerEntry) -> dict[str, Any]:
     """The keys that the command line sets, including those that it sets to their defaults.
 
     Every key starts with a mark that no option can have as its value. Without it, a value that was given could not be
@@ -133,30 +113,49 @@ def options_given(parser, owners: dict[str, Key], words: list[str], entry: Train
     parser.error = refuse  # argparse would print the usage and exit
     asked, words = take_options(["--help" if word == "-h" else word for word in words], "help")
     if "help" in asked:
-        print(_help(parser, owners, asked["help"]), end="")
+        print(_help(parser, keys, asked["help"]), end="")
         raise SystemExit(0)
-    namespace, rest = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(owners, _NOT_GIVEN)))
+    namespace, rest = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(keys, _NOT_GIVEN)))
     if rest:
-        raise RecipeError(about_unknown_option(rest[0], owners, entry))
-    given = {key: value for key, value in vars(namespace).items() if key in owners and value is not _NOT_GIVEN}
+        name, dashes = rest[0].partition("=")[0].removeprefix("--"), rest[0].startswith("--")
+        if not dashes:
+            raise RecipeError(f"{rest[0]!r} on the command line belongs to no option; write --key value after RECIPE.")
+        raise RecipeError(f"--{name} {_why_unknown(name.replace('-', '_'), keys, entry)}")
+    given = {key: value for key, value in vars(namespace).items() if key in keys and value is not _NOT_GIVEN}
     for key, value in given.items():
-        # argparse makes 20.0 of the 20 in `--save_steps 20`, but messages and --dry_run show it as a file has it.
-        if isinstance(value, float) and value.is_integer():
-            given[key] = int(value)
-        elif isinstance(value, list):
-            hint, named = owners[key].hint, list_of(value)
-            takes_text = typing.get_origin(hint) is not list and str in typing.get_args(hint)
-            given[key] = named[0] if takes_text and len(named) == 1 else named  # as a file would have it
+        if isinstance(value, list) and len(value) == 1:
+            hint = keys[key].hint
+            if typing.get_origin(hint) is not list and str in typing.get_args(hint):
+                given[key] = value[0]  # as a file would have it
         elif isinstance(value, str) and value.startswith("{") and key != "columns":  # which is read as YAML
-            _check_json(key, value)
+            try:
+                json.loads(value)
+            except json.JSONDecodeError as error:
+                raise RecipeError(f"--{key} is {value!r}, which is not valid JSON: {error}.") from error
     return given
 
 
-def _check_json(key: str, value: str) -> None:
-    try:
-        json.loads(value)
-    except json.JSONDecodeError as error:
-        raise RecipeError(f"--{key} is {value!r}, which is not valid JSON: {error}.") from error
+def refuse_unknown_keys(path: Path, values: dict[str, Any], keys: Iterable[str], entry: TrainerEntry) -> None:
+    """RecipeError for the first of the recipe's keys that is not in `keys`: unknown, or of another trainer."""
+    for key, value in values.items():
+        if key not in keys:
+            raise RecipeError(f"{path}: {key!r} (with value {value!r}) {_why_unknown(key, keys, entry)}")
 
 
-_NOT_GIVEN = object()
+def _why_unknown(key: str, keys: Iterable[str], entry: TrainerEntry) -> str:
+    """What to say of a key or an option that `entry` does not have: its trainers, or a similar name."""
+    import liger_trainer
+
+    configs = {name: getattr(liger_trainer, other.config) for name, other in TRAINERS.items()}
+    having = [name for name, config in configs.items() if key in {field.name for field in dataclasses.fields(config)}]
+    if having:
+        return f"is a key of the trainers {', '.join(having)}, and not of {entry.trainer}. Remove it."
+    return "is not a key of a recipe." + (nearest(key, keys) or " `liger-trainer train RECIPE --help` lists all keys.")
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A hint at the name in `known` that is most like `key`, with a space before it; empty if none is like it."""
+    known = list(known)
+    other = _OTHER_NAMES.get(key)
+    match = [other] if other in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f" Did you mean {match[0]}?" if match else ""

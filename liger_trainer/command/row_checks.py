@@ -6,13 +6,11 @@ import pyarrow.compute as pc
 
 from liger_trainer.errors import RecipeError, short
 
-TEXT, MESSAGES, LABEL, TOKENS = "text", "a list of messages", "a truth value", "a list of token ids"
-_DESCRIBED = {
-    MESSAGES: "a list of messages, each with role and content",
-    LABEL: "true or false, without quotes (or 1 and 0)",
-}
+TEXT, MESSAGES, LABEL, TOKENS = (
+    "text", "a list of messages, each with role and content", "true or false, without quotes (or 1 and 0)",
+    "a list of token ids",
+)  # fmt: skip
 _KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
-_FORMS = (("messages",), ("prompt", "completion"), ("text",))  # a row has the columns of one of these forms
 _EITHER = ("prompt", "completion", "chosen", "rejected")
 
 
@@ -36,35 +34,24 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
     for batch in rows.select_columns(list(needed)).iter(1000):
         for values in zip(*(batch[column] for column in needed), strict=True):
             for column, value in zip(needed, values, strict=True):
-                _check_value(rows, index, column, value, kinds)
+                _check_value(index, column, value, kinds)
+            if needed[:2] == ("chosen", "rejected"):
+                _check_pair(index, dict(zip(needed, values, strict=True)), kinds["chosen"])
             index += 1
-        if "chosen" in needed and "prompt" not in needed:
-            _check_prompt_within(batch, index - len(batch["chosen"]), kinds["chosen"])
     if type(rows.features.get("label")).__name__ == "Json" and "label" in needed:
+        raise RecipeError(f"In some rows of the dataset, label is text; expected {LABEL}, in every row.")
+    if len({kinds[column] for column in needed if column in _EITHER}) > 1:
         raise RecipeError(
-            "In some rows of the dataset, label is text or a number, and in others true or false; expected "
-            f"{_DESCRIBED[LABEL]}, in every row. Correct those rows."
+            f"{'; '.join(f'{column} is {kind}' for column, kind in kinds.items() if column in _EITHER)}. Write all of "
+            "them as text, or all as lists of messages."
         )
-    either = {column: kind for column, kind in kinds.items() if column in _EITHER}
-    for column, kind in either.items():
-        if kind != (first := next(iter(either.values()))):
-            raise RecipeError(
-                f"{next(iter(either))} is {first}, but {column} is {kind} in its rows. Write all of "
-                f"{', '.join(either)} as text, or all of them as lists of messages."
-            )
 
 
-def _check_value(rows: Any, index: int, column: str, value: Any, kinds: dict[str, str]) -> None:
+def _check_value(index: int, column: str, value: Any, kinds: dict[str, str]) -> None:
     """RecipeError if the value is of no kind that its column may have, or of another one than in row 0."""
-    wanted = _wanted(column)
-    kind = next((each for each in wanted if _fits(value, each)), None)
-    if kind is None:
-        raise _wrong(rows, index, column, value)
-    if kind != kinds.setdefault(column, kind):
-        raise RecipeError(
-            f"Row {index} of the dataset has {column} {short(value)}, {kind}, but row 0 has {kinds[column]}, and every "
-            "row needs the same. Correct or remove the row."
-        )
+    kind = next((each for each in _wanted(column) if _fits(value, each)), None)
+    if kind is None or kind != kinds.setdefault(column, kind):
+        raise _wrong(index, column, value, (kinds[column],) if column in kinds else _wanted(column))
 
 
 def _wanted(column: str) -> tuple[str, ...]:
@@ -94,44 +81,35 @@ def _check_tokens(rows: Any) -> None:
     """RecipeError if a row of `input_ids` is no list of integers, or is empty."""
     feature = getattr(rows.features["input_ids"], "feature", None)
     if not getattr(feature, "dtype", "").startswith(("int", "uint")):
-        raise _wrong(rows, 0, "input_ids", rows[0]["input_ids"])
+        raise _wrong(0, "input_ids", rows[0]["input_ids"], (TOKENS,))
     start = 0
     for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
         lengths = pc.fill_null(pc.list_value_length(table.column(0)), 0)
         if (bad := pc.index(lengths, 0).as_py()) >= 0:
-            raise _wrong(rows, start + bad, "input_ids", rows[start + bad]["input_ids"])
+            raise _wrong(start + bad, "input_ids", rows[start + bad]["input_ids"], (TOKENS,))
         start += len(table)
 
 
-def _wrong(rows: Any, index: int, column: str, value: Any) -> RecipeError:
-    expected = ", or ".join(_DESCRIBED.get(kind, kind) for kind in _wanted(column))
-    message = f"Row {index} of the dataset has {column} {short(value)}; expected {expected}."
+def _wrong(index: int, column: str, value: Any, wanted: tuple[str, ...]) -> RecipeError:
     turn = next(iter(value), None) if isinstance(value, list) else value
-    if isinstance(turn, dict) and turn.get("from") is not None and "value" in turn:
-        named = column == "messages" or "conversations" in rows.column_names
-        mend = "" if named else ", and name the column of the turns conversations"
-        return RecipeError(f"{message} It has turns with from and value. Set prompt_template: sharegpt{mend}.")
-    mine = next((form for form in _FORMS if column in form), None)
-    others = [form[0] for form in _FORMS if mine is not None and form != mine and form[0] in rows.column_names]
-    if value is None and others:
-        message += f" The rows have {others[0]} too, but every row needs the same columns."
-    return RecipeError(f"{message} Correct or remove the row.")
+    sharegpt = isinstance(turn, dict) and turn.get("from") is not None and "value" in turn
+    mend = "It has turns with from and value: set prompt_template: sharegpt." if sharegpt else "Correct or remove it."
+    return RecipeError(
+        f"Row {index} of the dataset has {column} {short(value)}; expected {', or '.join(wanted)}, as in every row. "
+        f"{mend}"
+    )
 
 
-def _check_prompt_within(batch: dict[str, list], start: int, kind: str) -> None:
-    """Check that chosen and rejected have a prompt in common, and an answer after it.
-
-    If there is no column prompt, TRL takes the beginning that both have in common for the prompt.
-    """
-    for index, pair in enumerate(zip(batch["chosen"], batch["rejected"], strict=True), start):
-        for name, value in zip(("chosen", "rejected"), pair, strict=True):
-            if len(value) < (1 if kind == TEXT else 2):
-                raise RecipeError(
-                    f"Row {index} of the dataset has {name} {short(value)}, and there is no column prompt; expected "
-                    "both the prompt and an answer in it. Add a column prompt."
-                )
-        if kind == MESSAGES and pair[0][0].get("content") != pair[1][0].get("content"):
+def _check_pair(index: int, pair: dict[str, Any], kind: str) -> None:
+    """RecipeError unless chosen and rejected have a prompt in common, which TRL finds there, and an answer after it."""
+    for name, value in pair.items():
+        if len(value) < (1 if kind == TEXT else 2):
             raise RecipeError(
-                f"In row {index} of the dataset, chosen and rejected begin with different messages, and there is no "
-                "column prompt; expected the same prompt in both. Add a column prompt."
+                f"Row {index} of the dataset has {name} {short(value)}; expected the prompt and an answer in it, or a "
+                "column prompt."
             )
+    if kind == MESSAGES and len({str(value[0].get("content")) for value in pair.values()}) > 1:
+        raise RecipeError(
+            f"In row {index} of the dataset, chosen and rejected begin with different messages; expected the same "
+            "prompt in both, or a column prompt."
+        )

@@ -1,22 +1,18 @@
 """The rows of a recipe, from a file, a folder or the Hub, in the form that TRL's trainers take."""
 
-import collections
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from liger_trainer.command.launch import say
 from liger_trainer.command.recipe_keys import RecipeArguments
+from liger_trainer.command.recipe_parser import nearest
 from liger_trainer.command.row_checks import check_rows
-from liger_trainer.command.unknown_keys import nearest
 from liger_trainer.errors import RecipeError, short
 from liger_trainer.paths import find_beside
 from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-_SOURCE = "data set of the row"  # a column that counts how many rows a mixture has of each
 
 
 class _Template(NamedTuple):
@@ -41,6 +37,12 @@ _TEMPLATES = {
 }  # fmt: skip
 
 
+def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:
+    """The sets of columns that the recipe's trainer takes, under the name that the recipe gives the text."""
+    text = getattr(recipe.training, "dataset_text_field", "text")
+    return tuple(tuple(text if name == "text" else name for name in needed) for needed in recipe.entry.columns)
+
+
 def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...], ...], seed: int):
     """The training rows and the evaluation rows of a recipe.
 
@@ -56,11 +58,6 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     Raises:
         RecipeError: The data is missing, unreadable or empty, a split or column is missing, or a row is malformed.
     """
-    named = [args.dataset_name] if isinstance(args.dataset_name, str) else args.dataset_name or []
-    found = [find_beside(name, folder) for name in named]
-    if args.dataset_config is not None and found and all(path is not None and path.is_file() for path in found):
-        raise RecipeError(f"dataset_config is {args.dataset_config!r}, which has no effect on a file. Remove it.")
-    _check_columns(args, columns)
     train = _all_rows_of(args, "dataset_name", args.dataset_train_split, folder, columns, seed, args.max_rows)
     if args.eval_dataset_name is not None:
         return train, _all_rows_of(args, "eval_dataset_name", "train", folder, columns)
@@ -68,53 +65,42 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
         return train, _all_rows_of(args, "dataset_name", args.dataset_eval_split, folder, columns)
     if args.eval_fraction is None:
         return train, None
-    held_out = max(1, round(args.eval_fraction * len(train)))
-    if held_out == len(train):
-        raise RecipeError(
-            f"eval_fraction is {args.eval_fraction}, which leaves none of the {len(train)} rows to train on. Set a "
-            "smaller one, or give more rows."
-        )
-    parts = train.train_test_split(test_size=held_out, seed=seed)
+    try:
+        parts = train.train_test_split(test_size=max(1, round(args.eval_fraction * len(train))), seed=seed)
+    except ValueError as error:
+        raise RecipeError(f"eval_fraction is {args.eval_fraction}, of {len(train)} rows: {error}") from error
     return parts["train"], parts["test"]
-
-
-def _check_columns(args: RecipeArguments, columns: tuple[tuple[str, ...], ...]) -> None:
-    """RecipeError if `columns` makes a column that is read by neither the template nor the trainer."""
-    template = _TEMPLATES.get(args.prompt_template)
-    known = {name for needed in columns for name in needed} | _MORE_COLUMNS
-    known |= {*template.needed, *template.optional} if template else set()
-    made = [name for mapping in _mappings(args) for name in mapping]
-    unknown = next((name for name in made if name not in known), None)
-    if unknown is not None and columns != (("prompt",),):  # the rewards of such trainers read columns of any name
-        raise RecipeError(
-            f"columns makes the column {unknown!r}, which the trainer does not read.{nearest(unknown, known)} Write "
-            f"columns as {{column of the trainer: column of the data}}. It reads: {', '.join(sorted(known))}."
-        )
-
-
-# What TRL reads besides the columns that it needs
-_MORE_COLUMNS = {"prompt", "image", "images", "tools", "chat_template_kwargs", "completion_mask", "labels"}
-
-
-def _mappings(args: RecipeArguments, count: int = 1) -> list[Any]:
-    return args.columns if isinstance(args.columns, list) else [args.columns or {}] * count
 
 
 def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, columns, seed=None, max_rows=None):
     """The rows of all names in `key`, drawn by `dataset_weights` if there is a `seed`."""
+    from datasets import concatenate_datasets, interleave_datasets
+
     names = getattr(args, key)
     names = names if names and isinstance(names, list) else [names or None]
-    mappings = _mappings(args, len(names))
+    mappings = args.columns if isinstance(args.columns, list) else [args.columns or {}] * len(names)
     if len(mappings) != len(names):
-        raise RecipeError(
-            f"columns lists {len(mappings)} mappings, and {key} has {len(names)} names. Write one mapping for each "
-            "name, or one that holds for all."
-        )
-    rows = [
+        raise RecipeError(f"columns lists {len(mappings)} mappings, and {key} has {len(names)} names.")
+    parts = [
         _rows_of(args, key, name, mapping, folder, split, columns, max_rows)
         for name, mapping in zip(names, mappings, strict=True)
     ]
-    rows = _joined(args, key, names, rows, None if seed is None else args.dataset_weights, seed)
+    for name, part in zip(names, parts, strict=True):
+        # datasets itself would fill a column that is missing with nulls
+        if set(part.column_names) != set(parts[0].column_names):
+            raise RecipeError(
+                f"{key} {names[0]!r} has the columns {', '.join(sorted(parts[0].column_names))}, and {name!r} has "
+                f"{', '.join(sorted(part.column_names))}, once the template is applied, but all need the same."
+            )
+    weights = None if seed is None else args.dataset_weights
+    try:
+        if weights is not None:
+            shares = [weight / sum(weights) for weight in weights]
+            rows = interleave_datasets(parts, shares, seed, stopping_strategy=args.dataset_stopping_strategy)
+        else:
+            rows = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    except (ValueError, TypeError, OSError) as error:
+        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error}") from error
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
@@ -124,7 +110,23 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
         raise RecipeError(
             f"{key} is missing; set it to a file ({', '.join(_FILE_BUILDERS)}), to a folder, or to a Hub dataset."
         )
-    rows = _load(args, key, name, _source(key, name, folder), split)
+    path = find_beside(name, folder)
+    is_path = Path(name).suffix in _FILE_BUILDERS or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if path is None and (is_path or key == "eval_dataset_name"):
+        hint = " To use a split of a Hub dataset, set dataset_eval_split." if key == "eval_dataset_name" else ""
+        raise RecipeError(
+            f"{key} is {name!r}, and there is no such file, neither in the working directory nor in "
+            f"{folder.absolute()}.{hint}"
+        )
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        rows = _load(str(path or name), args.dataset_config, split)
+    except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
+    if len(rows) == 0:
+        raise RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
@@ -132,6 +134,36 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"
         raise RecipeError(f"{key} {name!r}{of_split}: {error}") from error
+
+
+def _load(source: str, config: str | None, split: str):
+    """The rows of a file, a folder or a data set of the Hub."""
+    from datasets import Dataset, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    if not os.path.isfile(source):
+        return load_dataset(source, config, split=split)
+    size, builder = os.path.getsize(source), _FILE_BUILDERS.get(Path(source).suffix)
+    if builder is None:
+        raise RecipeError(f"expected a file whose name ends in one of {', '.join(_FILE_BUILDERS)}.")
+    if size == 0:  # each reader fails on an empty file in its own way
+        return Dataset.from_dict({})
+    try:
+        rows = load_dataset(builder, data_files=source, split=split)
+    except DatasetGenerationError:
+        if builder != "json" or size <= 10 << 20:
+            raise
+        # Later rows may have other keys than the first 10 MB.
+        rows = load_dataset(builder, data_files=source, split=split, chunksize=size)
+    except ValueError as error:
+        if "corresponds to no data" in str(error):  # what datasets says of a split that exists and has no rows
+            return Dataset.from_dict({})
+        raise
+    if builder == "json":  # its reader takes any bytes for text
+        rows.data.validate(full=True)
+    elif builder == "text":
+        rows = rows.filter(lambda row: row["text"].strip(), desc="Leaving out empty lines")
+    return rows
 
 
 def _renamed(rows, mapping: dict[str, str]):
@@ -146,113 +178,6 @@ def _renamed(rows, mapping: dict[str, str]):
     return rows.remove_columns(replaced).rename_columns({old: new for new, old in mapping.items()}) if mapping else rows
 
 
-def _joined(args: RecipeArguments, key: str, names: list[str], parts: list, weights: list[float] | None, seed):
-    """The rows of several data sets as one: each to its end, or drawn in the proportion of `weights`."""
-    from datasets import concatenate_datasets, interleave_datasets
-
-    for name, part in zip(names, parts, strict=True):
-        # datasets itself would fill a column that is missing with nulls
-        if set(part.column_names) != set(parts[0].column_names):
-            raise RecipeError(
-                f"{key} {names[0]!r} has the columns {', '.join(sorted(parts[0].column_names))}, and {name!r} has "
-                f"{', '.join(sorted(part.column_names))}, once the template is applied. Give all files the same "
-                "columns."
-            )
-    try:
-        if weights is None:
-            return concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-        shares = [weight / sum(weights) for weight in weights]
-        marked = [part.add_column(_SOURCE, [i] * len(part)) for i, part in enumerate(parts)]
-        rows = interleave_datasets(marked, shares, seed, stopping_strategy=args.dataset_stopping_strategy)
-    except (ValueError, TypeError, OSError) as error:
-        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error}") from error
-    counts = collections.Counter(rows[_SOURCE])
-    drawn = ", ".join(f"{counts[i]} of {name} (which has {len(parts[i])})" for i, name in enumerate(names))
-    say(f"dataset_weights draws {len(rows)} rows: {drawn}.")
-    return rows.remove_columns(_SOURCE)
-
-
-def _source(key: str, name: str, folder: Path) -> str:
-    """The path of a file or folder that exists, or else `name` itself if it may be a dataset on the Hub."""
-    if (path := find_beside(name, folder)) is not None:
-        return str(path)
-    if (
-        key == "eval_dataset_name"
-        or Path(name).suffix in _FILE_BUILDERS
-        or name.startswith((".", "~", os.sep))
-        or name.count("/") > 1
-    ):
-        hint = " To use a split of a Hub dataset, set dataset_eval_split." if key == "eval_dataset_name" else ""
-        raise RecipeError(
-            f"{key} is {name!r}, and there is no such file, neither in the working directory nor in "
-            f"{folder.absolute()}.{hint}"
-        )
-    return name
-
-
-def _load(args: RecipeArguments, key: str, name: str, source: str, split: str):
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    empty = RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
-    try:
-        if os.path.isfile(source):
-            builder = _FILE_BUILDERS.get(Path(source).suffix)
-            if builder is None:
-                raise RecipeError(
-                    f"{key} is {name!r}; expected a file whose name ends in one of {', '.join(_FILE_BUILDERS)}."
-                )
-            if os.path.getsize(source) == 0:  # each reader fails on an empty file in its own way
-                raise empty
-            rows = _read(builder, source, split)
-            if builder == "json":  # its reader takes any bytes for text
-                rows.data.validate(full=True)
-            elif builder == "text":
-                rows = rows.filter(lambda row: row["text"].strip(), desc="Leaving out empty lines")
-        else:
-            rows = load_dataset(source, args.dataset_config, split=split)
-    except RecipeError:
-        raise
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        if "corresponds to no data" in str(error):  # what datasets says of a split that exists and has no rows
-            raise empty from error
-        # datasets says what is wrong with a file in the cause; the message itself is only "an error occurred".
-        line = _broken_line(source) if source.endswith((".json", ".jsonl")) and os.path.isfile(source) else None
-        reason = line or " ".join(str(error.__cause__ or error).split())
-        raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
-    if len(rows) == 0:
-        raise empty
-    return rows
-
-
-def _read(builder: str, source: str, split: str):
-    """The rows of a file. Where later rows have other keys than the first 10 MB, all of it is read at once."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        return load_dataset(builder, data_files=source, split=split)
-    except DatasetGenerationError:
-        if builder != "json" or os.path.getsize(source) <= 10 << 20:
-            raise
-        return load_dataset(builder, data_files=source, split=split, chunksize=os.path.getsize(source))
-
-
-def _broken_line(path: str) -> str | None:
-    """Which line of a file is no JSON, and why; None if all of them are, or if they are no text."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    whole = text.lstrip().startswith("[")
-    for number, part in enumerate([text] if whole else text.splitlines(), 1):
-        try:
-            json.loads(part or "null")
-        except json.JSONDecodeError as error:
-            return f"line {error.lineno if whole else number} is not valid JSON: {error.msg}"
-    return None
-
-
 def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[str]):
     """The rows after the template `name` has been applied, without columns that compete with those in `mapped`.
 
@@ -263,52 +188,39 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[
         template = _TEMPLATES[name]
         if name == "sharegpt" and "conversations" not in rows.column_names and "messages" in rows.column_names:
             rows = rows.rename_column("messages", "conversations")
-        if missing := [column for column in template.needed if column not in rows.column_names]:
+        if not set(template.needed) <= set(rows.column_names):
             raise RecipeError(
                 f"it has the columns {listed}; prompt_template: {name} needs {' and '.join(template.needed)} "
-                f"({', '.join(template.optional)} optional), and {' and '.join(missing)} is missing."
+                f"({', '.join(template.optional)} optional)."
             )
-        replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
-        rows = _applied(rows, template, replaced, f"Applying the template {name}")
+        rows = _applied(rows, template, f"Applying the template {name}")
     have = set(rows.column_names)
     fitting = [needed for needed in columns if set(needed) <= have]
     needed = next((needed for needed in fitting if mapped & set(needed)), fitting[0] if fitting else None)
     if needed is None:
         needs = "; ".join(" and ".join(needed) for needed in columns)
-        hints = [
+        hints = "".join(
             f" Its rows look like those of {other!r}: set prompt_template: {other}."
             for other, template in _TEMPLATES.items()
             if name == "none" and set(template.needed) <= have
-        ]
+        )
         made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
-        raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{''.join(hints)}")
+        raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{hints}")
     if mapped & set(needed):
         others = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
         rows = rows.remove_columns(sorted(others))
     rows = _without_other_prompt(rows, needed)
-    if getattr(rows.features.get("tools"), "dtype", None) == "string":
-        rows = rows.map(_read_tools, with_indices=True, desc="Reading the tools")
+    if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
+        rows = rows.map(lambda row: {"tools": (row["tools"] or "").strip() or "[]"}, desc="Reading the tools")
     check_rows(rows, needed)
     return rows
 
 
-def _read_tools(row: dict, index: int) -> dict[str, str]:
-    """`tools` as TRL reads it, the JSON of a list, which is empty where there is no text. RecipeError if it is none."""
-    text = (row["tools"] or "").strip() or "[]"
-    try:
-        if isinstance(json.loads(text), list):
-            return {"tools": text}
-    except json.JSONDecodeError:
-        pass
-    raise RecipeError(
-        f"Row {index} of the dataset has tools {short(text)}; expected a list of functions as JSON. Correct the row."
-    )
-
-
-def _applied(rows, template: _Template, replaced: list[str], desc: str):
+def _applied(rows, template: _Template, desc: str):
     """The rows after `template.convert`, whose messages may have keys of their own, such as `tool_calls`."""
     from datasets import Features, Json, List
 
+    replaced = [column for column in rows.column_names if column in (template.replaced or rows.column_names)]
     options = {"with_indices": True, "remove_columns": replaced, "desc": desc}
     try:
         return rows.map(template.convert, **options)

@@ -7,23 +7,23 @@ from typing import Any
 import trl
 from accelerate.utils import parse_flag_from_env
 from jinja2 import TemplateError
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import liger_trainer
 from liger_trainer.command.chat_template import answers_marked
-from liger_trainer.command.launch import check_world, say_where_spread
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.output_dir import find_beginning, own_folder, remove_earlier_run
 from liger_trainer.command.preemption import SaveOnSigterm
-from liger_trainer.command.preview import first_rows, show_rows
+from liger_trainer.command.preview import show_rows
 from liger_trainer.command.recipe import Recipe
-from liger_trainer.command.row_counts import account_for_rows, check_labels, check_token_ids
+from liger_trainer.command.row_counts import account_for_rows, check_token_ids
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
 from liger_trainer.command.sources import Sources, find_sources
-from liger_trainer.command.summary import RunRecorder, count_parameters
+from liger_trainer.command.summary import RunRecorder
 from liger_trainer.errors import RecipeError
-from liger_trainer.paths import find_beside
+from liger_trainer.world import fault_of_world
 
 
 def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | None = None) -> str | None:
@@ -38,12 +38,12 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
         The summary of the run, or the rows if `preview_rows` is set; on all processes but the main one, None.
 
     Raises:
-        RecipeError: Something that the recipe names is missing, or does not fit the rest. Nothing has been trained
-            then, unless the first evaluation lacks the metric that `metric_for_best_model` names.
+        RecipeError: Something that the recipe names is missing, or does not fit the rest. Nothing has been trained.
         RunError: A checkpoint or the model cannot be written. The message says what of the run is saved.
     """
-    check_world(recipe)
-    _check_evaluation(recipe)
+    training = recipe.training
+    if fault := fault_of_world(os.environ, training.distributed_state, recipe.sharding):
+        raise RecipeError(f"{recipe.path}: {fault}")
     with own_folder(recipe) as resumes:
         return _run(recipe, resumes, preview_rows, stop or SaveOnSigterm())
 
@@ -51,17 +51,14 @@ def run(recipe: Recipe, preview_rows: int | None = None, stop: SaveOnSigterm | N
 def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSigterm) -> str | None:
     training, sources = recipe.training, find_sources(recipe)
     train_rows, eval_rows = sources.train_rows, sources.eval_rows
-    reads_label = any("label" in needed for needed in recipe.entry.columns) and "label" in train_rows.column_names
-    if reads_label and preview_rows is None:
-        check_labels(train_rows["label"])  # here, because TRL would first recommend weights for the labels
     facts = facts_of(recipe, sources.model, train_rows)
     beginning = find_beginning(recipe, resumes, facts)
     keeper, training.save_total_limit = Keeper(facts, beginning, training.save_total_limit), None
 
     total = len(train_rows)
     if preview_rows is not None:
-        train_rows = first_rows(train_rows, preview_rows)
-        eval_rows = None if eval_rows is None else first_rows(eval_rows, preview_rows)
+        train_rows = train_rows.select(range(min(preview_rows, total)))
+        eval_rows = None if eval_rows is None else eval_rows.select(range(1))
     recorder = RunRecorder()
     callbacks: list[Any] = [keeper, recorder]
     if recipe.args.early_stopping_patience is not None:
@@ -74,14 +71,13 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     trainer = build_trainer(
         recipe, sources._replace(train_rows=train_rows, eval_rows=eval_rows), callbacks, trainer_class
     )
-    say_where_spread(trainer.model)
-    check_token_ids(trainer, train_rows, "train")
+    check_token_ids(trainer, "train")
     if eval_rows is not None and trainer.eval_dataset is not None:
-        check_token_ids(trainer, eval_rows, "eval")
+        check_token_ids(trainer, "eval")
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
-    recorder.parameters = count_parameters(trainer.model)
+    recorder.parameters = PeftModel.get_nb_trainable_parameters(trainer.model)  # which takes any model
     evaluation = _heads_evaluation(trainer, eval_rows)
 
     if recipe.args.overwrite_output_dir:
@@ -90,9 +86,6 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
         trainer.accelerator.wait_for_everyone()
     recipe.began = True
     trainer.keeper, trainer.stop, trainer.recipe, trainer.recorder = keeper, stop, recipe, recorder
-    rows_name = recipe.args.dataset_name
-    if isinstance(rows_name, str) and find_beside(rows_name, recipe.path.parent) is None:
-        trainer.rows_on_hub = rows_name
     train_and_save(trainer, recipe)
     if training.push_to_hub:
         trainer.push_to_hub()
@@ -137,53 +130,38 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         with answers_marked(recipe, source) as settle_template:
             trainer = trainer_class(args=training, **given)
             settle_template(trainer)
-        return trainer
-    except RecipeError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        text = " ".join(str(error).split())
-        hint = " Or set push_to_hub: false." if "/api/repos/create" in text else ""
-        raise RecipeError(f"{recipe.path}: {text}{hint}") from error
-    except TemplateError as error:
-        if "assistant_only_loss" in str(error):
-            raise RecipeError(f"{recipe.path}: {error}.") from error
-        raise RecipeError(
-            f"{recipe.path}: the chat template of the model refuses a row: {error}. Correct the row, or set "
-            "chat_template_path to another template, where the trainer has that key."
-        ) from error
-    except TypeError as error:
-        teacher = "teacher_model_init_kwargs"
-        for key, options in {"model_init_kwargs": init, teacher: getattr(training, teacher, None)}.items():
-            if any(f"unexpected keyword argument '{name}'" in str(error) for name in options or ()):
-                raise RecipeError(f"{recipe.path}: {key} has a key that the model does not know: {error}") from error
-        raise
-    except RuntimeError as error:
-        # TRL says so of a row without an answer, and transformers of a tracker that is not installed
-        if not any(text in str(error) for text in ("assistant_only_loss", "to be installed")):
+    except (OSError, ValueError, ImportError, TemplateError) as error:  # a template raises one for a row it refuses
+        if isinstance(error, RecipeError):
             raise
-        raise RecipeError(f"{recipe.path}: {error}") from error
+        what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""
+        raise RecipeError(f"{recipe.path}: {what}{' '.join(str(error).split())}") from error
+    _check_adapter(recipe.model, trainer.model)
+    return trainer
 
 
-def _check_evaluation(recipe: Recipe) -> None:
-    """RecipeError if Medusa heads are to be evaluated by several processes."""
-    heads_rows = getattr(recipe.training, "medusa_eval_rows", 0)
-    if heads_rows and recipe.training.world_size > 1:
-        raise RecipeError(
-            f"{recipe.path}: medusa_eval_rows is {heads_rows}, which works with one process only, but there are "
-            f"{recipe.training.world_size}. Set it to 0, and run liger-trainer medusa-eval afterwards."
-        )
+def _check_adapter(args: Any, model: Any) -> None:
+    """RecipeError if a key names a module that the model does not have. peft ignores such a name among others."""
+    paths = [f".{path}." for path, _ in model.named_modules()]
+    for key in ("lora_target_modules", "lora_modules_to_save") if args.use_peft else ():
+        names = getattr(args, key)
+        for name in names if isinstance(names, list) else ():
+            if not any(f".{name}." in path for path in paths):
+                raise RecipeError(f"{key} names {name!r}, but the model has no module of that name.")
 
 
 def _heads_evaluation(trainer, eval_rows):
     """The evaluation that `medusa_eval_rows` asks for, to be called after training. RecipeError if it is impossible."""
-    if not getattr(trainer.args, "medusa_eval_rows", 0):
+    wanted = getattr(trainer.args, "medusa_eval_rows", 0)
+    if not wanted:
         return lambda: None
     from liger_trainer.medusa.evaluate import evaluation_after_training
 
     try:
+        if trainer.args.world_size > 1:
+            raise ValueError("it works with one process only. Set it to 0, and run medusa-eval afterwards.")
         return evaluation_after_training(trainer, eval_rows)
     except ValueError as error:
-        raise RecipeError(f"medusa_eval_rows is {trainer.args.medusa_eval_rows}: {error}") from error
+        raise RecipeError(f"medusa_eval_rows is {wanted}: {error}") from error
 
 
 def _needs_reference(recipe: Recipe) -> bool:

@@ -1,7 +1,6 @@
 """How a run saves: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
 
 import contextlib
-import shlex
 import shutil
 import tempfile
 import uuid
@@ -13,9 +12,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from liger_trainer.command import manifest
-from liger_trainer.command.launch import launched_processes, on_all
+from liger_trainer.command.launch import on_all
 from liger_trainer.command.manifest import checkpoints_in
-from liger_trainer.command.options import take_options
 from liger_trainer.command.output_dir import WEIGHTS, Beginning, matches
 from liger_trainer.command.pictures import CURVES, draw_curves
 from liger_trainer.command.preemption import SaveOnSigterm, Terminated
@@ -25,7 +23,7 @@ from liger_trainer.errors import RecipeError, RunError
 
 
 class _CannotSave(Exception):
-    """A write has failed. Its cause says why, and is an error of the disk."""
+    """A write has failed, and the message says why."""
 
 
 class Keeper(TrainerCallback):
@@ -45,20 +43,12 @@ class Keeper(TrainerCallback):
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Find the best checkpoint in a folder that was moved, and refuse the optimizer's states of other weights."""
-        if self.beginning.checkpoint is None:
-            return
-        best = Path(self.beginning.checkpoint).parent / f"checkpoint-{state.best_global_step}"
-        if best.is_dir():
-            state.best_model_checkpoint = str(best)
-        plain = not self.beginning.known and args.optim.startswith("adamw_torch") and not args.deepspeed
-        for weight, kept in optimizer.state.items() if plain else ():
-            if "exp_avg" in kept and kept["exp_avg"].numel() != weight.numel():
-                raise ValueError(  # torch does not compare them, and the first step would write past their ends
-                    f"The optimizer's states are of other weights: {tuple(kept['exp_avg'].shape)} for "
-                    f"{tuple(weight.shape)}."
-                )
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint in a folder that was moved."""
+        if self.beginning.checkpoint is not None:
+            best = Path(self.beginning.checkpoint).parent / f"checkpoint-{state.best_global_step}"
+            if best.is_dir():
+                state.best_model_checkpoint = str(best)
 
     def begin(self, trainer: Any) -> None:
         if trainer.args.should_save:
@@ -74,10 +64,10 @@ class Keeper(TrainerCallback):
             facts = self.facts | {"step": state.global_step}
             self._writing = self._pool.submit(self._write, checkpoint, names, facts, state.best_model_checkpoint)
 
-    def wait(self) -> None:
+    def wait(self, trainer: Any) -> None:
         """Wait for the manifest of the last checkpoint."""
         if self._writing is not None:
-            with _saving("A checkpoint"):
+            with _saving("A checkpoint", trainer):
                 self._writing.result()  # Ctrl-C may end this one, and what is said of the run then waits again
         self._writing = None
 
@@ -103,16 +93,15 @@ class SavesWithManifest:
     recipe: Recipe
     recorder: RunRecorder
     curves = False  # whether this run has drawn them
-    rows_on_hub: str | None = None  # the name of the data set, where it is one of the Hub
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        self.keeper.wait()
-        with _saving("A checkpoint"):
+        self.keeper.wait(self)
+        with _saving("A checkpoint", self):
             self.keeper.begin(self)
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             self.keeper.finish(self)
         if self.args.push_to_hub:
-            self.keeper.wait()
+            self.keeper.wait(self)
             super()._push_from_checkpoint(str(_checkpoint_of(self)))  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -128,83 +117,72 @@ class SavesWithManifest:
         import liger_trainer
 
         name = model_name or Path(self.args.output_dir).name
-        super().create_model_card(name, self.rows_on_hub, tags="liger-trainer")  # type: ignore[misc]
+        super().create_model_card(name, tags="liger-trainer")  # type: ignore[misc]
         if not self.is_world_process_zero():
             return
         (base, base_print), (rows, rows_print) = self.keeper.facts["base"], self.keeper.facts["rows"]
         base = Path(base).name if Path(base).is_dir() else base
         losses = [log["loss"] for log in self.state.log_history if "loss" in log]
-        numbers = f", from {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
         kind = getattr(self.args, "loss_type", None) or self._name
-        card = Path(self.args.output_dir, "README.md")
-        text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
-        text = text.replace('model="None"', f'model="{self.args.output_dir}"')
-        recipe = self.recipe.to_card()
-        speed = self.recorder.speed
-        curves = f"\n![loss, gradient norm and rewards by step]({CURVES})\n" if self.curves else ""
+        speed = "" if self.recorder.speed is None else f", {self.recorder.speed:,.0f} tokens/s"
         trained = (
             f"- liger_trainer {liger_trainer.__version__}, `{type(self).__name__}`\n"
             f"- Base model: `{base}` {base_print}\n"
             f"- Data: `{rows}` {rows_print}\n"
-            f"- Loss: {kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps{numbers}\n"
-            f"- Hardware: {hardware(self.args.world_size)}{'' if speed is None else f', {speed:,.0f} tokens/s'}\n"
-            f"{curves}\n{recipe}"
+            f"- Loss: {kind if isinstance(kind, str) else ', '.join(kind)}, {self.state.global_step} steps"
+            f"{f', from {losses[0]:.4g} to {losses[-1]:.4g}' if losses else ''}\n"
+            f"- Hardware: {hardware(self.args.world_size)}{speed}\n\n"
+            f"{f'![loss, gradient norm and rewards by step]({CURVES})' if self.curves else ''}\n\n"
+            f"{self.recipe.to_card()}\n### Framework versions\n"
         )
-        card.write_text(text.replace("### Framework versions\n", f"{trained}\n### Framework versions\n"), "utf-8")
+        card = Path(self.args.output_dir, "README.md")
+        text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
+        text = text.replace('model="None"', f'model="{self.args.output_dir}"')
+        card.write_text(text.replace("### Framework versions\n", trained), "utf-8")
 
 
 @contextlib.contextmanager
-def _saving(what: str) -> Iterator[None]:
-    """`_CannotSave(what)` in place of an error that says that a write has failed. Others stay as they are."""
+def _saving(what: str, trainer: Any) -> Iterator[None]:
+    """`_CannotSave` in place of an error that says that a write has failed. Others stay as they are."""
     try:
         yield
     except Exception as error:
-        # safetensors and torch raise errors of their own.
-        signs = ("Error while serializing: I/O error", "inline_container.cc")
-        if isinstance(error, OSError) or any(sign in str(error) for sign in signs):
-            raise _CannotSave(what) from error
-        raise
+        by_torch = "inline_container.cc" in str(error)  # torch itself says only how many bytes are missing
+        if not (isinstance(error, OSError) or by_torch or "Error while serializing: I/O error" in str(error)):
+            raise
+        reason = "no space left, or a limit on the size of its files" if by_torch else error
+        raise _CannotSave(f"{what} cannot be written: {reason} (in {trainer.args.output_dir}).") from error
 
 
 def train_and_save(trainer: Any, recipe: Recipe) -> None:
     """Train, and save the model in `output_dir`.
 
     Raises:
-        RecipeError: The first evaluation does not have the metric that `metric_for_best_model` names, or a checkpoint
-            without a manifest cannot be loaded.
+        RecipeError: A library refuses something of the recipe before the first step.
         RunError: A checkpoint or the model cannot be written. The model alone is kept if possible.
         Terminated: A process has got SIGTERM, and a checkpoint is saved.
     """
     keeper, beginning = trainer.keeper, trainer.keeper.beginning
     try:
         trainer.train(resume_from_checkpoint=beginning.checkpoint)
-        keeper.wait()
+        keeper.wait(trainer)
         _save_model(trainer)
     except Terminated:
-        keeper.wait()
+        keeper.wait(trainer)
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         trainer.stop.any_asked()  # a barrier: the launcher ends the others once one has ended
         raise
     except _CannotSave as error:
-        reason = _reason(error.__cause__, trainer)
-        raise RunError(f"{error} cannot be written: {reason}. {_keep_model(trainer)}{what_is_left(recipe)}") from error
+        raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
     except Exception as error:
-        if isinstance(error, KeyError) and "metric_for_best_model" in str(error):
-            with contextlib.suppress(_CannotSave):  # the message names an earlier checkpoint then
-                trainer._save_checkpoint(trainer.model, trial=None)
-                keeper.wait()
-            raise RecipeError(f"{recipe.path}: {error.args[0]} {what_is_left(recipe)}") from error
-        if isinstance(error, ValueError) and str(error).startswith("Unknown loss type"):  # TRL finds it in the loss
-            raise RecipeError(f"{recipe.path}: {error}") from error
-        if beginning.known or trainer.stop.training:
+        refuses = isinstance(error, (ValueError, TypeError, ImportError)) or not beginning.known
+        if trainer.stop.training or not refuses:
             raise
-        raise RecipeError(
-            f"resume_from_checkpoint means {beginning.checkpoint}, which has no {manifest.NAME} and cannot be loaded: "
-            f"{' '.join(str(error).split())} ({type(error).__name__})"
-        ) from error
+        at = "" if beginning.known else f" {beginning.checkpoint} cannot be loaded:"
+        raise RecipeError(f"{recipe.path}:{at} {' '.join(str(error).split())} ({type(error).__name__})") from error
     finally:
         with contextlib.suppress(_CannotSave):  # after another error: what_is_left may name this checkpoint
-            keeper.wait()
+            keeper.wait(trainer)
 
 
 def _save_model(trainer: Any) -> None:
@@ -212,7 +190,7 @@ def _save_model(trainer: Any) -> None:
     folder, failure = Path(trainer.args.output_dir), None
     before = {path: path.stat().st_mtime_ns for path in matches(folder, WEIGHTS)}
     try:
-        with _saving("The trained model"):
+        with _saving("The trained model", trainer):
             trainer.save_model(trainer.args.output_dir, _internal_call=True)  # without a push
             trainer.save_state()
             if trainer.is_world_process_zero():
@@ -266,30 +244,15 @@ def _keep_model(trainer: Any) -> str:
 
 
 def what_is_left(recipe: Recipe) -> str:
-    """What to say of a run that ended early: its newest whole checkpoint, and the command that goes on from it."""
+    """What to say of a run that ended early: its newest whole checkpoint, and how to go on from it."""
     if not recipe.began:  # whatever is in output_dir is from an earlier run
         return "Training had not begun."
     whole = [path for path in checkpoints_in(Path(recipe.training.output_dir)) if manifest.read(path) is not None]
     if not whole:
         return f"No checkpoint was saved (save_strategy is {recipe.training.save_strategy.value!r})."
-    last = f"The last checkpoint is {whole[-1]}. To go on"
-    if launched_processes() > 1:
-        return f"{last}, launch the same command with --resume_from_checkpoint true."
-    dropped, words = take_options(recipe.words, "overwrite_output_dir", "resume_from_checkpoint", "hub_token")
-    hidden = " (with --hub_token, which is not shown)" if "hub_token" in dropped else ""
-    words += ["--resume_from_checkpoint", "true"]
-    if recipe.args.overwrite_output_dir:
-        words += ["--overwrite_output_dir", "false"]
-    return f"{last}{hidden}: liger-trainer train {shlex.join(words)}"
+    instead = " and --overwrite_output_dir false" if recipe.args.overwrite_output_dir else ""
+    return f"The last checkpoint is {whole[-1]}. To go on, add --resume_from_checkpoint true{instead} to the command."
 
 
 def _checkpoint_of(trainer: Any) -> Path:
     return Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
-
-
-def _reason(error: BaseException | None, trainer: Any) -> str:
-    """Why a write into `output_dir` has failed. torch itself says only how many bytes are missing."""
-    folder = trainer.args.output_dir
-    if "inline_container.cc" in str(error):
-        return f"no space left on {folder}, or a limit on the size of its files"
-    return str(error) if getattr(error, "filename", None) else f"{error} (in {folder})"

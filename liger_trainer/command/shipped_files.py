@@ -1,4 +1,4 @@
-"""`liger-trainer recipes`, `init` and `path`: list, copy and find the shipped recipes and configs of accelerate.
+"""The recipes and accelerate configs that ship, and `liger-trainer recipes`, `init` and `path`, which show them.
 
 Nothing that takes long to import is imported here.
 """
@@ -7,7 +7,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from liger_trainer.command.recipe import describe, nearest, recipe_names
+from liger_trainer.command.recipe_parser import nearest
 from liger_trainer.command.recipe_values import load_yaml
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import shipped
@@ -19,29 +19,23 @@ def add_shipped_commands(commands) -> None:
     """Add the three commands to the subparsers of `liger-trainer`."""
     recipes = commands.add_parser("recipes", help="list the recipes and accelerate configs that ship with the package")
     recipes.set_defaults(run=_recipes)
-
     init = commands.add_parser(
-        "init",
-        help="copy a shipped recipe or config, to change it",
-        description="Copy a shipped recipe, with the rows that ship with it, or a shipped config of accelerate. "
-        "Nothing is overwritten.",
-        allow_abbrev=False,
+        "init", help="copy a shipped recipe with its rows, or a config, to change it; nothing is overwritten"
     )
     init.add_argument("name", metavar="NAME", help=_NAME)
     init.add_argument(
         "folder", metavar="DIR", nargs="?", default=".", help="where the copy goes; if unset, the working directory"
     )
     init.set_defaults(run=_init)
-
-    path = commands.add_parser(
-        "path",
-        help="print the path of a shipped recipe or config",
-        description="Print the path of a shipped file, as in `accelerate launch --config_file $(liger-trainer path "
-        "fsdp2) -m liger_trainer train RECIPE`.",
-        allow_abbrev=False,
-    )
+    path = commands.add_parser("path", help="print the path of a shipped recipe or config")
     path.add_argument("name", metavar="NAME", help=_NAME)
     path.set_defaults(run=_path)
+
+
+def recipe_names() -> dict[str, Path]:
+    """The files of the shipped recipes by their names, such as `llama3_8b/sft_alpaca`."""
+    root = shipped("recipes")
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
 
 
 def config_names() -> dict[str, Path]:
@@ -49,21 +43,26 @@ def config_names() -> dict[str, Path]:
     return {f"configs/{path.stem}": path for path in sorted(shipped("configs").glob("*.yaml"))}
 
 
-def find_shipped(name: str) -> tuple[str, Path]:
+def find_shipped(name: str, key: str = "NAME", files: dict[str, Path] | None = None) -> tuple[str, Path]:
     """The full name and the file of a shipped recipe or config, of which `configs/` and `.yaml` may be left out.
 
     Raises:
-        RecipeError: There is no shipped file of that name.
+        RecipeError: There is no such file in `files`, by default those of all recipes and configs. It names `key`.
     """
-    files = recipe_names() | config_names()
-    key = name.removesuffix(".yaml")
-    for whole in (key, f"configs/{key}"):
+    files = recipe_names() | config_names() if files is None else files
+    bare = name.removesuffix(".yaml")
+    for whole in (bare, f"configs/{bare}"):
         if whole in files:
             return whole, files[whole]
+    near = nearest(bare, [*files, *(known.removeprefix("configs/") for known in files)])
     raise RecipeError(
-        f"NAME is {name!r}, which is neither a shipped recipe nor a shipped config.{nearest(key, files)} "
-        f"Shipped: {', '.join(files)}."
+        f"{key} is {name!r}, which is no file and none of those that ship.{near} Shipped: {', '.join(files)}."
     )
+
+
+def describe(path: Path) -> str:
+    """The description of a shipped file, which is its first line, a comment."""
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").strip()
 
 
 def _recipes(args) -> int:
@@ -83,38 +82,23 @@ def _path(args) -> int:
 def _init(args) -> int:
     name, path = find_shipped(args.name)
     folder = Path(args.folder).expanduser()
-    target = folder / path.name
-    is_config = name.startswith("configs/")
-    copies = {path: target} | ({} if is_config else _rows_beside(path, folder))
+    target, run = folder / path.name, "accelerate launch --config_file {} -m liger_trainer train RECIPE"
+    copies = {path: target}
+    if name in recipe_names():
+        values = load_yaml(path)
+        copies |= {path.parent / rows: folder / rows for key in ("dataset_name", "eval_dataset_name")
+                   if isinstance(rows := values.get(key), str) and (path.parent / rows).is_file()}  # fmt: skip
+        header = next(line for line in path.read_text(encoding="utf-8").splitlines() if f"train {name}" in line)
+        run = header.lstrip("# ").partition("  #")[0].rstrip().replace(f"train {name}", "train {}")
     for source, copy in copies.items():
         # The same rows may be there already, from another recipe that uses them.
         if copy.exists() and (source == path or copy.read_bytes() != source.read_bytes()):
-            raise RecipeError(
-                f"{copy} exists already and is not overwritten. Move it away, or name another folder: "
-                f"liger-trainer init {name} DIR"
-            )
+            raise RecipeError(f"{copy} exists already and is not overwritten. Name another folder as DIR.")
     try:
         for source, copy in copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
             print(shutil.copyfile(source, copy))
     except OSError as error:
         raise RecipeError(f"{copy} cannot be written: {error.strerror}. Name another folder as DIR.") from error
-    word = shlex.quote(str(target))
-    run = f"accelerate launch --config_file {word} -m liger_trainer train RECIPE"
-    print(f"\nTo run it: {run if is_config else _command_for(word, name, path)}")
+    print(f"\nTo run it: {run.format(shlex.quote(str(target)))}")
     return 0
-
-
-def _rows_beside(recipe: Path, folder: Path) -> dict[Path, Path]:
-    """The files of rows that ship with a recipe, and for each the path below `folder` where the copy looks for it."""
-    values = load_yaml(recipe)
-    named = [values.get(key) or [] for key in ("dataset_name", "eval_dataset_name")]
-    names = [name for value in named for name in ([value] if isinstance(value, str) else value)]
-    return {recipe.parent / name: folder / name for name in names if (recipe.parent / name).is_file()}
-
-
-def _command_for(copy: str, name: str, path: Path) -> str:
-    """The command in the header of the recipe `name`, with the copy in the place of the recipe."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    line = next(line for line in lines if f"train {name}" in line)
-    return line.lstrip("# ").partition("  #")[0].rstrip().replace(f"train {name}", f"train {copy}")

@@ -1,7 +1,5 @@
 """What a recipe names, found and checked before any weight is loaded: its model, rows, rewards and chat template."""
 
-import copy
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,8 +7,8 @@ from liger_trainer.command.chat_template import find_template, settle_named_temp
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
-from liger_trainer.command.rewards import check_columns, find_reward
-from liger_trainer.command.rows import load_rows
+from liger_trainer.command.rewards import find_reward
+from liger_trainer.command.rows import columns_of, load_rows
 from liger_trainer.errors import RecipeError
 
 
@@ -46,18 +44,11 @@ def find_sources(recipe: Recipe) -> Sources:
 
     training, source = recipe.training, model_of(recipe)
     config = source.load(AutoConfig)
-    columns = tuple(
-        tuple(getattr(training, "dataset_text_field", "text") if name == "text" else name for name in needed)
-        for needed in recipe.entry.columns
-    )
     with training.main_process_first(desc="loading the dataset"):
-        train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns, training.seed)
+        train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
     check_rows(recipe, train_rows.column_names)
     rewards = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs or ()]
-    for reward in rewards:
-        check_columns(reward, train_rows.column_names)
     _check_template(recipe, source, train_rows)
-    _check_modules(recipe, config)
     return Sources(source, config, train_rows, eval_rows, rewards)
 
 
@@ -70,39 +61,7 @@ def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
         return
     tokenizer, where = find_template(recipe, source)
     if getattr(tokenizer, "chat_template", None) is None:
-        mend = "Set chat_template_path to chatml, to another template, or to a model that has one" if hasattr(
-            recipe.training, "chat_template_path"
-        ) else "Save the tokenizer with a chat_template, or give rows of texts"  # fmt: skip
         raise RecipeError(
-            f"{recipe.path}: the rows are lists of messages, and the tokenizer of {where} has no chat template. {mend}."
+            f"{recipe.path}: the rows are lists of messages, and the tokenizer of {where} has no chat template. Set "
+            "chat_template_path to chatml, to another template, or to a model that has one."
         )
-
-
-def _check_modules(recipe: Recipe, config: Any) -> None:
-    """RecipeError if a key names a module that the model does not have, which peft would partly ignore."""
-    import torch
-    import transformers
-
-    named = {key: getattr(recipe.model, key) for key in ("lora_target_modules", "lora_modules_to_save")}
-    named = {key: names for key, names in named.items() if isinstance(names, list)}
-    if not recipe.model.use_peft or not named:
-        return
-    make = getattr(transformers, (config.architectures or [""])[0], None)  # TRL goes by it too
-    if make is None:
-        make = functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
-    try:
-        with torch.device("meta"):  # names depend on code and config only, so no weights are needed
-            model = make(copy.deepcopy(config))
-    except (ValueError, TypeError, ImportError):
-        return  # the code of the model comes with it, or a package is missing, of which loading it will tell
-    paths = [path for path, _ in model.named_modules()]
-    linear = (path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    for key, names in named.items():
-        for name in names:
-            end = name if key == "lora_modules_to_save" else f".{name}"  # as peft looks for them
-            if not any(f".{path}".endswith(end) for path in paths):
-                have = dict.fromkeys(path.rpartition(".")[2] for path in linear)
-                raise RecipeError(
-                    f"{recipe.path}: {key} names {name!r}, but the model has no module of that name. It has "
-                    f"{', '.join(have)}."
-                )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from liger_trainer.command.launch import say
 from liger_trainer.command.row_counts import RowCounts
 
 # What the trainers log of their loss and rewards: the key, and what it is called in the summary.
@@ -42,19 +41,6 @@ class RunRecorder(TrainerCallback):
             kept, stopper = state.stateful_callbacks["EarlyStoppingCallback"]["attributes"], self.early_stopping
             stopper.early_stopping_patience_counter = kept["early_stopping_patience_counter"]
             control.should_training_stop = not self._is_patient()
-        length = "1 step" if state.max_steps == 1 else f"{state.max_steps} steps"
-        by_steps = args.logging_strategy == "steps" and not args.logging_first_step
-        if by_steps and state.logging_steps > state.max_steps:
-            say(
-                f"logging_steps is {state.logging_steps}, but the run has only {length}, so only their "
-                "mean loss is logged. Set a smaller logging_steps."
-            )
-        with_warmup = args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau", "greedy")
-        if with_warmup and 0 < state.max_steps <= (warmup := args.get_warmup_steps(state.max_steps)):
-            say(
-                f"warmup_steps is {warmup}, but the run has only {length}, so the warm-up never ends "
-                f"and learning_rate {args.learning_rate} is never reached. Set a smaller warmup_steps."
-            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
@@ -116,17 +102,6 @@ def _share(trained: int, total: int) -> str:
     if trained == total:
         return f"{total:,} parameters, all of them"
     return f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
-
-
-def count_parameters(model) -> tuple[int, int]:
-    """How many parameters of a model are trained, and how many it has. Sharded and quantised ones count in full."""
-    counts = {True: 0, False: 0}
-    for parameter in model.parameters():
-        count = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3, numel counts this rank's part only
-        if type(parameter).__name__ == "Params4bit":  # bitsandbytes packs two of them into a byte
-            count *= 2 * getattr(parameter, "quant_storage", torch.uint8).itemsize
-        counts[parameter.requires_grad] += count
-    return counts[True], sum(counts.values())
 
 
 def hardware(processes: int = 1) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 from liger_trainer.command.accelerate_file import own_environment
 from liger_trainer.command.model_source import find_model
+from liger_trainer.command.options import add_recipe_command
 from liger_trainer.command.recipe import Recipe, find_recipe, parse_recipe
 from liger_trainer.command.recipe_values import load_yaml
-from liger_trainer.command.rows import load_rows
+from liger_trainer.command.rows import columns_of, load_rows
 from liger_trainer.errors import RecipeError
 
 _USAGE = "liger-trainer verify RECIPE [--json] [--key value ...]"
@@ -41,23 +42,14 @@ _OF_LOADING = {
 
 def add_verify_command(commands: Any) -> None:
     """Add `verify` to the subparsers of `liger-trainer`."""
-    parser = commands.add_parser(
-        "verify",
-        help="show that a recipe trains as the stock trainer does, on a small copy of its model; needs no GPU",
-        usage=_USAGE,
-        description="Train a small copy of a recipe's model for a few steps, with its trainer, adapter, options and "
+    add_recipe_command(
+        commands, "verify", _verify, _USAGE,
+        "show that a recipe trains as the stock trainer does, on a small copy of its model; needs no GPU",
+        "Train a small copy of a recipe's model for a few steps, with its trainer, adapter, options and "
         "rows, and with the stock trainer, and compare: losses, gradients, what trains, packing, padding, batches, "
         "reference, merging, resuming. Only the config of the model is read, so a folder with a config.json is enough. "
-        "With --json, print JSON. The exit code is 1 if a check has failed. Any key of a recipe can be given as an "
-        "option, which beats the file.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a name that `liger-trainer recipes` lists")
-    options = parser.add_argument(
-        "options", nargs=argparse.REMAINDER, metavar="--key value", help="options, after RECIPE"
-    )
-    options.required = False
-    parser.set_defaults(run=_verify)
+        "With --json, print JSON. The exit code is 1 if a check has failed.",
+    )  # fmt: skip
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -145,8 +137,7 @@ def _config(name: str | None, key: str, init: dict[str, Any], revision: str = "m
 
 def _rows(recipe: Recipe) -> list[dict[str, Any]]:
     """Rows of the recipe, with the columns that its trainer reads; good and bad answers take turns."""
-    text = getattr(recipe.training, "dataset_text_field", "text")
-    needed = tuple(tuple(text if name == "text" else name for name in names) for names in recipe.entry.columns)
+    needed = columns_of(recipe)
     recipe.args.max_rows = min(recipe.args.max_rows or _READ, _READ)
     recipe.args.eval_fraction = recipe.args.eval_dataset_name = recipe.args.dataset_eval_split = None
     try:

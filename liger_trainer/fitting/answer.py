@@ -11,6 +11,7 @@ from liger_trainer.memory.memory import GIB, RESERVE, limit_of
 
 UNIT = 128  # tokens: lengths are tried in multiples of it
 TRIES = 10  # at most
+MOST_TOKENS = 1 << 20  # of a micro-batch: more are not tried
 
 
 def answer(
@@ -38,12 +39,11 @@ def answer(
         most = limit_of(None, memory)
         way = bool(checkpointing)  # what fits with auto is what fits with every layer checkpointed
         like = found[way]
-        batch = largest(lambda n: tried(n, length, way, like).peak, most, {rows: like.peak}, 4 * rows)
-        # Nearly all of it grows with the tokens, so that the longest rows have about as many as the largest batch
-        guess = batch * length // rows or length // 2
         positions = getattr(job.shape.config.get_text_config(), "max_position_embeddings", None)
-        known = {length: like.peak}
-        longest = largest(lambda n: tried(rows, n, way, like).peak, most, known, guess, UNIT, positions)
+        most_rows, most_length = max(rows, MOST_TOKENS // length), max(length, MOST_TOKENS // rows)
+        batch = largest(lambda n: tried(n, length, way, like).peak, most, {rows: like.peak}, 1, most_rows)
+        top = min(most_length, positions or most_length)
+        longest = largest(lambda n: tried(rows, n, way, like).peak, most, {length: like.peak}, UNIT, top)
         all_positions = positions is not None and longest + UNIT > positions
     gpus = job.sharding.gpus
     lines = [
@@ -62,11 +62,13 @@ def answer(
         f"Within {most / GIB:.1f} GiB ({RESERVE:.0%} are left to the allocator), and activation_checkpointing: "
         f"{str(checkpointing).lower()}:",
         f"  the largest per_device_train_batch_size of rows of {length} tokens is {batch}"
+        f"{' or more' if batch == most_rows else ''}"
         if batch
         else f"  not one row of {length} tokens fits",
         f"  the longest rows in a batch of {rows} have {positions} tokens, all that the model has positions for"
         if all_positions
         else f"  the longest rows in a batch of {rows} have about {longest} tokens"
+        f"{' or more' if longest + UNIT > top else ''}"
         if longest
         else f"  no batch of {rows} rows fits",
     ]
@@ -118,42 +120,25 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def largest(
-    need: Callable[[int], int], limit: int, known: dict[int, int], guess: int, unit: int = 1, top: int | None = None
-) -> int:
+def largest(need: Callable[[int], int], limit: int, known: dict[int, int], unit: int, top: int) -> int:
     """Return the largest multiple of `unit` for which `need` is at most `limit`, or up to 2 % less; 0 if there is none.
 
     Args:
         need (`Callable`): Grows nearly in proportion to its number.
         limit (`int`): What it may be at most.
         known (`dict`): What it is for numbers that have been tried.
-        guess (`int`): The number to try first.
-        unit (`int`): Only its multiples are tried.
-        top (`int`, *optional*): No larger number is tried.
+        unit (`int`), top (`int`): Only multiples of `unit` up to `top` are tried.
     """
     known = dict(known)
-    most = None if top is None else top // unit * unit
-    number = max(unit, guess // unit * unit)
     for _ in range(TRIES):
-        number = number if most is None else min(number, most)
-        if number not in known:
-            known[number] = need(number)
         fits = max((n for n in known if known[n] <= limit), default=0)
-        fails = min((n for n in known if known[n] > limit), default=None)
-        if most is not None and fits >= most or fails is not None and fails - fits <= max(unit, fits // 50):
+        fails = min((n for n in known if known[n] > limit), default=top // unit * unit + unit)
+        if fails - fits <= max(unit, fits // 50):
             break
-        number = _next(known, limit, fits, fails, unit)
-        if fits and number - fits <= fits // 50:
-            break
+        a, b = sorted({0, *known})[-2:]  # the line through the two largest numbers meets the limit
+        low = known.get(a, 0)
+        met = a + (limit - low) * (b - a) / max(known[b] - low, 1)
+        number = min(int(met), 16 * max(fits, unit), fails - 1) // unit * unit
+        number = max(number, fits // unit * unit + unit)
+        known[number] = need(number)
     return fits // unit * unit
-
-
-def _next(known: dict[int, int], limit: int, fits: int, fails: int | None, unit: int) -> int:
-    """Return where the line through two tries meets the limit, between what fits and what does not."""
-    tried = sorted(known)
-    a, b = tried[-2:] if len(tried) > 1 else (0, tried[0])
-    low = known.get(a, 0)
-    slope = (known[b] - low) / (b - a)
-    met = int(a + (limit - low) / slope) // unit * unit if slope > 0 else 2 * b
-    above = min(met, 16 * max(fits, unit)) if fails is None else min(met, (fails - 1) // unit * unit)
-    return max(above, fits // unit * unit + unit)

@@ -13,7 +13,7 @@ ALIGNED = 512  # the bytes to which the allocator of a GPU rounds up
 
 
 class SimulatedMemory(TorchDispatchMode):
-    """A `Memory` by which `auto` can choose: counts the tensors that are made while the mode is active, until freed.
+    """Stands for `GpuMemory`: counts the tensors that are made while the mode is active, until they are freed.
 
     Args:
         size (`int`): How many bytes tensors may take up.

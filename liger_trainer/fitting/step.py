@@ -78,24 +78,21 @@ class Need:
 class _Layers:
     """Measures what each layer holds, in forward passes that keep a graph."""
 
-    def __init__(self, layers: list[nn.Module], memory: SimulatedMemory, units: Units | None):
-        self.memory, self.units = memory, units
+    def __init__(self, layers: list[nn.Module], memory: SimulatedMemory):
+        self.memory = memory
         self.held: list[int] = []
         self.last = self._before = 0
         for layer in layers:
             layer.register_forward_pre_hook(self._begins)
             layer.register_forward_hook(self._ends)
 
-    def _held(self) -> int:
-        return self.memory.allocated() - (self.units.gathered if self.units is not None else 0)
-
     def _begins(self, *_: Any) -> None:
-        self._before = self._held()
+        self._before = self.memory.allocated()
 
     def _ends(self, *_: Any) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.last = self.memory.recent = self.memory.allocated()
-            self.held.append(self._held() - self._before)
+            self.held.append(self.last - self._before)
 
 
 def need(
@@ -144,7 +141,7 @@ class _Run:
             self.units = Units(sharding, model, layers, self.weights, memory)
             shares = [(sharding.share(weight), sharding.stored_dtype(weight)) for weight in self.trained]
             self.masters = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in shares]
-        self.layers = _Layers(layers, memory, self.units)
+        self.layers = _Layers(layers, memory)
         self.existing = [weight.fake for weight in self.weights] + self.masters
         self.reference: Callable[..., Any] | None = None
         if reference is not None:
@@ -175,7 +172,7 @@ class _Run:
         need, memory = self.need, self.memory
         chooser = None
         if checkpointing == AUTO:
-            chooser = Chooser(memory, self.job.budget, lightly=self.job.sharding.kind != "fsdp2", warm=True)
+            chooser = Chooser(memory, self.job.budget, warm=True)
             need.chosen = chooser.summary
         with memory:
             memory.count(self.existing)

@@ -23,8 +23,8 @@ class _ReadOnly(torch.Tensor):
         in_place = name in _WRITES or (name.endswith("_") and name.strip("_") + "_" == name and name not in _NO_WRITES)
         if isinstance(kwargs.get("out"), cls) or (in_place and isinstance(args[0], cls)):
             raise RuntimeError(
-                f"{name} would write to a copy of the weight of a frozen layer in eight bits, and be lost. Set fp8 to "
-                "false to change the weights of the base model."
+                f"{name} would write to a weight of the base, which has eight bits (fp8), and be lost. To merge an "
+                "adapter, save it and load it next to the model in 16 bits: liger-trainer merge."
             )
         with torch._C.DisableTorchFunctionSubclass():
             memory = {t.untyped_storage()._cdata for t in args if isinstance(t, cls)}

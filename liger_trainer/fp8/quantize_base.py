@@ -3,23 +3,15 @@
 Each becomes a `FrozenFloat8Linear` in its place, so half of its memory is free before the next one is looked at. What
 is trained or shared stays as it is.
 
-PEFT must not write to such a base, since that would be lost. Its LoRA uses the weight of its base layer
-
-- to merge adapters into it: refused here;
-- to begin an adapter from it (PiSSA, OLoRA, CorDA, MiCA, LoftQ, orthogonal, LoRA-GA) or to change it (KaSA): refused
-  here for adapters that are added later, which would write it too;
-- to read it, for DoRA, or for its device and dtype when an adapter is added or loaded: works.
-
-Methods that are put on a model here survive pickling and copying.
+PEFT must not write to such a base, since that would be lost: to merge adapters into it, or to begin another one from it
+(PiSSA, OLoRA). The weights that it reads are read-only. DoRA, which reads alone, works.
 """
 
-import functools
 from collections import Counter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations import PeftAdapterMixin
 from transformers.pytorch_utils import Conv1D
 
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
@@ -33,7 +25,7 @@ from liger_triton.float8_cast import MULTIPLE
 
 OPERATION = "frozen_float8"
 
-# PEFT's methods that use the base only by calls of its layers. LoRA is guarded, see `_guard`.
+# PEFT's methods that use the base only by calls of its layers, and LoRA
 KNOWN_METHODS = ("LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 
 _LORA = ("peft.tuners.lora.layer", "Linear")
@@ -45,8 +37,6 @@ _ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, an
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _KNOWN_VARIANTS = ("DoraLinearVariant",)
-_KNOWN_INITS = (True, False, "gaussian", "eva")
-_MERGES = ("merge_and_unload", "merge_adapter")
 
 
 def quantize_base(model: nn.Module) -> OperationReport:
@@ -92,8 +82,6 @@ def quantize_base(model: nn.Module) -> OperationReport:
         else:
             report.skipped[name] = reason
     report.swapped = quantized_before(model).swapped
-    if report.swapped:
-        _guard(model)
     return report
 
 
@@ -159,75 +147,6 @@ def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | Non
     if called in _READ_BY_MIXERS and hasattr(caller, "ssm_state_size"):
         return "a state-space mixer hands its weight to a kernel, which would take numbers in 16 bits"
     return None
-
-
-def _guard(model: nn.Module) -> None:
-    """Have `model` refuse what would write to the weights of its base."""
-    base = base_model_of(model)
-    for layer in model.modules():
-        if type(layer._modules.get("base_layer")) is FrozenFloat8Linear:
-            layer.__dict__["merge"] = refuse_merge
-    tuner = model._modules.get("base_model")
-    if tuner is not None and hasattr(type(tuner), "inject_adapter"):
-        tuner.__dict__.update(dict.fromkeys(_MERGES, refuse_merge))
-        tuner.__dict__["inject_adapter"] = functools.partial(_inject_adapter, tuner)
-    for module in base.modules():  # also the decoder of a model, or its vision tower
-        if not any(type(part) is FrozenFloat8Linear for part in module.modules()):
-            continue
-        if isinstance(module, PeftAdapterMixin):  # transformers has a way of its own, past the tuner
-            module.__dict__["add_adapter"] = functools.partial(_add_adapter, module)
-        if hasattr(type(module), "save_pretrained") and module is not model:
-            module.__dict__["save_pretrained"] = refuse_saving  # with adapters inside, a model saves these alone
-
-
-def refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
-    """Stand for all methods of PEFT that add an adapter to the weights of the base."""
-    raise RuntimeError(
-        "The base of this model has eight bits (fp8), into which no adapter can be merged. Save the adapter, load the "
-        "original model in 16 bits, and merge there: PeftModel.from_pretrained(original, adapter).merge_and_unload(), "
-        "or liger-trainer merge."
-    )
-
-
-def refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
-    """Stand for `save_pretrained` of the base, and of models that are parts of it."""
-    raise RuntimeError(
-        "The base of this model has eight bits (fp8), which transformers would load as if they were its weights. Save "
-        "the adapter, with save_pretrained of the PEFT model or with trainer.save_model."
-    )
-
-
-def _inject_adapter(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call PEFT's `inject_adapter` for adapters that do not begin from the weights of the base."""
-    _refuse_reading(model, tuner.peft_config[adapter_name], adapter_name)
-    return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
-
-
-def _add_adapter(model: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
-    """Call the `add_adapter` of transformers for such adapters. PEFT's own refusal is not complete."""
-    _refuse_reading(model, adapter_config, adapter_name or "default")
-    type(model).add_adapter(model, adapter_config, adapter_name)
-
-
-def _refuse_reading(model: nn.Module, config: Any, adapter_name: str) -> None:
-    """Raise if an adapter of `config` begins from the weights of the base, or trains copies of its layers."""
-    begins = getattr(config, "init_lora_weights", True)
-    changes = getattr(config, "kasa_config", None) is not None
-    if begins not in _KNOWN_INITS or changes:
-        what = "kasa_config is set" if changes else f"init_lora_weights is {begins!r}"
-        raise ValueError(
-            f"{what} for the adapter {adapter_name!r}, which reads the weights of the base, but these have eight bits "
-            "(fp8). Add the adapter before the trainer is built, or set init_lora_weights to True."
-        )
-    for copied in getattr(config, "modules_to_save", None) or ():
-        for name, module in model.named_modules():
-            around = name.split(".") if type(module) is FrozenFloat8Linear else []
-            if any(".".join(around[: k + 1]).endswith(copied) for k in range(len(around))):
-                raise ValueError(
-                    f"modules_to_save has {copied!r} for the adapter {adapter_name!r}, which would train a copy of "
-                    f"{name}, but that has eight bits (fp8). Add the adapter before the trainer is built, or name the "
-                    "layer in target_modules."
-                )
 
 
 def _unknown_variant(layer: nn.Module) -> str | None:

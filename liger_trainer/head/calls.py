@@ -264,7 +264,8 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
             made.append(weakref.ref(logits))
         return logits
 
-    outputs = capture(innermost(head), stand_in, functools.partial(masks.run_without_masks, call))
+    run = functools.partial(masks.run_without_masks, call) if torch.compiler.is_compiling() else call.run
+    outputs = capture(innermost(head), stand_in, run)
     if use is None:
         return outputs
     result = use(outputs)

@@ -117,10 +117,10 @@ def _is_needless(
 
 
 def run_without_masks(call: Any) -> Any:
-    """Run `call`, one of a model's forward (`head/calls.py`). While it is traced, it builds no needless masks."""
+    """Run `call`, a traced one of a model's forward (`head/calls.py`), which then builds no needless masks."""
     global _nothing_is_padding
     ids = call.kwargs.get("input_ids")
-    if not torch.compiler.is_compiling() or call.args or ids is None or not _nothing_is_masked(call.model, call.kwargs):
+    if call.args or ids is None or not _nothing_is_masked(call.model, call.kwargs):
         return call.run()
     _nothing_is_padding = True
     try:

@@ -30,7 +30,6 @@ class Kind(NamedTuple):
         build: Makes the method to bind from what was proven, and where `rebuilds`, from the bytes above which a result
             is computed again.
         guessed_operation: Names the operation under which a module is reported that could not be proven.
-        method (`str`): The name of the method that is replaced.
         why_not: Tells why one module, whose formula is proven, has to keep its own code, or returns None.
         binding: What is bound, `Binding` or a subclass that remembers more.
         guards: Makes the guards of a proof of the module, or raises `NotProven`.
@@ -41,7 +40,6 @@ class Kind(NamedTuple):
     prove: Callable[[nn.Module], tuple[Proven | None, str | None]]
     build: Callable[..., Callable]
     guessed_operation: Callable[[nn.Module], str]
-    method: str = "forward"
     why_not: Callable[[nn.Module], str | None] = lambda module: None
     binding: type[Binding] = Binding
     guards: Callable[[nn.Module], Guards] = guards_of

@@ -22,7 +22,6 @@ from liger_trainer.instance.binding import Binding, is_bound, own_class
 from liger_trainer.instance.guards import code_guards_of
 from liger_trainer.instance.hooks import has_hooks, hook_on
 from liger_trainer.instance.kind import Kind, names_of
-from liger_trainer.lora.groups import InputGroup
 from liger_trainer.lora.parts import (
     Part,
     Tensors,
@@ -41,8 +40,6 @@ from liger_triton import lora_linear
 _CLASS = ("peft.tuners.lora.layer", "Linear")
 _BASE_CLASS = ("peft.tuners.lora.layer", "LoraLayer")
 _WIDTHS, _FLOAT8_WIDTHS, _RANK = (6, 10), (16, 32), 3  # of the small copy
-
-_GROUPED = ("q_proj", "k_proj", "v_proj")
 
 # The least tokens * width * width for which our function runs without autocast: 2048 tokens of a width of 4096. With
 # fewer, the GPU waits for the host, and PEFT's own code launches less than ours. Under autocast, which casts each of
@@ -191,12 +188,7 @@ def fused(self, x: torch.Tensor) -> torch.Tensor:
         dropped, parts = without_dropped(x, parts[0]) if alone else (None, None)
     if parts is None:
         return type(self).forward(self, x)
-    tensors = tensors_of(self._modules["base_layer"], parts, x)
-    if dropped is None and isinstance(binding, LoRABinding) and binding.group is not None:
-        y = binding.group.output(self, x, tensors)
-        if y is not None:
-            return y
-    weight, bias, adapter = tensors
+    weight, bias, adapter = tensors_of(self._modules["base_layer"], parts, x)
     assert adapter is not None, "there are parts"
     return lora_linear(x, weight, bias, lora=adapter, lora_input=dropped)
 
@@ -221,26 +213,8 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
     return tensors_of(module._modules["base_layer"], parts, x)
 
 
-class LoRABinding(Binding):
-    """The binding of a LoRA layer. `group` has the layers that nearly always get its input, on quantised bases."""
-
-    group: InputGroup | None = None
-
-
-def form_groups(model: nn.Module) -> None:
-    """Group the swapped LoRA layers of each attention whose bases are all quantised in one way."""
-    for module in model.modules():
-        layers = [module._modules[name] for name in _GROUPED if module._modules.get(name) is not None]
-        bindings = [binding for layer in layers if isinstance(binding := Binding.of(layer), LoRABinding)]
-        bases = [layer._modules.get("base_layer", layer) for layer in layers]
-        if len(bindings) > 1 and len({*map(type, bases)}) == 1 and is_quantized(bases[0]):
-            group = InputGroup(layers, tensors_now)
-            for binding in bindings:
-                binding.group = group
-
-
 KIND = Kind(
-    nominated, prove, lambda proven: forward, lambda module: "lora", why_not=why_not, binding=LoRABinding,
+    nominated, prove, lambda proven: forward, lambda module: "lora", why_not=why_not,
     guards=lambda module: code_guards_of(
         own_class(module), nn.Linear, nn.Dropout, own_class(module._modules["base_layer"])
     ),

@@ -17,15 +17,7 @@ from torch import nn
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.module import innermost
-from liger_trainer.medusa.files import (
-    CONFIG_FILE,
-    HEADS_FOLDER,
-    LAYER,
-    PROJECTION,
-    MedusaHeadsConfig,
-    heads_folder,
-    write_heads,
-)
+from liger_trainer.medusa.files import CONFIG_FILE, HEADS_FOLDER, LAYER, PROJECTION, heads_folder, write_heads
 from liger_trainer.medusa.heads import MedusaHeads
 
 FORMATS = ("all", "vllm")
@@ -34,14 +26,10 @@ load_heads = MedusaHeads.from_pretrained
 
 
 def export_heads(
-    heads: MedusaHeads,
-    output: str,
-    base_model: str,
-    lm_head: nn.Module | None = None,
-    format: str = "all",
+    heads: MedusaHeads, output: str, base_model: str, lm_head: nn.Module | None = None, format: str = "all",
     dtype: torch.dtype | None = None,
-) -> str:
-    """Write a head directory for servers.
+) -> str:  # fmt: skip
+    """Write a head directory for servers, and return its path.
 
     Args:
         heads (`MedusaHeads`): Trained heads.
@@ -50,9 +38,6 @@ def export_heads(
         lm_head (`nn.Linear`, *optional*): The LM head of that model. Tied heads need it.
         format (`str`, *optional*, defaults to `"all"`): `"all"` or `"vllm"`; see the docstring of the module.
         dtype (`torch.dtype`, *optional*): The dtype of the tensors in the files. Unset: the one that they have.
-
-    Returns:
-        `str`: `output`.
 
     Raises:
         ValueError: `format` is unknown, `output` is not empty, or no server that reads the format would compute what
@@ -63,11 +48,9 @@ def export_heads(
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; expected one of: {', '.join(FORMATS)}.")
     if os.path.isdir(output) and os.listdir(output):
-        raise ValueError(
-            f"output is {output!r}, which is not empty; servers read every file there. Give a new directory."
-        )
-    if config.tied:
-        _check_tied(config, lm_head, format)
+        raise ValueError(f"output is {output!r}, which is not empty; servers read every file there. Give a new one.")
+    if config.tied and (reason := _why_not_tied(heads, lm_head, format)) is not None:
+        raise ValueError(reason)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.state_dict().items()}
     if format == "vllm":
         tensors = {_to_vllm(name): tensor for name, tensor in tensors.items()}
@@ -87,28 +70,25 @@ def export_heads(
     return output
 
 
-def _check_tied(config: MedusaHeadsConfig, lm_head: nn.Module | None, format: str) -> None:
+def _why_not_tied(heads: MedusaHeads, lm_head: nn.Module | None, format: str) -> str | None:
+    config = heads.config
     if config.num_layers != 1 and format == "all":
-        raise ValueError(
+        return (
             f"medusa_num_layers is {config.num_layers}; TGI reads tied heads of one block only. Export with format "
             '"vllm", which takes any number of blocks.'
         )
     if lm_head is None:
-        raise ValueError(
-            "lm_head is None; the heads are tied, and vLLM reads the LM head from their directory. Pass lm_head."
-        )
+        return "lm_head is None; the heads are tied, and vLLM reads the LM head from their directory. Pass lm_head."
     if hasattr(lm_head, "base_layer"):
-        raise ValueError(
-            "The LM head has an adapter, which a server does not see in the head directory. Merge it into the model "
-            "(merge_and_unload), save that, and export with it."
-        )
+        return "The LM head has an adapter. Merge it into the model (merge_and_unload), save that, and export with it."
     if lm_head.bias is not None:
-        raise ValueError("The LM head has a bias, which TGI and vLLM leave out. Train heads with medusa_tied: false.")
+        return "The LM head has a bias, which TGI and vLLM leave out. Train heads with medusa_tied: false."
     if tuple(lm_head.weight.shape) != (config.vocab_size, config.hidden_size):
-        raise ValueError(
+        return (
             f"The LM head of the model is {tuple(lm_head.weight.shape)}, the heads were trained on "
             f"{(config.vocab_size, config.hidden_size)}. Give the model that they were trained on."
         )
+    return None
 
 
 def _to_vllm(name: str) -> str:

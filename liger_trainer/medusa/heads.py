@@ -49,13 +49,9 @@ class MedusaHead(nn.Sequential):  # a ModuleList is no unit for FSDP2 before tor
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int | None,
-        num_layers: int,
-        dtype: torch.dtype | None = None,
+        self, hidden_size: int, vocab_size: int | None, num_layers: int, dtype: torch.dtype | None = None,
         device: Device = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(*(ResBlock(hidden_size, dtype, device) for _ in range(num_layers)))
         self.num_layers = num_layers
         if vocab_size is not None:
@@ -106,15 +102,8 @@ class MedusaHeads(nn.ModuleList):
             ValueError: The model has no LM head that can be fused, or its LM head has a bias or an adapter.
         """
         head = _lm_head(model)
-        base = base_model_of(model)
-        config = MedusaHeadsConfig(
-            num_heads,
-            num_layers,
-            tied,
-            head.in_features,
-            head.out_features,
-            getattr(base, "name_or_path", None) or None,
-        )
+        name = getattr(base_model_of(model), "name_or_path", None) or None
+        config = MedusaHeadsConfig(num_heads, num_layers, tied, head.in_features, head.out_features, name)
         with _gathered(head.weight):
             heads = cls(config, head.weight.dtype, head.weight.device)
             with torch.no_grad():

@@ -13,14 +13,10 @@ def check_args(args: LigerMedusaConfig, kwargs: dict[str, Any]) -> None:
     """ValueError for what would be silently ignored, before anything is loaded."""
     if not isinstance(args, LigerMedusaConfig):
         raise ValueError(f"args is a {type(args).__name__}; expected a LigerMedusaConfig.")
-    if not args.use_liger:
-        raise ValueError("use_liger is false, but the Medusa loss is computed by the fused LM head. Remove use_liger.")
     config: Any = args.liger_config or {}
-    if not config.get("fused_linear_cross_entropy", True):
-        raise ValueError(
-            "liger_config has fused_linear_cross_entropy: false, but the Medusa loss is computed by the fused LM head. "
-            "Remove that entry."
-        )
+    if not args.use_liger or not config.get("fused_linear_cross_entropy", True):
+        name = "liger_config has fused_linear_cross_entropy: false" if args.use_liger else "use_liger is false"
+        raise ValueError(f"{name}, but the Medusa loss is computed by the fused LM head. Remove that option.")
     ignored = {
         "label_smoothing_factor": args.label_smoothing_factor or None,
         "loss_type": None if args.loss_type == "nll" else args.loss_type,
@@ -41,8 +37,8 @@ def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Any) -> 
     adapters = getattr(model, "peft_config", {})
     if args.medusa_stage == 1 and adapters:
         raise ValueError(
-            "medusa_stage is 1, which freezes the model, but it has an adapter (see peft_config, use_peft). Set "
-            "medusa_stage: 2 to train the adapter too, or merge it into the model first."
+            "medusa_stage is 1, which freezes the model, but it has an adapter. Set medusa_stage: 2 to train the "
+            "adapter too, or merge it into the model first."
         )
     for name, config in adapters.items():
         if config.is_prompt_learning:
@@ -50,19 +46,11 @@ def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Any) -> 
                 f"The adapter {name!r} is {config.peft_type.value}, which puts tokens before the text that have no "
                 "labels. Use LoRA, or train the whole model."
             )
-    if args.medusa_stage == 2 and not any(
-        p.requires_grad for n, p in model.named_parameters() if f"{HEADS_NAME}." not in n
-    ):
-        raise ValueError(
-            "medusa_stage is 2, which trains the model too, but all its parameters are frozen. Set medusa_stage: 1, or "
-            "unfreeze the model."
-        )
+    own = (p.requires_grad for n, p in model.named_parameters() if f"{HEADS_NAME}." not in n)
+    if args.medusa_stage == 2 and not any(own):
+        raise ValueError("medusa_stage is 2, but all parameters of the model are frozen. Set medusa_stage: 1.")
     if fp8_fields.handler_of(accelerator) is not None:
-        raise ValueError(
-            "fp8 is asked for, with which accelerate converts the LM head and the heads too, but the Medusa loss needs "
-            "their weights in 16 bits. Leave out fp8, and convert the model without its LM head before the trainer is "
-            'built: convert_to_float8_training(model, module_filter_fn=lambda module, name: name != "lm_head").'
-        )
+        raise ValueError("fp8 is asked for, but the Medusa loss needs the weights of all heads in 16 bits. Remove fp8.")
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         raise ValueError(

@@ -21,7 +21,7 @@ def token_positions(inputs: dict[str, Any]) -> torch.Tensor:
         starts = torch.zeros(shape, dtype=torch.bool, device=device)
         if seq_idx is not None:
             starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-        elif borders is not None:
+        else:
             starts.view(-1)[borders[:-1].long()] = True
         return places - torch.where(starts, places, 0).cummax(1).values
     if mask is not None and mask.ndim == 2:
@@ -30,15 +30,11 @@ def token_positions(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def head_targets(inputs: dict[str, Any], num_heads: int) -> torch.Tensor:
-    """Class ids (K + 1, B, S), int64, -100 where there is nothing to guess.
+    """Return class ids (K + 1, B, S), int64, -100 where there is nothing to guess.
 
-    Index 0 is for the LM head: `labels` shifted by one, as in the stock trainers. Index k = 1..K has at t the label of
-    token t + k + 1, if its position is k + 1 places further in the same document. The token at t may belong to a
-    prompt, from which decoding starts, but may not be padding.
-
-    Args:
-        inputs (`dict`): The batch, with `labels` (B, S), which are -100 for tokens that do not count.
-        num_heads (`int`): K.
+    Index 0 is for the LM head: `labels` (B, S) shifted by one, as in the stock trainers. Index k = 1..K has at t the
+    label of token t + k + 1, if its position is k + 1 places further in the same document. The token at t may belong to
+    a prompt, from which decoding starts, but may not be padding.
     """
     labels, positions = inputs["labels"], token_positions(inputs)
     targets = labels.new_full((num_heads + 1, *labels.shape), -100)

@@ -15,16 +15,9 @@ from liger_triton.known_gradients import with_gradients
 
 
 def heads_loss(
-    heads: MedusaHeads,
-    soft: bool,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    row_weight: torch.Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    **_: Any,
-) -> tuple[torch.Tensor, ...]:
+    heads: MedusaHeads, soft: bool, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor,
+    row_weight: torch.Tensor, logit_scale: float, softcap: float | None, **_: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The losses of all heads, summed over their rows. The LM head, if it is trained, has cross-entropy.
 
     Args:

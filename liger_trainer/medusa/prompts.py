@@ -1,10 +1,12 @@
 """Prompts, and the text with which a model answers them. Self-distillation and evaluation start from these.
 
-A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
+A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template. Heads are to
+guess what the model itself writes, so its own answers teach them most.
 """
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ _COLUMNS = "prompt; messages; conversations; instruction (and input)"
 
 
 def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Prompt]:
-    """The prompts in a .json file (a list of rows) or a .jsonl file (one row per line).
+    """Return the prompts in a .json file (a list of rows) or a .jsonl file (one row per line).
 
     Args:
         path (`str`): The file. `prompt_of` says what counts as the prompt of a row.
@@ -27,8 +29,6 @@ def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Pro
     Raises:
         ValueError: The file is missing, empty or not JSON, or a row has no prompt.
     """
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"max_rows is {max_rows}; expected 1 or more, or no max_rows at all.")
     file = Path(path).expanduser()
     if not file.is_file() or file.suffix not in (".json", ".jsonl"):
         raise ValueError(f"prompts is {path!r}; expected a .json or .jsonl file of rows with one of: {_COLUMNS}.")
@@ -43,8 +43,9 @@ def read_prompts(path: str, chat: bool, max_rows: int | None = None) -> list[Pro
 
 
 def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
-    """The prompt of a row: its `prompt`, its `messages` or ShareGPT's `conversations` up to the first answer, or the
-    `instruction` and `input` of an Alpaca row, which become one message with `chat`, and Alpaca's template without.
+    """Return the prompt of a row: its `prompt`, or its `messages` or `conversations` up to the first answer.
+
+    The `instruction` and `input` of an Alpaca row become one message with `chat`, and Alpaca's template without.
 
     Raises:
         ValueError: The row has no such column, has nothing before the first answer, or has messages for a model without
@@ -75,14 +76,14 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt. Messages go through the chat template, with the header of an answer after them."""
+    """Return the token ids of a prompt. Messages go through the chat template, with the header of an answer."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that end an answer, from the model's generation config and the tokenizer."""
+    """Return the ids that end an answer, from the model's generation config and the tokenizer."""
     own = getattr(model.generation_config, "eos_token_id", None)
     ends = [own] if isinstance(own, int) else list(own or ())
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
@@ -90,13 +91,9 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel,
-    prompts: Sequence[list[int]],
-    ends: set[int],
-    max_new_tokens: int,
-    temperature: float = 0.0,
+    model: PreTrainedModel, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int, temperature: float = 0.0
 ) -> list[list[int]]:
-    """The new tokens that `model.generate` answers to a batch of prompts, with the end token where it was reached.
+    """Return the new tokens that `model.generate` answers, with the end token where it was reached.
 
     The model's own generation config, such as a repetition penalty, is left out. So at temperature 0 each token is the
     argmax of the logits, which is what a decoder with heads verifies.
@@ -123,3 +120,61 @@ def answer(
         model.generation_config = own
     stops = [next((i for i, token in enumerate(tokens, 1) if token in ends), None) for tokens in new]
     return [tokens[:stop] for tokens, stop in zip(new, stops, strict=True)]
+
+
+def distill(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], output: str,
+    max_new_tokens: int = 512, temperature: float = 0.0, batch_size: int = 16,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, int]:  # fmt: skip
+    """Let `model` answer `prompts`, and append rows to the .jsonl file `output`. A stopped run goes on where it was.
+
+    A row has `prompt` and `completion`, texts or messages, and `prompt_index`. Answers that are empty or cut at
+    `max_new_tokens` are left out: a trainer would put the end-of-text token behind them, and the heads would learn to
+    stop in the middle of a sentence. `progress` is called with the number of prompts done.
+
+    Returns:
+        `dict`: How many rows were `written`, and how many answers left out, `cut` or `empty`.
+
+    Raises:
+        ValueError: `output` is no .jsonl file, or holds rows of other prompts.
+    """
+    if Path(output).suffix != ".jsonl":
+        raise ValueError(f"output is {output!r}; expected a file ending in .jsonl, with one row per line.")
+    os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
+    counts, ends = {"written": 0, "cut": 0, "empty": 0}, end_tokens(model, tokenizer)
+    start = _first_open(output, prompts)
+    with open(output, "a", encoding="utf-8") as file:
+        for first in range(start, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            answers = answer(model, [encode(tokenizer, p) for p in batch], ends, max_new_tokens, temperature)
+            for index, (prompt, new) in enumerate(zip(batch, answers, strict=True), start=first):
+                text = tokenizer.decode(new[:-1], skip_special_tokens=True)
+                kind = "cut" if new[-1] not in ends else "written" if text.strip() else "empty"
+                counts[kind] += 1
+                if kind == "written":
+                    completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                    row = {"prompt": prompt, "completion": completion, "prompt_index": index}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            progress(first + len(batch))
+    return counts
+
+
+def _first_open(output: str, prompts: Sequence[Prompt]) -> int:
+    """Return the first prompt that `output` does not answer yet. An unfinished last line is cut off."""
+    with open(output, "a+b") as file:
+        file.seek(0)
+        *lines, unfinished = file.read().split(b"\n")
+        try:
+            rows = [json.loads(line) for line in lines]
+            same = all(row["prompt"] == prompts[row["prompt_index"]] for row in rows)
+        except (ValueError, LookupError, TypeError):
+            same = False
+        if not same:
+            raise ValueError(
+                f"output is {output!r}, which is there already and has rows of other prompts. Give the prompts and the "
+                "max_rows that it was begun with, or another file."
+            )
+        file.truncate(file.tell() - len(unfinished))
+    return rows[-1]["prompt_index"] + 1 if rows else 0

@@ -123,12 +123,9 @@ class LigerMedusaTrainer(LigerSFTTrainer):
     # The loss
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:  # fmt: skip
         training, args = self.model.training, self.args
         targets = head_targets(inputs, args.medusa_num_heads)
         share = self.state.global_step / max(self.state.max_steps, 1)

@@ -1,8 +1,8 @@
 """Runs `activation_checkpointing: auto` in one training: measures, plans, and learns from what each plan took."""
 
-import math
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer._logging import logger
-from liger_trainer.memory import offload, recompute, selective, summary, switches
-from liger_trainer.memory.memory import GIB, Memory, is_out_of_memory, limit_of
+from liger_trainer.instance.kept import hooks_in_force
+from liger_trainer.memory import offload, selective, summary, switches
+from liger_trainer.memory.memory import GIB, is_out_of_memory, limit_of
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.plan import NOTHING, Call, Link, Measurement, Plan, Size, Sizes, choose, sizes_of
 
-STAYS = 0.5  # of its hidden states: as many bytes of a layer on the host may stay on the GPU
 LESS = 0.98  # of the limit, after the allocator had to release its cache
 
 
@@ -81,23 +82,19 @@ class Chooser:
     micro-batch takes more than planned, the next plans leave as much free.
 
     Args:
-        memory (`Memory`): The device's memory.
+        memory (`GpuMemory`): The device's memory, or what counts like it.
         budget (`float`, *optional*): GiB of it. By default, all but a reserve.
         host_budget (`float`, *optional*): GiB of the host's memory for activations. By default, a part of what is free.
-        lightly (`bool`): Whether layers may be checkpointed by `recompute.py`.
         warm (`bool`): Whether the first micro-batch is like all others, and compiles no kernels.
     """
 
     def __init__(
-        self, memory: Memory, budget: float | None, host_budget: float | None = None, lightly: bool = True,
-        warm: bool = False,
+        self, memory: Any, budget: float | None, host_budget: float | None = None, warm: bool = False
     ):  # fmt: skip
-        self.memory, self.budget, self.lightly, self._warm = memory, budget, lightly, warm
+        self.memory, self.budget, self._warm = memory, budget, warm
         self.summary = summary.CheckpointingSummary(budget)
         self._ranks = Ranks()
         self._transport = memory.transport(host_budget)
-        (self._room,) = self._ranks.least(0 if self._transport is None else self._transport.host.room)
-        self._host_fails = False  # whether activations that were to go to the host have stayed on the GPU
         self._measurements: list[Measurement] = []
         self._limit = 0  # bytes
         self._ceiling: int | None = None  # a lower limit, once the allocator was short of memory
@@ -107,7 +104,6 @@ class Chooser:
         self._model: nn.Module | None = None
         self._parameters: list[nn.Parameter] = []
         self._learn: list[bool] = []  # of each parameter, whether it is trained
-        self._samples: set[int] = set()  # layers that keep what they would without checkpointing when they run again
         self._now: _MicroBatch | None = None
 
     def end(self) -> None:
@@ -129,7 +125,7 @@ class Chooser:
         learn = [parameter.requires_grad for parameter in self._parameters]
         if learn != self._learn:  # what layers keep depends on it
             switches.install(model, self._call)
-            self._measurements, self._learn, self._samples = [], learn, _middles(switches.switches_of(model))
+            self._measurements, self._learn = [], learn
         accumulates = any(parameter.grad is not None for parameter in self._parameters)
         self._now = now = _MicroBatch(sizes_of((args, kwargs)), accumulates)
         try:
@@ -190,14 +186,18 @@ class Chooser:
         self, now: _MicroBatch, call: Call, way: str, switch: switches.Switch, function: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Any:  # fmt: skip
-        measured, given = now.plan.is_empty, switch.checkpointed
+        measured = now.plan.is_empty
 
         def run(*args: Any) -> Any:  # also when the backward pass recomputes the layer
-            first = torch._C._current_graph_task_id() == -1
             before, now.in_layer = now.in_layer, True
-            note = partial(setattr, call, "attention")
             try:
-                with selective.measuring(note) if measured and now.long and first else nullcontext():
+                with ExitStack() as stack:
+                    if measured and torch._C._current_graph_task_id() != -1:
+                        stack.enter_context(self._recomputing(now, call))
+                    elif measured and now.long:
+                        stack.enter_context(selective.measuring(partial(setattr, call, "attention")))
+                    if way not in ("whole", "host") and (hooks := hooks_in_force()) is not None:
+                        stack.enter_context(_rebuilding(*hooks))
                     return function(*args)
             finally:
                 now.in_layer = before
@@ -209,16 +209,11 @@ class Chooser:
             hidden = switches.hidden_of(function, args)
             others = [x for x in switches.inputs_of(function, args) if x is not hidden]
             output = now.offload.call(len(now.calls) - 1, switch.module(), run, args, others)
-            if now.offload.stays > STAYS * call.given and not self._host_fails:
-                self._host_fails = now.unforeseen = True
-                logger.warning(
-                    "Activations that were to wait in the host's memory have stayed on the GPU. No more are sent."
-                )
+            now.unforeseen = now.unforeseen or now.offload.host.is_full  # it has taken less than it should
             return output
         if way == "attention":
-            return selective.checkpoint(given, run, args)
-        around = partial(self._recomputing, now, call) if measured else None
-        return recompute.checkpoint(given, run, args, around, call.layer in self._samples and measured, self.lightly)
+            return selective.checkpoint(switch.checkpointed, run, args)
+        return switch.checkpointed(run, *args)
 
     @contextmanager
     def _recomputing(self, now: _MicroBatch, call: Call) -> Iterator[None]:
@@ -230,11 +225,14 @@ class Chooser:
         call.last, before = len(now.peaks), self.memory.allocated()
         try:
             yield
+        except BaseException as stop:  # by which PyTorch leaves a layer that has made all that was kept
+            traceback.clear_frames(stop.__traceback__)
+            raise
         finally:
             call.extra = max(0, self.memory.allocated() - before)
 
     def _mark(self, now: _MicroBatch) -> None:
-        if self._transport is not None and self._room and now.plan.is_empty:
+        if self._transport is not None and now.plan.is_empty:
             now.timestamps.append(self._transport.mark())
 
     # Choosing
@@ -259,12 +257,12 @@ class Chooser:
 
     def _link(self, covering: list[Measurement]) -> Link | None:
         """Return the link to the host's memory, at the pace of the slowest process."""
-        if self._transport is None or not self._room:
-            return None
-        pace = max((each.pace(self._transport.rate) for each in covering), default=0.0)
-        pace = math.inf if self._host_fails else pace
-        (least,) = self._ranks.least(-round(min(1000 * pace, 10**9)))
-        return Link(self._room, -least / 1000)
+        room, pace = 0, 0.0
+        if self._transport is not None:
+            room = 0 if self._transport.host.is_full else self._transport.host.room
+            pace = max((each.pace(self._transport.rate) for each in covering), default=0.0)
+        room, least = self._ranks.least(room, -round(min(1000 * pace, 10**9)))
+        return Link(room, -least / 1000) if room else None
 
     def _agree(self, now: _MicroBatch) -> None:
         """Recompute all layers that another process recomputes, since that may communicate."""
@@ -305,8 +303,6 @@ class Chooser:
             logger.warning(summary.over_budget(now.size, peak, self.budget))
         if all(call.last is None for call in now.calls):  # a loss without the model
             return
-        for group in {call.group for call in now.calls}:
-            self._correct([call for call in now.calls if call.group == group and call.last is not None], now.peaks)
         seconds = 0.0
         if self._transport is not None and now.timestamps:  # the median, without what happens once
             pairs = zip(now.timestamps[::2], now.timestamps[1::2], strict=True)
@@ -318,20 +314,6 @@ class Chooser:
         if smaller or not any(each.covers(now.sizes, now.accumulates, now.long) for each in self._measurements):
             self._measurements = [each for each in self._measurements if each not in smaller] + [new]
 
-    def _correct(self, calls: list[Call], peaks: list[int]) -> None:
-        """Subtract from `extra` of like `calls` what `rebuild.py` makes again where activations are kept.
-
-        Only the samples left it out when they were recomputed, and held less than the others.
-        """
-        samples = [call for call in calls if call.layer in self._samples]
-        others = [call for call in calls if call.layer not in self._samples]
-        if self.lightly and samples and others:
-            less = max(0, min(call.extra for call in others) - max(call.extra for call in samples))
-            for call in samples:
-                peaks[call.last or 0] += less
-            for call in others:
-                call.extra -= less
-
     def _note(self, now: _MicroBatch, peak: int) -> None:
         if now.measurement is None or now.size is None:
             return
@@ -341,9 +323,11 @@ class Chooser:
             logger.info(self.summary.log_line(self._limit))
 
 
-def _middles(all_switches: list[switches.Switch]) -> set[int]:
-    """Return the middle layer of each group of two and more."""
-    groups: dict[Any, list[int]] = {}
-    for switch in all_switches:
-        groups.setdefault(switch.group, []).append(switch.layer)
-    return {layers[len(layers) // 2] for layers in groups.values() if len(layers) > 1}
+def _rebuilding(keep: Callable[..., Any], value_of: Callable[..., Any]) -> saved_tensors_hooks:
+    """Return a context in which `rebuild.py` rebuilds what it would without checkpointing, though hooks are there.
+
+    So what a recomputed layer holds is what it would keep.
+    """
+    marked = partial(keep)
+    marked.keeps_values = True  # type: ignore[attr-defined]
+    return saved_tensors_hooks(marked, value_of)

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature, Run
-from liger_trainer.memory import recompute, switches
+from liger_trainer.memory import switches
 from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.host_inputs import OPTION, HostInputs
 from liger_trainer.memory.memory import GpuMemory, PinnedMemory, room_of
@@ -59,7 +59,7 @@ class MemoryFields:
 
 
 class Checkpointing(Feature):
-    """Activation checkpointing: by the `Chooser` of `auto`, or by `recompute.py`."""
+    """Activation checkpointing: by the `Chooser` of `auto`, by `HostInputs` with `offload`, or as in transformers."""
 
     fields = MemoryFields
 
@@ -91,8 +91,6 @@ class Checkpointing(Feature):
     @contextmanager
     def around_training(self, trainer: Any) -> Iterator[Run | None]:
         args, memory = trainer.args, None
-        # What is kept of sharded parameters would have to be gathered again
-        lightly = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
         if getattr(args, "activation_checkpointing", None) == AUTO:
             memory = trainer.device_memory or (GpuMemory(args.device) if args.device.type == "cuda" else None)
             if memory is None and args.process_index == 0:
@@ -101,30 +99,32 @@ class Checkpointing(Feature):
                     "checkpointed."
                 )
         if memory is not None:
-            chooser = Chooser(memory, args.memory_budget, args.host_memory_budget, lightly)
+            chooser = Chooser(memory, args.memory_budget, args.host_memory_budget)
             trainer.checkpointing = chooser.summary
             try:
                 yield lambda step, *given, **named: chooser.run(trainer.model, step, given, named)
             finally:
                 chooser.end()
-        elif lightly and trainer.uses_liger:
-            with _recomputing_lightly(trainer) as run:
+        elif (
+            trainer.uses_liger and args.device.type == "cuda" and _offloading(args)
+            and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+        ):  # fmt: skip
+            with _inputs_on_host(trainer) as run:
                 yield run
         else:
             yield None
 
 
 @contextmanager
-def _recomputing_lightly(trainer: Any) -> Iterator[Run]:
-    """Return a context in which layers are checkpointed by `recompute.py`."""
+def _inputs_on_host(trainer: Any) -> Iterator[Run]:
+    """Return a context in which the inputs of recomputed layers wait on the host."""
     model = None
 
     def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal model
         if model is None:  # with `model_init` there is none before training has begun
-            model, on_gpu = trainer.model, trainer.args.device.type == "cuda"
-            offloads = on_gpu and _offloading(trainer.args)
-            switches.install(model, HostInputs(PinnedMemory(room_of(None))) if offloads else _recomputed)
+            model = trainer.model
+            switches.install(model, HostInputs(PinnedMemory(room_of(None))))
         return step(*args, **kwargs)
 
     try:
@@ -132,10 +132,6 @@ def _recomputing_lightly(trainer: Any) -> Iterator[Run]:
     finally:
         if model is not None:
             switches.remove(model)
-
-
-def _recomputed(switch: switches.Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return recompute.checkpoint(switch.checkpointed, function, args)
 
 
 def _offloading(args: Any) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
+from liger_trainer.instance.kept import hooks_in_force
 from liger_trainer.memory.memory import PinnedMemory
-from liger_trainer.memory.recompute import checkpoint, device_of, run_on
-from liger_trainer.memory.switches import Switch
+from liger_trainer.memory.switches import Switch, options_of
 
 OPTION = "offload"  # of activation_checkpointing_kwargs
 
@@ -125,19 +125,19 @@ class HostInputs:
     def __call__(self, switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a layer whose switch was asked."""
         given = _without_option(switch.checkpointed)
-        device = device_of(given, args)
-        if device is None or getattr(args[0], "ndim", 0) < 2 or not args[0].is_floating_point():
+        plain = torch.is_grad_enabled() and hooks_in_force() is None and not torch.compiler.is_compiling()
+        if not plain or options_of(given) is None or getattr(args[0], "ndim", 0) < 2 or not args[0].is_floating_point():
             known = OPTION in getattr(switch.checkpointed, "keywords", ())  # transformers 5.17 hands it on to PyTorch
-            return checkpoint(given if known else switch.checkpointed, function, args)
+            return (given if known else switch.checkpointed)(function, *args)
         if (before := self.last()) is not None:
             before.leave()
         hidden = _Input(args[0], self)
         self.last = weakref.ref(hidden)
 
-        def run(hidden: _Input, *others: Any) -> Any:
+        def run(device: torch.Tensor, hidden: _Input, *others: Any) -> Any:
             return function(hidden.value(), *others)
 
-        return run_on(device, given, run, (hidden, *args[1:]))
+        return given(run, args[0].new_empty(()), hidden, *args[1:])  # PyTorch looks for the device of a tensor
 
 
 def _nothing() -> None:

@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]  # accelerate needs it
 import torch
@@ -23,31 +22,11 @@ TRIED = 64 << 20  # bytes that are copied to measure the rate
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class Memory(Protocol):
-    """The memory of a device, in bytes of this process's tensors."""
-
-    highest: int  # the peak until `peak` was last called
-
-    def allocated(self) -> int:
-        """Return the bytes that are allocated now."""
-
-    def peak(self) -> int:
-        """Return the most bytes since this was last called."""
-
-    def capacity(self) -> int:
-        """Return the most bytes that tensors could take up, as long as other processes take no more."""
-
-    def retries(self) -> int:
-        """Return how often the allocator has had to release its cache."""
-
-    def transport(self, host_gib: float | None) -> "Transport | None":
-        """Return what swaps out to `host_gib` GiB of the host's memory, or to a part of what is free."""
-
-
 class GpuMemory:
-    """The memory of a CUDA device, as its allocator counts it.
+    """The memory of a CUDA device, in bytes of this process's tensors, as its allocator counts it.
 
-    `peak` resets torch's own counter, `torch.cuda.max_memory_allocated`.
+    `peak` returns the most bytes since it was last called. It resets torch's own counter,
+    `torch.cuda.max_memory_allocated`; `highest` is the peak until then.
     """
 
     def __init__(self, device: torch.device):
@@ -66,14 +45,17 @@ class GpuMemory:
         return peak
 
     def capacity(self) -> int:
+        """Return the most bytes that tensors could take up, as long as other processes take no more."""
         free, total = torch.cuda.mem_get_info(self.device)
         ours = self._bytes("reserved_bytes", "current")
         return min(free + ours, int(torch.cuda.get_per_process_memory_fraction(self.device) * total))
 
     def retries(self) -> int:
+        """Return how often the allocator has had to release its cache."""
         return torch.cuda.memory_stats_as_nested_dict(self.device)["num_alloc_retries"]
 
     def transport(self, host_gib: float | None) -> "Transport | None":
+        """Return what swaps out to `host_gib` GiB of the host's memory, or to a part of what is free."""
         room = room_of(host_gib)
         return Transport(PinnedMemory(room), self.device) if room else None
 
@@ -139,6 +121,7 @@ class PinnedMemory:
     def __init__(self, room: int, pin: Callable[[int], torch.Tensor] = _pinned, slab: int = GIB, small: int = SMALL):
         self.room, self.small, self._pin, self._slab = room, small, pin, slab
         self._slabs: list[_Slab] = []
+        self.is_full = False  # whether it has had no room for a tensor
 
     @property
     def taken(self) -> int:
@@ -151,6 +134,7 @@ class PinnedMemory:
                 return slot
         new = max(min(self._slab, self.room - self.taken), _aligned(size))  # the last slab may be a smaller one
         if self.taken + new > self.room:
+            self.is_full = True
             return None
         try:
             self._slabs.append(_Slab(self._pin(new)))
@@ -159,7 +143,7 @@ class PinnedMemory:
                 f"The host has pinned {self.taken / GIB:.0f} GiB for activations and no more ({error}). Set "
                 "host_memory_budget to fewer GiB."
             )
-            self.room = self.taken
+            self.room, self.is_full = self.taken, True
             return None
         return self._slabs[-1].take(size)
 

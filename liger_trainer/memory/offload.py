@@ -89,7 +89,6 @@ class _Call:
         self.host, self.stream, self._module = host, stream, module
         self._elsewhere = {x.untyped_storage()._cdata for x in _plain_in(given)}
         self._storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
-        self.stays = 0  # bytes of large tensors that are not copied
         self._event: torch.cuda.Event | None = None  # the end of the copies
         self._compute: torch.cuda.Stream | None = None
 
@@ -109,7 +108,6 @@ class _Call:
         if key in self._elsewhere or (x.untyped_storage().nbytes() if plain else x.nbytes) < self.host.small:
             return kept
         if not plain or (self.stream is not None and x.device != self.stream.device):
-            self.stays += x.nbytes
             return kept
         storage = self._storages.get(key)
         if storage is None:
@@ -123,9 +121,7 @@ class _Call:
                 here = kept.storage
                 if here is not None and here.nbytes() == kept.size:
                     kept.slot = self.host.take(kept.size)
-                if here is None or kept.slot is None:
-                    self.stays += kept.size
-                else:
+                if here is not None and kept.slot is not None:
                     on_gpu = torch.empty(0, dtype=torch.uint8, device=here.device).set_(here)
                     kept.slot.bytes.copy_(on_gpu, non_blocking=True)
 
@@ -193,7 +189,6 @@ class Offload:
 
     def __init__(self, host: PinnedMemory, stream: torch.cuda.Stream | None, lag: int, ahead: int):
         self.host, self.stream, self.lag, self.ahead = host, stream, lag, ahead
-        self.stays = 0  # bytes of the calls that were not copied
         self._leaving: dict[int, _Call] = {}  # by the call that waits for the copy
         self._swapped_in: defaultdict[int, list[_Call]] = defaultdict(list)  # by the call whose backward pass begins it
 
@@ -210,7 +205,6 @@ class Offload:
         with saved_tensors_hooks(call, _value_of):
             output = run(*args)
         call.swap_out()
-        self.stays += call.stays
         return output
 
     def before_call(self, number: int) -> None:

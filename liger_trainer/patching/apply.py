@@ -22,11 +22,10 @@ from liger_trainer.instance.kind import Kind, Proven
 from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
-from liger_trainer.patching import expert_gates, experts, mlps, norms, rotary, towers, varlen
+from liger_trainer.patching import experts, mlps, norms, rotary, towers, varlen
 
 KINDS: tuple[Kind, ...] = (
-    norms.KIND, mlps.KIND, experts.KIND, expert_gates.KIND, lora.KIND, experts.WRAPPER_KIND,
-    float8.KIND,
+    norms.KIND, mlps.KIND, experts.KIND, lora.KIND, experts.WRAPPER_KIND, float8.KIND,
 )  # fmt: skip
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
 _KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)
@@ -38,7 +37,7 @@ def apply_liger(
 ) -> LigerReport:
     """Put fused kernels into this model instance, wherever they are shown to compute what its modules compute.
 
-    Norms, gated MLPs, expert gates and rotary functions are nominated by their structure. Each original and its
+    Norms, gated MLPs, experts and rotary functions are nominated by their structure. Each original and its
     replacement are run on small random inputs on the CPU, and the replacement is bound to the instance only where the
     values and the gradients agree. Other instances, classes and Python modules stay as they are, with one exception:
     with a fused head, transformers asks `liger_trainer.head.masks` for SDPA attention and its masks, and gets the same
@@ -75,7 +74,6 @@ def apply_liger(
     _unbind_all(model)
     with probe.isolated():
         _swap_kinds(model, report, wanted)
-        lora.form_groups(model)
         rotary.swap(model, report, wanted)
     _swap_head(model, report, wanted, head_options)
     with probe.isolated():
@@ -131,7 +129,7 @@ def _swap_kinds(
                 continue
             if only_new and Binding.of(module) is not None:
                 continue
-            slot, reason = probe.slot_of(module, kind.method)
+            slot, reason = probe.slot_of(module)
             proven = guards = None
             if reason is None:
                 key = (kind, probe.fingerprint(module))

@@ -1,21 +1,18 @@
 """The gates of blocks of experts: the method `_apply_gate` of `use_experts_implementation` in transformers."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding
-from liger_trainer.instance.guards import guards_of
-from liger_trainer.instance.kind import Kind
-from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation
-from liger_triton.halves import halves, pairs
+from liger_trainer.patching.gates import SCALES, Gate, candidates
 
-PARTS: dict[str, Callable] = {"halves": halves, "pairs": pairs}  # how gate and up lie in one tensor
+PARTS: dict[str, Callable] = {  # how gate and up lie in one tensor
+    "halves": lambda x: x.chunk(2, -1),
+    "pairs": lambda x: (x[..., ::2], x[..., 1::2]),
+}
 
 
 @dataclass(frozen=True)
@@ -30,12 +27,9 @@ class ExpertGate:
     gate: Gate
     parts: str
 
-    @property
-    def operation(self) -> str:
-        return self.gate.operation
-
-    def __str__(self) -> str:
-        return f"{self.gate}, experts' _apply_gate{' of pairs' if self.parts == 'pairs' else ''}"
+    def apply(self, module: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
+        """What `_apply_gate` of `module` would return."""
+        return self.gate.function(module)(*PARTS[self.parts](gate_up))
 
 
 def nominated(module: nn.Module) -> bool:
@@ -43,21 +37,11 @@ def nominated(module: nn.Module) -> bool:
     return callable(getattr(type(module), "_apply_gate", None)) and getattr(module, "has_gate", True)
 
 
-def prove(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
-    """(what the `_apply_gate(self, gate_up)` of these experts computes, None), or (None, why it is none of ours)."""
-    own = type(module).forward
-    eager = getattr(own, "__wrapped__", own)
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if implementation == "eager" and "_apply_gate" not in getattr(eager, "__code__", own.__code__).co_names:
-        return None, (
-            "experts run with experts_implementation='eager', which does not call _apply_gate; "
-            "load the model with experts_implementation='grouped_mm'"
-        )
-    return prove_gate(module)
-
-
 def prove_gate(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
-    """The same, whether or not the experts call `_apply_gate`, as the eager ones do not."""
+    """(what the `_apply_gate(self, gate_up)` of these experts computes, None), or (None, why it is none of ours).
+
+    Eager experts have the same code inside their forward, and do not call `_apply_gate`.
+    """
     weight = module._parameters.get("gate_up_proj")
     if weight is None or len(probe.full_shape(weight)) != 3:
         return None, "it has no gate_up_proj of three dimensions"
@@ -72,7 +56,7 @@ def prove_gate(module: nn.Module) -> tuple[ExpertGate | None, str | None]:
                 x, dy = probe.randn((4, width), source, dtype) * scale, probe.randn((4, width // 2), source, dtype)
                 want = _gate_and_grad(type(module)._apply_gate, copy, x, dy)
                 likely = [
-                    c for c in likely if all(map(probe.same, _gate_and_grad(build(c), copy, x, dy), want, [rtol] * 2))
+                    c for c in likely if all(map(probe.same, _gate_and_grad(c.apply, copy, x, dy), want, [rtol] * 2))
                 ]
     if not likely:
         return None, (
@@ -89,24 +73,3 @@ def _gate_and_grad(
     x = x.clone().requires_grad_()
     y = function(module, x)
     return y, torch.autograd.grad(y, x, dy)[0] if y.shape == dy.shape else torch.zeros(())
-
-
-@functools.cache
-def build(expert_gate: ExpertGate) -> Callable:
-    """The `_apply_gate` to bind to a block of experts, whose own code keeps the result for the backward pass."""
-    gate, parts = expert_gate.gate, PARTS[expert_gate.parts]
-
-    def _apply_gate(self, gate_up: torch.Tensor) -> Any:
-        return gate.function(self)(*parts(gate_up))
-
-    return _apply_gate
-
-
-def _is_left(module: nn.Module) -> bool:
-    """Whether `module` has a gate of experts and was not swapped whole."""
-    return nominated(module) and Binding.of(module) is None
-
-
-KIND = Kind(
-    _is_left, prove, build, guessed_operation, "_apply_gate", guards=functools.partial(guards_of, method="_apply_gate")
-)

@@ -1,8 +1,9 @@
 """Positions of image patches and tokens, computed on the host, which knows the sizes of the images of a batch.
 
-Models of transformers compute where patches and windows lie, and the positions of tokens in three dimensions, from
-sizes that they read back from the GPU, image by image. Each read waits for all that was launched before. Here the same
-code gets the values that the host has kept of the batch (`varlen/host_copies.py`), and its results are sent to the GPU.
+Models of transformers compute where patches, windows and the tokens of images lie, and the positions of tokens in three
+dimensions, from values that they read back from the GPU, image by image. Each read waits for all that was launched
+before. Here the same code gets the values that the host has kept of the batch (`varlen/host_copies.py`), and its
+results are sent to the GPU.
 """
 
 import functools
@@ -21,8 +22,11 @@ from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, glo
 from liger_trainer.instance.hooks import comes_from, home
 from liger_trainer.patching.rotary import decorated_like, forward_with_globals
 from liger_trainer.varlen.host_copies import remember, sent, values_of
+from liger_trainer.varlen.known import Known
 
 _INDEX = "get_rope_index"  # of a model: positions of its tokens
+_PLACES = "get_placeholder_mask"  # of a model: which tokens are those of images; checks how many
+_FEATURES = {"get_image_features": "image_grid_thw", "get_video_features": "video_grid_thw"}  # which are split by sizes
 _HELPERS = "get_vision_"  # functions of `transformers.vision_utils` that a tower's forward calls with the sizes
 _ROOM = "transformers.vision_utils"
 _DECORATORS = ("transformers.utils.", "torch.utils._contextlib")
@@ -34,10 +38,34 @@ class IndexBinding(Binding):
     key = "_liger_rope_index"
 
 
+class PlacesBinding(Binding):
+    """What is bound in the place of `get_placeholder_mask`."""
+
+    key = "_liger_places"
+
+
+class ImagesBinding(Binding):
+    """What is bound in the place of `get_image_features`."""
+
+    key = "_liger_image_features"
+
+
+class VideosBinding(Binding):
+    """What is bound in the place of `get_video_features`."""
+
+    key = "_liger_video_features"
+
+
 class SizesBinding(Binding):
     """What is bound to a tower that computes where its patches lie."""
 
     key = "_liger_sizes"
+
+
+_BINDINGS: dict[str, type[Binding]] = {
+    _INDEX: IndexBinding, _PLACES: PlacesBinding, "get_image_features": ImagesBinding,
+    "get_video_features": VideosBinding,
+}  # fmt: skip
 
 
 def swap(model: nn.Module) -> None:
@@ -46,18 +74,21 @@ def swap(model: nn.Module) -> None:
         cls = own_class(module)
         if not cls.__module__.startswith("transformers."):
             continue
-        index = getattr(cls, _INDEX, None)
-        if index is not None and comes_from(index, "transformers.") and _INDEX not in module.__dict__:
-            bind(module, IndexBinding(_index_of(cls), _INDEX))  # type: ignore[arg-type]
-        elif (binding := _sizes_of(module)) is not None:
+        if (binding := _sizes_of(module)) is not None:
             bind(module, binding)
+        for name, kind in _BINDINGS.items():
+            own = getattr(cls, name, None)
+            if own is None or name in module.__dict__ or not comes_from(own, "transformers."):
+                continue
+            if (method := _method_of(own, name)) is not None:
+                bind(module, kind(method, name, guards=Guards(cls, [(cls, name, own)])))
 
 
 def remove(model: nn.Module) -> None:
     """Undo `swap`."""
     for module in model.modules():
-        unbind(module, IndexBinding)
-        unbind(module, SizesBinding)
+        for kind in (*_BINDINGS.values(), SizesBinding):
+            unbind(module, kind)
 
 
 def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None, **named: Any) -> Any:
@@ -73,7 +104,25 @@ def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None
         return function(*args, **named, **more)
     known = {id(x): value for x, value in zip(given, values, strict=True)}
     args, named = tree_map(lambda x: known.get(id(x), x), (args, named))
-    return tree_map(functools.partial(_sent, device=given[0].device), function(*args, **named, **more))
+    return tree_map(functools.partial(_sent, device=given[0].device), _alone(function, *args, **named, **more))
+
+
+def _value_of(x: Any) -> torch.Tensor | None:
+    """The values of a tensor of a GPU, if the host knows them."""
+    if not isinstance(x, torch.Tensor) or not x.is_cuda or torch.compiler.is_compiling():
+        return None
+    values = values_of(x)[0]
+    return None if values.is_cuda else values
+
+
+def _alone(function: Callable, *args: Any, **named: Any) -> Any:
+    """The result of `function` in one thread: waking others takes longer than these few numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(*args, **named)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _sent(x: Any, device: torch.device) -> Any:
@@ -85,16 +134,59 @@ def _sent(x: Any, device: torch.device) -> Any:
 
 
 @functools.cache
-def _index_of(cls: type) -> Callable:
-    own = getattr(cls, _INDEX)
+def _method_of(own: Callable, name: str) -> Callable | None:
+    """What to bind in the place of a method; None where it is not as it is known."""
+    signature, method = inspect.signature(own), None
+    if name == _INDEX:
+        method = _index_of(own)
+    elif name == _PLACES and {"input_ids", "inputs_embeds"} <= signature.parameters.keys():
+        method = _places_of(own, signature)
+    elif _FEATURES.get(name) in signature.parameters:
+        method = _features_of(own, signature, _FEATURES[name])
+    if method is not None:
+        functools.update_wrapper(method, own)
+        method.__signature__ = signature  # type: ignore[attr-defined]
+        del method.__wrapped__  # type: ignore[attr-defined]
+    return method
 
-    @functools.wraps(own)
+
+def _index_of(own: Callable) -> Callable:
     def get_rope_index(self, *args, **kwargs):
         return on_host(functools.partial(own, self), *args, **kwargs)
 
-    get_rope_index.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
-    del get_rope_index.__wrapped__
     return get_rope_index
+
+
+def _places_of(own: Callable, signature: inspect.Signature) -> Callable:
+    """`get_placeholder_mask` on the host. It looks at embeddings and features for their sizes alone."""
+
+    def get_placeholder_mask(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs).arguments
+        embeds = call.get("inputs_embeds")
+        if (values := _value_of(call.get("input_ids"))) is None or not isinstance(embeds, torch.Tensor):
+            return own(self, *args, **kwargs)
+        more = {n: _stand_in(x) for n, x in call.items() if n not in ("self", "input_ids")}
+        masks = _alone(own, self, input_ids=values, **more)
+        return tree_map(lambda x: Known.of(x, embeds.device) if isinstance(x, torch.Tensor) else x, masks)
+
+    return get_placeholder_mask
+
+
+def _stand_in(x: Any) -> Any:
+    return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape) if isinstance(x, torch.Tensor) else x
+
+
+def _features_of(own: Callable, signature: inspect.Signature, sizes: str) -> Callable:
+    """`get_image_features` with known `sizes`, by which it splits what its tower returns."""
+
+    def get_features(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs)
+        given = call.arguments.get(sizes)
+        if (values := _value_of(given)) is not None:
+            call.arguments[sizes] = Known.around(given, values)
+        return own(*call.args, **call.kwargs)
+
+    return get_features
 
 
 def _sizes_of(module: nn.Module) -> SizesBinding | None:

@@ -178,7 +178,7 @@ def decorated_like(decorated: Callable, forward: Callable) -> Callable:
 def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]]) -> list[str]:
     """The names of the rotary embeddings that make the angles for the module `name`: children of its nearest ancestor.
 
-    The rotary embedding of a sibling, as of a text model beside a vision tower, says nothing about it.
+    The rotary embedding of a sibling says nothing about it, as that of a text model about a vision tower.
     """
     parts = name.split(".") if name else []
     for depth in range(len(parts), -1, -1):

@@ -138,8 +138,8 @@ def _prove(model):
     if subject is backbone:
         with_images = [(f"images in {what}", _with_images(own, given)) for what, given, _ in batches[:2]]
         batches += [(what, given, given) for what, given in with_images if given]
-    for what, given, beside in batches:
-        reason = reason or _differs(ours, given, _run(own, beside), what, kinds)
+    for what, given, stock_given in batches:
+        reason = reason or _differs(ours, given, _run(own, stock_given), what, kinds)
     if proven.is_local:
         full = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         if (differs := _differs(ours, full, _run(own, full), "rows without padding", kinds)) is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -18,7 +18,7 @@ from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.instance.hooks import comes_from
-from liger_trainer.memory.memory import Memory
+from liger_trainer.memory.memory import GpuMemory
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching import LigerReport
 from liger_trainer.trainers import init_checks
@@ -55,23 +55,17 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
             `label_mask`: any of `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`, `"hidden_states"`,
             `"vocab_mean"`. Another name is an error.
         loss_hook (`str` or `None`): Name of the method that a subclass overrides for a loss of its own.
-        other_losses (`dict`): The options that decide the loss too, with the values at which they do not.
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
         freezes_in_eight_bits (`bool`): Whether the base of a model with adapters is put into eight bits, as `fp8` asks.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
-        device_memory (`Memory` or `None`): Another memory than the GPU's, by which it chooses.
+        device_memory (`GpuMemory` or `None`): Another memory than the GPU's, by which it chooses.
         grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
     """
 
     token_outputs: tuple[str, ...] = ()
     loss_hook: str | None = "token_loss"
-    other_losses: ClassVar[dict[str, Any]] = {
-        "label_smoothing_factor": 0.0,
-        "loss_type": "nll",
-        "compute_loss_func": None,
-    }
     gives_token_predictions: bool = False
     _predicted: list[dict[str, torch.Tensor]] | None = None  # a list while `prediction_step` gathers predictions
     _loss_only: bool = False  # True while `prediction_step` wants no logits
@@ -80,7 +74,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
     liger_report: LigerReport | None = None
     freezes_in_eight_bits: bool = False
     checkpointing: CheckpointingSummary | None = None
-    device_memory: Memory | None = None
+    device_memory: GpuMemory | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
     _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
 

@@ -30,7 +30,7 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
     name, args = type(trainer).__name__, trainer.args
     if not trainer.uses_liger:
         if trainer.has_own_loss:
-            raise ValueError(f"{name} overrides {trainer.loss_hook}, which needs use_liger=True; got use_liger=False.")
+            raise ValueError(f"{name} overrides token_loss, which needs use_liger=True; got use_liger=False.")
         bindings = [Binding.of(module) for module in model.modules()]
         if has_fused_head(model) or any(binding is not None and not binding.aside for binding in bindings):
             raise ValueError(
@@ -45,7 +45,7 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         )
     if trainer.has_own_loss and not trainer.wants_part("fused_linear_cross_entropy"):
         raise ValueError(
-            f"{name} overrides {trainer.loss_hook}, which needs the fused LM head, but liger_config has "
+            f"{name} overrides token_loss, which needs the fused LM head, but liger_config has "
             "fused_linear_cross_entropy: false. Remove that entry."
         )
     if args.n_gpu > 1:
@@ -70,13 +70,12 @@ def refuse_processes_apart(trainer: Any) -> None:
 
 def refuse_a_second_loss(trainer: Any) -> None:
     """ValueError if an option and the user's own method both decide the loss: one of them would be ignored."""
-    hook = trainer.loss_hook
-    for name, unset in trainer.other_losses.items():
+    for name, unset in (("label_smoothing_factor", 0.0), ("loss_type", "nll"), ("compute_loss_func", None)):
         value = getattr(trainer if name == "compute_loss_func" else trainer.args, name, unset)
         if value != unset:
             raise ValueError(
-                f"{type(trainer).__name__} overrides {hook}, and {name} is {value!r}: only one can be the loss. "
-                f"Remove {name}, or put what it does into {hook}."
+                f"{type(trainer).__name__} overrides token_loss, and {name} is {value!r}: only one can be the loss. "
+                f"Remove {name}, or put what it does into token_loss."
             )
 
 
@@ -94,10 +93,9 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
     name = type(trainer).__name__
     if (why := trainer.why_unfused(trainer.model)) is not None:
         raise ValueError(
-            f"{name} overrides {trainer.loss_hook}, which needs the fused LM head, but {why}. Override compute_loss "
-            "instead."
+            f"{name} overrides token_loss, which needs the fused LM head, but {why}. Override compute_loss instead."
         )
-    if trainer.loss_hook == "token_loss" and (why := _why_not_next_tokens(trainer.model)) is not None:
+    if (why := _why_not_next_tokens(trainer.model)) is not None:
         raise ValueError(
             f"{name} overrides token_loss, which scores each label as the token that follows, but {why}, and its "
             "labels would be off by one. Override compute_loss instead."

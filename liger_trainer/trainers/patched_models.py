@@ -1,15 +1,11 @@
-"""The models that one trainer has patched: the options of their heads, and how to undo it if building it fails."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+"""The models that one trainer has patched, and the options of their heads."""
 
 from torch import nn
 
 from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.find import base_model_of, has_fused_head, head_options
 from liger_trainer.head.outputs import HeadOptions
-from liger_trainer.patching import LigerReport, apply_liger, remove_liger
+from liger_trainer.patching import LigerReport, apply_liger
 
 
 class PatchedModels:
@@ -21,32 +17,11 @@ class PatchedModels:
 
     def __init__(self) -> None:
         self._options: list[tuple[nn.Module, HeadOptions]] = []
-        # While the trainer is built: each model, the options of its head, and the attributes of each of its modules
-        self._before: list[tuple[nn.Module, HeadOptions | None, dict[nn.Module, dict[str, Any]]]] | None = []
-
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Surrounds the building of a trainer. If that fails, every model is as it was before, patched or not."""
-        try:
-            yield
-        except BaseException:
-            for model, options, attributes in reversed(self._before or []):
-                remove_liger(model)
-                for module, before in attributes.items():
-                    vars(module).clear()
-                    vars(module).update(before)
-                if options is not None:
-                    install_fused_head(model, options)
-            raise
-        finally:
-            self._before = None
 
     def patch(
         self, model: nn.Module, config: dict | None, options: HeadOptions | None = None, instead: bool = False
     ) -> LigerReport:
         """`apply_liger`, whose `options` of the head are remembered. With `instead`, those of other models are not."""
-        if self._before is not None:
-            self._before.append((model, head_options(model), {one: dict(vars(one)) for one in model.modules()}))
         report = apply_liger(model, config, head_options=options)
         if has_fused_head(model):
             base = base_model_of(model)

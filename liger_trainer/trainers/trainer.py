@@ -38,11 +38,10 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._patched = PatchedModels()
-        with self._patched.undone_on_error():
-            super().__init__(*args, **kwargs)
-            if self.model_init is None:  # otherwise call_model_init has patched the model
-                self._apply_liger(self.model)
-            self._finish_init()
+        super().__init__(*args, **kwargs)
+        if self.model_init is None:  # otherwise call_model_init has patched the model
+            self._apply_liger(self.model)
+        self._finish_init()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

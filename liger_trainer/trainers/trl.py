@@ -100,13 +100,12 @@ class LigerTRLMixin(LigerTrainerMixin):
         config: Any = given.get("args")
         self.args = config  # `uses_liger` and `wants_part` read it
         self._patched = PatchedModels()
-        with self._patched.undone_on_error():
-            replaced = _for_fsdp(sys.modules[self.stock_class().__module__]) | self._replaced_globals()
-            init = with_globals(self._stock_init(stock_init), replaced)
-            init(self, *args, **kwargs)
-            if self.liger_report is None:
-                self._apply_liger(self.model)
-            self._finish_init()
+        replaced = _for_fsdp(sys.modules[self.stock_class().__module__]) | self._replaced_globals()
+        init = with_globals(self._stock_init(stock_init), replaced)
+        init(self, *args, **kwargs)
+        if self.liger_report is None:
+            self._apply_liger(self.model)
+        self._finish_init()
 
     def _stock_init(self, following: Any) -> types.FunctionType:
         """The stock `__init__`. TypeError if it is not the `following` one, which would find TRL's own globals."""

@@ -6,8 +6,7 @@ transformers' models ask one registry for their attention function and another f
 
 - plain causal attention over rows of one length: PyTorch's SDPA, the fastest there
 - rows of several lengths, and sliding windows: the kernel under `torch.nn.attention.varlen`, which skips what is not
-  seen. On CPUs, and for dropout, dtypes and head sizes that it does not know, one call of SDPA with the rows padded on
-  the right, or one call for each row where that would be mostly padding
+  seen. On CPUs, and for dropout, dtypes and head sizes that it does not know, SDPA for each row by itself
 - sinks and soft caps: `liger_triton.row_attention`
 - a window that is no shorter than the longest row is plain causal, and chunks are rows of their own
 
@@ -29,7 +28,6 @@ from liger_triton import row_attention
 from liger_triton.row_attention import flash_is_built
 
 _MOST_HEAD_DIM = 256  # of the kernel
-_MOST_ROOM = 4  # places for each token, up to which rows are padded to attend in one call
 _NOT_KNOWN = ("position_bias", "cache")  # arguments that it cannot answer
 
 
@@ -58,11 +56,6 @@ class Rows:
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
     @property
-    def room(self) -> int:
-        """Places of all rows, each padded to the longest."""
-        return len(self.lengths) * self.longest
-
-    @property
     def full(self) -> bool:
         """Return whether they are the rows of the batch."""
         return len(self.lengths) == self.batch
@@ -70,7 +63,7 @@ class Rows:
     @property
     def equal(self) -> bool:
         """Return whether all are of one length."""
-        return self.room == self.tokens
+        return min(self.lengths) == self.longest
 
     def in_chunks(self, size: int) -> "Rows":
         """Cut these rows into rows of `size` tokens, from the beginning of each."""
@@ -83,12 +76,6 @@ class Rows:
     @functools.cached_property
     def _chunks(self) -> dict[int, "Rows"]:
         return {}
-
-    @functools.cached_property
-    def places(self) -> torch.Tensor:
-        """int64 (T,), on the device: where each token is among these places."""
-        places = [torch.arange(n, device="cpu") + row * self.longest for row, n in enumerate(self.lengths)]
-        return sent(torch.cat(places), self.offsets.device)
 
 
 class RowMask:
@@ -196,7 +183,7 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
     if softcap is not None or s_aux is not None:
         return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
     rows.kinds.add("chunks" if mask.chunked else "causal" if mask.window is None else "sliding window")
-    attend = _all_rows if rows.room <= _MOST_ROOM * rows.tokens else _row_by_row
+    attend = _row_by_row
     if window is None and rows.equal:
         attend = _by_sdpa
     elif _kernel_takes(query, key, value, dropout):
@@ -272,23 +259,6 @@ def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor
     position = torch.arange(length, device=device)
     distance = position[:, None] - position
     return (distance >= 0) & (distance < window)
-
-
-def _all_rows(query, key, value, rows: Rows, window, dropout, scaling):
-    places = rows.places.to(query.device)
-    q, k, v = (
-        x.new_zeros(rows.room, x.shape[1], x.shape[3])
-        .index_copy(0, places, _flat(x))
-        .unflatten(0, (-1, rows.longest))
-        .transpose(1, 2)
-        for x in (query, key, value)
-    )
-    near = _near(rows.longest, window, query.device)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=near, dropout_p=dropout, is_causal=near is None, scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
 
 def _row_by_row(query, key, value, rows: Rows, window, dropout, scaling):

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.attention import Rows
-from liger_trainer.varlen.host_copies import sent, values_of
+from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.padding import (
     BackboneBinding,
     Plan,
@@ -272,7 +272,10 @@ def _padded_plan(call, tokens, mask, full) -> Plan | None:
     runs = (real & ~F.pad(real[:, :-1], (1, 0))).sum(1)
     if (runs > 1).any() or any((x & ~real).any() for x in predicting) or sum(lengths) in (0, real.numel()):
         return None
-    index = sent(real.flatten().nonzero()[:, 0], tokens.device)
+    places = real.flatten().nonzero()[:, 0]
+    index = sent(places, tokens.device)
+    if index is not places:
+        remember(index, places)
     return Plan(call, Rows(lengths, tokens.device), index, bool(real[:, -1].any()))
 
 

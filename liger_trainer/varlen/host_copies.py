@@ -42,8 +42,12 @@ def _known(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def remember(x: torch.Tensor, values: torch.Tensor) -> None:
-    """Have `values_of` know the values of `x` while it is not written to. `values` are its own from now on."""
-    setattr(x, _ATTRIBUTE, _HostCopy(values, x._version))
+    """Have `values_of` know the values of `x` while it is not written to. `values` are its own from now on.
+
+    A tensor of inference mode has no version, so its values are not remembered.
+    """
+    if not x.is_inference():
+        setattr(x, _ATTRIBUTE, _HostCopy(values, x._version))
 
 
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:

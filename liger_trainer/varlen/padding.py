@@ -22,6 +22,8 @@ from liger_trainer._logging import logger
 from liger_trainer.instance.binding import Binding, bind, call_previous
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
+from liger_trainer.varlen.host_copies import values_of
+from liger_trainer.varlen.known import Known
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")
 _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
@@ -115,12 +117,18 @@ class Plan:
             return call | {"attention_mask": mask}
         batch, length = tokens.shape[:2]
         packed = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
-        packed = {name: x.flatten(0, 1)[self.index].unsqueeze(0) for name, x in packed.items()}
+        packed = {name: self._taken(x).unsqueeze(0) for name, x in packed.items()}
         if (positions := call.get("position_ids")) is None:
             positions = (self.index % length).unsqueeze(0)
         else:
             positions = positions.expand(*positions.shape[:-2], batch, length).flatten(-2)[..., None, self.index]
         return call | packed | {"attention_mask": mask, "position_ids": positions}
+
+    def _taken(self, x: torch.Tensor) -> torch.Tensor:
+        """What the real tokens have of x (B, S, ...)."""
+        assert self.index is not None  # `packed` has looked
+        taken, (index,) = x.flatten(0, 1)[self.index], values_of(self.index)
+        return Known.around(taken, x.values.flatten(0, 1)[index]) if isinstance(x, Known) else taken
 
     def padded(self, outputs):
         """Put every tensor of real tokens that the backbone has returned back into the shape of the batch."""

@@ -54,6 +54,8 @@ class Segments:
 
 def segments_of(offsets: torch.Tensor) -> Segments:
     """The segments that begin at `offsets`. All layers of a tower are given the same tensor, which remembers them."""
+    if offsets.is_inference():  # whether it has been written to since cannot be seen
+        return Segments(offsets)
     known = getattr(offsets, _ATTRIBUTE, None)
     if known is None or known[0] != offsets._version:
         known = offsets._version, Segments(offsets)

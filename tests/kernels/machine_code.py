@@ -29,9 +29,9 @@ def row(block, aligned, **flags):
     return _row_pass._row_kernel, ROW, constants, sixteen + ["x_stride", "d_stride", "W"] * aligned, block // 256
 
 
-def gate(act, pairs=""):
+def gate(act):
     floats = dict.fromkeys(("limit", "alpha", "up_offset", "gate_scale"), "fp32")
-    constants = {"ACT": act, "PAIRS": pairs, "D_PAIRS": pairs, "PRODUCT": False, "BLOCK": 2048}
+    constants = {"ACT": act, "PRODUCT": False, "BLOCK": 2048}
     return _gate_bwd_kernel, GATE | floats, constants, GATE_SIXTEEN, 4
 
 
@@ -70,7 +70,6 @@ def columns_of(dtype):
 CASES = {
     "swiglu": gate("silu"),
     "clamped swiglu": gate("clamped"),
-    "swiglu of pairs": gate("clamped", "gate"),
     "geglu": gate("gelu_tanh"),
     "rows": row(8192, True),
     "rows anywhere": row(4096, False),

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from liger_triton import linear_logprobs, lora_linear, lora_linears, reference
-from liger_triton.lora_linear import LoRAGroup
 
 low_rank_file = importlib.import_module("liger_triton._low_rank")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -135,27 +134,6 @@ def test_an_output_that_nobody_uses(device):
     for got, w in zip((x.grad, qa.grad, qb.grad), want, strict=True):
         torch.testing.assert_close(got, w)
     assert vb.grad is None and va.grad is None
-
-
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["torch", "twin"])
-def test_outputs_that_are_asked_for_one_by_one(dtype, grad, device, allocations):
-    """The products of the adapters with x are one; an output that nobody asks for is not computed."""
-    x, q, q_bias, qa, qb = inputs((7,), dtype, device)
-    _, v, _, va, vb = inputs((1,), dtype, device, 3, bias=False)
-    layers = [(q, q_bias, (qa, qb, 0.5)), (v, None, (va, vb, 0.5)), (v, None, None)]
-    with torch.set_grad_enabled(grad):
-        want = lora_linears(x, layers)
-        with allocations() as seen:
-            group = LoRAGroup(x, layers)
-            got = group.output(1), group.output(0)
-    assert torch.equal(got[0], want[1]) and torch.equal(got[1], want[0])
-    assert dtype == torch.float64 or seen.products == 1 + 2 * 2
-    if grad:
-        leaves = (x, q_bias, qa, qb, va, vb)
-        sums = (got[1].sum() + 2 * got[0].sum(), want[0].sum() + 2 * want[1].sum())
-        for g, w in zip(*(torch.autograd.grad(s, leaves) for s in sums), strict=True):
-            torch.testing.assert_close(g, w)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

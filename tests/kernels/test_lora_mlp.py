@@ -1,4 +1,6 @@
 import functools
+import sys
+import types
 
 import pytest
 import torch
@@ -6,6 +8,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from liger_triton import lora_mlp
+
+kernel = sys.modules["liger_triton.lora_mlp"]
 
 DTYPES = [torch.float32, torch.bfloat16]
 K, INNER, N = 24, 56, 40
@@ -220,3 +224,74 @@ def test_bad_input(change, message):
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         lora_mlp(torch.ones(9, K), **(given | change))
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """Has every MLP computed in slices of eight rows."""
+    monkeypatch.setattr(kernel, "SLICE_ABOVE", 0)
+    monkeypatch.setattr(kernel, "SLICE_BYTES", 1)
+    monkeypatch.setattr(kernel, "SLICE_UNIT", 8)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(16,), (3, 37), (0,), (8,)], ids=str)
+def test_slices_match_float64(shape, activation, device, check_close, slices):
+    calls = (functools.partial(f, activation=activation) for f in (ours, oracle))
+    check_close(*calls, tensors(shape, torch.float32, device, bias=True))
+
+
+@pytest.mark.parametrize("trained", [(0,), (3,), (1, 8), (9,), (12,), (1, 5, 9), (11, 12)], ids=str)
+def test_gradients_of_slices_that_are_wanted(trained, device, check_close, slices):
+    given = tensors((21,), torch.float32, device, ranks=(3, 0, 4))
+    given = [None if t is None else t.detach().requires_grad_(k in trained) for k, t in enumerate(given)]
+    if any(t is not None and t.requires_grad for t in given):
+        check_close(ours, oracle, given)
+
+
+def test_slices_have_the_bits_of_one_slice(device, slices, monkeypatch):
+    """Rows do not depend on one another. Only the sums over them, the gradients of the adapters, are added otherwise."""
+    x, *flat = tensors((21,), torch.bfloat16, device, torch.float32)
+    dy = torch.randn(21, N, device=device).bfloat16()
+    leaves, found = [t for t in (x, *flat) if t is not None and t.requires_grad], []
+    for above in (0, 1 << 30):
+        monkeypatch.setattr(kernel, "SLICE_ABOVE", above)
+        y = ours(x, *flat)
+        found.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2 * want.abs().max().item())
+
+
+def test_slices_keep_their_input_alone(device, slices):
+    x, *flat = tensors((21,), torch.bfloat16, device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = ours(x, *flat)
+    known = {t.data_ptr() for t in (x, *flat) if t is not None}
+    assert all(t.data_ptr() in known for t in kept)
+    leaves = [t for t in (x, *flat) if t is not None and t.requires_grad]
+    first = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(y.sum(), leaves)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_slices_in_a_checkpoint(reentrant, device, slices, monkeypatch):
+    """Without reentrance, what makes them is called in the forward and the backward pass alone."""
+    x, *flat = tensors((21,), torch.float32, device)
+    leaves, called = [t for t in (x, *flat) if t is not None and t.requires_grad], []
+    want = torch.autograd.grad(ours(x, *flat).sum(), leaves)
+    inner = kernel._inner
+    monkeypatch.setattr(kernel, "_inner", lambda *given: called.append(1) or inner(*given))
+    checkpoint(ours, x, *flat, use_reentrant=reentrant).sum().backward()
+    assert len(called) == (9 if reentrant else 6)
+    for leaf, w in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, w)
+
+
+def test_sizes_of_slices():
+    plan = kernel.Plan((types.SimpleNamespace(dtype=torch.bfloat16),) * 2, "silu", True)
+    layers = [types.SimpleNamespace(weight=torch.empty(14336, 4096, device="meta"))]
+    assert plan.slices(37449, layers) == [slice(37449)]
+    long = plan.slices(131072, layers)
+    assert len(long) == 14 and all(s.stop - s.start == 9472 for s in long[:-1])
+    assert [s.start for s in long[1:]] == [s.stop for s in long[:-1]] and (long[0].start, long[-1].stop) == (0, 131072)

@@ -241,7 +241,7 @@ def compare(model_type) -> Comparison:
     start = time.perf_counter()
     report = apply_liger(model)
     took = time.perf_counter() - start
-    found = Comparison(model_type, "same", "", **swapped(model, report))
+    found = Comparison(model_type, "same", "", **swapped(report))
     vocab = output_head(model).weight.shape[0] if report["fused_linear_cross_entropy"].found else -1
     with pytest.MonkeyPatch.context() as patch, LogitRows(vocab) as seen:
         patch.setattr("liger_triton._chunks._CPU_CHUNK_BYTES", 4 * vocab * CHUNK)
@@ -258,32 +258,23 @@ def compare(model_type) -> Comparison:
     return found
 
 
-def swapped(model, report) -> dict:
+def swapped(report) -> dict:
     """The cells of the table: how many modules of each kind were swapped, of how many; what was kept, and why."""
     cells = {}
-    for cell, operations in (("norms", ("rms_norm", "layer_norm")), ("rope", ("rope",))):
-        cells[cell] = _of([name for op in operations for name in report[op].swapped], report, operations)
-    gates = ("swiglu", "geglu")
-
-    def is_expert(name):
-        return hasattr(model.get_submodule(name), "_apply_gate")
-
-    cells["mlp"] = _of([n for op in gates for n in report[op].swapped], report, gates, lambda n: not is_expert(n))
-    whole = set(report["experts"].swapped)
-    gate_alone = {n for op in gates for n in report[op].swapped if is_expert(n)}
-    found = len(whole | gate_alone | set(report["experts"].skipped))
-    done = "all" if len(whole) == found else f"{len(whole)} of {found}"
-    cells["experts"] = (done + (f", gates {len(gate_alone)}" if gate_alone else "")) if found else ""
+    kinds = {
+        "norms": ("rms_norm", "layer_norm"),
+        "rope": ("rope",),
+        "mlp": ("swiglu", "geglu"),
+        "experts": ("experts",),
+    }
+    for cell, operations in kinds.items():
+        done = sum(len(report[op].swapped) for op in operations)
+        found = sum(report[op].found for op in operations)
+        cells[cell] = "" if found == 0 else "all" if done == found else f"{done} of {found}"
     head = report["fused_linear_cross_entropy"]
     cells["head"] = "fused" if head.swapped else "kept" if head.skipped else ""
     reasons = [why for op in report.operations if op != "varlen_attention" for why in report[op].skipped.values()]
     return cells | {"kept": tuple(dict.fromkeys(reasons))}  # with eager attention, padding is never left out
-
-
-def _of(names, report, operations, wanted=lambda name: True) -> str:
-    done = sum(map(wanted, names))
-    found = done + sum(wanted(name) for op in operations for name in report[op].skipped)
-    return "" if found == 0 else "all" if done == found else f"{done} of {found}"
 
 
 KINDS = {"head": "LM head", "norms": "norms", "rope": "rotary", "mlp": "gated MLPs", "experts": "experts"}

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import VOCAB, tiny_model
 
-from liger_trainer.medusa.decode import head_input
+from liger_trainer.medusa.evaluate import head_input
 from liger_trainer.medusa.heads import MedusaHeads
 from liger_trainer.medusa.prompts import answer
 

@@ -6,7 +6,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -59,6 +58,7 @@ DAMAGES = {
     "flipped optimizer": lambda checkpoint: flip(checkpoint / "optimizer.pt"),
     "zeroed optimizer": lambda checkpoint: zero_half(checkpoint / "optimizer.pt"),
     "no scheduler": lambda checkpoint: (checkpoint / "scheduler.pt").unlink(),
+    "no random state": lambda checkpoint: (checkpoint / "rng_state.pth").unlink(),
     "zeroed random state": lambda checkpoint: zero_half(checkpoint / "rng_state.pth"),
     "half a manifest": lambda checkpoint: truncate(checkpoint / manifest.NAME),
     "killed": lambda checkpoint: (checkpoint / manifest.NAME).rename(checkpoint / manifest.BEGUN),
@@ -98,13 +98,6 @@ def test_no_whole_checkpoint_at_all(saved_run, folder, capsys):
     assert code == 0 and "resumed" not in out
     assert re.search("checkpoint-4 is not whole .*checkpoint-2 is not whole .*begins anew", err)
     assert losses(folder / "out") == losses(saved_run)
-
-
-def test_a_lost_random_state_is_a_line(saved_run, folder, capsys):
-    shutil.copytree(saved_run, folder / "out")
-    (folder / "out" / "checkpoint-4" / "rng_state.pth").unlink()
-    code, out, err = command(capsys, "train", write_recipe(folder, **SAVING), "--resume_from_checkpoint", "true")
-    assert code == 0 and "resumed at step 4" in out and "has lost rng_state.pth" in err
 
 
 def test_a_checkpoint_without_a_manifest_is_taken_by_its_name_only(saved_run, folder, capsys):
@@ -193,19 +186,6 @@ def test_another_adapter_is_not_gone_on_with(folder, capsys):
     assert code == 0 and "lora_dropout is 0.1 and was 0.05" in err, err
 
 
-def test_optimizer_states_of_other_weights(folder, capsys):
-    """torch compares them with nothing, and the first step would write past their ends."""
-    for rank in (4, 8):
-        out = str(folder / f"out{rank}")
-        path = write_recipe(folder, **SAVING | LORA | {"lora_r": rank, "max_steps": 2, "output_dir": out})
-        assert command(capsys, "train", path)[0] == 0
-    checkpoint = folder / "out8" / "checkpoint-2"
-    shutil.copy(folder / "out4" / "checkpoint-2" / "optimizer.pt", checkpoint)
-    (checkpoint / manifest.NAME).unlink()
-    code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", checkpoint, "--max_steps", "4")
-    assert code == 2 and "cannot be loaded: The optimizer's states are of other weights" in err, err
-
-
 def test_what_changes_is_told_in_a_line(saved_run, folder, capsys):
     shutil.copytree(saved_run, folder / "out")
     keys = {"per_device_train_batch_size": 4, "lr_scheduler_type": "cosine", "seed": 7, "max_steps": 6}
@@ -214,7 +194,7 @@ def test_what_changes_is_told_in_a_line(saved_run, folder, capsys):
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "auto")
     assert code == 0
     (line,) = (line for line in err.splitlines() if "in another way" in line)
-    assert re.findall(r"(\w+) is", line.partition(":")[2]) == sorted(keys | {"lr_scheduler_type": 0})
+    assert re.findall(r"(\w+) is", line.partition(":")[2]) == sorted(keys)
     assert "max_steps is 6 and was 4" in line and "lr_scheduler_type is 'cosine' and was 'linear'" in line
 
 
@@ -239,7 +219,7 @@ def test_resume_says_what_the_checkpoint_decides(saved_run, folder, capsys):
     assert code == 0, err
     assert losses(folder / "out") == losses(saved_run), "the states decide"
     line = next(line for line in err.splitlines() if "learning_rate" in line)
-    assert "learning_rate stays 0.01 and not 0.009, weight_decay stays 0.0 and not 0.5" in line
+    assert "learning_rate stays 0.01 and not 0.009" in line and "weight_decay stays 0.0 and not 0.5" in line
     shutil.rmtree(folder / "out")
     code, _, err = command(capsys, "train", path, *resume)
     assert code == 0 and "stays" not in err
@@ -413,9 +393,9 @@ def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
     keeper.finish(trainer)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Future, "result", lambda self: signal.raise_signal(signal.SIGINT))
-        keeper.wait()
+        keeper.wait(trainer)
     threading.Timer(0.2, goes_on.set).start()
-    keeper.wait()
+    keeper.wait(trainer)
     assert manifest.read(tmp_path / "checkpoint-2") is not None
 
 
@@ -468,14 +448,14 @@ def test_two_runs_in_one_folder(folder, capsys, monkeypatch):
     """The second begins while the first one loads, and has saved nothing. A killed one is not in the way."""
     path, lock = write_recipe(folder), folder / "out" / "_liger_trainer.lock"
     lock.parent.mkdir()
-    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": 4711}))
+    lock.write_text("process 4711 on node7")
     command_line = [sys.executable, "-c", LOCKS, lock]
     first = subprocess.Popen([*command_line, "100"], stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout.readline() == "held\n"
         for options in ((), ("--overwrite_output_dir", "true"), ("--resume_from_checkpoint", "auto")):
             code, _, err = command(capsys, "train", path, *options)
-            assert code == 2 and "another run is at work (process 4711 on " in err, err
+            assert code == 2 and "another run is at work (process 4711 on node7)" in err, err
     finally:
         first.kill()
         first.wait()
@@ -508,13 +488,6 @@ def test_a_disk_that_is_full_at_the_start(folder, capsys, monkeypatch):
     monkeypatch.setattr(output_dir, "_lock", lock)
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 2 and "cannot be written: File too large" in err
-
-
-def test_a_lock_of_another_machine(folder, capsys):
-    (folder / "out").mkdir()
-    (folder / "out" / "_liger_trainer.lock").write_text('{"host": "node7", "pid": 12}')
-    code, _, err = command(capsys, "train", write_recipe(folder))
-    assert code == 0 and "process 12 on node7 has not left" in err
 
 
 @pytest.mark.parametrize("error", [PermissionError(1, "Operation not permitted"), OSError(116, "Stale file handle")])

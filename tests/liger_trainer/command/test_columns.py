@@ -97,7 +97,10 @@ def test_columns_of_each_data_set(tmp_path):
     "columns, message",
     [
         ({"prompt": "qestion", "completion": "answer"}, "names 'qestion'. Did you mean question?"),
-        ({"promt": "question", "completion": "answer"}, "makes the column 'promt'.* Did you mean prompt?"),
+        (
+            {"promt": "question", "completion": "answer"},
+            "it has the columns promt, completion; the trainer needs one of",
+        ),
         ({"question": "prompt"}, "Write columns as {column of the trainer: column of the data}"),
         ({"prompt": "question", "completion": "question"}, "expected a mapping .* each there once"),
         ({"prompt": ["question"]}, "expected a mapping"),
@@ -128,7 +131,7 @@ def test_columns_on_the_command_line_and_in_the_preview(model, tmp_path, capsys)
     code, out, err = command(capsys, "train", path)
     assert code == 0 and "4 used of 4" in out, err
     code, _, err = command(capsys, "train", write_recipe(tmp_path, columns=5, **keys))
-    assert code == 2 and "columns is 5, an integer; expected a mapping" in err
+    assert code == 2 and "columns is 5. Field 'columns'" in err
 
 
 def mixture(folder, **keys):
@@ -139,13 +142,10 @@ def mixture(folder, **keys):
     return load(folder, dataset_name=names, **keys)["text"]
 
 
-def test_weights(tmp_path, capsys):
+def test_weights(tmp_path):
     first = mixture(tmp_path, dataset_weights=[3, 1])
     counts = Counter(text[0] for text in first)
     assert counts["b"] == 60 and 120 < counts["a"] < 240  # until the smaller one is at its end
-    assert f"dataset_weights draws {len(first)} rows: {counts['a']} of a.jsonl (which has 300), 60 of b.jsonl" in (
-        capsys.readouterr().err
-    )
     assert [text for text in first if text[0] == "a"] == [f"a{i}" for i in range(counts["a"])]
     assert mixture(tmp_path, dataset_weights=[0.75, 0.25]) == first != mixture(tmp_path, dataset_weights=[3, 1], seed=1)
     both = mixture(tmp_path, dataset_weights=[3, 1], dataset_stopping_strategy="all_exhausted")
@@ -167,12 +167,9 @@ def test_weights_in_a_recipe(model, tmp_path, capsys):
     path = write_recipe(tmp_path, dataset_name=names, dataset_weights=[3, 1], eval_dataset_name=names[0], **keys)
     words = ("--eval_strategy", "epoch", "--dataset_weights", "1", "1", "--preview", "6")
     code, out, err = command(capsys, "train", path, *words)
-    assert code == 0 and "dataset_weights draws" in err and "w3« w5" in out and "w4« w5" in out, err
+    assert code == 0 and "w3« w5" in out and "w4« w5" in out, err
     code, _, err = command(capsys, "train", path, "--dataset_stopping_strategy", "never")
     assert code == 2 and "never" in err and "first_exhausted" in err
-    path = write_recipe(tmp_path, dataset_name=names, dataset_stopping_strategy="all_exhausted", **keys)
-    code, _, err = command(capsys, "train", path)
-    assert code == 2 and "dataset_stopping_strategy is 'all_exhausted', which has no effect without" in err
     path = write_recipe(tmp_path, dataset_name=names[0], dataset_weights=[1, 1], **keys)
     code, _, err = command(capsys, "train", path)
     assert code == 2 and "dataset_weights is [1, 1], and dataset_name is 'w3.jsonl'" in err
@@ -231,9 +228,6 @@ def test_tools_that_are_text(tmp_path):
     texts = {'[{"name": "f"}]': '[{"name": "f"}]', " ": "[]", None: "[]"}
     rows = [{"messages": [USER, ANSWER], "tools": text} for text in texts]
     assert load(tmp_path, rows)["tools"][:] == list(texts.values())
-    for text in ("look_up", '{"name": "f"}'):
-        with pytest.raises(RecipeError, match=f"Row 1 of the dataset has tools '{text}'; expected a list of functions"):
-            load(tmp_path, [rows[0], rows[0] | {"tools": text}])
 
 
 def test_calls_in_a_later_row_keep_their_arguments(tmp_path):

@@ -2,6 +2,11 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from checkout import ROOT
@@ -108,3 +113,18 @@ def test_medusa_has_no_stock_trainer(folder, capsys):
 def test_mistakes(words, folder, capsys):
     code, _, err = command(capsys, "compare", write_recipe(folder), *words)
     assert code == 2 and words[0] in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_sigterm_ends_the_process_of_the_arm_too(folder):
+    path = write_recipe(folder, max_steps=100000)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    words = [sys.executable, "-m", "liger_trainer", "compare", path, "--steps", "100000"]
+    process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.time() + 120
+    while not children.read_text() and time.time() < deadline:
+        time.sleep(0.05)
+    arm = Path("/proc", children.read_text().strip())
+    assert arm.name.isdecimal() and arm.exists()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143 and not arm.exists()

@@ -112,7 +112,7 @@ def test_eval_fraction_and_max_rows(tmp_path):
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in evaluation}
     assert load(tmp_path, eval_fraction=0.2, **keys)[1].to_list() == evaluation.to_list()
     assert load(tmp_path, max_rows=3, **keys)[0].to_list() == [alpaca_row(row) for row in ALPACA[:3]]
-    with pytest.raises(RecipeError, match="eval_fraction is 0.9, which leaves none of the 1 rows"):
+    with pytest.raises(RecipeError, match="eval_fraction is 0.9, of 1 rows: test_size=1"):
         load(tmp_path, eval_fraction=0.9, max_rows=1, **keys)
 
 
@@ -142,7 +142,7 @@ def test_columns(tmp_path):
         RecipeError, match="the columns question, answer; the trainer needs one of: messages; prompt and completion"
     ):
         load(tmp_path, dataset_name=path)
-    with pytest.raises(RecipeError, match="needs instruction and output .* and instruction and output is missing"):
+    with pytest.raises(RecipeError, match="needs instruction and output"):
         load(tmp_path, dataset_name=path, prompt_template="alpaca")
     with pytest.raises(RecipeError, match="set prompt_template: alpaca"):
         load(tmp_path, dataset_name=write(tmp_path / "alpaca.jsonl", ALPACA))

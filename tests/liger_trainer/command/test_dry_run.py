@@ -154,13 +154,12 @@ WRONG = {
     ),
     "a missing template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "no.jinja"},
-        "chat_template_path is 'no.jinja', and there is no such file",
+        "chat_template_path is 'no.jinja', which is neither chatml",
     ),
     "an unknown model's template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "foo/bar"},
         "chat_template_path is 'foo/bar', which is neither chatml, qwen, llama3",
     ),
-    "no such layers": ({"use_peft": True, "lora_target_modules": ["foo"]}, "It has q_proj, k_proj"),
     "a missing reward": (
         {"trainer": "grpo", "max_length": None, "reward_funcs": ["no.such"], "num_generations": 2},
         "reward_funcs has 'no.such'",

@@ -102,22 +102,21 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
         (
             {"trainer": "grpo", "reward_funcs": ["boxed_answer"], "max_length": "absent", "num_generations": 2},
             (),
-            "does not know what a step of LigerGRPOTrainer",
+            "does not know what a step takes with LigerGRPOTrainer",
         ),
         ({"max_length": None}, (), "max_length is unset"),
         ({"load_in_4bit": True}, (), "load_in_4bit is True"),
-        ({"fp8": True}, (), "fp8 is"),
+        ({"fp8": True}, (), "fp8: true"),
         ({"fp8": True, "use_peft": True}, ("--accelerate_config", "fsdp2"), "FSDP shards the weights"),
-        ({"use_liger": False}, (), "Pass --use_liger true"),
+        ({"use_liger": False}, (), "use_liger: false"),
         ({}, ("--accelerate_config", "context_parallel"), "context parallelism"),
-        ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, (), "kwargs has every_n_layers: 2"),
+        ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, (), "kwargs: every_n_layers: 2"),
         (
             {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
             (),
-            """has offload: True, and liger-trainer fit does not know what a step takes then. Pass """
-            """--activation_checkpointing_kwargs '{"use_reentrant": false}'""",
+            "kwargs: offload: True",
         ),
-        ({"activation_checkpointing_kwargs": {"selective": True}}, (), "kwargs has selective: True"),
+        ({"activation_checkpointing_kwargs": {"selective": True}}, (), "kwargs: selective: True"),
         ({}, ("--gpus", "two"), "--gpus is 'two'; expected a whole number"),
         ({}, ("--gpu-memory", "-1"), "--gpu-memory is '-1'; expected a number"),
         ({}, ("--gpu", "2"), "gpu"),
@@ -141,7 +140,7 @@ def test_the_mend_of_an_option_that_is_not_known(recipe, capsys):
 def test_deepspeed_is_refused_by_name(recipe):
     parsed = parse_recipe(str(recipe()), ["--use_cpu", "true"])
     parsed.sharding = "DEEPSPEED"
-    with pytest.raises(RecipeError, match="shared out by DeepSpeed"):
+    with pytest.raises(RecipeError, match="with DeepSpeed"):
         job_of(parsed, 2)
 
 
@@ -160,5 +159,5 @@ def test_optimizer_in_backward(recipe, capsys):
         assert code == 0, err
         (line,) = re.findall(r"^gradients +[\d.]+ *(.*)$", out, re.MULTILINE)
         assert line == ("the largest; each is freed in the backward pass" if value == "true" else "")
-    with pytest.raises(RecipeError, match="optimizer_in_backward is true, which trains on one GPU only"):
+    with pytest.raises(RecipeError, match="optimizer_in_backward: true on more than one GPU"):
         job_of(parse_recipe(str(recipe(max_grad_norm=0, optimizer_in_backward=True)), ["--use_cpu", "true"]), 2)

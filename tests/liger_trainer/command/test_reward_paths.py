@@ -8,7 +8,7 @@ import pytest
 from checkout import ROOT
 from recipe_fixtures import command, write_model, write_recipe
 
-from liger_trainer.command.rewards import check_columns, find_reward
+from liger_trainer.command.rewards import find_reward
 from liger_trainer.errors import RecipeError
 
 REWARDS = """
@@ -59,7 +59,7 @@ def test_beside_the_recipe_and_in_the_working_directory(tmp_path, module, monkey
     for name in ("rewards_of_recipe", "rewards_of_work"):
         assert find_reward(f"{name}.brief", recipes).__name__ == "brief"
     assert find_reward("rewards_of_both.which", recipes)([]) == "recipe"
-    with pytest.raises(RecipeError, match="No module named 'rewards_of_nobody'"):
+    with pytest.raises(RecipeError, match="'rewards_of_nobody.brief', which is no function"):
         find_reward("rewards_of_nobody.brief", recipes)
 
 
@@ -67,7 +67,7 @@ def test_an_installed_module_is_not_hidden(tmp_path, module):
     """A file beside the recipe may have the name of a library, which the libraries themselves still get."""
     module("wave", "def brief(completions): return []")
     sys.modules.pop("wave", None)
-    with pytest.raises(RecipeError, match=r"wave \(.*lib.*wave\.py\) has no attribute 'brief'"):
+    with pytest.raises(RecipeError, match="'wave.brief', which is no function"):
         find_reward("wave.brief", tmp_path)
 
 
@@ -75,39 +75,15 @@ def test_what_counts_as_a_function(tmp_path, module):
     name = module("rewards_of_kinds")
     assert find_reward(f"{name}.length", tmp_path)(["a"]) == [0.0]
     assert find_reward(f"{name}.half", tmp_path).keywords == {"scale": 0.5}
-    for attribute, message in (
-        ("Length", "it is of the type type; name a function"),
-        ("os", "it is of the type module"),
-        ("system", "it is of the type builtin_function_or_method"),
-        ("number", "it is of the type int"),
-        ("missing", "has no attribute 'missing'"),
-    ):
-        with pytest.raises(RecipeError, match=message):
+    for attribute in ("Length", "os", "number", "missing"):
+        with pytest.raises(RecipeError, match="which is no function"):
             find_reward(f"{name}.{attribute}", tmp_path)
 
 
-def test_names_of_objects(tmp_path, module):
-    """Objects have no `__name__`; the check of their columns does without."""
-    name = module(
-        "rewards_of_objects", REWARDS + "class Fussy:\n    def __call__(self, solution): ...\nfussy = Fussy()"
-    )
-    for attribute in ("nameless", "half"):
-        check_columns(find_reward(f"{name}.{attribute}", tmp_path), ["prompt"])
-    with pytest.raises(RecipeError, match="'Fussy', which reads the column 'solution'"):
-        check_columns(find_reward(f"{name}.fussy", tmp_path), ["prompt"])
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("def brief(:", r"SyntaxError.*rewards_broken_0\.py, line 1"),
-        ("x = 1\ny = z", r"NameError: name 'z' is not defined \(.*rewards_broken_1\.py, line 2\)"),
-        ("import no_such_library", r"No module named 'no_such_library' \(.*rewards_broken_2\.py, line 1\)"),
-    ],
-)
-def test_a_module_that_cannot_be_imported(text, message, tmp_path, module, request):
-    name = module(f"rewards_broken_{request.node.callspec.indices['text']}", text)
-    with pytest.raises(RecipeError, match=message):
+@pytest.mark.parametrize("text, error", [("def brief(:", SyntaxError), ("import no_such_library", ModuleNotFoundError)])
+def test_an_error_of_a_module_is_raised_as_it_is(text, error, tmp_path, module):
+    name = module(f"rewards_broken_{error.__name__}", text)
+    with pytest.raises(error):
         find_reward(f"{name}.brief", tmp_path)
 
 

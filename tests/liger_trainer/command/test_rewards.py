@@ -8,7 +8,7 @@ from recipe_fixtures import command, write_model, write_recipe
 from tiny_models import tiny_model
 
 from liger_trainer.command.recipe import parse_recipe
-from liger_trainer.command.rewards import check_columns, find_reward
+from liger_trainer.command.rewards import find_reward
 from liger_trainer.command.rows import last_turn_row
 from liger_trainer.errors import RecipeError
 from liger_trainer.rewards import REWARDS, boxed_answer
@@ -34,40 +34,10 @@ def test_boxed_answer(completion, solution, reward):
 def test_found_by_name_or_dotted_path():
     assert find_reward("boxed_answer") is REWARDS["boxed_answer"]
     assert find_reward("trl.rewards.think_format_reward").__name__ == "think_format_reward"
-    for name, message in (
-        ("boxed_anser", "'boxed_anser': a function of your own is named by its dotted path.*boxed_answer"),
-        ("no_such_module.reward", "No module named 'no_such_module'"),
-        ("liger_trainer.rewards.length", "has no attribute 'length'"),
-        ("liger_trainer.rewards.REWARDS", "it is of the type dict"),
-        ("math.pi", "it is of the type float"),
-        ("sys.maxsize", "it is of the type int"),
-    ):
-        with pytest.raises(RecipeError, match=message):
+    for name in ("boxed_anser", "no_such_module.reward", "liger_trainer.rewards.length",
+                 "math.pi", "collections.Counter"):  # fmt: skip
+        with pytest.raises(RecipeError, match=f"'{name}', which is no function. Expected one of boxed_answer, or the"):
             find_reward(name)
-
-
-def test_columns_that_a_reward_reads():
-    check_columns(boxed_answer, ["prompt", "solution"])
-    with pytest.raises(RecipeError, match="reads the column 'solution', but the rows have only prompt, answer"):
-        check_columns(boxed_answer, ["prompt", "answer"])
-
-
-def test_a_reward_that_does_not_take_all_that_trl_passes():
-    def brief(completion_ids):
-        return [-float(len(ids)) for ids in completion_ids]
-
-    with pytest.raises(
-        RecipeError,
-        match=r"'brief', which does not take everything .*solution.* Add \*\*columns as its",
-    ):
-        check_columns(brief, ["prompt", "solution"])
-
-    def all_named(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
-        return [0.0 for _ in prompts]
-
-    check_columns(all_named, ["prompt"])
-    with pytest.raises(RecipeError, match="solution"):
-        check_columns(all_named, ["prompt", "solution"])
 
 
 def test_last_turn():
@@ -81,8 +51,11 @@ def test_last_turn():
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"trainer": "grpo"}, "LigerGRPOTrainer needs reward_funcs; set a list, such as"),
-        ({"reward_funcs": ["boxed_answer"]}, "which LigerSFTTrainer does not compute.*one of: grpo, rloo"),
+        (
+            {"trainer": "grpo"},
+            "reward_funcs is None, and the trainer is LigerGRPOTrainer. The trainers grpo",
+        ),
+        ({"reward_funcs": ["boxed_answer"]}, "the trainer is LigerSFTTrainer. The trainers grpo, rloo need a list"),
         ({"trainer": "distillation"}, "LigerDistillationTrainer needs teacher_model_name_or_path"),
     ],
 )
@@ -145,10 +118,3 @@ def test_recipe_trains(trainer, folder, capsys):
     assert len(logs) == 3 and all("loss" in log and log["grad_norm"] > 0 for log in logs[:2])
     if trainer == "grpo":
         assert {"rewards/letters/mean", "rewards/boxed_answer/mean"} <= logs[0].keys()
-
-
-def test_a_missing_column_stops_before_training(folder, capsys):
-    keys = RECIPES["grpo"] | {"dataset_name": "marked.jsonl", "prompt_template": "last_turn", "max_length": None}
-    path = write_recipe(folder, trainer="grpo", output_dir=str(folder / "none"), **keys)
-    code, _, err = command(capsys, "train", path)
-    assert code == 2 and "'boxed_answer', which reads the column 'solution'" in err

@@ -86,7 +86,7 @@ def test_rows_cut_of_pairs_that_trl_cuts_itself(trainer, folder, capsys):
 def test_a_prompt_that_fills_max_length_stops_pairs_without_reference(trainer, folder, capsys):
     """TRL keeps such a row, with an empty completion, whose mean log-probability is 0 / 0."""
     code, _, err = train(capsys, folder, SETS["dpo"], trainer=trainer)
-    assert code == 2 and "max_length is 10, and the prompt alone fills it in 4 of 9 rows" in err
+    assert code == 2 and "max_length is 10, and the prompt alone fills it in 4 of 9 train rows" in err
 
 
 def test_exactly_max_length_counts_as_cut(folder, capsys):
@@ -144,47 +144,32 @@ def test_losses_are_those_of_the_stock_trainer(folder, capsys):
 
 
 EMPTY = {
-    "empty texts": ("sft", [{"text": ""}] * 4, "Nothing can be learned from all 4 rows"),
-    "empty texts, packed": ("sft", [{"text": ""}] * 4, "Nothing can be learned from all 4 rows"),
+    "empty texts": ("sft", [{"text": ""}] * 4, "Nothing can be learned from the 4 train rows"),
+    "empty texts, packed": ("sft", [{"text": ""}] * 4, "Nothing can be learned from the 4 train rows"),
     "labels that never count": (
-        "sft", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4, "Nothing can be learned from all 4 rows",
+        "sft", [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 4, "Nothing can be learned from the 4 train rows",
     ),
     "beyond max_length": ("sft", [PAIRS["dropped"]] * 4, "in the loss within max_length 10"),
     "beyond max_length, packed": ("sft", [PAIRS["dropped"]] * 4, "in the loss within max_length 10"),
     "kto": ("kto", [PAIRS["dropped"] | {"label": i % 2 == 0} for i in range(4)], "in the loss within max_length 10"),
-    "equal pairs": (
-        "dpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "chosen and rejected are equal in all 4 rows",
-    ),
-    "pairs that differ beyond max_length": (
-        "dpo", [{"prompt": "w4 ", "chosen": words(20) + " w5", "rejected": words(20) + " w6"}] * 4,
-        "chosen and rejected are equal in all 4 rows within max_length 10",
-    ),
-    "equal pairs for orpo": ("orpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "equal in all 4 rows"),
-    "equal pairs for cpo": ("cpo", [{"prompt": "w4 ", "chosen": "w5", "rejected": "w5"}] * 4, "equal in all 4 rows"),
     "one label": (
         "kto", [{"prompt": "w4 ", "completion": f"w{i}", "label": True} for i in range(5, 9)],
-        "label is true in all 4 rows",
+        "label is the same in all rows",
     ),
     "the other label": (
         "kto", [{"prompt": "w4 ", "completion": f"w{i}", "label": False} for i in range(5, 9)],
-        "label is false in all 4 rows",
+        "label is the same in all rows",
     ),
 }  # fmt: skip
 
 EMPTY |= {
-    "empty completions": (
-        "sft", [{"prompt": "w4 ", "completion": ""}] * 4, "completion is empty in all 4 rows: there",
-    ),
-    "empty completions for kto": (
-        "kto", [{"prompt": "w4 ", "completion": "", "label": i % 2 == 0} for i in range(4)], "empty in all 4 rows",
-    ),
     "a token id outside the vocabulary": (
         "sft", [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 999999]}] * 2,
-        "Row 1 of the train rows has 999999 in input_ids; expected token ids of the model, from 0 to ",
+        "The train rows have the token 999999 in input_ids; expected tokens of the model, from 0 to ",
     ),
-    "a negative token id": ("sft", [{"input_ids": [5, -1, 7]}] * 4, "Row 0 of the train rows has -1 in input_ids"),
+    "a negative token id": ("sft", [{"input_ids": [5, -1, 7]}] * 4, "The train rows have the token -1 in input_ids"),
     "a label outside the vocabulary": (
-        "sft", [{"input_ids": [5, 6, 7], "labels": [-100, 6, -7]}] * 4, "Row 0 of the train rows has -7 in labels",
+        "sft", [{"input_ids": [5, 6, 7], "labels": [-100, 6, -7]}] * 4, "The train rows have the token -7 in labels",
     ),
 }  # fmt: skip
 
@@ -201,14 +186,6 @@ def test_rows_without_anything_to_learn_are_counted(folder, capsys):
     code, out, err = train(capsys, folder, [{"text": ""}, {"text": "w4 w5"}, {"text": ""}], max_length=None)
     assert code == 0, err
     assert rows_line(out) == "3 used of 3; 2 with nothing to learn"
-
-
-def test_empty_completions_are_counted(folder, capsys, caplog):
-    rows = [{"prompt": "w4 ", "completion": text} for text in ("w5", "", "w6", "")]
-    code, out, err = train(capsys, folder, rows)
-    assert code == 0, err
-    assert rows_line(out) == "4 used of 4; 2 with nothing to learn but the end token"
-    assert "train rows: 4 used of 4; 2 with nothing to learn but the end token" in caplog.messages
 
 
 def test_a_label_that_the_trainer_does_not_read(folder, capsys, caplog):
@@ -232,16 +209,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(base, tmp_path, capsys):
     for trainer, row in (("sft", {"text": "w4 <new199>"}), ("dpo", pair)):
         code, _, err = train(capsys, tmp_path, [row] * 4, trainer=trainer)
         assert code == 2, err
-        assert "The tokenizer turns a text of the train rows into the token" in err and "resize_token_embeddings" in err
-
-
-@pytest.mark.parametrize("trainer", ["dpo", "orpo", "cpo"])
-def test_equal_pairs_are_counted(trainer, folder, capsys, caplog):
-    rows = [{"prompt": "w4 ", "chosen": "w5", "rejected": f"w{i}"} for i in (5, 6, 5, 7)]
-    code, out, err = train(capsys, folder, rows, trainer=trainer)
-    assert code == 0, err
-    assert rows_line(out) == "4 used of 4; 2 with equal chosen and rejected"
-    assert "train rows: 4 used of 4; 2 with equal chosen and rejected" in caplog.messages
+        assert "The train rows have the token" in err and "resize the model's embeddings" in err
 
 
 def test_pairs_that_kto_takes_apart_are_counted_as_it_does(folder, capsys):
@@ -262,7 +230,7 @@ def test_evaluation_rows_are_counted_too(folder, capsys, caplog):
     assert rows_line(out) == "5 used of 5; 2 cut to max_length 10, or as long"
     (folder / "eval.jsonl").write_text(json.dumps(PAIRS["dropped"]) + "\n")
     code, out, err = train(capsys, folder, SETS["sft"][:5], **keys)
-    assert code == 2 and "Nothing can be learned from the only eval row" in err
+    assert code == 2 and "Nothing can be learned from the 1 eval rows" in err
 
 
 def test_parameters_and_evaluation_in_the_summary(folder, capsys):
@@ -313,13 +281,7 @@ def test_a_chat_template_that_refuses_a_row(trainer, base, tmp_path, capsys):
         rows = [{"prompt": [*head, user], "chosen": [answer], "rejected": [user]} for head in ([], [system])]
     code, _, err = train(capsys, tmp_path, rows, trainer=trainer)
     assert code == 2, err
-    assert "the chat template of the model refuses a row: System role not supported. Correct the row" in err
-
-
-def test_one_label_is_said_before_trl_recommends_weights(folder, capsys, caplog):
-    code, _, err = train(capsys, folder, [{"prompt": "w4 ", "completion": "w5", "label": True}], trainer="kto")
-    assert code == 2 and "label is true in the only row, and KTO learns" in err
-    assert "recommend" not in err + caplog.text
+    assert "a chat template refuses a row: System role not supported" in err
 
 
 def test_a_conversation_without_the_assistant(folder, capsys):
@@ -329,8 +291,8 @@ def test_a_conversation_without_the_assistant(folder, capsys):
     )
     (folder / "chat.jinja").write_text(template)
     keys = {"assistant_only_loss": True, "chat_template_path": str(folder / "chat.jinja")}
-    code, _, err = train(capsys, folder, [{"messages": [{"role": "user", "content": "w4"}]}] * 2, **keys)
-    assert code == 2 and "assistant_only_loss=True" in err and "no assistant tokens" in err
+    with pytest.raises(RuntimeError, match="no assistant tokens"):
+        train(capsys, folder, [{"messages": [{"role": "user", "content": "w4"}]}] * 2, **keys)
 
 
 def test_what_the_counts_stand_on_in_trl():
@@ -352,21 +314,3 @@ def test_what_the_counts_stand_on_in_trl():
         assert f'"{column}"' in inspect.getsource(trainer._prepare_dataset), f"trl's {trainer.__name__} has no {column}"
     for trainer in (ORPOTrainer, CPOTrainer):
         assert "self.max_length" in inspect.getsource(trainer.tokenize_row), f"trl's {trainer.__name__} cuts elsewhere"
-
-
-def test_parameters_that_are_elsewhere_or_packed():
-    """ZeRO-3 leaves a rank an empty parameter with `ds_numel`; 4-bit weights are two to a byte."""
-    import torch
-
-    from liger_trainer.command.summary import count_parameters
-
-    class Params4bit(torch.nn.Parameter):
-        quant_storage = torch.uint8
-
-    model = torch.nn.Linear(4, 3, bias=True)
-    assert count_parameters(model) == (15, 15)
-    model.weight = Params4bit(torch.zeros(6, 1, dtype=torch.uint8), requires_grad=False)
-    assert count_parameters(model) == (3, 15)
-    model.bias = torch.nn.Parameter(torch.zeros(0))
-    model.bias.ds_numel = 3
-    assert count_parameters(model) == (3, 15)

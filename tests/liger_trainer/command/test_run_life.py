@@ -222,11 +222,10 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     saved = re.search(r"checkpoint-(\d+)", line)
     assert saved and int(saved[1]) >= 4 and "Traceback" not in err
     assert (folder / "out" / saved[0] / "trainer_state.json").is_file()
-    resume = line[line.index("liger-trainer train") :].rstrip(".").split()
-    assert resume[2:] == [str(recipe), "--resume_from_checkpoint", "true"]
+    assert line.endswith("To go on, add --resume_from_checkpoint true to the command.")
     state = json.loads((folder / "out" / saved[0] / "trainer_state.json").read_text())
     more = ["--max_steps", str(state["global_step"] + 1)]
-    code, out, err = command(capsys, *resume[1:], *more)
+    code, out, err = command(capsys, "train", recipe, "--resume_from_checkpoint", "true", *more)
     assert code == 0 and f"resumed at step {state['global_step']}" in out, err
 
 
@@ -237,12 +236,3 @@ def test_a_reader_that_has_had_enough():
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait(60) == 141
-
-
-def test_a_run_whose_output_nobody_reads(folder, capsys, monkeypatch):
-    def closed(*args):
-        raise BrokenPipeError
-
-    monkeypatch.setattr("liger_trainer.command.sources.load_rows", closed)
-    code, _, err = command(capsys, "train", write_recipe(folder))
-    assert code == 141 and err.strip().endswith("so the run has ended. Training had not begun."), err

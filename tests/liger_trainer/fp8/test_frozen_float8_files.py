@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from frozen_bases import LAYERS, adapted, add_inside, frozen, step
-from peft import LoraConfig
-from tiny_models import tiny_model
-
-from liger_trainer.fp8.quantize_base import quantize_base
+from frozen_bases import LAYERS, adapted, frozen, step
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -59,45 +55,3 @@ def test_a_state_takes_no_memory_of_its_own():
     weights = [p.data_ptr() for p in model.parameters() if p.dtype == torch.uint8]
     assert len(weights) == LAYERS
     assert [t.data_ptr() for t in model.state_dict().values() if t.dtype == torch.uint8] == weights
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-def test_no_part_of_the_base_is_saved(inside, tmp_path):
-    """The decoder of a model is a model of transformers, too, and writes bits as if they were weights."""
-    if inside:
-        base = model = tiny_model("llama")
-        add_inside(model, LoraConfig(r=4, target_modules=["q_proj"]))
-        quantize_base(model)
-    else:
-        model = frozen()
-        base = model.get_base_model()
-    with pytest.raises(RuntimeError, match="eight bits.*Save the adapter"):
-        base.model.save_pretrained(tmp_path / "decoder")
-    assert not (tmp_path / "decoder").exists()
-    model.save_pretrained(tmp_path / "adapter")
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-
-
-def test_a_part_that_is_trained_is_saved(tmp_path):
-    """A vision tower without a layer in eight bits."""
-    model = adapted(model=tiny_model("qwen2_5_vl"), target_modules=r".*language_model.*q_proj")
-    parts = model.get_base_model().model
-    parts.visual.requires_grad_(True)
-    quantize_base(model)
-    parts.visual.save_pretrained(tmp_path / "tower")
-    assert (tmp_path / "tower" / "model.safetensors").exists()
-    with pytest.raises(RuntimeError, match="eight bits"):
-        parts.language_model.save_pretrained(tmp_path / "decoder")
-
-
-@pytest.mark.parametrize("copied", ["v_proj", "self_attn"])
-def test_no_copy_of_bits_is_trained(copied):
-    """PyTorch would say that integers have no gradients, when the adapter is there already."""
-    model = frozen(target_modules=["q_proj"])
-    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[copied])
-    with pytest.raises(ValueError, match=f"modules_to_save has '{copied}' for the adapter 'more'.*before the trainer"):
-        model.add_adapter("more", config)
-    assert list(model.peft_config) == ["default"]
-    model.add_adapter("more", LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
-    model.set_adapter("more")
-    assert "embed_tokens.modules_to_save.more.weight" in " ".join(step(model))

@@ -1,8 +1,7 @@
 """LoRA layers over a base in eight bits, swapped: beside PEFT's own code over the same base.
 
-A layer by itself rounds the same tensors with the same scales, and so agrees to fp32. q, k and v together, and a whole
-MLP, round the gradients of their outputs with one scale for all of them, so that the gradient of their input differs by
-a rounding to eight bits.
+A layer by itself rounds the same tensors with the same scales, and so agrees to fp32. A whole MLP rounds the gradients
+of gate and up with one scale for both, so that the gradient of its input differs by a rounding to eight bits.
 """
 
 import copy
@@ -17,7 +16,6 @@ from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
-from liger_trainer.lora import groups as lora_groups
 from liger_trainer.lora import layers as lora
 from liger_trainer.lora.layers import LoRA
 from liger_trainer.patching import mlps
@@ -49,28 +47,9 @@ def calls(monkeypatch):
         seen.extend(weight for weight, _, adapter in projections if adapter is not None)
         return own(x, *projections, **options)
 
-    class Counted(lora_groups.LoRAGroup):
-        def __init__(self, x, layers):
-            super().__init__(x, layers)
-            self.weights = [weight for weight, _, _ in layers]
-
-        def output(self, k):
-            seen.append(self.weights[k])
-            return super().output(k)
-
-    monkeypatch.setattr(lora_groups, "LoRAGroup", Counted)
     monkeypatch.setattr(lora, "lora_linear", counted)
     monkeypatch.setattr(mlps, "lora_mlp", counted_mlp)
     return seen
-
-
-def alone(model):
-    """Patch `model`, so that each of its layers computes by itself."""
-    report = apply_liger(model, OTHERS)
-    for module in model.modules():
-        if isinstance(binding := lora.LoRABinding.of(module), lora.LoRABinding):
-            binding.group = None
-    return report
 
 
 def assert_same(got, want, rtol):
@@ -83,7 +62,7 @@ def assert_same(got, want, rtol):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_each_layer_alone(options, calls):
     stock, model = frozen(**options), frozen(**options)
-    report = alone(model)["lora"]
+    report = apply_liger(model, OTHERS)["lora"]
     expected = 2 * len(options.get("target_modules", range(7)))
     assert len(report.swapped) == expected and not report.skipped
     assert set(report.swapped.values()) == {"linear in eight bits + default"}
@@ -91,38 +70,17 @@ def test_each_layer_alone(options, calls):
     assert len(calls) == expected and all(isinstance(weight, Float8Weight) for weight in calls)
 
 
-@pytest.mark.parametrize("mlp", [False, True], ids=["groups", "mlp"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_layers_together(options, mlp, calls):
+def test_whole_mlps(options, calls):
     """The loss is that of the layers alone, but for dropout, whose layers are alone anyhow."""
     stock, model = frozen(**options), frozen(**options)
-    apply_liger(model, OTHERS | {"swiglu": mlp})
+    apply_liger(model, OTHERS | {"swiglu": True})
     got, want = step(model), step(stock)
     loss, gradients = distance(got, want)
     assert loss < 1e-4 and gradients < 0.05
     assert len(calls) == 2 * len(options.get("target_modules", range(7)))
     in_16_bits = distance(step(adapted(**options)), want)[1]
     assert gradients < in_16_bits, "no further from PEFT's code in eight bits than that is from 16"
-
-
-def test_q_k_and_v_are_one_group(monkeypatch):
-    """One for each attention, which gives the outputs of all three, each with its own weight."""
-    begun, given = [], []
-
-    class Seen(lora_groups.LoRAGroup):
-        def __init__(self, x, layers):
-            super().__init__(x, layers)
-            begun.append(len(layers))
-
-        def output(self, k):
-            given.append(k)
-            return super().output(k)
-
-    monkeypatch.setattr(lora_groups, "LoRAGroup", Seen)
-    model = frozen()
-    apply_liger(model)
-    step(model)
-    assert begun == [3, 3] and given == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -198,7 +156,7 @@ def test_adapters_are_changed_after_patching(change):
         torch.manual_seed(5)
         model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
         if patched:
-            alone(model)
+            apply_liger(model, OTHERS)
         change(model)
         with torch.no_grad():
             found.append(model(**collate(ragged_rows(4))).loss)

@@ -49,6 +49,7 @@ TRANSFORMS = {
     "method-softcap": lambda z: z.div(2.0).tanh().mul(2.0),
     "scale-softcap-scale": lambda z: torch.tanh((z * 0.5) / 2.0) * 2.0 * 1.5,
     "negative": lambda z: -1.5 * torch.tanh(z / -3.0) * -2.0,
+    "turned-softcap": lambda z: -2.0 * torch.tanh(z / 3.0),
     "float": lambda z: z.float().to(torch.float32),
     "vocab-slice": lambda z: z[..., :50],
     "vocab-slice-after-softcap": lambda z: (2.0 * torch.tanh(z / 2.0))[:, :, :50],
@@ -189,6 +190,22 @@ def test_logits_are_returned_where_asked_for():
     assert model.eval()(**batch).logits.shape[-1] == VOCAB
     loss, logits = model.train()(**batch, return_dict=False)[:2]
     assert isinstance(logits, torch.Tensor) and loss.ndim == 0
+
+
+def test_a_call_of_the_model_inside_its_own():
+    """By a hook: the inner call returns logits, and the outer one still builds none."""
+    model, batch, inner = fused(), collate(ragged_rows(2)), []
+    want = model(**batch).loss
+
+    def call(*_):
+        if not inner:
+            inner.append(None)
+            inner[0] = model(input_ids=batch["input_ids"]).logits
+
+    model.model.layers[0].register_forward_hook(call)
+    outputs = model(**batch)
+    assert isinstance(inner[0], torch.Tensor) and outputs.logits is None
+    assert torch.equal(outputs.loss, want)
 
 
 def test_trl_outputs_against_trl_s_own_head():

@@ -238,6 +238,17 @@ def angles(model):
     model.model.layers[1].__class__ = Angles
 
 
+def test_a_bias_that_was_not_there():
+    norm = nn.LayerNorm(16, bias=False)
+    model = nn.ModuleList([norm])
+    report = apply_liger(model, {HEAD: False})
+    assert report["layer_norm"].swapped
+    norm.bias = nn.Parameter(torch.ones(16))
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(norm(x), F.layer_norm(x, (16,), norm.weight, norm.bias))
+    assert report["layer_norm"].skipped == {"0": "it has a bias now"}
+
+
 @pytest.mark.parametrize(
     "convert",
     [*map(norm_of, Llama.__subclasses__()), activation, angles],

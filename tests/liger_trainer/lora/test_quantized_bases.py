@@ -9,7 +9,6 @@ from tiny_models import collate, ragged_rows, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.lora import groups as lora_groups
 from liger_trainer.lora import layers as lora
 from liger_trainer.patching import mlps
 
@@ -89,12 +88,6 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    class Counted(lora_groups.LoRAGroup):
-        def output(self, k):
-            seen.append("lora_linear")
-            return super().output(k)
-
-    monkeypatch.setattr(lora_groups, "LoRAGroup", Counted)
     return seen
 
 

@@ -10,7 +10,7 @@ from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_tokenizer
 
 from liger_trainer.command.recipe import parse_recipe
-from liger_trainer.command.run import _check_evaluation
+from liger_trainer.command.run import _heads_evaluation
 from liger_trainer.errors import RecipeError
 from liger_trainer.medusa.export import load_heads
 from liger_trainer.medusa.prompts import answer, encode, read_prompts
@@ -43,10 +43,9 @@ def medusa_recipe(folder, **keys):
     return write_recipe(folder, **keys)
 
 
-def table(out):
-    """Numbers of the printed table: tokens per pass by chain and by tree, rows with the same text."""
-    chain, tree = (float(re.search(rf"^ +{name} +(\d\.\d+)", out, re.M)[1]) for name in ("chain", "tree"))
-    return chain, tree, re.search(r"same text +(\d+) of (\d+) rows", out).groups()
+def printed(out):
+    """Return the tokens per pass in the printed table."""
+    return float(re.search(r"^ +tokens per forward pass +(\d\.\d+)", out, re.M)[1])
 
 
 def test_from_prompts_to_servers(folder, cache, capsys):
@@ -64,7 +63,7 @@ def test_from_prompts_to_servers(folder, cache, capsys):
     code, out, err = command(capsys, "train", recipe)
     assert code == 0, err
     assert re.search(r"^  steps +4$", out, re.M)
-    assert "greedy text after 2 prompts" in out and table(out)[2] == ("2", "2")
+    assert "greedy text after 2 prompts" in out and printed(out) >= 1
     report = json.loads((folder / "out" / "medusa_report.json").read_text())
     assert report["rows"] == 2 and report["heads"]["medusa_num_heads"] == 2
     assert not (folder / "out" / "model.safetensors").exists(), "stage 1 leaves the model as it was"
@@ -72,13 +71,11 @@ def test_from_prompts_to_servers(folder, cache, capsys):
     numbers = folder / "eval" / "numbers.json"
     code, out, err = command(
         capsys, "medusa-eval", folder / "model", folder / "out", *prompts, "--max_new_tokens", 12, "--max_rows", 3,
-        "--decode_rows", 2, "--tree_nodes", 5, "--output", numbers,
+        "--output", numbers,
     )  # fmt: skip
     assert code == 0, err
-    chain, tree, same = table(out)
     report = json.loads(numbers.read_text())
-    assert (round(report["chain"], 3), round(report["tree"], 3)) == (chain, tree) and same == ("2", "2")
-    assert report["rows"] == 3 and len(report["medusa_choices"]) <= 5 and 1 <= chain <= tree
+    assert round(report["chain"], 3) == printed(out) >= 1 and report["rows"] == 3
 
     code, out, err = command(capsys, "medusa-export", folder / "out", "--output", folder / "served")
     assert code == 0, err
@@ -99,7 +96,7 @@ def test_stage_2_serves_the_trained_model(folder, cache, capsys):
     prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8)
     code, out, err = command(capsys, "medusa-eval", folder / "two", folder / "two", *prompts)
     assert code == 0, err
-    assert "2 untied heads" in out and table(out)[2] == ("2", "2")
+    assert "2 untied heads" in out and printed(out) >= 1
     code, out, err = command(
         capsys, "medusa-export", folder / "two", "--output", folder / "two_served", "--format", "vllm",
         "--dtype", "bfloat16",
@@ -125,7 +122,6 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
     prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8, "--output", numbers)
     code, out, err = command(capsys, "medusa-eval", out_dir, out_dir, *prompts)
     assert code == 0, err
-    assert table(out)[2] == ("2", "2")
     with_adapter = json.loads(numbers.read_text())["accuracy"]
 
     code, _, err = command(capsys, "medusa-export", out_dir, "--output", folder / "lora_served")
@@ -152,7 +148,6 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
         (("medusa-eval", folder / "model", "x", *rows, "--output", "x.txt"), "output is 'x.txt'; expected a file"),
         (("medusa-eval", folder / "none", "x", *rows), "there is no such folder"),
         (("medusa-data", folder / "model", "--prompts", "none", "--output", "o.jsonl"), "prompts is 'none'; expected"),
-        (("medusa-data", "m", *rows, "--output", "o.jsonl", "--server", "host"), "server is 'host'; expected"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
     ):  # fmt: skip
         code, out, err = command(capsys, *argv)
@@ -162,11 +157,10 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
 def test_evaluation_at_the_end_needs_rows_and_one_process(folder):
     with pytest.raises(RecipeError, match="medusa_eval_rows is 4, but there are no rows to evaluate on"):
         parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4)))
-    recipe = parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4, eval_fraction=0.5)))
-    _check_evaluation(recipe)
-    recipe.training = SimpleNamespace(eval_strategy="no", medusa_eval_rows=4, world_size=2)
-    with pytest.raises(RecipeError, match="works with one process only, but there are 2"):
-        _check_evaluation(recipe)
+    parse_recipe(str(medusa_recipe(folder, medusa_eval_rows=4, eval_fraction=0.5)))
+    trainer = SimpleNamespace(args=SimpleNamespace(medusa_eval_rows=4, world_size=2))
+    with pytest.raises(RecipeError, match="works with one process only"):
+        _heads_evaluation(trainer, None)
     for key, message in (("medusa_eval_rows", -1), ("medusa_eval_max_new_tokens", 1)):
         with pytest.raises(RecipeError, match=f"{key} is {message}; expected"):
             parse_recipe(str(medusa_recipe(folder, **{key: message})))

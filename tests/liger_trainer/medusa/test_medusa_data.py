@@ -1,15 +1,13 @@
-"""Self-distillation data: which prompts are read, that the answers are the model's, stopping and going on, a server."""
+"""Self-distillation data: which prompts are read, that the answers are the model's, stopping and going on."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from liger_trainer.medusa.distill_data import distill, local_answerer, server_answerer
-from liger_trainer.medusa.prompts import encode, prompt_of, read_prompts
+from liger_trainer.medusa import prompts as module
+from liger_trainer.medusa.prompts import distill, encode, prompt_of, read_prompts
 
 USER = {"role": "user", "content": "w3 w4"}
 ANSWER = {"role": "assistant", "content": "w5"}
@@ -70,8 +68,6 @@ def test_files(tmp_path):
             read_prompts(str(whole), True)
     with pytest.raises(ValueError, match=r"expected a .json or .jsonl file"):
         read_prompts(str(tmp_path / "none.json"), True)
-    with pytest.raises(ValueError, match="max_rows is 0"):
-        read_prompts(str(lines), True, 0)
 
 
 def test_chat_template_is_applied_with_the_header_of_the_answer():
@@ -104,132 +100,49 @@ def test_rows_are_the_models_own_greedy_text(model, tmp_path):
     cut = sum(text[-1] != end for text in want)
     assert ended and cut, "both kinds are there"
     path = str(tmp_path / "new" / "out.jsonl")
-    report = distill(prompts, path, local_answerer(model, tokenizer, 12), batch_size=7)
+    counts = distill(model, tokenizer, prompts, path, 12, batch_size=7)
     rows = [json.loads(line) for line in open(path)]
     assert [row["prompt_index"] for row in rows] == ended
     for row in rows:
         i = row["prompt_index"]
         assert row["prompt"] == prompts[i]
         assert row["completion"] == tokenizer.decode(want[i][:-1])
-    assert (report.written, report.found, report.cut) == (len(ended), 0, cut)
-    assert report.empty == len(prompts) - len(ended) - cut
-    assert str(report).startswith(f"{len(ended)} rows written; left out: {cut} cut at max_new_tokens")
+    assert counts == {"written": len(ended), "cut": cut, "empty": len(prompts) - len(ended) - cut}
 
 
-def echo(prompts):
-    """Answers at once; every third prompt is cut."""
-    return [(f"to {p}", int(p[1:]) % 3 != 0) for p in prompts]
-
-
-def test_a_stopped_run_goes_on(tmp_path):
-    prompts = [f"w{i}" for i in range(20)]
-    whole, path = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    distill(prompts, str(whole), echo, batch_size=4)
+def test_a_stopped_run_goes_on(model, tmp_path, monkeypatch):
+    tokenizer, prompts = tiny_tokenizer(), [f"w{i}" for i in range(20)]
+    model.generation_config.eos_token_id, tokenizer.eos_token = 2, "</s>"
     asked = []
 
-    def fails_late(batch):
-        asked.extend(batch)
-        if len(asked) > 8:
+    def echo(model, ids, ends, max_new_tokens, temperature):
+        """Answer at once; every third prompt is cut."""
+        asked.extend(each[0] for each in ids)
+        return [[*each, *each, 9 if each[0] % 3 == 0 else 2] for each in ids]
+
+    def run(path, prompts=prompts, progress=lambda done: None):
+        asked.clear()
+        return distill(model, tokenizer, prompts, str(path), batch_size=4, progress=progress)
+
+    def stop(done):
+        if done == 8:
             raise KeyboardInterrupt
-        return echo(batch)
 
+    monkeypatch.setattr(module, "answer", echo)
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    all_of_it, ids = run(whole), list(asked)
     with pytest.raises(KeyboardInterrupt):
-        distill(prompts, str(path), fails_late, batch_size=4)
-    content = path.read_bytes()
-    path.write_bytes(content + b'{"prompt": "w')  # killed while it wrote a line
-    asked.clear()
-
-    def counted(batch):
-        asked.extend(batch)
-        return echo(batch)
-
-    report = distill(prompts, str(path), counted, batch_size=4)
+        run(path, progress=stop)
+    path.write_bytes(path.read_bytes() + b'{"prompt": "w')  # killed while it wrote a line
+    rest = run(path)
     assert path.read_bytes() == whole.read_bytes()
-    assert asked == prompts[8:] and report.found == 5 and report.written == 8
-    assert "8 rows written, after 5 that were there; left out: 4 cut" in str(report)
-    asked.clear()
-    assert distill(prompts, str(path), counted).written == 0 and asked == []
+    assert asked == ids[8:] and 0 < rest["written"] < all_of_it["written"]
     for others in (["x"] * 20, prompts[:5], prompts[1:]):
-        with pytest.raises(ValueError, match=r"its line \d does not answer one of these prompts"):
-            distill(others, str(path), counted)
+        with pytest.raises(ValueError, match="has rows of other prompts"):
+            run(path, others)
     path.write_text("no JSON\nnor here")
-    with pytest.raises(ValueError, match="its line 1 does not answer"):
-        distill(prompts, str(path), counted)
+    with pytest.raises(ValueError, match="has rows of other prompts"):
+        run(path)
     assert path.read_text() == "no JSON\nnor here", "a file of something else stays as it was"
-
-
-def test_bad_numbers(model, tmp_path):
-    """Those of the answers are refused by transformers or by the server."""
-    for keys, name in (({"max_new_tokens": 0}, "max_new_tokens"), ({"temperature": -1.0}, "temperature")):
-        with pytest.raises(ValueError, match=name):
-            local_answerer(model, tiny_tokenizer(), **keys)(["w1"])
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        distill(["w1"], str(tmp_path / "out.jsonl"), echo, batch_size=0)
     with pytest.raises(ValueError, match="output is '.*out.json'; expected a file ending in .jsonl"):
-        distill(["w1"], str(tmp_path / "out.json"), echo)
-    with pytest.raises(ValueError, match="server is 'localhost:8000'; expected a URL such as"):
-        server_answerer("localhost:8000", "m")
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers like an OpenAI-compatible server; `seen` holds the requests."""
-
-    seen = []
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.seen.append((self.path, body))
-        if body["model"] != "tiny":
-            return self.reply(404, {"error": "no such model"})
-        if self.path == "/v1/chat/completions":
-            said = body["messages"][-1]["content"]
-            reason = "length" if said == "long" else "stop"
-            choice = {"message": {"role": "assistant", "content": f"to {said}"}, "finish_reason": reason}
-        else:
-            choice = {"text": f"after {body['prompt']}", "finish_reason": "stop"}
-        self.reply(200, {"choices": [choice]} if body["max_tokens"] > 1 else {"result": "?"})
-
-    def reply(self, code, content):
-        content = json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def server():
-    Handler.seen = []
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{httpd.server_port}"
-    httpd.shutdown()
-    httpd.server_close()
-
-
-def test_server(server, tmp_path):
-    prompts = [[SYSTEM, {"role": "user", "content": said}] for said in ("one", "long", "three")]
-    path = tmp_path / "out.jsonl"
-    report = distill(prompts, str(path), server_answerer(server + "/v1/", "tiny", 99, 0.5), batch_size=2)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["completion"] for row in rows] == [
-        [{"role": "assistant", "content": "to one"}],
-        [{"role": "assistant", "content": "to three"}],
-    ]
-    assert rows[1]["prompt"] == prompts[2] and report.cut == 1
-    body = {"model": "tiny", "messages": prompts[2], "max_tokens": 99, "temperature": 0.5}
-    assert Handler.seen[-1] == ("/v1/chat/completions", body)
-    assert server_answerer(server, "tiny")(["w3"]) == [("after w3", True)]
-    assert Handler.seen[-1][0] == "/v1/completions" and Handler.seen[-1][1]["prompt"] == "w3"
-
-
-def test_server_errors(server):
-    with pytest.raises(ValueError, match="answered 404 for model 'big': .*no such model"):
-        server_answerer(server, "big")(["w3"])
-    with pytest.raises(ValueError, match="answered what is not an OpenAI completion"):
-        server_answerer(server, "tiny", max_new_tokens=1)(["w3"])
-    with pytest.raises(ValueError, match="cannot be reached"):
-        server_answerer("http://127.0.0.1:1", "tiny")(["w3"])
+        run(tmp_path / "out.json")

@@ -253,6 +253,5 @@ def test_an_implementation_of_the_users_is_left_alone():
         registered_anew(model)
         report = apply_liger(model)
         assert len(report["experts"].skipped) == 2 and not report["experts"].swapped
-        assert len(report["swiglu"].swapped) == 2, "the gate is swapped all the same"
     finally:
         moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)

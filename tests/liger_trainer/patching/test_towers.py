@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 from image_models import image_batch, image_model, image_step
 from step_parity import assert_same_gradients
 from torch import nn
+from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from liger_trainer import apply_liger, remove_liger
@@ -123,6 +125,20 @@ def test_no_grad_and_hooks_inside():
     assert all(int(x["cu_seqlens"][-1]) == patches and len(x["cu_seqlens"]) > 2 for x in seen[::2])
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_inference_mode(model_type):
+    model = image_model(model_type)
+    batch = image_batch(model)
+    del batch["labels"]
+    with torch.no_grad():
+        want = model(**batch).logits
+    apply_liger(model)
+    with torch.inference_mode():
+        got = model(**batch).logits
+        assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert_close(model(**{name: x.clone() for name, x in batch.items()}).logits, got)
+
+
 def test_other_attention_stays():
     report = apply_liger(image_model("qwen2_5_vl", "eager"))["varlen_attention"]
     assert "attn_implementation is 'eager', which stays as it is" in report.unsuited.values()
@@ -220,6 +236,25 @@ def test_positions_are_computed_without_a_wait(model_type):
             torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) and x.device == y.device for x, y in zip(got, want, strict=True))
     assert (ours.double() - pooled.double()).norm() <= 0.02 * pooled.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_step_waits_for_labels_alone(model_type):
+    """The head asks twice which labels there are; nothing else asks the GPU, forward and backward."""
+    model = image_model(model_type).cuda().bfloat16()
+    batch = image_batch(model)
+    apply_liger(model)
+    for warm in (True, True, False):  # the first calls compile
+        call = HostBatch({name: x.pin_memory() for name, x in batch.items()}).to("cuda", non_blocking=True)
+        torch.cuda.set_sync_debug_mode("default" if warm else "warn")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(**call, use_cache=False).loss.backward()
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{x.filename}:{x.lineno}" for x in found if "synchronizing CUDA operation" in str(x.message)]
+    assert len(waits) <= 2, waits
 
 
 @pytest.mark.gpu

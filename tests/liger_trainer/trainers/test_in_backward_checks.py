@@ -19,10 +19,6 @@ from liger_trainer.optimizer_in_backward import InBackward
         ({"fp16": True}, "fp16 is True.*Set bf16: true"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size is True.*Remove it"),
         ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint is True.*Remove it"),
-        ({"optim": "adalomo"}, "optim is adalomo.*Set optim to one of adamw_torch, adamw_torch_fused, sgd"),
-        ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "optim is galore_adamw_layerwise"),
-        ({"optim": "schedule_free_adamw"}, "optim is schedule_free_adamw"),
-        ({"optim": "adamw_torch_8bit"}, "optim is adamw_torch_8bit"),
         ({"optimizer_in_backward": "yes"}, "optimizer_in_backward is 'yes'; expected true or false"),
     ],
     ids=str,
@@ -57,9 +53,9 @@ def trainer_of(tmp_path, **options):
 def test_optimizers_of_one_s_own(kind, tmp_path):
     model = tiny_model("llama")
     weights = [p for p in model.parameters() if p.ndim == 2]
-    with pytest.raises(ValueError, match=f"the optimizer is a .*{kind.__name__}, of which it is not known"):
+    with pytest.raises(ValueError, match=f"the optimizer is a .*{kind.__name__}, which may look at several"):
         trainer_of(tmp_path, model=model, optimizers=(kind(weights), None))
-    with pytest.raises(ValueError, match=f"the optimizer is a .*{kind.__name__}, of which it is not known"):
+    with pytest.raises(ValueError, match=f"the optimizer is a .*{kind.__name__}, which may look at several"):
         trainer_of(tmp_path, optimizer_cls_and_kwargs=(kind, {"lr": 1e-3}))
     for known in (torch.optim.Adam(weights), Adafactor(weights)):
         trainer_of(tmp_path, model=model, optimizers=(known, None))
@@ -73,7 +69,7 @@ def test_an_optimizer_that_appears_in_training(tmp_path):
 
     trainer = trainer_of(tmp_path)
     trainer.__class__ = Making
-    with pytest.raises(ValueError, match=r"the optimizer is a .*\.Own, of which it is not known"):
+    with pytest.raises(ValueError, match=r"the optimizer is a .*\.Own, which may look at several"):
         trainer.train()
 
 

@@ -180,16 +180,13 @@ class Between(TrainerCallback):
         raise AssertionError("is called when weights have changed")
 
 
-def test_who_wants_to_be_called_before_the_step_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="callback Between has on_pre_optimizer_step.*weight.register_hook"):
-        train(make(tmp_path, True, callbacks=[Between()]))
+def test_a_callback_that_looks_at_weights_before_the_step_is_an_error(tmp_path):
+    class Looking(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            [p.grad.norm() for p in model.parameters()]
 
-    class Hooking(TrainerCallback):
-        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            optimizer.optimizer.register_step_pre_hook(lambda *_: None)
-
-    with pytest.raises(ValueError, match="the optimizer has a step_pre_hook"):
-        train(make(tmp_path, True, callbacks=[Hooking()]))
+    with pytest.raises(RuntimeError, match="a weight is used .* after its optimizer step.*weight.register_hook"):
+        train(make(tmp_path, True, callbacks=[Looking()]))
 
 
 def has_our_hooks(model):
@@ -366,26 +363,12 @@ def of_weights(trainer):
         trainer.model.lm_head.weight.mul_(0.9)
 
 
-def of_the_learning_rate(trainer):
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = 0.0
-
-
-def of_clipping(trainer):
-    trainer.args.max_grad_norm = 0.01
-
-
 def of_the_optimizer(trainer):
     sgd = torch.optim.SGD(trainer.model.parameters(), lr=0.5, momentum=0.9)
     trainer.optimizer = trainer.accelerator.prepare(sgd)
 
 
-def of_listeners(trainer):
-    trainer.optimizer.optimizer.register_step_pre_hook(lambda *_: None)
-
-
-@pytest.mark.parametrize("change", [of_gradients, of_weights, of_the_learning_rate, of_clipping, of_the_optimizer,
-                                    of_listeners], ids=lambda change: change.__name__)  # fmt: skip
+@pytest.mark.parametrize("change", [of_gradients, of_weights, of_the_optimizer], ids=lambda change: change.__name__)
 def test_what_changes_after_the_backward_pass_is_no_silent_loss(change, tmp_path):
     class Altering(LigerTrainer):
         def training_step(self, *args, **kwargs):
@@ -394,12 +377,8 @@ def test_what_changes_after_the_backward_pass_is_no_silent_loss(change, tmp_path
                 change(self)
             return loss
 
-    says = {
-        of_the_learning_rate: "options of the optimizer, such as its learning rate",
-        of_listeners: "the optimizer has a step_pre_hook",
-    }
     trainer = make(tmp_path, True, trainer_class=Altering, **SHORT)
-    with pytest.raises((RuntimeError, ValueError), match=says.get(change, "a weight is used")):
+    with pytest.raises(RuntimeError, match="a weight is used"):
         train(trainer)
     assert trainer.state.global_step == 1
 
@@ -427,20 +406,6 @@ def test_an_optimizer_that_a_callback_puts_in_place_of_another(tmp_path):
         trainer = changing(tmp_path, on, of_the_optimizer)
         found.append((*train(trainer), logs_of(trainer)))
     assert same_bits(*found) and found[0][2] == found[1][2]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (of_clipping, "max_grad_norm is 0.01"),
-        (lambda trainer: trainer.add_callback(Between()), "callback Between has on_pre_optimizer_step"),
-    ],
-)
-def test_what_is_refused_is_refused_in_later_steps_too(change, says, tmp_path):
-    trainer = changing(tmp_path, True, change)
-    with pytest.raises(ValueError, match=says):
-        train(trainer)
-    assert trainer.state.global_step == 1
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ from varlen_batches import LENGTHS, ON, assert_same_step, batch, model_of, patch
 
 from liger_trainer import apply_liger, remove_liger
 from liger_trainer.varlen import padding
+from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.decide import plan_of
+from liger_trainer.varlen.padding import Plan
 
 FAMILIES = (
     "llama", "qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "granite", "cohere2", "glm4", "phi", "deepseek_v3",
@@ -236,3 +238,13 @@ def test_a_last_layer_on_another_device():
     assert plan.leaves_out
     out = plan.padded(torch.zeros(1, plan.rows.tokens, 8, device="meta"))
     assert out.device.type == "meta" and out.shape == (*batch(LENGTHS)["input_ids"].shape, 8)
+
+
+@pytest.mark.parametrize("lengths, batch, fits", [((3, 4), 1, False), ((7,), 1, True), ((7, 7), 2, True)])
+def test_positions_that_the_model_makes_itself(lengths, batch, fits):
+    """They say nothing of where the rows of a packed row begin; batches without padding have no such rows."""
+    ids, positions = torch.zeros(batch, 7, dtype=torch.long), torch.arange(7).expand(batch, 7)
+    given = {"input_ids": ids, "position_ids": positions}
+    plan = Plan(given, Rows(list(lengths), ids.device, batch))
+    assert plan.fits(given)
+    assert plan.fits(given | {"position_ids": positions.expand(3, batch, 7)}) == fits

@@ -5,13 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from liger_triton import geglu, reference, swiglu
-from liger_triton.halves import halves, joined, pairs
+from liger_triton.halves import halves, joined
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def oracle(gate, up):
-    return F.silu(gate) * up
+EXACT = functools.partial(geglu, approximate="none")
+ACTIVATIONS = {swiglu: F.silu, geglu: functools.partial(F.gelu, approximate="tanh"), EXACT: F.gelu}
+each_gate = pytest.mark.parametrize("gate", ACTIVATIONS, ids=["swiglu", "geglu", "exact-geglu"])
+
+
+def oracle(gate):
+    return lambda g, u: ACTIVATIONS[gate](g) * u
 
 
 def inputs(shape, dtype, device, scale=1.0):
@@ -28,8 +33,9 @@ def inputs(shape, dtype, device, scale=1.0):
         pytest.param((7,), id="less-than-a-tile"),
     ],
 )
-def test_matches_float64(shape, scale, dtype, device, check_close):
-    check_close(swiglu, oracle, inputs(shape, dtype, device, scale))
+@each_gate
+def test_matches_float64(gate, shape, scale, dtype, device, check_close):
+    check_close(gate, oracle(gate), inputs(shape, dtype, device, scale))
 
 
 @pytest.mark.parametrize(
@@ -40,14 +46,16 @@ def test_matches_float64(shape, scale, dtype, device, check_close):
         pytest.param(lambda t: (t[..., :100], t.transpose(0, 1).contiguous().transpose(0, 1)[..., :100]), id="mixed"),
     ],
 )
-def test_views_of_one_projection(views, device, check_close):
+@pytest.mark.parametrize("gate", [swiglu, geglu])
+def test_views_of_one_projection(gate, views, device, check_close):
     """The gradient runs back into the fused projection; 2100 is more than a tile."""
     fused = torch.randn(3, 5, 4200, device=device, requires_grad=True)
-    check_close(lambda t: swiglu(*views(t)), lambda t: oracle(*views(t)), [fused])
+    check_close(lambda t: gate(*views(t)), lambda t: oracle(gate)(*views(t)), [fused])
 
 
-def test_non_contiguous_upstream(device, check_upstream_strides):
-    check_upstream_strides(swiglu, inputs((4, 21), torch.float32, device))
+@each_gate
+def test_non_contiguous_upstream(gate, device, check_upstream_strides):
+    check_upstream_strides(gate, inputs((4, 21), torch.float32, device))
 
 
 VARIANTS = {
@@ -112,44 +120,8 @@ def test_bad_limit(limit, device):
         swiglu(*inputs((4, 24), torch.float32, device), limit=limit)
 
 
-@pytest.mark.parametrize("options", [{}, VARIANTS["gpt-oss"]], ids=["plain", "gpt-oss"])
-def test_pairs_are_not_copied(options, device, triton_only, monkeypatch):
-    """Neither forward nor backward; the gradient of the fused tensor is what the kernel has written."""
-    x = torch.randn(3, 5, 48, device=device, requires_grad=True)
-    seen = []
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a part was copied")
-
-    parts = pairs(x)
-    for t in parts:
-        t.register_hook(seen.append)
-    y, dy = swiglu(*parts, **options), torch.randn(3, 5, 24, device=device)
-    monkeypatch.setattr(torch.Tensor, "contiguous", refuse)
-    monkeypatch.setattr(torch, "stack", refuse)
-    (got,) = torch.autograd.grad(y, x, dy)
-    assert got.data_ptr() == min(t.data_ptr() for t in seen) and torch.equal(joined(*seen, pairs=True), got)
-    monkeypatch.undo()
-    (want,) = torch.autograd.grad(variant_oracle(x[..., ::2], x[..., 1::2], **options), x, dy)
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        (torch.zeros(4, 6), torch.zeros(4, 6)),
-        (torch.zeros(4, 12)[:, ::2], torch.zeros(4, 12)[:, 1::2]),
-        (torch.zeros(4, 12)[:, 1::2], torch.zeros(4, 12)[:, ::2]),
-        (torch.zeros(4, 18)[:, :12:2], torch.zeros(4, 18)[:, 1:12:2]),
-        (torch.zeros(4, 12).chunk(2, -1)),
-    ],
-    ids=["apart", "two-tensors", "two-tensors-second-first", "of-a-wider", "halves"],
-)
-def test_not_pairs(first, second):
-    assert joined(first, second, pairs=True) is None
-
-
-def test_halves_are_not_copied(device, monkeypatch):
+@each_gate
+def test_halves_are_not_copied(gate, device, monkeypatch):
     fused = torch.randn(3, 4200, device=device)
 
     def refuse(*args, **kwargs):
@@ -157,50 +129,55 @@ def test_halves_are_not_copied(device, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "contiguous", refuse)
     monkeypatch.setattr(torch.Tensor, "clone", refuse)
-    swiglu(*fused.chunk(2, dim=-1))
+    gate(*fused.chunk(2, dim=-1))
 
 
-def test_backward_leaves_inputs_and_upstream_gradient(device):
+@each_gate
+def test_backward_leaves_inputs_and_upstream_gradient(gate, device):
     """gate and up may be one tensor, and another branch may still read the upstream gradient."""
     g, _ = inputs((5, 24), torch.float32, device)
     dy, copies = torch.randn(5, 24, device=device), g.detach().clone()
     dy_copy = dy.clone()
-    swiglu(g, g).backward(dy)
+    gate(g, g).backward(dy)
     assert torch.equal(dy, dy_copy) and torch.equal(g, copies)
     g64 = copies.double().requires_grad_()
-    oracle(g64, g64).backward(dy.double())
+    oracle(gate)(g64, g64).backward(dy.double())
     torch.testing.assert_close(g.grad.double(), g64.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_second_backward_raises(device):
-    loss = swiglu(*inputs((5, 24), torch.float32, device)).sum()
+@each_gate
+def test_second_backward_raises(gate, device):
+    loss = gate(*inputs((5, 24), torch.float32, device)).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
 
-def test_extreme_gates(device, triton_only):
+@each_gate
+def test_extreme_gates(gate, device, triton_only):
     """Finite at both ends, in value and gradient, where the square of the gate is inf in fp32 too; NaN stays NaN."""
     g = torch.tensor([-1e30, -200.0, 0.0, 200.0, 1e30, float("nan")], device=device, requires_grad=True)
-    y = swiglu(g, torch.ones_like(g))
+    y = gate(g, torch.ones_like(g))
     y.sum().backward()
     torch.testing.assert_close(y[:5], torch.tensor([0, 0, 0, 200.0, 1e30], device=device), rtol=1e-6, atol=1e-30)
     torch.testing.assert_close(g.grad[:5], torch.tensor([0, 0, 0.5, 1, 1], device=device), rtol=1e-6, atol=1e-30)
     assert y[5].isnan() and g.grad[5].isnan()
 
 
-def test_empty(device):
+@each_gate
+def test_empty(gate, device):
     g, u = inputs((0, 24), torch.float32, device)
-    swiglu(g, u).sum().backward()
+    gate(g, u).sum().backward()
     assert g.grad.shape == u.grad.shape == (0, 24)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "twin"])
 def test_compiles(dtype, device, check_compiled):
-    check_compiled(swiglu, inputs((2, 3, 24), dtype, device))
+    for gate in (swiglu, EXACT):
+        check_compiled(gate, inputs((2, 3, 24), dtype, device))
     fused = torch.randn(2, 3, 48, device=device).to(dtype).requires_grad_()
-    for split in (halves, pairs):  # the two gradients, which are parts of one tensor in eager, may not be that here
-        check_compiled(lambda t, split=split: CLAMPED(*split(t)), [fused])
+    # The two gradients, which are parts of one tensor in eager, may not be that here.
+    check_compiled(lambda t: CLAMPED(*halves(t)), [fused])
 
 
 @pytest.mark.parametrize(
@@ -211,14 +188,21 @@ def test_compiles(dtype, device, check_compiled):
         (torch.ones(4, 24, device="meta"), "on meta"),
     ],
 )
-def test_bad_input(up, message):
+@each_gate
+def test_bad_input(gate, up, message):
     with pytest.raises(ValueError, match=message):
-        swiglu(torch.ones(4, 24), up)
+        gate(torch.ones(4, 24), up)
+
+
+def test_bad_approximation():
+    with pytest.raises(ValueError, match="approximate is 'erf'; expected one of 'tanh', 'none'"):
+        geglu(torch.ones(4), torch.ones(4), approximate="erf")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["contiguous", "halves"])
-def test_offsets_past_int32(fused):
+@each_gate
+def test_offsets_past_int32(gate, fused):
     """More than 2**31 elements: the last rows are those of the same call on their own."""
     rows, n = 2**17 + 1, 16384
     g, u = (t.detach() for t in torch.randn(rows, 2 * n, device="cuda", dtype=torch.bfloat16).chunk(2, dim=-1))
@@ -226,7 +210,7 @@ def test_offsets_past_int32(fused):
         g, u = g.contiguous(), u.contiguous()
     tails = [t[-3:].clone().requires_grad_() for t in (g, u)]
     g.requires_grad_()
-    y, y_tail = swiglu(g, u), swiglu(*tails)
+    y, y_tail = gate(g, u), gate(*tails)
     assert torch.equal(y[-3:], y_tail)
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -235,12 +219,12 @@ def test_offsets_past_int32(fused):
 
 
 CLAMPED = functools.partial(swiglu, **VARIANTS["gpt-oss"])
-GATES = [swiglu, CLAMPED, geglu, functools.partial(geglu, approximate="none")]
+GATES = [swiglu, CLAMPED, geglu, EXACT]
 
 
 @pytest.mark.parametrize("gate", GATES, ids=["swiglu", "clamped-swiglu", "geglu", "exact-geglu"])
 @pytest.mark.parametrize("shape", [(3, 5, 1000), (7,)], ids=str)
-@pytest.mark.parametrize("layout", ["apart", "halves", "up-first", "pairs"])
+@pytest.mark.parametrize("layout", ["apart", "halves", "up-first"])
 def test_gradients_over_the_inputs(layout, gate, shape, device, triton_only):
     """`reuse_inputs` changes where the gradients lie, not what they are; a graph that is kept is left alone."""
     leaves, dy = inputs(shape, torch.float32, device), torch.randn(shape, device=device)
@@ -251,10 +235,6 @@ def test_gradients_over_the_inputs(layout, gate, shape, device, triton_only):
         g, u = (t * 1.0 for t in leaves)
     elif layout == "halves":
         g, u = torch.cat(leaves, dim=-1).chunk(2, dim=-1)
-    elif layout == "pairs":
-        if gate not in (swiglu, CLAMPED):
-            pytest.skip("geglu copies pairs")
-        g, u = pairs(torch.stack(leaves, dim=-1).flatten(-2))
     else:
         u, g = torch.cat(leaves[::-1], dim=-1).chunk(2, dim=-1)
     for t in (g, u):
@@ -296,7 +276,7 @@ def test_not_joined(first, second):
     assert joined(first, second) is None
 
 
-def test_whoever_kept_an_input_that_was_written_over_is_told(device, triton_only):
+def test_an_input_that_is_kept_elsewhere_is_not_written_over_in_silence(device, triton_only):
     leaf, up = inputs((7,), torch.float32, device)
     gate = leaf.exp()  # exp keeps its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -1,0 +1,111 @@
+"""Tensors of a GPU whose values the host knows: which tokens are those of images, and sizes of images.
+
+Models put images into the embeddings of text with `masked_scatter`, add visual states to hidden states that a mask
+picks, and split what a tower returns by the sizes of images. On a GPU each of these waits for all that was launched
+before, some in the backward pass. Of a `Known`, PyTorch gets indices that the host has computed in place of a mask, and
+`tolist` answers from the host. Any other operation gets the plain tensor.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from liger_trainer.varlen.host_copies import remember, sent
+
+
+class Known(torch.Tensor):
+    """A tensor of a device. `values` are its values on the host, where `values_of` finds them too."""
+
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, values: torch.Tensor, device: torch.device) -> "Known":
+        """Make one on `device` of `values` on the host."""
+        return cls.around(sent(values, device), values)
+
+    @classmethod
+    def around(cls, x: torch.Tensor, values: torch.Tensor) -> "Known":
+        """Make one of `x`, which has `values`."""
+        found = x.as_subclass(cls)
+        found.values = values
+        remember(found, values)
+        return found
+
+    @functools.cached_property
+    def indices(self) -> tuple[torch.Tensor, ...]:
+        """Where it is true, in each dimension: int64, on its device."""
+        return tuple(sent(x.contiguous(), self.device) for x in self.values.nonzero(as_tuple=True))
+
+    @functools.cached_property
+    def places(self) -> torch.Tensor:
+        """Where it is true, flattened: int64 (N,), on its device."""
+        return sent(self.values.flatten().nonzero()[:, 0], self.device)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in _OWN and not kwargs:
+            found = _OWN[function](*args)
+            if found is not NotImplemented:
+                return found
+        if function in _ON_BOTH and all(isinstance(x, cls) for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
+            on_host = tree_map(lambda x: x.values if isinstance(x, cls) else x, (args, kwargs or {}))
+            return cls.around(_plainly(function, args, kwargs), function(*on_host[0], **on_host[1]))
+        return _plainly(function, args, kwargs)
+
+
+def _plainly(function: Any, args: tuple, kwargs: dict | None) -> Any:
+    args, kwargs = tree_map(lambda x: _plain(x) if isinstance(x, Known) else x, (args, kwargs or {}))
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)
+
+
+def _masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+    """As `Tensor.masked_scatter`, of a mask (..., 1), which takes or leaves each row of x as a whole."""
+    width = x.shape[-1]
+    if not isinstance(mask, Known) or isinstance(x, Known) or mask.values.shape != (*x.shape[:-1], 1):
+        return NotImplemented
+    if source.numel() != mask.places.numel() * width:
+        return NotImplemented
+    return x.reshape(-1, width).index_copy(0, mask.places, source.reshape(-1, width)).view(x.shape)
+
+
+def _getitem(x: Any, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, Known):
+        return x[_with_indices(parts)] if _picks(parts) else NotImplemented
+    if any(isinstance(part, torch.Tensor) for part in parts):
+        return NotImplemented
+    return Known.around(_plain(x)[index], x.values[index])
+
+
+def _setitem(x: Any, index: Any, value: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if isinstance(x, Known) or not _picks(parts):
+        return NotImplemented
+    x[_with_indices(parts)] = value
+    return None
+
+
+def _picks(parts: tuple) -> bool:
+    """Return whether a mask of ours alone picks elements: other indices would be combined with it."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    return len(tensors) == 1 and isinstance(tensors[0], Known) and tensors[0].values.dtype == torch.bool
+
+
+def _with_indices(parts: tuple) -> tuple:
+    return tuple(one for part in parts for one in (part.indices if isinstance(part, Known) else (part,)))
+
+
+_OWN = {
+    torch.Tensor.masked_scatter: _masked_scatter, torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.__setitem__: _setitem,
+    torch.Tensor.tolist: lambda x: x.values.tolist() if isinstance(x, Known) else NotImplemented,
+}  # fmt: skip
+_ON_BOTH = {torch.Tensor.__or__, torch.Tensor.prod, torch.Tensor.__floordiv__, torch.Tensor.__mul__}

@@ -1,0 +1,83 @@
+"""Tensors whose values the host knows, beside plain ones."""
+
+import pytest
+import torch
+from image_models import image_batch, image_model, image_step
+from varlen_batches import assert_same_step
+
+from liger_trainer import apply_liger
+from liger_trainer.patching import image_positions
+from liger_trainer.varlen import known
+from liger_trainer.varlen.known import Known
+
+MASK = torch.tensor([[True, False, True, False], [False, False, True, True]])
+
+
+def as_known(x=MASK):
+    return Known.around(x.clone(), x)
+
+
+def pair(function):
+    """What `function` of hidden states, features and a mask returns with a plain mask, and with a known one."""
+    found = []
+    for mask in (MASK, as_known()):
+        source = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(shape, generator=source).requires_grad_() for shape in ((2, 4, 3), (4, 3)))
+        z = function(x * 1, y * 1, mask)
+        found.append((z, *torch.autograd.grad(z, (x, y), torch.randn(z.shape, generator=source), allow_unused=True)))
+    return found
+
+
+def deepstack(x, y, mask):
+    mask = mask.to(x.device)
+    x = x.clone()
+    local = x[mask, :] + y
+    x[mask, :] = local
+    return x
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, y, mask: x.masked_scatter(mask.unsqueeze(-1), y), lambda x, y, mask: x[mask] * y, deepstack,
+    lambda x, y, mask: x.masked_scatter(mask[..., None].expand(2, 4, 3), y), lambda x, y, mask: x[mask, 0],
+    lambda x, y, mask: x.masked_scatter(mask[..., None], torch.cat((y, y))), lambda x, y, mask: x[:, mask[0]],
+    lambda x, y, mask: x * mask[..., None] + y.sum(), lambda x, y, mask: torch.where(mask[..., None], x, 0.0),
+    lambda x, y, mask: x[mask | mask.roll(1, 0)], lambda x, y, mask: x[mask, torch.zeros(4, dtype=torch.long)],
+])  # fmt: skip
+def test_a_mask(function):
+    want, got = pair(function)
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine is None and theirs is None) or (torch.equal(mine, theirs) and type(mine) is torch.Tensor)
+
+
+def test_what_stays_known():
+    mask = as_known()[..., None]
+    assert type(mask) is Known and mask.values.shape == (2, 4, 1) and torch.equal(mask.values, MASK[..., None])
+    assert torch.equal((as_known() | mask[..., 0]).values, MASK) and torch.equal(
+        as_known().places, MASK.flatten().nonzero()[:, 0]
+    )
+    sizes = as_known(torch.tensor([[1, 12, 20], [2, 4, 6]]))
+    assert type(sizes.prod(-1) // 4) is Known and (sizes.prod(-1) // 4).tolist() == [60, 12]
+    assert type(sizes + 1) is torch.Tensor and (sizes + 1).tolist() == [[2, 13, 21], [3, 5, 7]]
+    sizes.values = None  # nothing asks the device
+    assert sizes.shape == (2, 3) and sizes.dtype == torch.int64
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "gemma3", "internvl", "smolvlm"])
+def test_a_step_with_known_places_and_sizes(model_type, monkeypatch):
+    """As on a GPU, where the host has kept the values of the batch."""
+    model = image_model(model_type)
+    batch = image_batch(model)
+    want = image_step(model, batch)
+    apply_liger(model)
+    monkeypatch.setattr(image_positions, "_value_of", lambda x: x.clone() if isinstance(x, torch.Tensor) else None)
+    scattered, scatter = [], known._masked_scatter
+
+    def watched(*given):
+        scattered.append(scatter(*given))
+        return scattered[-1]
+
+    monkeypatch.setitem(known._OWN, torch.Tensor.masked_scatter, watched)
+    assert_same_step(image_step(model, batch), want)
+    assert scattered and all(x is not NotImplemented for x in scattered)
+    with pytest.raises(ValueError, match="do not match"):
+        image_step(model, batch | {"input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == 100, 5)})

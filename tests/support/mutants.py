@@ -1,0 +1,123 @@
+"""Changes one line of the package at a time, in a copy, and says whether the tests of its room notice.
+
+python tests/support/mutants.py                   all of them, some ten minutes
+python tests/support/mutants.py varlen kernels    those whose path or change contains one of these words
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("liger_trainer", "kernels", "tests", "recipes", "configs", "benchmarks", "docs", "pyproject.toml")
+T = "tests/liger_trainer/"
+# (file, what stands there once, what takes its place, the tests of its room)
+MUTANTS = (
+    ("liger_trainer/head/deferred.py", "if self.version is not None and self", "if False and self", T + "head"),
+    ("liger_trainer/head/deferred.py", "abs(logits.softcap * factor)", "logits.softcap * factor", T + "head"),
+    ("liger_trainer/head/calls.py", "if _gradient_modes() != called_in:", "if False:", T + "head"),
+    ("liger_trainer/head/calls.py", "count = mask.sum().clamp(min=1)", "count = mask.sum()", T + "head"),
+    ("liger_trainer/head/module.py", "        if outer is not None:", "        if False:", T + "head"),
+    ("liger_trainer/varlen/decide.py", "(runs > 1).any() or ", "", T + "varlen/test_padding.py"),
+    ("liger_trainer/varlen/decide.py", "any((x & ~real).any() for x in predicting) or ", "",
+     T + "varlen/test_padding.py"),
+    ("liger_trainer/varlen/padding.py", "same = same and known and ", "same = same and ", T + "varlen"),
+    ("liger_trainer/varlen/padding.py", "(self.index % length)", "self.index", T + "varlen/test_padding.py"),
+    ("liger_trainer/varlen/attention.py", "(distance < window)", "(distance <= window)",
+     T + "varlen/test_varlen_attention.py"),
+    ("liger_trainer/varlen/host_copies.py", "copy.version != x._version", "False", T + "varlen/test_host_copies.py"),
+    ("liger_trainer/patching/norms.py", 'norm.autocast == "own" and torch', "False and torch",
+     T + "patching/test_gated_variants.py " + T + "patching/test_patching_probe.py"),
+    ("liger_trainer/patching/mlps.py", "if len(args) + len(named) != 1 and any", "if False and any",
+     T + "patching/test_gated_variants.py " + T + "patching/test_patching_probe.py"),
+    ("liger_trainer/patching/rotary.py", "if widths is not None and cos", "if False and cos",
+     T + "patching/test_patching_probe.py"),
+    ("liger_trainer/patching/rotary.py", "attached = hook_on(part)", "attached = None", T + "instance"),
+    ("liger_trainer/instance/guards.py", "if getattr(module, name, None) is not None:", "if False:",
+     T + "instance"),
+    ("liger_trainer/instance/guards.py", "if not home(function).startswith(KNOWN):", "if False:", T + "instance"),
+    ("liger_trainer/instance/hooks.py", ".values(), *global_hooks.values()):", ".values(),):", T + "instance"),
+    ("liger_trainer/memory/rebuild.py", "is_contiguous() and tensor._version == self.version", "is_contiguous()",
+     T + "memory/test_rebuild.py " + T + "instance/test_hooks.py"),
+    ("liger_trainer/memory/selective.py", "if kind is func and version == _version(out):", "if kind is func:",
+     T + "memory/test_selective.py"),
+    ("liger_trainer/memory/plan.py", "            if grown[phase] > limit:", "            if grown[phase] < limit:",
+     T + "memory/test_plan.py"),
+    ("liger_trainer/trainers/trainer.py", "loss + self._aux_loss_weight() * outputs", "loss + 0 * outputs",
+     T + "trainers/test_custom_loss.py " + T + "trainers/test_router_losses.py"),
+    ("liger_trainer/trainers/features.py", "steps = 1 + trainer", "steps = trainer",
+     T + "trainers/test_logged_losses.py"),
+    ("liger_trainer/trainers/sft_trainer.py", "self.router_aux_loss_coef = 0.0", "pass",
+     T + "trainers/test_router_losses.py " + T + "trainers/test_parity_sft.py"),
+    ("liger_trainer/trainers/renamed_weights.py", "if _names_in(checkpoint) <= ", "if True or ",
+     T + "trainers/test_checkpoints.py"),
+    ("liger_trainer/trainers/scored_pairs.py", "if (wanted & (labels != self.target)).any():", "if False:",
+     T + "trainers/test_parity_orpo.py"),
+    ("liger_trainer/optimizer_in_backward.py", "    torch.autograd.graph.increment_version(weight)", "    pass",
+     T + "trainers/test_optimizer_in_backward.py"),
+    ("liger_trainer/lora/parts.py", 'state["_disable_adapters"] or state["merged_adapters"]',
+     'state["_disable_adapters"]', T + "lora"),
+    ("liger_trainer/lora/layers.py", "    if (reason := _attached(called_by(layer, parts))) is not None:",
+     "    if (reason := None) is not None:", T + "lora"),
+    ("liger_trainer/fp8/frozen_layer.py", "        if self.scale.dtype != torch.float32:", "        if False:",
+     T + "fp8/test_frozen_float8.py"),
+    ("liger_trainer/medusa/labels.py", "positions[:, :-ahead] + ahead)", "positions[:, :-ahead] + 1)",
+     T + "medusa/test_medusa_loss.py"),
+    ("liger_trainer/medusa/loss.py", "return lm.loss + found.loss", "return found.loss",
+     T + "medusa/test_medusa_loss.py"),
+    ("liger_trainer/losses/preference.py", ".detach().clamp(min=0)", ".detach()", T + "losses"),
+    ("liger_trainer/losses/preference.py", "    x = x.clamp(max=-torch.finfo(x.dtype).tiny)", "    pass", T + "losses"),
+    ("liger_trainer/command/output_dir.py", "    if overwrite and wanted != ", "    if False and wanted != ",
+     T + "command/test_checkpoints.py " + T + "command/test_recipe_checks.py " + T + "command/test_run_life.py"),
+    ("liger_trainer/command/row_checks.py", "    if kind != kinds.setdefault(column, kind):", "    if False:",
+     T + "command/test_row_checks.py"),
+    ("kernels/liger_triton/known_gradients.py", "torch.where(low == high, low, torch.nan)", "low",
+     "tests/kernels/test_linear_cross_entropy.py tests/kernels/test_linear_logprobs.py"),
+    ("kernels/liger_triton/gates.py", "dg = tl.where(g_cut, 0.0, dy", "dg = tl.where(False, 0.0, dy",
+     "tests/kernels/test_gates.py"),
+    ("kernels/liger_triton/row_attention.py", "near & (query - key < window)", "near & (query - key <= window)",
+     "tests/kernels/test_row_attention.py"),
+    ("kernels/liger_triton/_chunks.py", "if lean and like.dtype != torch.float16 else", "if lean else",
+     "tests/kernels/test_linear_cross_entropy.py tests/kernels/test_float64.py"),
+    ("kernels/liger_triton/_routed.py", "expert = tl.sum((last <= tile)", "expert = tl.sum((last < tile)",
+     "tests/kernels/test_experts.py"),
+)  # fmt: skip
+
+
+def noticed(copy: Path, tests: str, folder: str) -> bool:
+    """Whether one of `tests` fails in the copy."""
+    paths = os.pathsep.join(map(str, (copy, copy / "kernels")))
+    env = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": folder}
+    if tests.startswith("tests/kernels"):
+        env["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+    return subprocess.run(command, cwd=copy, env=env, capture_output=True).returncode == 1
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(word in m[0] or word in m[1] for word in words)]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        for name in COPIED:
+            source = ROOT / name
+            shutil.copytree(source, copy / name) if source.is_dir() else shutil.copy(source, copy / name)
+        for name, line, other, tests in chosen:
+            path = copy / name
+            text = path.read_text()
+            if text.count(line) != 1:
+                raise SystemExit(f"{name} has {text.count(line)} times {line!r}; expected it once.")
+            path.write_text(text.replace(line, other))
+            found = noticed(copy, tests, folder)
+            path.write_text(text)
+            missed += not found
+            print(f"{'found    ' if found else 'NOT FOUND'} {name}: {line.strip()!r} -> {other.strip()!r}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} found")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
