@@ -38,7 +38,9 @@ def rows_of(name, gpus, folder):
         try:
             job, (rows, length) = job_of(recipe, gpus), size_of(recipe)
         except RecipeError as error:
-            return [case | {"card": card, "note": "not computed", "reason": str(error).partition(": ")[2]} for card in CARDS]
+            return [
+                case | {"card": card, "note": "not computed", "reason": str(error).partition(": ")[2]} for card in CARDS
+            ]
         found, step = [], None
         for card in CARDS:
             if (
