@@ -4,6 +4,9 @@ MODELS = {
     "Llama-3-8B": ("llama", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5)),
+    "Llama-3.2-3B": ("llama", dict(
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8,
+        head_dim=128, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True)),
     "Llama-3.2-1B": ("llama", dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
         head_dim=64, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True)),

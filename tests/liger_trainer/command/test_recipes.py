@@ -218,6 +218,12 @@ def test_a_list_on_the_command_line(tmp_path):
     assert alone.training.loss_type == ["ipo"]
 
 
+def test_a_text_where_a_list_of_texts_belongs(tmp_path):
+    keys = {"trainer": "dpo", "use_peft": True, "lora_target_modules": "all-linear", "loss_type": "ipo"}
+    recipe = parse_recipe(str(write_recipe(tmp_path, **keys)))
+    assert recipe.model.lora_target_modules == "all-linear" and recipe.training.loss_type == ["ipo"]
+
+
 def test_a_printed_recipe_parses_to_the_same(tmp_path):
     keys = {"model_name_or_path": "nobody/nothing", "liger_config": {"rope": False}, "use_peft": True}
     path = write_recipe(tmp_path, **keys)

@@ -1,0 +1,77 @@
+"""Which card a shipped recipe fits: the peak that `liger-trainer fit` computes with `activation_checkpointing: auto`.
+
+    python benchmarks/fits.py [--json FILE]
+
+No GPU is used and no weights are read. Recipes for several GPUs are computed for 8, with FSDP2.
+"""
+
+import argparse
+import json
+import tempfile
+
+from _measure import RESULTS, Record
+from _models import MODELS
+
+CARDS = (8, 12, 16, 24, 48, 80, 141)
+SHAPES = {"llama3_8b": "Llama-3-8B", "llama3_2_3b": "Llama-3.2-3B"}
+RECIPES = {  # and on how many GPUs
+    "llama3_2_3b/sft_lora_24gb": 1, "llama3_8b/sft_qlora_24gb": 1, "llama3_8b/sft_alpaca_qlora": 1,
+    "llama3_8b/sft_alpaca_lora": 1, "llama3_8b/sft_alpaca": 8, "llama3_8b/orpo": 8, "llama3_8b/dpo_ultrafeedback": 8,
+    "llama3_8b/kto": 8,
+}  # fmt: skip
+
+
+def rows_of(name, gpus, folder):
+    """A row for each card: the peak, and the layers whose activations are kept, or that it does not fit."""
+    from liger_trainer.command.accelerate_file import own_environment
+    from liger_trainer.command.fit_job import job_of, size_of
+    from liger_trainer.command.recipe import parse_recipe
+    from liger_trainer.errors import RecipeError
+    from liger_trainer.fitting.step import need
+    from liger_trainer.memory.memory import limit_of
+
+    sharded = ["--accelerate_config", "fsdp2"] if gpus > 1 else []
+    words = ["--model_name_or_path", str(folder), *sharded, "--use_cpu", "true"]
+    case = {"case": f"`{name}`", "gpus": "one" if gpus == 1 else f"{gpus}, FSDP2"}
+    with own_environment():
+        recipe = parse_recipe(name, words, "")
+        try:
+            job, (rows, length) = job_of(recipe, gpus), size_of(recipe)
+        except RecipeError as error:
+            return [
+                case | {"card": card, "note": "not computed", "reason": str(error).partition(": ")[2]} for card in CARDS
+            ]
+        found, step = [], None
+        for card in CARDS:
+            if (
+                step is None or step.chosen is None or step.chosen.kept < step.layers
+            ):  # else more memory changes nothing
+                step = need(job, rows, length, "auto", card * 2**30)
+            if step.peak > limit_of(None, card * 2**30):
+                found.append(case | {"card": card, "note": "no", "asked_gib": step.peak / 2**30})
+            else:
+                kept = step.chosen.kept if step.chosen else 0
+                found.append(case | {"card": card, "gib": step.peak / 2**30, "kept": kept, "layers": step.layers})
+        return found
+
+
+def main():
+    from transformers import AutoConfig
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="file of the record; without it one is named in benchmarks/results")
+    options = parser.parse_args()
+    record, rows = Record("fits", "recipes", options.json), []
+    record.path = record.path or record.free_path(RESULTS / "fits" / "recipes")  # no figure depends on the machine
+    with tempfile.TemporaryDirectory() as folder:
+        for name, gpus in RECIPES.items():
+            kind, shape = MODELS[SHAPES[name.partition("/")[0]]]
+            config = AutoConfig.for_model(kind, **shape, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+            config.save_pretrained(folder)
+            rows += rows_of(name, gpus, folder)
+            print(json.dumps(rows[-len(CARDS) :]), flush=True)
+            record.write({"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""benchmarks/recipes.py starts each shipped recipe with rows of its trainer, and then the commands of its header."""
+
+import json
+
+import pytest
+import yaml
+from benchmark_scripts import benchmarks_on_path  # noqa: F401
+
+from liger_trainer.command.recipe import parse_recipe, recipe_names
+from liger_trainer.paths import shipped
+
+BIG = [name for name in recipe_names() if "/" in name]
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
+    import recipes
+
+    rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}]
+    for file in ("alpaca", "dpo", "kto"):
+        (tmp_path / f"{file}_en_demo.json").write_text(json.dumps(rows))
+    recipes.write_rows(tmp_path, tmp_path)
+    options = recipes.parsed([name, "--data", str(tmp_path), "--folder", str(tmp_path), "--", "--max_steps", "2"])
+    given = yaml.safe_load((shipped("recipes") / f"{name}.yaml").read_text())
+    words, out = recipes.words_of(name, given, options, tmp_path / "model")
+    assert words[:2] == ["train", name]
+    recipe = parse_recipe(name, [*words[2:], "--bf16", "false"])
+    assert recipe.training.max_steps == 2 and recipe.training.output_dir == str(out)
+    assert name.partition("/")[0] in recipes.MODELS
+    then = [words[0] for words in recipes.after(given, out, tmp_path / "model", tmp_path)]
+    heads = ["medusa-eval", *["merge"] * ("use_peft" in given), "medusa-export"]
+    assert then == (heads if given.get("trainer") == "medusa" else [])
+    if stage1 := recipe.training.to_dict().get("medusa_init_heads_from"):
+        assert stage1 == str(options.folder / "outputs/llama3_8b/medusa_stage1")
