@@ -26,7 +26,7 @@ def quantize(model: Any, config: Any) -> None:
 def _packed(layer: Any, dtype: torch.dtype) -> nn.Parameter:
     """Return the packed weight of `layer`, which was of `dtype`: a plain parameter, since one of bitsandbytes cannot be
     copied on the meta device."""
-    from bitsandbytes.functional import QuantState
+    from bitsandbytes.functional import QuantState  # type: ignore[import-not-found]
 
     weight, offset, nested = layer.weight, None, None
     absmax, code = torch.empty(-(-weight.numel() // weight.blocksize)), torch.empty(16)
