@@ -207,7 +207,8 @@ def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
         return "no"  # which YAML reads as false
     if key in SWITCHES_AND_TEXTS and isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str) and list[str] in (hint, *typing.get_args(hint)):
+    kinds = (hint, *typing.get_args(hint))
+    if isinstance(value, str) and list[str] in kinds and str not in kinds:
         value = [value]  # as on the command line: lora_target_modules: all-linear
     try:
         type_validator(key, value, hint)
