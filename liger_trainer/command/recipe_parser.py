@@ -207,7 +207,7 @@ def checked(path: Path, key: str, value: Any, hint: Any) -> Any:
         return "no"  # which YAML reads as false
     if key in SWITCHES_AND_TEXTS and isinstance(value, bool):
         return str(value).lower()
-    kinds = (hint, *typing.get_args(hint))
+    kinds = (hint,) if typing.get_origin(hint) is list else typing.get_args(hint)
     if isinstance(value, str) and list[str] in kinds and str not in kinds:
         value = [value]  # as on the command line: lora_target_modules: all-linear
     try:
