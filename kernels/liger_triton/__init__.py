@@ -4,7 +4,6 @@ They need torch, and Triton if the tensors are on a GPU. A file holds one operat
 `modules.py` `torch.nn` modules over them.
 """
 
-from .aligned_mlp import aligned_mlp
 from .cross_entropy import cross_entropy
 from .experts import ExpertLoRA, experts
 from .float8_cast import Float8, float8_cast
@@ -48,7 +47,6 @@ __all__ = [
     "LogProbs",
     "TokenRanks",
     "add_rms_norm",
-    "aligned_mlp",
     "cross_entropy",
     "experts",
     "float8_cast",

@@ -201,11 +201,6 @@ def lora_mlp(x, gate, up, down, *, activation="silu"):
     return lora_linears(a, [down])[0]
 
 
-def aligned_mlp(x, gate, up, down, *, activation="silu"):
-    """See `liger_triton.aligned_mlp`."""
-    return lora_mlp(x, (*gate, None), (*up, None), (*down, None), activation=activation)
-
-
 def float8_maxima(x):
     """(1,), int32: the bits of max|x|."""
     return x.abs().amax().float().view(torch.int32).view(1)

@@ -18,18 +18,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_trainer.instance import probe
-from liger_trainer.instance.guards import Guards, guards_of, linear_is_torchs
-from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.instance.kind import PLAIN_TENSORS, Kind
+from liger_trainer.instance.guards import Guards, guards_of
+from liger_trainer.instance.kind import Kind
 from liger_trainer.lora.layers import tensors_now
 from liger_trainer.lora.parts import Tensors
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, only_caller_reads, rebuilding
 from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names
-from liger_triton import aligned_mlp, lora_mlp
+from liger_triton import lora_mlp
 from liger_triton.halves import halves
 
 TOKENS = (2, 3)
-LEAST_ROWS = 1024  # of a product, for which the copies of `aligned_mlp` pay
 ACTIVATIONS = {Gate("swiglu", ""): "silu", Gate("geglu", "tanh"): "gelu_tanh", Gate("geglu", "none"): "gelu"}
 
 
@@ -66,34 +64,6 @@ class MLP:
             text += f": {', '.join(names if self.gate_first else [names[1], names[0], names[2]])}"
         text += f", times {self.factor}" if self.factor else ""
         return text + (f", dropout by {self.dropout}" if self.dropout else "")
-
-
-def _is_slow(x: torch.Tensor, down: nn.Module | None) -> bool:
-    """Return whether products with the input of `down` are slow on this GPU, and there are tokens enough to mend it."""
-    if not x.is_cuda or x.numel() < LEAST_ROWS * x.shape[-1]:
-        return False
-    widths = _widths(down)
-    return widths is not None and widths[0] % 8 > 0 and _compute_dtype(x).itemsize == 2
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _weight_and_bias(module: nn.Module | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The parameters of a linear layer of PyTorch that a call with `x` would multiply and add, else None."""
-    if not isinstance(module, nn.Linear) or type(module) is not nn.Linear or not linear_is_torchs():
-        return None
-    if "forward" in module.__dict__ or has_hooks(module):
-        return None
-    given = [p for p in module._parameters.values() if p is not None]
-    autocast = torch.is_autocast_enabled(x.device.type)
-    for p in given:
-        fits = p.device == x.device and p.is_contiguous() and (autocast or p.dtype == x.dtype)
-        if type(p) not in PLAIN_TENSORS or not fits or not p.is_floating_point():
-            return None
-    return module.weight, module.bias
 
 
 def _widths(module: nn.Module | None) -> tuple[int, int] | None:
@@ -233,13 +203,6 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
             found.append(tensors)
         return found if any(adapter is not None for _, _, adapter in found) else None
 
-    def misaligned_projections(self, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
-        """Weight and bias of gate, up and down where products of their width are slow, and these are plain layers."""
-        if torch.compiler.is_compiling() or not _is_slow(x, self._modules[mlp.down]):
-            return None
-        plain = [_weight_and_bias(self._modules[name], x) for name in names]
-        return None if None in plain else plain  # type: ignore[return-value]
-
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """The two results before the gate, in the order of their calls, and whether they may be written over."""
         projections = [getattr(self, name) for name in mlp.inner]
@@ -264,9 +227,6 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         if activation is not None and (adapted := projections_with_lora(self, x)) is not None:
             with rebuilding(x, self):
                 y = lora_mlp(x, *adapted, activation=activation)
-        elif activation is not None and (plain := misaligned_projections(self, x)) is not None:
-            with rebuilding(x, self):
-                y = aligned_mlp(x, *plain, activation=activation)
         else:
             y = gated(self, x)
         if mlp.factor is not None:
