@@ -384,9 +384,11 @@ def test_a_manifest_is_waited_for_again_after_ctrl_c(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper, "_write", lambda *given: goes_on.wait(60) and write(*given))
     keeper.begin(trainer)
     keeper.finish(trainer)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Future, "result", lambda self: signal.raise_signal(signal.SIGINT))
         keeper.wait(trainer)
+    signal.signal(signal.SIGINT, before)
     threading.Timer(0.2, goes_on.set).start()
     keeper.wait(trainer)
     assert manifest.read(tmp_path / "checkpoint-2") is not None
