@@ -31,8 +31,9 @@ def add_merge_command(commands) -> None:
 def _merge(args) -> int:
     import torch
     from peft import PeftConfig
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+    from liger_trainer.fitting.hollow import auto_class_of
     from liger_trainer.head.merge import merge
 
     _check_folders(args.adapter, args.output)
@@ -43,11 +44,14 @@ def _merge(args) -> int:
     name = args.model or find_base(config.base_model_name_or_path, args.adapter)
     try:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
-        dtype = getattr(torch, args.dtype) if args.dtype != "auto" else source.load(AutoConfig).dtype or torch.float32
-        model = source.load(AutoModelForCausalLM, dtype=torch.float32)  # so that nothing is rounded before the sum
+        base = source.load(AutoConfig)
+        dtype = getattr(torch, args.dtype) if args.dtype != "auto" else base.dtype or torch.float32
+        model = source.load(auto_class_of(base), dtype=torch.float32)  # so that nothing is rounded before the sum
     except RecipeError as error:
         raise RecipeError(f"{error} It is the base of {args.adapter}. Say where the base is with --model.") from error
-    tokenizer = tokenizer_of(args.adapter, args.trust_remote_code) or source.load(AutoTokenizer)
+    tokenizer = tokenizer_of(args.adapter, args.trust_remote_code) or source.load(
+        AutoProcessor if getattr(base, "vision_config", None) is not None else AutoTokenizer
+    )
     try:
         merged = merge(with_adapter(model, args.adapter))
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
@@ -79,12 +83,13 @@ def with_adapter(model, adapter: str):
 
 
 def tokenizer_of(adapter: str, trust_remote_code: bool = False):
-    """The tokenizer that was saved with an adapter; None if there is none."""
-    from transformers import AutoTokenizer
+    """The tokenizer that was saved with an adapter, or the processor of images; None if there is none."""
+    from transformers import AutoProcessor, AutoTokenizer
 
     if not os.path.isfile(os.path.join(adapter, "tokenizer_config.json")):
         return None
-    return AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
+    sees = any(os.path.isfile(os.path.join(adapter, f"{name}_config.json")) for name in ("processor", "preprocessor"))
+    return (AutoProcessor if sees else AutoTokenizer).from_pretrained(adapter, trust_remote_code=trust_remote_code)
 
 
 def _check_folders(adapter: str, output: str) -> None:

@@ -53,6 +53,28 @@ def test_merged_model_gives_the_logits_of_the_adapter(folder, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "{{ messages }}"
 
 
+def test_a_model_of_images(tmp_path, capsys):
+    """Of Gemma 3, whose processor needs no package: model, adapter on the tower too, and processor."""
+    from image_models import image_batch, image_model
+    from image_processors import processor_of
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    base = image_model("gemma3")
+    batch = image_batch(base)
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    processor_of("gemma3").save_pretrained(tmp_path / "adapter")
+    code, out, err = command(capsys, "merge", tmp_path / "adapter", tmp_path / "merged")
+    assert code == 0, err
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
+    assert type(AutoProcessor.from_pretrained(tmp_path / "merged")).__name__ == "Gemma3Processor"
+
+
 @pytest.mark.parametrize(
     "adapter",
     [
