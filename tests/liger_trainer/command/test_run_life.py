@@ -220,7 +220,9 @@ def test_a_stopped_run_says_how_to_go_on(folder, capsys):
     assert process.returncode == 130, err
     (line,) = (line for line in err.splitlines() if line.startswith("liger-trainer: interrupted. "))
     saved = re.search(r"checkpoint-(\d+)", line)
-    assert saved and int(saved[1]) >= 4 and "Traceback" not in err
+    # Python itself tells, and forgets, a Ctrl-C that comes while tqdm frees a bar; it is then pressed again.
+    told = re.sub(r"Exception ignored in: <function tqdm\.__del__.*\nTraceback", "", err)
+    assert saved and int(saved[1]) >= 4 and "Traceback" not in told, err
     assert (folder / "out" / saved[0] / "trainer_state.json").is_file()
     assert line.endswith("To go on, add --resume_from_checkpoint true to the command.")
     state = json.loads((folder / "out" / saved[0] / "trainer_state.json").read_text())
