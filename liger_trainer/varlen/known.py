@@ -3,7 +3,7 @@
 Models put images into the embeddings of text with `masked_scatter`, add visual states to hidden states that a mask
 picks, and split what a tower returns by the sizes of images. On a GPU each of these waits for all that was launched
 before, some in the backward pass. Of a `Known`, PyTorch gets indices that the host has computed in place of a mask, and
-`tolist` answers from the host. Any other operation gets the plain tensor.
+`tolist` answers from the host. Any other operation gets the plain tensor, and so do all once it has been written to.
 """
 
 import functools
@@ -19,6 +19,7 @@ class Known(torch.Tensor):
     """A tensor of a device. `values` are its values on the host, where `values_of` finds them too."""
 
     values: torch.Tensor
+    version: int
 
     @classmethod
     def of(cls, values: torch.Tensor, device: torch.device) -> "Known":
@@ -29,7 +30,7 @@ class Known(torch.Tensor):
     def around(cls, x: torch.Tensor, values: torch.Tensor) -> "Known":
         """Make one of `x`, which has `values`."""
         found = x.as_subclass(cls)
-        found.values = values
+        found.values, found.version = values, -1 if x.is_inference() else x._version
         remember(found, values)
         return found
 
@@ -45,6 +46,8 @@ class Known(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (*_OWN, *_ON_BOTH) and any(map(_is_stale, tree_leaves((args, kwargs)))):
+            return _plainly(function, args, kwargs)
         if function in _OWN and not kwargs:
             found = _OWN[function](*args)
             if found is not NotImplemented:
@@ -59,6 +62,14 @@ def _plainly(function: Any, args: tuple, kwargs: dict | None) -> Any:
     args, kwargs = tree_map(lambda x: _plain(x) if isinstance(x, Known) else x, (args, kwargs or {}))
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
+
+
+def _is_stale(x: Any) -> bool:
+    """Return whether `x` is a `Known` that has been written to, or in inference mode, where that cannot be seen."""
+    if not isinstance(x, Known):
+        return False
+    plain = _plain(x)
+    return plain.is_inference() or plain._version != x.version
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:

@@ -84,3 +84,23 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
     assert scattered and all(x is not NotImplemented for x in scattered)
     with pytest.raises(ValueError, match="do not match"):
         image_step(model, batch | {"input_ids": batch["input_ids"].clamp(max=99)})
+
+
+@pytest.mark.parametrize("write", [
+    lambda mask: mask.__setitem__(0, False), lambda mask: mask.logical_not_(), lambda mask: mask[0].fill_(True),
+    lambda mask: mask.view(-1)[:3].zero_(),
+])  # fmt: skip
+def test_a_mask_that_is_written_to(write):
+    def first_used(x, y, mask):
+        x = x + x.detach().masked_scatter(mask[..., None], y.detach()).sum()
+        write(mask)
+        return x.masked_scatter(mask[..., None], torch.cat((y, y))) + x[mask].sum()
+
+    (want, *_), (got, *_) = pair(lambda x, y, mask: first_used(x, y, mask if type(mask) is Known else mask.clone()))
+    assert torch.equal(got, want)
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        x, mask = torch.zeros(2, 4, 3), as_known()
+        assert torch.equal(x.masked_scatter(mask[..., None], torch.ones(4, 3))[..., 0], MASK.float())
