@@ -41,6 +41,3 @@ class Feature:
     def around_training(self, trainer: Any) -> AbstractContextManager[Run | None]:
         """A context in which `trainer` trains. It may give a function that runs the training steps."""
         return nullcontext()
-
-    def before_optimizer(self, trainer: Any) -> None:
-        """Prepare the weights for the optimizer that is made next."""
