@@ -1,4 +1,4 @@
-"""What an option of the trainers brings along: its fields, what it is refused with, and what it does in a training."""
+"""The parts of an option of the trainers: its fields, what it is refused with, and what it does in a training."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

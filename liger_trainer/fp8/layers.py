@@ -43,7 +43,7 @@ _GW_HP = _ROWWISE | {
 
 @dataclass(frozen=True)
 class Float8:
-    """What a layer was proven to compute, for all configs of torchao that equal `config`."""
+    """The proven formula of a layer, for all configs of torchao that equal `config`."""
 
     form: Float8Form | Float8RowwiseForm
     config: Any
