@@ -14,8 +14,8 @@ from _rows import pairs_of, sft_rows, tokens_of
 # accelerate's use_regional_compilation, "- varlen" and "- float8" for liger_config={"varlen_attention": False} and
 # {"float8": False}, "- host" for auto without the host's memory, and "- in_backward" for the ordinary step beside
 # --optimizer_in_backward. "+ fp8" needs torchao. It is fp8=True for ours; for the others, whose fp8 accelerate leaves
-# untrained on one GPU, torchao converts the same layers before the trainer is built. Under FSDP2 ours gather weights
-# in eight bits then, as accelerate has it, and with "- gather" in 16. "+ rowwise" is fp8_recipe="rowwise".
+# untrained on one GPU, torchao converts the same layers before the trainer is built. "+ rowwise" is
+# fp8_recipe="rowwise".
 ARMS = {
     "sft": (
         "LigerSFTTrainer",
@@ -29,7 +29,6 @@ ARMS = {
         "LigerTrainer - in_backward",
         "LigerTrainer - host",
         "LigerTrainer + fp8",
-        "LigerTrainer + fp8 - gather",
         "LigerTrainer + fp8 - float8",
         "Trainer",
         "Trainer + Liger",
@@ -156,8 +155,6 @@ def make_trainer(arm, run, callbacks):
 
             options |= {"fp8": True, "fp8_recipe": "rowwise"} if "rowwise" in switches else {"fp8": True}
             read_on_every_process(True, None, None)  # each has made the model
-            if "gather" in switches:
-                os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
         else:
             in_float8(model)
     if off := {"varlen": "varlen_attention", "float8": "float8"}.keys() & switches:

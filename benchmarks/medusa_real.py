@@ -4,7 +4,7 @@
 
 The model answers nine tenths of the prompts greedily, and heads are trained on those answers. They are measured on the
 other prompts, before and after training, with the same seed, all in fp32. `--data` holds rows as
-`liger-trainer medusa-data --prompts` takes them.
+`liger-trainer medusa-eval --prompts` takes them.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
 from liger_trainer.command.model_source import find_model
 from liger_trainer.medusa.evaluate import evaluate
 from liger_trainer.medusa.heads import heads_of
-from liger_trainer.medusa.prompts import distill, encode, end_tokens, read_prompts
+from liger_trainer.medusa.prompts import answer, encode, end_tokens, read_prompts
 
 
 def load(name):
@@ -40,8 +40,24 @@ def split(prompts, seed):
     return [prompts[i] for i in sorted(order[cut:])], [prompts[i] for i in sorted(order[:cut])]
 
 
+def answered(model, tokenizer, prompts, ends, options):
+    """(rows of prompt and completion, how many answers of each kind): those cut or empty are left out."""
+    rows, counts = [], {"written": 0, "cut": 0, "empty": 0}
+    for first in range(0, len(prompts), options.answer_batch):
+        batch = prompts[first : first + options.answer_batch]
+        new = answer(model, [encode(tokenizer, prompt) for prompt in batch], ends, options.max_new_tokens)
+        for prompt, tokens in zip(batch, new, strict=True):
+            text = tokenizer.decode(tokens[:-1], skip_special_tokens=True)
+            kind = "cut" if tokens[-1] not in ends else "written" if text.strip() else "empty"
+            counts[kind] += 1
+            if kind == "written":
+                completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                rows.append({"prompt": prompt, "completion": completion})
+    return rows, counts
+
+
 def trainer_of(model, tokenizer, rows, options):
-    from datasets import load_dataset
+    from datasets import Dataset
 
     args = LigerMedusaConfig(
         output_dir=tempfile.mkdtemp(), medusa_num_heads=options.heads, medusa_tied=options.projection == "tied",
@@ -50,8 +66,7 @@ def trainer_of(model, tokenizer, rows, options):
         warmup_steps=20, bf16=False, seed=options.seed, report_to="none", save_strategy="no", logging_steps=20,
         logging_first_step=True, use_cpu=DEVICE == "cpu", disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
-    rows = load_dataset("json", data_files=rows, split="train", cache_dir=tempfile.mkdtemp())
-    return LigerMedusaTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    return LigerMedusaTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
 
 
 def main(argv=None):
@@ -82,9 +97,8 @@ def main(argv=None):
     train, held_out = split(read_prompts(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
     ends = end_tokens(model, tokenizer)  # asked now, since Trainer.train leaves only the tokenizer's
     lap("load")
-    rows = str(Path(tempfile.mkdtemp()) / "answers.jsonl")
-    answered = distill(model, tokenizer, train, rows, options.max_new_tokens, batch_size=options.answer_batch)
-    print(f"{len(train)} prompts to train on: {answered}; {len(held_out)} held out")
+    rows, counts = answered(model, tokenizer, train, ends, options)
+    print(f"{len(train)} prompts to train on: {counts}; {len(held_out)} held out")
     lap("answers")
 
     trainer = trainer_of(model, tokenizer, rows, options)
@@ -115,7 +129,7 @@ def main(argv=None):
     table(compared, {"what": ("", ""), "before": ("before", ".3f"), "after": ("after", ".3f")})
     print(f"{after.chain - 1:.0%} more tokens a forward pass")
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
-    found = {"options": vars(options), "seconds": seconds, "answers": answered, "losses": losses}
+    found = {"options": vars(options), "seconds": seconds, "answers": counts, "losses": losses}
     record.write(found | {"before": before.to_dict(), "after": after.to_dict()})
     record.say_where()
 

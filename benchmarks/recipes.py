@@ -57,7 +57,7 @@ def write_rows(data, folder):
     questions = [{"prompt": [question], "solution": str(k)} for k, question in enumerate(user)]
     for name, written in ("answers", answers), ("questions", questions):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
-    # as many as medusa-eval and medusa-data take here
+    # as many as medusa-eval takes here
     (folder / "prompts.json").write_text(json.dumps([{"messages": [question]} for question in user[:4]]))
 
 

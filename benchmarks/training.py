@@ -113,7 +113,7 @@ def skip_of(options):
 
 def default_arms(options):
     arms = LORA_ARMS if options.lora and options.trainer == "sft" else ARMS[options.trainer]
-    left_out = ("compile", "fp8", "rowwise", "gather", "float8") + ("varlen",) * (options.rows == "full")
+    left_out = ("compile", "fp8", "rowwise", "float8") + ("varlen",) * (options.rows == "full")
     left_out += () if options.optimizer_in_backward else ("in_backward",)
     left_out += () if options.auto else ("host",)
     return [arm for arm in arms if not arm.endswith(left_out)]

@@ -1,4 +1,4 @@
-"""What an option of the trainers brings along: its fields, what it is refused with, and what it does in a training."""
+"""The parts of an option of the trainers: its fields, what it is refused with, and what it does in a training."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -41,6 +41,3 @@ class Feature:
     def around_training(self, trainer: Any) -> AbstractContextManager[Run | None]:
         """A context in which `trainer` trains. It may give a function that runs the training steps."""
         return nullcontext()
-
-    def before_optimizer(self, trainer: Any) -> None:
-        """Prepare the weights for the optimizer that is made next."""

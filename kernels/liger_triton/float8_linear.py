@@ -16,7 +16,7 @@ Dtypes  x and W bf16, fp16, fp32. y and dx have the dtype of x, under autocast t
         row it is rounded to the dtype of y first, as a linear layer does it.
 Bytes   b per element, without the products, which move half of what products in 16 bits do: x and W are read twice and
         written once in the forward pass; dy is read twice and written twice, and W read and written once more, in the
-        backward pass. By row x is written twice. Layers of one x share its cast. A W in eight bits is not cast.
+        backward pass. By row x is written twice. Layers of one x share its cast.
         Kept for backward: the transpose of x, one byte an element, or x itself where that costs nothing, or with
         `gw_hp`; and W. W is cast in every call, although its bits stay the same in all micro-batches of a step, because
         optimizers write to weights without PyTorch's version counter.
@@ -25,7 +25,6 @@ Bytes   b per element, without the products, which move half of what products in
 import functools
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +46,6 @@ from .float8_cast import (
     float8_columns,
     float8_rows,
     maxima_of,
-    transposed,
 )
 
 
@@ -150,8 +148,6 @@ class Float8RowwiseForm(NamedTuple):
 
 
 Form = Float8Form | Float8RowwiseForm
-BitsOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Gives the eight bits of a weight, (N, K) in e4m3, and what they have to be multiplied by, () in fp32."""
 
 
 class _Columns:
@@ -225,11 +221,11 @@ class _Kept(torch.autograd.Function):
     """Keeps what the backward pass of a layer needs, and returns a stub in place of its output."""
 
     @staticmethod
-    def forward(ctx, given, made, bits_of, x, weight):
+    def forward(ctx, given, made, x, weight):
         form = given.form
-        needs_x, needs_weight = ctx.needs_input_grad[3:]
+        needs_x, needs_weight = ctx.needs_input_grad[2:]
         cast = given.in_eight_bits(x, turn=needs_weight)
-        prepared = form.prepared(weight.contiguous(), needs_x) if bits_of is None else None
+        prepared = form.prepared(weight.contiguous(), needs_x)
         made += (cast, prepared)
         kept = inverse = None
         if needs_weight and cast.turned is not None:
@@ -237,10 +233,10 @@ class _Kept(torch.autograd.Function):
         elif needs_weight:
             kept = x if cast.narrow is None else cast.narrow
             given.columns.layers += not form.gw_hp
-        maxima, w_maxima = cast.maxima if needs_weight else None, None if prepared is None else prepared.maxima
-        ctx.save_for_backward(kept, inverse, maxima, weight if needs_x else None, w_maxima)
+        maxima = cast.maxima if needs_weight else None
+        ctx.save_for_backward(kept, inverse, maxima, weight if needs_x else None, prepared.maxima)
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.columns, ctx.bits_of = form, given.columns, bits_of
+        ctx.form, ctx.columns = form, given.columns
         ctx.dtype, ctx.weight_dtype, ctx.x_dtype, ctx.shape = given.dtype, weight.dtype, x.dtype, x.shape
         return without_memory((*x.shape[:-1], weight.shape[0]), given.dtype, x)
 
@@ -248,10 +244,10 @@ class _Kept(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return (None,) * 5
+            return (None,) * 4
         kept, inverse, maxima, weight, w_maxima = ctx.saved_tensors
-        form, bits_of = ctx.form, ctx.bits_of
-        needs_x, needs_weight = ctx.needs_input_grad[3:]
+        form = ctx.form
+        needs_x, needs_weight = ctx.needs_input_grad[2:]
         dx = dw = None
         with no_autocast(dy.device.type):
             rows = as_matrix(dy, ctx.dtype).contiguous()
@@ -269,36 +265,9 @@ class _Kept(torch.autograd.Function):
                 del x8
             del d8_turned
             if needs_x:
-                if bits_of is None:
-                    w8 = form.turned_weight(weight.contiguous(), w_maxima)
-                else:
-                    bits, w_inverse = _asked(bits_of, weight)
-                    w8 = transposed([bits]), w_inverse
+                w8 = form.turned_weight(weight.contiguous(), w_maxima)
                 dx = form.product(*d8, *w8, ctx.dtype, fast_sums=form.fast_accum[1]).view(ctx.shape).to(ctx.x_dtype)
-        return None, None, None, dx, dw
-
-
-def _asked(bits_of: BitsOf, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    bits, inverse = bits_of(weight)
-    if bits.dtype != E4M3 or bits.shape != weight.shape or not bits.is_contiguous() or bits.device != weight.device:
-        raise ValueError(
-            f"bits_of gives {tuple(bits.shape)} {bits.dtype} with strides {bits.stride()} on {bits.device}; expected "
-            f"contiguous {tuple(weight.shape)} {E4M3} on {weight.device}."
-        )
-    return bits, inverse
-
-
-class _Numbers(torch.autograd.Function):
-    """What the eight bits of a weight stand for."""
-
-    @staticmethod
-    def forward(ctx, weight, bits_of, dtype):
-        bits, inverse = _asked(bits_of, weight)
-        return (bits.to(torch.float32) * inverse).to(dtype)
-
-    @staticmethod
-    def backward(ctx, dw):
-        return dw, None, None
+        return None, None, dx, dw
 
 
 _latest = threading.local()
@@ -323,7 +292,6 @@ def float8_linear(
     *,
     form: Form | None = None,
     given: Float8Input | None = None,
-    bits_of: BitsOf | None = None,
 ) -> torch.Tensor:
     """x W^T + b, differentiable in all three. These are not the numbers of a linear layer in 16 bits.
 
@@ -334,9 +302,6 @@ def float8_linear(
         form (`Float8Form` or `Float8RowwiseForm`, *optional*): Unset: the defaults of `Float8Form`, which are those of
             torchao.
         given (`Float8Input`, *optional*): Of this `x`, for several layers that share it; it has a form of its own.
-        bits_of (`Callable`, *optional*): Gives, of a `weight` that is in eight bits already, these and what they have
-            to be multiplied by. `weight` itself, which has the gradient and is kept for it, may then be any tensor of
-            its shape and dtype. It is asked in each pass, since the bits may be freed in between and come again.
 
     Returns:
         `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. On a CPU the numbers in eight
@@ -353,25 +318,22 @@ def float8_linear(
         given = Float8Input(x, form or Float8Form())
     elif not given.fits(x, given.form, given.keeps_input) or form not in (None, given.form):
         raise ValueError("given is of another x, of another form, or of x before it was changed; make a new one.")
-    if bits_of is not None and not isinstance(given.form, Float8Form):
-        raise ValueError(f"form is {given.form}; a weight that is in eight bits already has one scale: Float8Form.")
-    y = _without_bias(x, weight, given, bits_of)
+    y = _without_bias(x, weight, given)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input, bits_of: BitsOf | None) -> torch.Tensor:
+def _without_bias(x: torch.Tensor, weight: torch.Tensor, given: Float8Input) -> torch.Tensor:
     if x.numel() == 0 or weight.numel() == 0:
-        numbers = weight.to(given.dtype) if bits_of is None else _Numbers.apply(weight, bits_of, given.dtype)
-        return F.linear(x.to(given.dtype), numbers)
+        return F.linear(x.to(given.dtype), weight.to(given.dtype))
     made: list[Any] = []
 
     def compute() -> torch.Tensor:
         form, (cast, prepared) = given.form, made or (given.in_eight_bits(x, turn=False), None)
-        w8 = form.upright(weight, prepared)[:2] if bits_of is None else _asked(bits_of, weight)
+        w8 = form.upright(weight, prepared)[:2]
         return form.product(cast.rows, cast.inverse, *w8, given.dtype, fast_sums=form.fast_accum[0])
 
     with no_autocast(x.device.type):
-        stub = _Kept.apply(given, made, bits_of, x, weight) if records_graph(x, weight) else None
+        stub = _Kept.apply(given, made, x, weight) if records_graph(x, weight) else None
         return computed(compute, x.shape[:-1], stub)
 
 

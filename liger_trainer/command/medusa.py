@@ -1,4 +1,4 @@
-"""`liger-trainer medusa-data`, `medusa-eval` and `medusa-export`: the work before and after training Medusa heads.
+"""`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads.
 
 Nothing that takes long to import is imported before a command runs.
 """
@@ -6,7 +6,6 @@ Nothing that takes long to import is imported before a command runs.
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,7 @@ _MODEL = "a folder, a name on the Hub, or smollm2-135m-instruct"
 
 
 def add_medusa_commands(commands) -> None:
-    """Add the three commands to the subparsers of `liger-trainer`."""
-    data = add_command(
-        commands, "medusa-data", _data, "let a model answer prompts, and write the rows to train heads on"
-    )
-    data.add_argument("model", metavar="MODEL", help=_MODEL)
-    _add_prompts(data, max_new_tokens=512)
-    data.add_argument("--output", required=True, help="a .jsonl file, in which a run that was stopped goes on")
-    data.add_argument("--temperature", type=float, default=0.0, help="0, the default, decodes greedily")
-    add_model_options(data)
-
+    """Add the two commands to the subparsers of `liger-trainer`."""
     evaluation = add_command(
         commands,
         "medusa-eval",
@@ -34,7 +24,17 @@ def add_medusa_commands(commands) -> None:
     )
     evaluation.add_argument("model", metavar="MODEL", help=f"{_MODEL}; after stage 2, the output_dir")
     evaluation.add_argument("heads", metavar="HEADS", help="the output_dir of a Medusa training, or a folder of heads")
-    _add_prompts(evaluation, max_new_tokens=128)
+    evaluation.add_argument(
+        "--prompts", required=True, metavar="FILE",
+        help="a .json or .jsonl file; each row has prompt, messages, conversations (ShareGPT) or instruction (Alpaca)",
+    )  # fmt: skip
+    evaluation.add_argument("--max_rows", type=int, help="how many prompts are used, the first ones; if unset, all")
+    evaluation.add_argument(
+        "--max_new_tokens", type=int, default=128, help="how many tokens an answer may have; default 128"
+    )
+    evaluation.add_argument(
+        "--batch_size", type=int, default=16, help="how many prompts are answered at once; default 16"
+    )
     evaluation.add_argument("--output", help="a .json file to write the numbers into")
     add_model_options(evaluation)
 
@@ -55,19 +55,6 @@ def add_command(commands, name: str, run, description: str) -> argparse.Argument
     parser = commands.add_parser(name, help=description, allow_abbrev=False)
     parser.set_defaults(run=lambda args: _run(run, args))
     return parser
-
-
-def _add_prompts(parser, max_new_tokens: int) -> None:
-    parser.add_argument(
-        "--prompts", required=True, metavar="FILE",
-        help="a .json or .jsonl file; each row has prompt, messages, conversations (ShareGPT) or instruction (Alpaca)",
-    )  # fmt: skip
-    parser.add_argument("--max_rows", type=int, help="how many prompts are used, the first ones; if unset, all")
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=max_new_tokens,
-        help=f"how many tokens an answer may have; default {max_new_tokens}",
-    )  # fmt: skip
-    parser.add_argument("--batch_size", type=int, default=16, help="how many prompts are answered at once; default 16")
 
 
 def add_model_options(parser) -> None:
@@ -105,21 +92,6 @@ def load_to_answer(name: str, args, **options):
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), source.load(AutoTokenizer)
 
 
-def _data(args) -> None:
-    from liger_trainer.medusa.prompts import distill, read_prompts
-
-    model, tokenizer = load_to_answer(args.model, args)
-    prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
-
-    def progress(done):
-        print(f"{done} of {len(prompts)} prompts", file=sys.stderr)
-
-    options = (args.max_new_tokens, args.temperature, args.batch_size)
-    done = distill(model, tokenizer, prompts, args.output, *options, progress)
-    print(f"{args.output}: {done['written']} rows written; left out: {done['cut']} cut at max_new_tokens, "
-          f"{done['empty']} empty")  # fmt: skip
-
-
 def _eval(args) -> None:
     from liger_trainer.medusa.evaluate import evaluate
     from liger_trainer.medusa.export import load_heads
@@ -129,8 +101,8 @@ def _eval(args) -> None:
     if args.output and Path(args.output).suffix != ".json":
         raise ValueError(f"output is {args.output!r}; expected a file ending in .json.")
     model, tokenizer = load_to_answer(args.model, args)
-    heads = attach_heads(model, load_heads(args.heads))
     prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
+    heads = attach_heads(model, load_heads(args.heads))
     report = evaluate(
         model,
         heads,

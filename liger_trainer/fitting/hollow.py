@@ -16,7 +16,7 @@ from liger_trainer.patching import apply_liger
 
 @dataclass
 class Shape:
-    """What decides the sizes of a model's tensors."""
+    """Everything that decides the sizes of a model's tensors."""
 
     config: PretrainedConfig
     dtype: torch.dtype  # of its weights

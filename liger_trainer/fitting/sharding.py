@@ -16,7 +16,7 @@ from liger_trainer.fitting.simulated_memory import SimulatedMemory
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is shared out.
+    """The way in which a model is shared out.
 
     Attributes:
         kind (`str`): `"none"`; `"ddp"`: gradients are summed in buckets of as many bytes; `"fsdp2"`: each GPU has a
@@ -46,10 +46,10 @@ class Sharding:
 
 
 class Units:
-    """What FSDP2 holds besides shares while a micro-batch runs, and this GPU's shares of the gradients.
+    """Counts what FSDP2 holds besides shares while a micro-batch runs, and this GPU's shares of the gradients.
 
-    Gathered are the layer that is computed, the next one, and the embedding or the head. The gradients of a layer wait
-    for each other, and those of the layer before are on their way, while the next ones are computed.
+    Gathered are the layer that is computed, the next one, and the embedding or the head. While the gradients of a layer
+    are computed, all gradients of the layer before are still there.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from liger_triton.sizes import sizes_only
 
 WORKSPACE = 32 << 20  # of cuBLAS, on one stream
 _ENDLESS = 1 << 50  # bytes
-_WITHOUT_RANDOM_STATES = {"preserve_rng_state": False}  # those of this machine are of no use
+_WITHOUT_RANDOM_STATES = {"preserve_rng_state": False}  # this machine's are of no use
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass
 class Need:
-    """What a step takes up, in bytes."""
+    """The memory of a step, in bytes."""
 
     weights: int = 0
     gradients: int = 0  # of all weights if they exist together, otherwise the largest

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from liger_trainer.feature import Feature
 from liger_trainer.fp8.layers import configs_of, nominated
@@ -146,24 +145,6 @@ class Fp8(Feature):
         if converts is not None:
             _refuse_no_conversion(trainer.model, converts)
 
-    def before_optimizer(self, trainer: Any) -> None:
-        """Mend what accelerate 1.15 does to weights that FSDP2 will gather in eight bits.
-
-        - It wraps weights before it converts all trained ones to fp32, which leaves wrapped ones in 16 bits, and FSDP2
-          wants one dtype. They are converted here.
-        - It computes scales after each step. They would be stale for weights that are loaded later, such as the best
-          ones at the end. They are dropped on loading, and computed when the weights are gathered.
-        """
-        model, handler = trainer.model, handler_of(trainer.accelerator) if trainer.uses_liger else None
-        if handler is None or not (trainer.accelerator.is_fsdp2 and handler.config.enable_fsdp_float8_all_gather):
-            return
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            return  # by an earlier training; some weights may be gathered now, in 16 bits
-        for weight in model.parameters():
-            if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16):
-                weight.data = weight.data.to(torch.float32)
-        model.register_load_state_dict_post_hook(_drop_scales)
-
 
 def _check_recipe(args: Any) -> None:
     given = f"fp8_recipe is {args.fp8_recipe!r}"
@@ -188,10 +169,11 @@ def handler_of(accelerator: Any) -> Any:
 
 
 def prepare(args: Any, accelerator: Any) -> None:
-    """Have accelerate convert with the recipe that `args` name, and gather weights in fp8 only under FSDP2.
+    """Have accelerate convert with the recipe that `args` name, and leave weights to FSDP2 in 16 bits.
 
-    The rest of its config stays as far as the recipe allows. accelerate 1.15 wraps each weight for gathering, sharded
-    or not. Without FSDP2 the wrapper is a new parameter, unknown to the optimizer: no layer in fp8 would train.
+    The rest of its config stays as far as the recipe allows. By default accelerate 1.15 wraps each weight, sharded or
+    not, so that FSDP2 gathers it in eight bits. Without FSDP2 the wrapper is a new parameter, unknown to the optimizer:
+    no layer in fp8 would train.
     """
     handler, name = handler_of(accelerator), getattr(args, "fp8_recipe", None)
     if handler is None:
@@ -199,9 +181,7 @@ def prepare(args: Any, accelerator: Any) -> None:
     config = before = handler.config
     if name is not None:
         config = importlib.import_module("torchao.float8").Float8LinearConfig.from_recipe_name(name)
-    by_tensor = config.cast_config_weight.scaling_granularity.value == "tensorwise"  # others cannot be gathered in fp8
-    gathers = before.enable_fsdp_float8_all_gather and by_tensor and accelerator.is_fsdp2
-    handler.config = replace(config, pad_inner_dim=before.pad_inner_dim, enable_fsdp_float8_all_gather=gathers)
+    handler.config = replace(config, pad_inner_dim=before.pad_inner_dim, enable_fsdp_float8_all_gather=False)
 
 
 def _has_adapters(model: Any) -> bool:
@@ -247,10 +227,3 @@ def _refuse_no_conversion(model: nn.Module, handler: Any) -> None:
             f"fp8 is asked for, but accelerate would convert no layer of {type(base_model_of(model)).__name__}: it "
             "takes linear layers whose widths are multiples of 16, but for the first and the last. Leave out fp8."
         )
-
-
-def _drop_scales(model: nn.Module, incompatible_keys: Any) -> None:
-    for weight in model.parameters():
-        shard: Any = getattr(weight, "_local_tensor", None)
-        if hasattr(shard, "_precomputed_scale"):
-            shard._precomputed_scale = None

@@ -1,8 +1,7 @@
 """torchao's `Float8Linear`, nominated by its class: the same products in eight bits with fewer passes over memory.
 
 torchao's code is written for torch.compile, which fuses its casts. In eager code each takes five passes; ours are the
-kernels of `liger_triton.float8_cast`. torchao and accelerate still decide what is converted, and own the state dict and
-FSDP2's gathering of weights in eight bits. A gathered weight is multiplied with the bits and the scale that arrive.
+kernels of `liger_triton.float8_cast`. torchao and accelerate still decide what is converted, and own the state dict.
 
 The formula is proven on a small copy with the instance's own config, on the CPU, where torchao multiplies in fp32
 (`emulate`). Its recipes "tensorwise" (one scale per tensor), "rowwise" and "rowwise_with_gw_hp" are known. Modules with
@@ -10,7 +9,6 @@ another recipe keep their own code.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +23,11 @@ from liger_trainer.instance.hooks import has_hooks
 from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, names_of
 from liger_trainer.memory.rebuild import is_rebuildable
 from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
-from liger_triton.float8_linear import BitsOf, Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
+from liger_triton.float8_linear import Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
 
 _CLASS = ("torchao.float8.float8_linear", "Float8Linear")
 OPERATION = "float8"
 _WIDTHS = (32, 48)  # of the small copy
-# The wrapper that enable_fsdp_float8_all_gather puts around a weight, and what FSDP2 gathers from it, in eight bits
-_WRAPPER = ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
-_GATHERED = ("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # How a recipe casts each factor of the three products: (scaling type, granularity) of torchao
@@ -48,7 +43,7 @@ _GW_HP = _ROWWISE | {
 
 @dataclass(frozen=True)
 class Float8:
-    """What a layer was proven to compute, for all configs of torchao that equal `config`."""
+    """The proven formula of a layer, for all configs of torchao that equal `config`."""
 
     form: Float8Form | Float8RowwiseForm
     config: Any
@@ -99,47 +94,25 @@ def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
         return None, "its recipe is none of torchao's: tensorwise, rowwise, rowwise_with_gw_hp"
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return None, f"its widths {module.in_features} and {module.out_features} are no multiples of {MULTIPLE}"
+    if module.config.enable_fsdp_float8_all_gather:
+        return None, "torchao's code multiplies weights gathered in eight bits (enable_fsdp_float8_all_gather)"
     for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
         if not _computes_alike(module, form, dtype, rtol):
             return None, "it does not compute x8 W8^T, dy8 W8 and dy8^T x8 with the scales of its recipe"
-        gathers = module.config.enable_fsdp_float8_all_gather
-        if gathers and not _computes_alike(module, form, dtype, rtol, gathered=True):
-            return None, "it does not compute with the bits and the scale of a weight that is gathered in fp8"
     return Float8(form, module.config, module.bias is not None), None
 
 
-def _computes_alike(
-    module: nn.Module, form: Float8Form | Float8RowwiseForm, dtype: torch.dtype, rtol: float, gathered: bool = False
-) -> bool:
-    """Return whether our function and the layer's own code give the same output and gradients.
-
-    The weight is in `dtype`, or has been `gathered` in eight bits.
-    """
+def _computes_alike(module: nn.Module, form: Float8Form | Float8RowwiseForm, dtype: torch.dtype, rtol: float) -> bool:
+    """Return whether our function and the layer's own code give the same output and gradients, in `dtype`."""
 
     def ours(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return float8_linear(x, layer.weight, layer.bias, form=form, bits_of=bits_of_gathered if gathered else None)
+        return float8_linear(x, layer.weight, layer.bias, form=form)
 
     results = []
     for forward in (ours, type(module).forward):
         source = probe.generator()
-        copy = _small_copy(module, source, dtype)
-        if gathered:
-            copy.__dict__["_parameters"]["weight"] = _as_gathered(copy, dtype)
-        results.append(probe.trained(forward, copy, _WIDTHS, source, dtype))
+        results.append(probe.trained(forward, _small_copy(module, source, dtype), _WIDTHS, source, dtype))
     return all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True))
-
-
-def _as_gathered(copy: nn.Module, dtype: torch.dtype) -> nn.Parameter:
-    """Return the weight of `copy` as torchao's own code would gather it under FSDP2, from one process.
-
-    The scale is given, since torchao would ask other processes for it. It does not follow from the weight's values, so
-    that a function that derives it from them is found out.
-    """
-    module, name = _WRAPPER
-    scale, target = torch.tensor(37.0), copy.config.cast_config_weight.target_dtype
-    wrapper = getattr(importlib.import_module(module), name)(copy.weight.detach(), copy.linear_mm_config, target, scale)
-    bits, scales = wrapper.fsdp_pre_all_gather(None)
-    return nn.Parameter(wrapper.fsdp_post_all_gather(bits, scales, dtype)[0])
 
 
 def _small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
@@ -167,40 +140,22 @@ def build(proven: Float8) -> Callable:
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         own = args or kwargs or torch.compiler.is_compiling()
         own = own or not (self.config is config or self.config == config)  # a copy has a config of its own
-        weight, bits_of = (None, None) if own else _weight_of(self)
-        if weight is None or not _computes(self, input, weight):
+        if own or not (_has_plain_weight(self) and _computes(self, input, self.weight)):
             return type(self).forward(self, input, *args, **kwargs)
         keeps_input = is_rebuildable(input) or _attention_keeps(input)
         given = shared_input(input, form, keeps_input, alone=has_hooks(self))
-        return float8_linear(input, weight, self.bias, given=given, bits_of=bits_of)
+        return float8_linear(input, self.weight, self.bias, given=given)
 
     return forward
 
 
-def _weight_of(module: nn.Module) -> tuple[torch.Tensor | None, BitsOf | None]:
-    """Return (the weight as a plain tensor with the gradient of the parameter, None).
-
-    If it has been gathered in eight bits, return (the parameter, how to read them). If it is sharded, (None, None).
-    """
+def _has_plain_weight(module: nn.Module) -> bool:
+    """Return whether the weight is a plain tensor, and step aside for another one, such as a shard."""
     weight = module.weight
-    if type(weight) in PLAIN_TENSORS:
-        return weight, None
-    if names_of(type(weight)) == _WRAPPER:
-        return weight.t().t(), None  # as torchao's own code turns it, which leaves the wrapper behind
-    if names_of(type(weight)) == _GATHERED:
-        return weight, bits_of_gathered
-    if isinstance(weight, torch.Tensor) and (binding := Binding.of(module)) is not None:
+    plain = type(weight) in PLAIN_TENSORS
+    if not plain and isinstance(weight, torch.Tensor) and (binding := Binding.of(module)) is not None:
         binding.step_aside(f"its weight is a {type(weight).__name__}, and was not gathered for the call")
-    return None, None
-
-
-def bits_of_gathered(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bits of a weight that FSDP2 has gathered, and the scale to multiply them by.
-
-    FSDP2 frees the bits after the forward pass and gathers them into the same tensor for the backward pass. So autograd
-    keeps the parameter, and the bits are read when they are needed.
-    """
-    return weight._data, weight._scale.reciprocal()
+    return plain
 
 
 def _attention_keeps(x: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ def heads_loss(
             instead of cross-entropy with the labels.
         hidden, weight (`torch.Tensor`): The input (B, S, H) and the weight (V, H) of the LM head.
         target (`torch.Tensor`): Class ids, int64, -100 where there is nothing to guess: (K, B, S) or, if the model is
-            trained too, (K + 1, B, S), of which the first are those of the LM head.
+            trained too, (K + 1, B, S), the first of them for the LM head.
         row_weight (`torch.Tensor`): What a row of each head counts in the loss: fp32, (K,) or (K + 1,). 1 for the LM
             head.
         logit_scale, softcap (`float`): What the model does to its logits.

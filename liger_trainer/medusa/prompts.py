@@ -1,12 +1,10 @@
-"""Prompts, and the text with which a model answers them. Self-distillation and evaluation start from these.
+"""Prompts, and the text with which a model answers them.
 
-A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template. Heads are to
-guess what the model itself writes, so its own answers teach them most.
+A prompt is plain text, or a list of messages (`{"role", "content"}`) for models with a chat template.
 """
 
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -91,27 +89,25 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> se
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int, temperature: float = 0.0
+    model: PreTrainedModel, prompts: Sequence[list[int]], ends: set[int], max_new_tokens: int
 ) -> list[list[int]]:
     """Return the new tokens that `model.generate` answers, with the end token where it was reached.
 
-    The model's own generation config, such as a repetition penalty, is left out. So at temperature 0 each token is the
-    argmax of the logits, which is what a decoder with heads verifies.
+    The model's own generation config, such as a repetition penalty, is left out. So each token is the argmax of the
+    logits, which is what a decoder with heads verifies.
 
     Args:
         model (`PreTrainedModel`): In eval mode.
         prompts: Token ids, one list per prompt, none of them empty.
         ends (`set[int]`): Tokens that end an answer.
         max_new_tokens (`int`): Length at which an answer is cut.
-        temperature (`float`, *optional*, defaults to 0.0): 0 is greedy.
     """
     width = max(map(len, prompts))
     pad = min(ends, default=0)
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad, use_cache=True, **sampling
+        max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=pad, use_cache=True
     )
     own, model.generation_config = model.generation_config, config
     try:
@@ -120,61 +116,3 @@ def answer(
         model.generation_config = own
     stops = [next((i for i, token in enumerate(tokens, 1) if token in ends), None) for tokens in new]
     return [tokens[:stop] for tokens, stop in zip(new, stops, strict=True)]
-
-
-def distill(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], output: str,
-    max_new_tokens: int = 512, temperature: float = 0.0, batch_size: int = 16,
-    progress: Callable[[int], None] = lambda done: None,
-) -> dict[str, int]:  # fmt: skip
-    """Let `model` answer `prompts`, and append rows to the .jsonl file `output`. A stopped run goes on where it was.
-
-    A row has `prompt` and `completion`, texts or messages, and `prompt_index`. Answers that are empty or cut at
-    `max_new_tokens` are left out: a trainer would put the end-of-text token behind them, and the heads would learn to
-    stop in the middle of a sentence. `progress` is called with the number of prompts done.
-
-    Returns:
-        `dict`: How many rows were `written`, and how many answers left out, `cut` or `empty`.
-
-    Raises:
-        ValueError: `output` is no .jsonl file, or holds rows of other prompts.
-    """
-    if Path(output).suffix != ".jsonl":
-        raise ValueError(f"output is {output!r}; expected a file ending in .jsonl, with one row per line.")
-    os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
-    counts, ends = {"written": 0, "cut": 0, "empty": 0}, end_tokens(model, tokenizer)
-    start = _first_open(output, prompts)
-    with open(output, "a", encoding="utf-8") as file:
-        for first in range(start, len(prompts), batch_size):
-            batch = prompts[first : first + batch_size]
-            answers = answer(model, [encode(tokenizer, p) for p in batch], ends, max_new_tokens, temperature)
-            for index, (prompt, new) in enumerate(zip(batch, answers, strict=True), start=first):
-                text = tokenizer.decode(new[:-1], skip_special_tokens=True)
-                kind = "cut" if new[-1] not in ends else "written" if text.strip() else "empty"
-                counts[kind] += 1
-                if kind == "written":
-                    completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                    row = {"prompt": prompt, "completion": completion, "prompt_index": index}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            progress(first + len(batch))
-    return counts
-
-
-def _first_open(output: str, prompts: Sequence[Prompt]) -> int:
-    """Return the first prompt that `output` does not answer yet. An unfinished last line is cut off."""
-    with open(output, "a+b") as file:
-        file.seek(0)
-        *lines, unfinished = file.read().split(b"\n")
-        try:
-            rows = [json.loads(line) for line in lines]
-            same = all(row["prompt"] == prompts[row["prompt_index"]] for row in rows)
-        except (ValueError, LookupError, TypeError):
-            same = False
-        if not same:
-            raise ValueError(
-                f"output is {output!r}, which is there already and has rows of other prompts. Give the prompts and the "
-                "max_rows that it was begun with, or another file."
-            )
-        file.truncate(file.tell() - len(unfinished))
-    return rows[-1]["prompt_index"] + 1 if rows else 0

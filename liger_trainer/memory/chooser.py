@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_trainer._logging import logger
 from liger_trainer.instance.kept import hooks_in_force
-from liger_trainer.memory import offload, selective, summary, switches
+from liger_trainer.memory import selective, summary, switches
 from liger_trainer.memory.memory import GIB, is_out_of_memory, limit_of
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.plan import NOTHING, Call, Link, Measurement, Plan, Size, Sizes, choose, sizes_of
@@ -176,7 +176,7 @@ class Chooser:
             return "checkpointed"
         if call.layer in now.plan.kept:
             return "whole"
-        if call.layer in now.plan.on_host and now.offload is not None and offload.is_possible():
+        if call.layer in now.plan.on_host and now.offload is not None and hooks_in_force() is None:
             return "host"
         if call.layer in now.plan.attention and selective.is_possible(switch.checkpointed):
             return "attention"

@@ -111,7 +111,7 @@ class HostInputs:
 
     def __init__(self, host: PinnedMemory):
         self.host = host
-        self.last: Callable[[], _Input | None] = _nothing
+        self.last: Callable[[], _Input | None] = lambda: None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -138,10 +138,6 @@ class HostInputs:
             return function(hidden.value(), *others)
 
         return given(run, args[0].new_empty(()), hidden, *args[1:])  # PyTorch looks for the device of a tensor
-
-
-def _nothing() -> None:
-    """Where no input is."""
 
 
 def _without_option(checkpointed: Any) -> Any:

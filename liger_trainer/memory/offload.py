@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from liger_trainer.instance.kept import Kept, hooks_in_force, how_modified, keep, unchanged
+from liger_trainer.instance.kept import Kept, how_modified, keep, unchanged
 from liger_trainer.memory.memory import PinnedMemory, Slot
 from liger_trainer.memory.switches import tensors_in
 
@@ -217,11 +217,6 @@ class Offload:
 
         if calls and node is not None:
             node.register_prehook(swap_in)
-
-
-def is_possible() -> bool:
-    """Return whether there are no saved-tensor hooks yet."""
-    return hooks_in_force() is None
 
 
 def _value_of(found: Any) -> torch.Tensor:

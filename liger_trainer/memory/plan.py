@@ -29,12 +29,12 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """What nearly all activations grow with."""
+        """The number with which nearly all activations grow."""
         return self.rows * self.length
 
     @property
     def pairs(self) -> int:
-        """What masks and the scores of eager attention grow with."""
+        """The number with which masks and the scores of eager attention grow."""
         return self.rows * self.length**2
 
     def covers(self, other: "Size") -> bool:
@@ -88,7 +88,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is kept of which layers. The rest is recomputed."""
+    """The layers that keep something. The rest is recomputed."""
 
     kept: frozenset[int] = frozenset()  # all activations
     attention: frozenset[int] = frozenset()  # the results of attention, of other layers
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def ahead(self) -> int:
-        """How many calls before its backward pass a call is swapped in. A backward pass takes twice as long."""
+        """By how many calls a swap-in begins before its backward pass, which takes twice as long as a forward pass."""
         return max(1, self.lag // 2)
 
     @property

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from liger_trainer.memory.switches import options_of
+from liger_trainer.memory.switches import options_of, tensors_in
 
 LONG = 4096  # tokens; with 2,048, the attention of an 8B model takes so little that 0.4 % of a step are saved
 FUSED = {  # operations that compute attention as a whole, whose results are kept
@@ -51,17 +51,13 @@ def checkpoint(given: Callable[..., Any], function: Callable[..., Any], args: tu
 def measuring(note: Callable[[int], None]) -> Iterator[None]:
     """Return a context that calls `note` with the bytes of all results of attention in it."""
     sizes: list[int] = []
-    with _Attention(lambda func, out: sizes.extend(x.nbytes for x in _tensors(out))):
+    with _Attention(lambda func, out: sizes.extend(x.nbytes for x in tensors_in(out))):
         yield
     note(sum(sizes))
 
 
-def _tensors(out: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-
-
 def _version(out: Any) -> int:
-    return sum(x._version for x in _tensors(out))
+    return sum(x._version for x in tensors_in(out))
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What `activation_checkpointing: auto` chose, in words: for the log, the report, the summary and errors."""
+"""Says what `activation_checkpointing: auto` chose: in the log, the report, the summary and errors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from liger_trainer.memory.plan import Size
 
 @dataclass
 class CheckpointingSummary:
-    """What was chosen in one training, and for its largest micro-batch, the one with the most tokens."""
+    """The choices of one training, and those for its largest micro-batch, the one with the most tokens."""
 
     budget: float | None  # memory_budget, in GiB
     size: Size | None = None  # the input of a layer in the largest micro-batch; None: nothing was chosen

@@ -135,11 +135,6 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         if self.uses_liger:
             keep_losses_in_fp32(self.accelerator)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        for feature in FEATURES:
-            feature.before_optimizer(self)
-        return super().create_optimizer(*args, **kwargs)
-
     def get_train_dataloader(self) -> DataLoader:
         return self._remembering(super().get_train_dataloader())
 

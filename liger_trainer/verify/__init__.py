@@ -1,4 +1,4 @@
-"""Whether a training computes what the stock one does: a few steps of a small copy of its model, looked at closely."""
+"""Checks that a training computes what the stock one does, by a few steps of a small copy of its model."""
 
 import tempfile
 from collections.abc import Callable
@@ -16,7 +16,7 @@ __all__ = ["HEADER", "Check", "Report", "Setup", "quiet", "verify"]
 
 @dataclass
 class Report:
-    """What `verify` has found."""
+    """The result of `verify`."""
 
     checks: list[Check]  # in the order in which they were made
     compared_with: str  # the trainer that ours was compared with

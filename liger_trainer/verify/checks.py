@@ -1,4 +1,4 @@
-"""What is checked."""
+"""The checks, in the order of the table."""
 
 import copy
 import math
@@ -97,7 +97,7 @@ class Checks:
 
     def _updates(self) -> Check:
         updates, noise = self.stock.updates, self.noise_of_updates
-        for name, value in updates.items():  # that of a weight near 1 has lost as much when it is added
+        for name, value in updates.items():  # the update of a weight near 1 loses as much when it is added
             lost = EPS * float(self.stock.after[name].norm()) / max(float(value.norm()), 1e-30)
             noise[name] = max(noise[name], lost)
         return worst([self.ours.updates], [updates], noise)
@@ -132,8 +132,8 @@ class Checks:
         return Check(f"{len(should)} of {len(model)} tensors have a gradient and move{idle}", 0)
 
     def _what_should_train(self) -> tuple[set[str], set[str]]:
-        """The parameters that train, and those that need a gradient: all of adapters, and those of the rest for which
-        transformers' own loss has one."""
+        """The parameters that train, and those that need a gradient: all adapters, and every other parameter that has
+        one by transformers' own loss."""
         model = self.bench.model()
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -195,7 +195,7 @@ class Checks:
         if self.setup.writes:
             return Check("each micro-batch writes completions of its own")
         if self.setup.stock.__name__ == "KTOTrainer":
-            return Check("the KL term is that of a micro-batch")
+            return Check("the KL term is of a micro-batch")
         found = self._split("ours")
         trainer: Any = self.ours.trainer
         balanced = getattr(trainer, "aux_loss_enabled", trainer.model.config.to_dict().get("output_router_logits"))
@@ -256,7 +256,7 @@ class Checks:
 
 
 def _distance(run: Run) -> float:
-    """How far the policy is from its reference at the first step, as the trainer has logged it."""
+    """Return how far the policy is from its reference at the first step, as the trainer has logged it."""
     values = [run.logs[0].get(name, math.nan) for name in ("rewards/chosen", "rewards/rejected", "kl")]
     return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
 

@@ -1,4 +1,4 @@
-"""How far apart two runs are, and how far they may be."""
+"""Compares two runs: how far apart they are, and how far they may be."""
 
 import math
 from dataclasses import dataclass

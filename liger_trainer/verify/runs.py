@@ -52,7 +52,7 @@ _LEFT_OUT = (
 
 @dataclass
 class Setup:
-    """What is verified."""
+    """The training that is verified."""
 
     trainer: type  # of `liger_trainer`
     arguments: type  # its config
@@ -77,7 +77,7 @@ class Setup:
 
     @property
     def writes(self) -> bool:
-        """Whether the trainer writes completions itself, and trains on those."""
+        """Return whether the trainer writes the completions that it trains on."""
         return self.stock.__name__ in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
     @property
@@ -87,7 +87,7 @@ class Setup:
 
 @dataclass
 class Run:
-    """What came of a training: its log, the gradients of every step, and the parameters before and after it."""
+    """The result of a training: its log, the gradients of every step, and the parameters before and after it."""
 
     trainer: Any
     logs: list[dict[str, float]]
@@ -215,7 +215,7 @@ _look = types.FunctionType((lambda *_: None).__code__, {"__name__": "a_user"})
 
 
 class _KeepGradients(TrainerCallback):
-    """What the optimizer is given, step by step."""
+    """Keeps the gradients that the optimizer is given, step by step."""
 
     def __init__(self) -> None:
         self.steps: list[Tensors] = []

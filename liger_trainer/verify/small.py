@@ -39,7 +39,7 @@ def small_tokenizer(*special: str | None) -> PreTrainedTokenizerFast:
 def write_model(config: Any, vocab: int, seed: int, folder: str) -> None:
     """Save a small model of `config` with `vocab` tokens and random weights in `folder`.
 
-    Its class, its switches, scales and caps, and a layer of each kind are those of `config`.
+    It has the class of `config`, its switches, scales and caps, and a layer of each kind.
 
     Raises:
         RecipeError: There is no decoder of text in `config`, or none that is small with the sizes that are known.

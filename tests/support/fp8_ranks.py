@@ -1,7 +1,7 @@
 """One of two ranks, gloo on CPU: torchao's fp8 layers sharded by FSDP2, with its own code and with ours.
 
 Prints one line of JSON: for each case the losses and the norms of some gradients, what our function was called with,
-the report, and what was kept for the backward pass.
+and the report.
 """
 
 import json
@@ -14,11 +14,7 @@ from exact_products import multiply_exactly
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torchao.float8 import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from liger_trainer import apply_liger
 from liger_trainer.fp8 import layers as float8
@@ -26,22 +22,19 @@ from liger_trainer.fp8 import layers as float8
 NAMES = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("self_attn.k_proj", "mlp.down_proj")]
 OTHERS = dict.fromkeys(("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy"), False)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# Of `run`; all but the first gather in eight bits.
-CASES = {
-    "in 16 bits": {"gathers": False},
-    "gathered": {},
+CASES = {  # of `run`
+    "plain": {},
     "not freed": {"reshard": False},
     "bf16": {"policy": BF16},
-    "scales made beforehand": {"precomputes": True},
     "checkpointed": {"reentrant": False},
     "checkpointed, reentrant": {"reentrant": True},
     "rebuilding": {"config": {"rebuild_above_mib": 0}},
 }
-PATCHED = {"in 16 bits": ("before", "after"), "gathered": ("before", "after")}  # the others before
+PATCHED = {"plain": ("before", "after")}  # the others before
 
 
-def model_of(gathers, reentrant=None):
-    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers)
+def model_of(reentrant=None):
+    config = Float8LinearConfig(emulate=True)
     model = tiny_model("llama")
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -59,7 +52,7 @@ def whole(t):
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def steps(model, ranks, precomputes=False):
+def steps(model, ranks):
     """Two steps of two micro-batches with an evaluation before each, all with the rows of `ranks`."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
     rows = ragged_rows(16)
@@ -81,33 +74,12 @@ def steps(model, ranks, precomputes=False):
         found.append([*(loss.item() for loss in losses), *(whole(grads[name]).norm().item() for name in NAMES)])
         optimizer.step()
         optimizer.zero_grad()
-        if precomputes:
-            precompute_float8_dynamic_scale_for_fsdp(model)
-            made = [p._local_tensor._precomputed_scale for n, p in model.named_parameters() if "_proj" in n]
-            assert len(made) == 14 and None not in made
     return found
 
 
-def kept_of(model):
-    """Of the gathered weights that a forward pass keeps: how many, and the bytes that they hold after it."""
-    weights, bits = [], []
-
-    def pack(t):
-        (weights if type(t).__name__ == "Float8TrainingTensor" else bits).append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = model(**collate(ragged_rows(4))).loss
-    held = sum(w._data.untyped_storage().nbytes() for w in weights)
-    shapes = {tuple(w.shape) for w in weights} | {tuple(w.shape[::-1]) for w in weights}
-    copies = sum(t.element_size() == 1 and tuple(t.shape) in shapes for t in bits)
-    loss.backward()
-    return {"weights": len(weights), "held": held, "copies": copies}
-
-
-def run(calls, patched, gathers=True, reshard=True, policy=None, precomputes=False, reentrant=None, config=OTHERS):
+def run(calls, patched, reshard=True, policy=None, reentrant=None, config=OTHERS):
     """`patched` before sharding, after it, or never."""
-    model, report = model_of(gathers, reentrant), None
+    model, report = model_of(reentrant), None
     config = config | ({"float8": False} if patched == "never" else {})
     if patched != "after":
         report = apply_liger(model, config)
@@ -115,8 +87,8 @@ def run(calls, patched, gathers=True, reshard=True, policy=None, precomputes=Fal
     if patched == "after":
         report = apply_liger(model, config)
     calls.clear()
-    found = {"steps": steps(model, [dist.get_rank()], precomputes), "calls": len(calls), "of": sorted(set(calls))}
-    return found | {"skipped": sorted(set(report["float8"].skipped.values())), "kept": kept_of(model)}
+    found = {"steps": steps(model, [dist.get_rank()]), "calls": len(calls), "of": sorted(set(calls))}
+    return found | {"skipped": sorted(set(report["float8"].skipped.values()))}
 
 
 def main():
@@ -134,7 +106,7 @@ def main():
         for case, options in CASES.items()
         for patched in ("never", *PATCHED.get(case, ("before",)))
     }
-    model = model_of(gathers=False)
+    model = model_of()
     apply_liger(model, OTHERS)
     found["one process"] = {"steps": steps(model, [0, 1])}
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""One of two ranks, FSDP2 on CPUs: `fp8_trainer_ranks.py OUT_DIR` trains with `fp8` and weights gathered in eight bits.
+"""One of two ranks, FSDP2 on CPUs: `fp8_trainer_ranks.py OUT_DIR` trains with `fp8`.
 
 Saves for each case the logs, the weights after four steps, and what our function was called with. The launcher's config
 is the shipped one, in which one process alone reads the model.
@@ -14,7 +14,6 @@ from exact_products import multiply_exactly
 from launching import shard_on_cpus
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
@@ -36,20 +35,17 @@ CASES = {
     "torchao, 16 bits": (True, torch.bfloat16, {}),
     "ours, 16 bits": (False, torch.bfloat16, {}),
     "ours, checkpointed": (False, torch.float32, {"gradient_checkpointing": True}),
-    "ours, gathered in 16 bits": (False, torch.float32, {"gathers": False}),
 }
 
 
 class Emulated(LigerTrainer):
     """Has accelerate convert with emulated products, as there is no GPU."""
 
-    gathers = True
-
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         handler = self.accelerator.ao_recipe_handler
-        assert handler.config.enable_fsdp_float8_all_gather, "accelerate's default"
-        handler.config = dataclasses.replace(handler.config, emulate=True, enable_fsdp_float8_all_gather=self.gathers)
+        assert not handler.config.enable_fsdp_float8_all_gather, "accelerate's default is otherwise"
+        handler.config = dataclasses.replace(handler.config, emulate=True)
 
 
 class Begins(TrainerCallback):
@@ -66,7 +62,7 @@ class Begins(TrainerCallback):
 
 def run(out, name, torchao, dtype, options, calls):
     options = dict(options)
-    resume, gathers, kind = options.pop("resume", None), options.pop("gathers", True), options.pop("kind", "FULL")
+    resume, kind = options.pop("resume", None), options.pop("kind", "FULL")
     args = LigerTrainingArguments(
         output_dir=f"{out}/{name}", use_cpu=True, max_steps=4, per_device_train_batch_size=2, fp8=True,
         gradient_accumulation_steps=2, report_to="none", logging_steps=1, eval_strategy="steps",
@@ -74,8 +70,7 @@ def run(out, name, torchao, dtype, options, calls):
         adam_epsilon=1e-3,  # else gradients that are nothing but rounding make steps of full length
         liger_config=OTHERS | {"float8": not torchao}, **({"save_strategy": "no", "eval_steps": 1} | options),
     )  # fmt: skip
-    trainer_class = type("Case", (Emulated,), {"gathers": gathers})
-    trainer = trainer_class(
+    trainer = Emulated(
         model=tiny_model("llama", dtype=dtype), args=args, train_dataset=ragged_rows(32), eval_dataset=ragged_rows(4),
         data_collator=collate, callbacks=[Begins(calls)],
     )  # fmt: skip
@@ -88,25 +83,16 @@ def run(out, name, torchao, dtype, options, calls):
     if name == "best":
         trainer.evaluate()
         logs.append(trainer.state.log_history[-1])
-    trainer.create_optimizer()  # as a second training would
-    left = {str(weight.dtype) for weight in trainer.model_wrapped.parameters() if not isinstance(weight, DTensor)}
     for module in trainer.model_wrapped.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # what an evaluation has left whole
-    scales = [
-        p._local_tensor._precomputed_scale is not None
-        for p in trainer.model_wrapped.parameters()
-        if hasattr(p._local_tensor, "_precomputed_scale")
-    ]
     return {
         "logs": [log["loss" if "loss" in log else "eval_loss"] for log in logs],
         "weights": {n: p.detach().full_tensor() for n, p in trainer.model_wrapped.named_parameters()},
-        "left": left,
         "before": before,
         "saved": trainer.accelerator.get_state_dict(trainer.model_wrapped),
         "calls": len(calls),
         "of": sorted(set(calls)),
-        "scales": scales,
         "swapped": len(trainer.liger_report["float8"].swapped),
     }
 

@@ -10,12 +10,11 @@ pytest.importorskip("torchao", reason="torchao is not installed")
 
 FORWARDS = 2 * 2 * 2 * 14  # two steps of two micro-batches, each trained on and evaluated, of two layers of seven
 TWICE = 3 * FORWARDS // 2  # those that are trained on once more in the backward pass
-GATHERED = {
-    "gathered, before": FORWARDS,
-    "gathered, after": FORWARDS,
+CASES = {
+    "plain, before": FORWARDS,
+    "plain, after": FORWARDS,
     "not freed, before": FORWARDS,
     "bf16, before": FORWARDS,
-    "scales made beforehand, before": FORWARDS,
     "checkpointed, before": TWICE,
     "checkpointed, reentrant, before": TWICE,
     "rebuilding, before": FORWARDS,
@@ -32,35 +31,19 @@ def stock_of(case):
     return f"{case.rpartition(', ')[0]}, never"
 
 
-@pytest.mark.parametrize("case", ["in 16 bits, before", "in 16 bits, after"])
-def test_weights_in_16_bits_are_cast_where_they_are_gathered(case, found):
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_cast_where_they_are_gathered(case, found):
     """The second step has the weights of the first one's update."""
-    ours = found[case]
-    assert ours["calls"] == FORWARDS and ours["of"] == ["Parameter"] and not ours["skipped"]
-    assert ours["steps"] == found[stock_of(case)]["steps"]
-
-
-@pytest.mark.parametrize("case", GATHERED)
-def test_weights_that_are_gathered_in_eight_bits(case, found):
-    """All products are ours, of the bits that arrive, and give the bits that torchao's give."""
     ours, stock = found[case], found[stock_of(case)]
-    assert ours["calls"] == GATHERED[case] and ours["of"] == ["Float8TrainingTensor"] and not ours["skipped"]
+    assert ours["calls"] == CASES[case] and ours["of"] == ["Parameter"] and not ours["skipped"]
     assert not stock["calls"]
     assert ours["steps"] == stock["steps"]
 
 
 def test_beside_one_process(found):
     """The scale of a weight is that of all of its shards."""
-    ours, whole = found["gathered, before"], found["one process"]
+    ours, whole = found["plain, before"], found["one process"]
     losses, grads = torch.tensor(ours["steps"]).split([4, 4], 1)
     of_both, want = torch.tensor(whole["steps"]).split([6, 4], 1)
     torch.testing.assert_close(losses, of_both[:, [0, 1, 3, 4]], rtol=1e-6, atol=0)  # those of the first rank
     torch.testing.assert_close(grads, want, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("case", [case for case in GATHERED if "checkpointed" not in case])
-def test_bits_are_not_kept_for_the_backward_pass(case, found):
-    """The parameters are, whose bits FSDP2 frees unless it is told otherwise."""
-    kept = found[case]["kept"]
-    assert kept["weights"] == 14 and kept["copies"] == 0
-    assert (kept["held"] > 0) == ("not freed" in case)

@@ -139,22 +139,20 @@ def test_a_recipe_by_name_beside_stock(torchao, fresh, ours, tmp_path, monkeypat
     assert not torch.equal(want, other), "the recipe makes a difference"
 
 
-@pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", None])
-def test_what_a_recipe_leaves_as_it_is(recipe, gathers, sharded, torchao):
-    """Weights with scales by row cannot be gathered in eight bits; torchao would refuse it."""
+def test_what_a_recipe_leaves_as_it_is(recipe, gathers, torchao):
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, pad_inner_dim=True)
     handler = types.SimpleNamespace(config=config)
-    accelerator = types.SimpleNamespace(ao_recipe_handler=handler, mixed_precision="fp8", is_fsdp2=sharded)
+    accelerator = types.SimpleNamespace(ao_recipe_handler=handler, mixed_precision="fp8")
     fp8_fields.prepare(types.SimpleNamespace(fp8_recipe=recipe), accelerator)
     by_tensor = recipe in ("tensorwise", None)
     assert handler.config.pad_inner_dim
-    assert handler.config.enable_fsdp_float8_all_gather == (gathers and sharded and by_tensor)
+    assert not handler.config.enable_fsdp_float8_all_gather
     assert (handler.config.cast_config_weight.scaling_granularity.value == "axiswise") is not by_tensor
     handler.config = config
     fp8_fields.prepare(types.SimpleNamespace(), accelerator)  # of the stock class
-    assert handler.config == dataclasses.replace(config, enable_fsdp_float8_all_gather=gathers and sharded)
+    assert handler.config == dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["by accelerate", "before the trainer"])

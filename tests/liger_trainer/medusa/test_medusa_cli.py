@@ -1,4 +1,4 @@
-"""From prompts to a directory for servers, as a user goes: medusa-data, train, medusa-eval, medusa-export."""
+"""From a model's answers to a directory for servers, as a user goes: train, medusa-eval, medusa-export."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from liger_trainer.medusa.prompts import answer, encode, read_prompts
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model that ends most of its answers, with prompts for it."""
+    """A tiny model that ends most of its answers, with prompts and its answers to them."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("medusa")
@@ -22,10 +22,16 @@ def folder(tmp_path_factory):
     write_rows(folder / "rows.jsonl")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     prompts = read_prompts(str(folder / "rows.jsonl"), chat=False)
-    texts = answer(model, [encode(tiny_tokenizer(), p) for p in prompts], set(), 24)
-    late = [text[8:] for text in texts]
-    model.generation_config.eos_token_id = max(range(131), key=lambda token: sum(token in text for text in late))
+    tokenizer = tiny_tokenizer()
+    ids = [encode(tokenizer, prompt) for prompt in prompts]
+    late = [text[8:] for text in answer(model, ids, set(), 24)]
+    end = max(range(131), key=lambda token: sum(token in text for text in late))
+    model.generation_config.eos_token_id = end
     model.save_pretrained(folder / "model")
+    texts = zip(prompts, answer(model, ids, {end}, 40), strict=True)
+    rows = [{"prompt": prompt, "completion": tokenizer.decode(text[:-1])} for prompt, text in texts if text[-1] == end]
+    assert len(rows) >= 6
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -44,17 +50,8 @@ def printed(out):
     return float(re.search(r"^ +tokens per forward pass +(\d\.\d+)", out, re.M)[1])
 
 
-def test_from_prompts_to_servers(folder, cache, capsys):
+def test_from_answers_to_servers(folder, cache, capsys):
     prompts = ("--prompts", folder / "rows.jsonl")
-    rows = folder / "answers.jsonl"
-    code, out, err = command(
-        capsys, "medusa-data", folder / "model", *prompts, "--output", rows, "--max_new_tokens", 40
-    )
-    assert code == 0, err
-    written = len(rows.read_text().splitlines())
-    assert f"{rows}: {written} rows written" in out and written >= 6
-    assert "12 of 12 prompts" in err
-
     recipe = medusa_recipe(folder, eval_fraction=0.25, eval_strategy="steps", eval_steps=4)
     code, out, err = command(capsys, "train", recipe)
     assert code == 0, err
@@ -140,7 +137,7 @@ def test_mistakes_exit_2(folder, capsys, tmp_path):
         (("medusa-eval", folder / "model", folder / "model", *rows), "has no medusa_lm_head.safetensors"),
         (("medusa-eval", folder / "model", "x", *rows, "--output", "x.txt"), "output is 'x.txt'; expected a file"),
         (("medusa-eval", folder / "none", "x", *rows), "there is no such folder"),
-        (("medusa-data", folder / "model", "--prompts", "none", "--output", "o.jsonl"), "prompts is 'none'; expected"),
+        (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none'; expected"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),
     ):  # fmt: skip
         code, out, err = command(capsys, *argv)

@@ -1,0 +1,72 @@
+"""The prompts of `medusa-eval`: which are read of a file, and how they reach a model."""
+
+import json
+
+import pytest
+from tiny_models import tiny_tokenizer
+
+from liger_trainer.medusa.prompts import encode, prompt_of, read_prompts
+
+USER = {"role": "user", "content": "w3 w4"}
+ANSWER = {"role": "assistant", "content": "w5"}
+SYSTEM = {"role": "system", "content": "w9"}
+
+
+PROMPTS = {
+    "text": ({"prompt": "w3 w4", "completion": "w5"}, "w3 w4"),
+    "messages as prompt": ({"prompt": [USER]}, [USER]),
+    "messages": ({"messages": [SYSTEM, USER, ANSWER, USER, ANSWER]}, [SYSTEM, USER]),
+    "messages without answer": ({"messages": [USER]}, [USER]),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5"}]}, [USER]),
+    "alpaca": ({"instruction": "w3 w4", "input": "", "output": "w5"}, [USER]),
+    "alpaca with input": ({"instruction": "w3", "input": "w4"}, [{"role": "user", "content": "w3\n\nw4"}]),
+}
+
+
+@pytest.mark.parametrize("row, prompt", PROMPTS.values(), ids=PROMPTS)
+def test_prompt_of_a_row(row, prompt):
+    assert prompt_of(row, chat=True) == prompt
+
+
+def test_alpaca_without_a_chat_template():
+    text = prompt_of({"instruction": "say {w3}", "input": "w4"}, chat=False)
+    assert text.startswith("Below is an instruction") and text.endswith("### Input:\nw4\n\n### Response:\n")
+    assert "### Instruction:\nsay {w3}\n" in text
+
+
+BAD = {
+    "no prompt": ({"text": "w3"}, True, "Row 4 of the prompts has text; expected one of: prompt; messages"),
+    "answer first": ({"messages": [ANSWER, USER]}, True, "Row 4 of the prompts starts with an answer"),
+    "no template": ({"messages": [USER]}, False, "list of messages, and the tokenizer of the model has no chat"),
+    "speaker": ({"conversations": [{"from": "bing", "value": "w3"}]}, True, "Row 4 .*'bing'.* expected from"),
+}
+
+
+@pytest.mark.parametrize("row, chat, message", BAD.values(), ids=BAD)
+def test_row_without_a_prompt(row, chat, message):
+    with pytest.raises(ValueError, match=message):
+        prompt_of(row, chat, 4)
+
+
+def test_files(tmp_path):
+    rows = [{"instruction": f"w{i}\u2028w4"} for i in range(3, 6)]
+    lines, whole = tmp_path / "rows.jsonl", tmp_path / "rows.json"
+    lines.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n", encoding="utf-8")
+    whole.write_text(json.dumps(rows))
+    assert read_prompts(str(lines), True) == read_prompts(str(whole), True)
+    assert [p[0]["content"] for p in read_prompts(str(lines), True, max_rows=2)] == ["w3\u2028w4", "w4\u2028w4"]
+    for text, message in (("{", "not valid JSON"), ("[]", "one or more rows"), ('["w3"]', "one or more rows")):
+        whole.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(str(whole), True)
+    with pytest.raises(ValueError, match=r"expected a .json or .jsonl file"):
+        read_prompts(str(tmp_path / "none.json"), True)
+
+
+def test_chat_template_is_applied_with_the_header_of_the_answer():
+    tokenizer = tiny_tokenizer()
+    assert encode(tokenizer, "w3 w4") == [3, 4]
+    tokenizer.chat_template = (
+        "{% for m in messages %}w10 {{ m['content'] }} </s> {% endfor %}{% if add_generation_prompt %}w11{% endif %}"
+    )
+    assert encode(tokenizer, [USER]) == [10, 3, 4, 2, 11]
