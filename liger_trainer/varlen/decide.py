@@ -78,7 +78,7 @@ def plan_of_call(
         return None
     proven = bound.proven
     plan = plan_of(model.config, call, proven.attention, proven.is_local)
-    full = plan is not None and plan.rows.full
+    full = plan is not None and plan.rows.full and not plan.leaves_out  # a batch of one padded row is not
     if shown is not None and call.get("attention_mask") is not None and not full:
         if model.training and torch.is_grad_enabled():  # evaluation and generation want logits, which is no news
             computes_padding(backbone, shown)

@@ -40,8 +40,9 @@ def pooled(model, call):
 
 @pytest.mark.parametrize("loss", [from_logits, regularised, pooled])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_logits_and_hidden_states_are_those_of_stock_for_padding_too(loss, side, tokens):
-    model, call = model_of(), batch(side=side, prompt=0)
+@pytest.mark.parametrize("lengths", [LENGTHS, (13,)], ids=["four rows", "one row"])
+def test_logits_and_hidden_states_are_those_of_stock_for_padding_too(loss, side, lengths, tokens):
+    model, call = model_of(), batch(lengths, side=side, prompt=0)
     want = backward(model, loss(model, call))
     report = apply_liger(model, ON)["varlen_attention"]
     tokens.clear()

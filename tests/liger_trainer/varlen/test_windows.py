@@ -71,6 +71,39 @@ def test_a_step_is_stock_s(name, rows, masks):
     assert {kind for mask in masks for kind in mask.rows.kinds} == KINDS[name]
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "cohere2"])
+@pytest.mark.parametrize("before", [True, False], ids=["before patching", "after it"])
+def test_layers_that_are_told_to_see_later_tokens(before, name, masks):
+    """SDPA has no mask in rows without padding that are no longer than the window."""
+    model, call = of(name), full(width=9)
+    if before:
+        _not_causal(model)
+    report = apply_liger(model, ON)["varlen_attention"]
+    masks.clear()  # of the proof
+    _not_causal(model)
+    stock = of(name)
+    _not_causal(stock)
+    assert_same_step(step(model, call), step(stock, call))
+    assert not masks and "is_causal is False" in str(report.skipped)
+
+
+def _not_causal(model):
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (13,)], ids=["four rows", "one row"])
+def test_a_scale_of_columns_keeps_padding(lengths, masks):
+    """Llama 4 scales queries by their columns, with which padding on the left is counted."""
+    model, call = of("llama4_text", attn_temperature_tuning=True), batch(lengths, side="left")
+    want = step(model, call)
+    patched(model)
+    masks.clear()
+    assert_same_step(step(model, call), want)
+    assert not masks
+
+
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma2"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers(name, reentrant, masks):
