@@ -116,7 +116,7 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
     reason = head_reason(model)
     if reason is None:
         bind_all(output_head(model))
-        masks.install(model)
+        masks.install()
     return reason
 
 
@@ -125,7 +125,6 @@ def remove_fused_head(model: nn.Module) -> None:
     model = base_model_of(model)
     for module in model.modules():
         unbind(module, CaptureBinding)
-    masks.uninstall(model)
     binding = FusedHeadBinding.of(model)
     if binding is None or is_bound(model, binding):
         unbind(model, FusedHeadBinding)

@@ -11,7 +11,6 @@ key of a registry: `_interface` answers the call with which each layer asks for 
 """
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,6 @@ from liger_trainer.varlen.padding import cache_of
 from liger_trainer.varlen.segments import attention
 
 _nothing_is_padding = False  # True while a call is traced in which nothing is padding
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that are patched now
 
 
 @functools.wraps(sdpa_mask)
@@ -62,14 +60,12 @@ _FUNCTIONS = (  # transformers' registry, the name and its function there, ours
 )
 
 
-def install(model: nn.Module) -> None:
-    """Register our functions for SDPA while `model` is patched, unless the user has registered another.
+def install() -> None:
+    """Register our functions, unless the user has registered others. They stay until the process ends.
 
-    They answer like transformers' own, except in traced calls and for rows that are known.
+    They answer like transformers' own, except in traced calls and for rows that are known. Were they taken away with
+    the last patched model, the garbage collector could do so while another model is compiled, which then fails.
     """
-    if model not in _models:
-        weakref.finalize(model, _restore_after_last).atexit = False  # runs after the set above has let go of the model
-        _models.add(model)
     for registry, name, own, ours in _FUNCTIONS:
         if registry[name] is own:
             registry.register(name, ours)
@@ -78,7 +74,7 @@ def install(model: nn.Module) -> None:
 
 def why_not_ours(model: nn.Module) -> str | None:
     """Tell why layers of `model` would not be given our attention and our masks, or return None."""
-    install(model)  # it may be a copy, whose original is gone
+    install()
     config: Any = model.config
     asked = config.get_text_config()._attn_implementation
     if asked == "eager" and (
@@ -88,22 +84,6 @@ def why_not_ours(model: nn.Module) -> str | None:
     if all(registry[name] is ours for registry, name, _, ours in _FUNCTIONS if name == asked):
         return None
     return f"a function of your own is registered for the attention {asked!r} or for its mask"
-
-
-def uninstall(model: nn.Module) -> None:
-    """Undo `install`. When no model is patched any more, transformers' registries are as before."""
-    _models.discard(model)
-    _restore_after_last()
-
-
-def _restore_after_last() -> None:
-    if _models:
-        return
-    for registry, name, own, ours in _FUNCTIONS:
-        if registry[name] is ours:
-            registry.register(name, own)
-    if vars(ALL_ATTENTION_FUNCTIONS).get("get_interface") is _interface:
-        del ALL_ATTENTION_FUNCTIONS.get_interface
 
 
 def _is_needless(

@@ -66,9 +66,7 @@ def remove(model: nn.Module) -> None:
     """Undo `swap`."""
     image_positions.remove(model)
     for module in model.modules():
-        if TowerBinding.key in module.__dict__:
-            unbind(module, TowerBinding)
-            masks.uninstall(module)
+        unbind(module, TowerBinding)
 
 
 def nominated(module: nn.Module) -> bool:

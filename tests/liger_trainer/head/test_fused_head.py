@@ -1,7 +1,6 @@
 """The fused LM head: what is recorded, what falls back, what is never allocated, and what survives."""
 
 import copy
-import gc
 import inspect
 import io
 import logging
@@ -14,7 +13,6 @@ from largest_tensor import LargestTensor
 from tiny_models import VOCAB, collate, ragged_rows, tiny_model
 
 from liger_trainer._logging import logger
-from liger_trainer.head import masks
 from liger_trainer.head.calls import install_fused_head, remove_fused_head
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.find import has_fused_head
@@ -335,25 +333,6 @@ def test_options_of_an_earlier_trainer_do_not_stay():
     assert not torch.allclose(model(**batch, fused_lm_head=True).log_probs, want)
     apply_liger(model)
     torch.testing.assert_close(model(**batch, fused_lm_head=True).log_probs, want)
-
-
-def test_the_registry_of_masks_is_as_before_when_the_last_model_is_unpatched():
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    for model in list(masks._models):  # of other tests
-        masks.uninstall(model)
-    before = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    first, second = fused(), fused()
-    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not before
-    remove_fused_head(first)
-    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not before
-    remove_fused_head(second)
-    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is before
-    third = fused()
-    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not before
-    del third
-    gc.collect()
-    assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is before
 
 
 def test_loss_times_a_factor_plus_another_loss():

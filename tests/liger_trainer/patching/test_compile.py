@@ -1,5 +1,7 @@
 """`torch.compile(fullgraph=True)` of a patched model: one graph, the same loss and gradients, and no needless mask."""
 
+import gc
+
 import pytest
 import torch
 from datasets import Dataset
@@ -165,6 +167,25 @@ def test_other_models_keep_their_masks():
     assert not masks._nothing_is_padding
     remove_liger(patched)
     assert masked_layers(patched, input_ids=PLAIN, labels=PLAIN)[1] == [True, True]
+
+
+@pytest.mark.parametrize("last", ["freed", "removed"])
+def test_the_last_patched_model_goes_while_another_is_compiled(last):
+    """Guards compare what transformers' registries hold after the trace with what they held before."""
+    patched, other = [sdpa_model("llama")], sdpa_model("llama")
+    patched[0].itself = patched  # a cycle, which the garbage collector frees at any time
+    apply_liger(patched[0])
+
+    def backend(graph, _):
+        if last == "removed":
+            remove_liger(patched[0])
+        patched.clear()
+        gc.collect()
+        return graph.forward
+
+    torch._dynamo.reset()
+    want = other(input_ids=PLAIN, labels=PLAIN).loss
+    torch.testing.assert_close(torch.compile(other, backend=backend)(input_ids=PLAIN, labels=PLAIN).loss, want)
 
 
 def test_the_flag_falls_with_an_error():
