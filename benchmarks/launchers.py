@@ -97,6 +97,7 @@ def measure(run, options, folder):
     if launcher == "killed":
         settings["kill"] = [processes - 1, 2 * options.steps // 3]
     name, env = f"{launcher}:{processes}", os.environ | {SETTINGS: json.dumps(settings), "HF_HUB_OFFLINE": "1"}
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # restarts meet no dead processes
     if DEVICE == "cpu":
         env |= {"OMP_NUM_THREADS": "1"}
     elif processes == 1:  # or TRL spreads the model over all GPUs, of which one works at a time

@@ -46,6 +46,7 @@ def fetch_data(rows: FlyteFile, eval_fraction: float) -> tuple[FlyteFile, FlyteF
 @task(
     container_image=IMAGE,
     task_config=Elastic(nnodes=NNODES, nproc_per_node=NPROC, max_restarts=3, increase_shared_mem=False),
+    environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # a restart gets a store without dead processes
     shared_memory=True,
     retries=3,
     **GPUS,

@@ -3,15 +3,10 @@
 import os
 import signal
 import sys
-import time
-import uuid
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from liger_trainer.errors import RecipeError, without_tokens
-
-_ATTEMPT = "liger_trainer/attempt"  # a key in the store of torchrun
 
 
 def is_main_process() -> bool:
@@ -108,41 +103,11 @@ def read_on_every_process(fp8: bool | None, bf16: bool | None, fp16: bool | None
         say("with fp8 every process reads the whole model. fsdp_cpu_ram_efficient_loading: true has no effect.")
 
 
-def join_this_attempt(timeout: float | None = None, backend: str | None = None) -> None:
-    """Let processes that torchrun may start again find each other, and not those that have died. Call before parsing.
-
-    torchrun keeps one store of addresses for all attempts (seen in torch 2.11 and 2.13). Each attempt gets a part of it
-    for itself. accelerate takes a group that is there already.
-    """
+def check_restarts() -> None:
+    """RecipeError where torchrun would hand the addresses of dead processes to those that it starts again."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not shared or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or launched_processes() == 1:
-        return
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return
-    limit = timedelta(seconds=1800 if timeout is None else timeout)
-    store, rank, processes = next(dist.rendezvous("env://", timeout=limit))
-    store = dist.PrefixStore(name_of_attempt(store, rank, processes, limit.total_seconds()), store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
-
-
-def name_of_attempt(store: Any, rank: int, processes: int, limit: float) -> str:
-    """A name for this attempt that rank 0 makes up, because machines may count the restarts differently.
-
-    Other ranks may first find the name of an earlier attempt. They use one once rank 0 has answered them under it.
-    """
-    own = uuid.uuid4().hex
-    if rank == 0:
-        name = f"{_ATTEMPT}/{own}"
-        store.set(_ATTEMPT, name)
-        store.set(f"{name}/all", b" ".join(store.get(f"{name}/{other}") for other in range(1, processes)))
-        return name
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        name = store.get(_ATTEMPT).decode()
-        store.set(f"{name}/{rank}", own)
-        if store.check([f"{name}/all"]) and own.encode() in store.get(f"{name}/all").split():
-            return name
-        time.sleep(0.1)
-    raise TimeoutError(f"The process of rank 0 has not answered within {limit:g} seconds.")
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and launched_processes() > 1:
+        raise RecipeError(
+            "torchrun has one store for all restarts, in which a restarted run waits for processes that have died. "
+            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun, or --max-restarts 0."
+        )

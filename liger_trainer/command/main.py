@@ -102,12 +102,12 @@ def _train(args: argparse.Namespace) -> int:
     # CPUs several times slower once another process wants a core. And a dozen progress bars would be full at once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DELAY", "2")
+    launch.check_restarts()
     launch.join_processes_without_gpu()
     launch.end_with_launcher()
     chosen, parse = read_recipe(args.recipe, words)
     launch.settle_precision(chosen.get("bf16"), chosen.get("fp16"))
     launch.read_on_every_process(chosen.get("fp8"), chosen.get("bf16"), chosen.get("fp16"))
-    launch.join_this_attempt(chosen.get("ddp_timeout"), chosen.get("ddp_backend"))
     recipe = parse()
     from liger_trainer.command.preemption import SaveOnSigterm, Terminated, sigterm_ends
     from liger_trainer.command.preview import without_a_trace

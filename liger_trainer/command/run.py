@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from typing import Any
 
 import trl
@@ -91,6 +92,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     training, init = recipe.training, dict(recipe.training.model_init_kwargs or {})
     source, config, train_rows, eval_rows, rewards = sources
     init = {key: value for key, value in init.items() if key not in source.options}
+    options = set(init)
     init = {"dtype": recipe.model.dtype, "attn_implementation": recipe.model.attn_implementation} | init
     given = {
         "train_dataset": train_rows,
@@ -115,11 +117,14 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         with answers_marked(recipe, source) as settle_template:
             trainer = trainer_class(args=training, **given)
             settle_template(trainer)
-    except (OSError, ValueError, ImportError, TemplateError) as error:  # a template raises one for a row it refuses
-        if isinstance(error, RecipeError):
-            raise
+    except RecipeError:
+        raise
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, TemplateError) as error:
+        text = " ".join(str(error).split())
         what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""
-        raise RecipeError(f"{what}{' '.join(str(error).split())}") from error
+        named = {"model_init_kwargs": options, "report_to": training.report_to}  # which no library names itself
+        what += "".join(f"{key}: " for key, words in named.items() if {*words} & {*re.findall(r"\w+", text)})
+        raise RecipeError(f"{what}{text}") from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
 

@@ -165,7 +165,8 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
     except Exception as error:
         refuses = isinstance(error, (ValueError, TypeError, ImportError)) or not beginning.known
-        if trainer.stop.training or not refuses:
+        late = "metric_for_best_model" in str(error)  # found out at the first evaluation
+        if not late and (trainer.stop.training or not refuses):
             raise
         at = "" if beginning.known else f"{beginning.checkpoint} cannot be loaded: "
         raise RecipeError(f"{at}{' '.join(str(error).split())} ({type(error).__name__})") from error

@@ -1,6 +1,7 @@
-"""Lightning's Trainer with a model that `configure_model` patches: `lightning_ranks.py OUT_FILE PROCESSES STRATEGY`.
+"""Lightning's Trainer with a model that is patched in `configure_model`.
 
-STRATEGY is `cpu` (one process, or DDP) or, on GPUs, `gpu` (one process), `fsdp` or `model_parallel` (FSDP2).
+Run `lightning_ranks.py OUT_FILE PROCESSES STRATEGY`. STRATEGY is `cpu` (one process, or DDP) or, on GPUs, `gpu` (one
+process) or `fsdp`.
 """
 
 import sys
@@ -10,11 +11,10 @@ import lightning
 import torch
 from tiny_models import collate, ragged_rows, tiny_model
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from liger_trainer.head.find import has_fused_head
-from liger_trainer.integrations.lightning import configure_model
+from liger_trainer.patching import apply_liger
 
 
 def model_of_all():
@@ -31,7 +31,9 @@ class Finetuning(lightning.LightningModule):
         self.model, self.losses = None, []
 
     def configure_model(self):
-        configure_model(self, model_of_all)
+        if self.model is None:
+            self.model = model_of_all()
+            apply_liger(self.model)
 
     def training_step(self, batch, index):
         # DDP takes the mean over ranks, so each divides its sum by its share of the 40 of all.
@@ -47,8 +49,6 @@ def strategy_of(name, processes):
     strategies = lightning.pytorch.strategies
     if name == "fsdp":
         return strategies.FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer})
-    if name == "model_parallel":
-        return strategies.ModelParallelStrategy(data_parallel_size=processes, tensor_parallel_size=1)
     return "auto" if processes == 1 else strategies.DDPStrategy(process_group_backend="gloo")
 
 
@@ -58,9 +58,7 @@ def whole_weights(trainer, model):
     gathered = FSDP.summon_full_params(wrapped) if isinstance(wrapped, FSDP) else nullcontext()
     with gathered:
         names = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
-        return {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone() for name, p in names.items()
-        }
+        return {name: p.detach().cpu().clone() for name, p in names.items()}
 
 
 if __name__ == "__main__":
@@ -74,8 +72,6 @@ if __name__ == "__main__":
     )  # fmt: skip
     trainer.fit(module, rows)
     assert has_fused_head(module.model)
-    kinds = {type(p).__name__ for p in module.parameters()}
-    assert ("DTensor" in kinds) == (strategy == "model_parallel"), kinds
     assert isinstance(trainer.strategy.model, FSDP) == (strategy == "fsdp")
     first = module.model
     module.configure_model()

@@ -16,11 +16,9 @@ from preempted_cli import Hit
 from recipe_fixtures import command, losses, run_elsewhere, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
 from tiny_models import tiny_model
-from torch.distributed import HashStore
 from transformers import trainer
 
 from liger_trainer.command import manifest
-from liger_trainer.command.launch import name_of_attempt
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
 
@@ -29,7 +27,7 @@ def torchrun(folder, recipe, *options, restarts=0, **env):
     return run_elsewhere(
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", restarts,
         "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", HERE / "preempted_cli.py", "train", recipe,
-        *options, cwd=folder, **env,
+        *options, cwd=folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env,
     )  # fmt: skip
 
 
@@ -149,19 +147,12 @@ def test_a_restart_goes_on_by_itself(counter, folder, capsys, monkeypatch):
     assert code == 0 and "resumed" not in out and f"{counter} is 1" in err and "begins anew" in err
 
 
-def test_processes_agree_on_an_attempt_that_machines_count_differently():
-    """The store holds what an earlier attempt of three processes has left; the next one has two."""
-    store, names = HashStore(), []
-    for processes in (3, 2):
-        with ThreadPoolExecutor() as pool:
-            late = [pool.submit(name_of_attempt, store, rank, processes, 20) for rank in range(1, processes)]
-            time.sleep(0.3)  # until they have seen what is there, which is the name of the attempt before
-            first = name_of_attempt(store, 0, processes, 20)
-            assert {one.result() for one in late} == {first}
-        names.append(first)
-    assert len(set(names)) == 2
-    with pytest.raises(TimeoutError, match="rank 0 has not answered"):
-        name_of_attempt(store, 1, 2, 0.3)
+def test_restarts_that_torchrun_would_send_to_dead_processes(folder, capsys, monkeypatch):
+    for name, value in {"USE_AGENT_STORE": "True", "MAX_RESTARTS": "3"}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = command(capsys, "train", write_recipe(folder))
+    assert code == 2 and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in err
 
 
 @pytest.mark.slow
@@ -174,6 +165,7 @@ def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
             sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", 1,
             "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", f"is_host={1 - i}",
             "--local_addr", "127.0.0.1", HERE / "preempted_cli.py", "train", recipe, cwd=dropping, HIT="1:5:9",
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )  # fmt: skip
 
     with ThreadPoolExecutor() as pool:

@@ -8,10 +8,7 @@ import pytest
 import torch
 from launching import HERE
 from recipe_fixtures import run_elsewhere
-from tiny_models import collate, ragged_rows, tiny_model
-from torch import nn
-
-from liger_trainer.integrations.lightning import configure_model, shard
+from tiny_models import tiny_model
 
 has_lightning = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -44,30 +41,5 @@ def test_two_processes_are_one_training(tmp_path):
 @has_lightning
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
-def test_sharded_over_two_gpus(strategy, tmp_path):
-    assert_one_training(weights_of(tmp_path, 1, "gpu"), weights_of(tmp_path, 2, strategy))
-
-
-def test_it_needs_nothing_of_lightning_to_patch_and_to_load_once():
-    module, loaded = nn.Module(), []
-    configure_model(module, lambda: loaded.append(1) or tiny_model("llama"), liger_config={"rope": False})
-    configure_model(module, lambda: loaded.append(1))
-    assert loaded == [1]
-    batch = collate(ragged_rows(2))
-    outputs = module.model(**batch)
-    assert outputs.logits is None and torch.isfinite(outputs.loss)
-
-
-def test_sharding_refuses_what_it_would_not_shard():
-    class Mesh(dict):
-        mesh_dim_names = ("data_parallel", "tensor_parallel")
-
-    class Two:
-        def size(self):
-            return 2
-
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2"):
-        shard(tiny_model("llama"), Mesh(tensor_parallel=Two()))
-    with pytest.raises(ValueError, match="does not name its layers"):
-        shard(nn.Linear(2, 2), type("OneWay", (dict,), {"mesh_dim_names": ("data_parallel",)})())
+def test_sharded_over_two_gpus(tmp_path):
+    assert_one_training(weights_of(tmp_path, 1, "gpu"), weights_of(tmp_path, 2, "fsdp"))

@@ -1,4 +1,4 @@
-"""Without Axolotl, Lightning and kernels, nothing breaks before it is used, and the error says what to install."""
+"""Without Axolotl and kernels, nothing breaks before it is used, and the error says what to install."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def missing(monkeypatch):
-    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base", "kernels", "lightning"):
+    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base", "kernels"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "liger_trainer.integrations.axolotl", raising=False)
 
@@ -23,7 +23,3 @@ def test_kernels(missing):
 
     with pytest.raises(ImportError, match="pip install .kernels"):
         hf_kernels.register()
-
-
-def test_lightning_is_not_needed_to_import_its_helper(missing):
-    importlib.import_module("liger_trainer.integrations.lightning")
