@@ -6,7 +6,7 @@ Nothing that takes long to import is imported before the command runs.
 import os
 from pathlib import Path
 
-from liger_trainer.command.model_source import find_model
+from liger_trainer.command.model_source import dequantised, find_model
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
 
@@ -46,7 +46,10 @@ def _merge(args) -> int:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
         base = source.load(AutoConfig)
         dtype = getattr(torch, args.dtype) if args.dtype != "auto" else base.dtype or torch.float32
-        model = source.load(auto_class_of(base), dtype=torch.float32)  # so that nothing is rounded before the sum
+        model = source.load(auto_class_of(base), dtype=torch.float32, **dequantised(base))
+        model.float()  # so that nothing is rounded before the sum; transformers 5.17 dequantises MXFP4 to bf16 always
+        if dequantised(base):  # 5.17 would save the experts by the names of their blocks, and not find them again
+            vars(model).pop("_weight_conversions", None)
     except RecipeError as error:
         raise RecipeError(f"{error} It is the base of {args.adapter}. Say where the base is with --model.") from error
     tokenizer = tokenizer_of(args.adapter, args.trust_remote_code) or source.load(

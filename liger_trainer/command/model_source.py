@@ -4,6 +4,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from liger_trainer.errors import RecipeError
 
@@ -36,6 +37,17 @@ class ModelSource:
             reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]
             what = f"model_name_or_path is {self.path!r}, which {auto_class.__name__} cannot load"
             raise RecipeError(f"{what}.{offline}{package} {reason}") from error
+
+
+def dequantised(config: Any) -> dict[str, Any]:
+    """The options of `from_pretrained` that load a checkpoint in MXFP4 in 16 bits; none for another checkpoint.
+
+    In four bits transformers neither trains such experts nor lets PEFT adapt them.
+    """
+    from transformers import Mxfp4Config
+
+    stored = getattr(config, "quantization_config", None) or {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if stored.get("quant_method") == "mxfp4" else {}
 
 
 def find_model(name: str | None, gguf_file: str | None = None, **options) -> ModelSource:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 import liger_trainer
 from liger_trainer.command.chat_template import answers_marked
 from liger_trainer.command.manifest import facts_of
-from liger_trainer.command.model_source import ModelSource, find_model
+from liger_trainer.command.model_source import ModelSource, dequantised, find_model
 from liger_trainer.command.output_dir import find_beginning, own_folder, remove_earlier_run
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import show_rows
@@ -104,6 +104,8 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         given["reward_funcs"] = rewards
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
+    if (quantization := trl.get_quantization_config(recipe.model)) is None:
+        init = dequantised(config) | init
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     try:
         if source.is_gguf:  # TRL's trainers cannot load one themselves
@@ -112,7 +114,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
                 given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
         else:
             given["model"] = source.path
-            if (quantization := trl.get_quantization_config(recipe.model)) is not None:  # TRL's ORPO and CPO take none
+            if quantization is not None:  # TRL's ORPO and CPO take none
                 given["quantization_config"] = quantization
         with answers_marked(recipe, source) as settle_template:
             trainer = trainer_class(args=training, **given)

@@ -1,0 +1,55 @@
+"""The recipe of gpt-oss on a tiny checkpoint in MXFP4: trained with adapters on attention and experts, and merged."""
+
+import pytest
+import torch
+from mxfp4 import write_gpt_oss
+from recipe_fixtures import command, losses, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from liger_trainer.command.model_source import dequantised
+
+IDS = torch.arange(3, 27).reshape(2, 12)
+
+
+def train(folder, capsys, use_liger, dtype):
+    """The folder of what the recipe makes of the checkpoint in four steps, by our trainer or by the stock one."""
+    out, ours = folder / f"out_{use_liger}", str(use_liger).lower()
+    code, _, err = command(
+        capsys, "train", "gpt_oss_20b/sft_lora", "--model_name_or_path", folder / "base", "--output_dir", out,
+        "--dataset_name", folder / "rows.jsonl", "--max_length", 64, "--max_steps", 4, "--warmup_steps", 0,
+        "--learning_rate", 3e-2, "--bf16", "false", "--dtype", dtype, "--logging_steps", 1, "--packing", "false",
+        "--use_liger", ours, "--activation_checkpointing", ours, "--gradient_accumulation_steps", 1,
+        "--dataloader_pin_memory", "false", "--use_cpu", "true",
+    )  # fmt: skip
+    assert code == 0, err
+    return out
+
+
+def test_trained_and_merged(tmp_path, capsys):
+    """The losses are those of TRL, and what merge writes has the logits of base and adapter, with nothing rounded."""
+    from peft import PeftModel
+
+    numbers = write_gpt_oss(tmp_path / "base")
+    write_rows(tmp_path / "rows.jsonl")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    dtype = str(plain.get_parameter(next(iter(numbers))).dtype).removeprefix("torch.")  # bfloat16 in transformers 5.17
+    out, stock = (train(tmp_path, capsys, use_liger, dtype) for use_liger in (True, False))
+    assert losses(out) == pytest.approx(losses(stock), rel=1e-4 if dtype == "float32" else 1e-2)
+    assert losses(out)[4] < losses(out)[1]
+    code, _, err = command(capsys, "merge", out, tmp_path / "merged", "--dtype", "float32")
+    assert code == 0, err
+    plain = plain.float().eval()
+    assert all(plain.get_parameter(name).double().equal(want) for name, want in numbers.items())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        before = plain(IDS).logits
+        adapted = PeftModel.from_pretrained(plain, out).eval()(IDS).logits
+        assert (adapted - before).abs().max() > 0.05
+        torch.testing.assert_close(model(IDS).logits, adapted, rtol=1e-4, atol=1e-4)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_only_mxfp4_is_dequantised(tmp_path):
+    write_gpt_oss(tmp_path)
+    assert dequantised(AutoConfig.from_pretrained(tmp_path))["quantization_config"].dequantize
+    assert dequantised(AutoConfig.for_model("llama")) == {}
