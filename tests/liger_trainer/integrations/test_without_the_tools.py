@@ -1,4 +1,4 @@
-"""Without Axolotl and kernels, nothing breaks before it is used, and the error says what to install."""
+"""Without Axolotl, nothing breaks before it is used, and the error says what to install."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def missing(monkeypatch):
-    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base", "kernels"):
+    for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "liger_trainer.integrations.axolotl", raising=False)
 
@@ -16,10 +16,3 @@ def missing(monkeypatch):
 def test_axolotl(missing):
     with pytest.raises(ImportError, match="plugin of Axolotl.*pip install axolotl"):
         importlib.import_module("liger_trainer.integrations.axolotl")
-
-
-def test_kernels(missing):
-    from liger_trainer.integrations import hf_kernels
-
-    with pytest.raises(ImportError, match="pip install .kernels"):
-        hf_kernels.register()
