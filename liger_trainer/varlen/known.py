@@ -46,7 +46,7 @@ class Known(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in (*_OWN, *_ON_BOTH) and any(map(_is_stale, tree_leaves((args, kwargs)))):
+        if function in (*_OWN, *_ON_BOTH) and any(map(is_stale, tree_leaves((args, kwargs)))):
             return _plainly(function, args, kwargs)
         if function in _OWN and not kwargs:
             found = _OWN[function](*args)
@@ -64,7 +64,7 @@ def _plainly(function: Any, args: tuple, kwargs: dict | None) -> Any:
         return function(*args, **kwargs)
 
 
-def _is_stale(x: Any) -> bool:
+def is_stale(x: Any) -> bool:
     """Return whether `x` is a `Known` that has been written to, or in inference mode, where that cannot be seen."""
     if not isinstance(x, Known):
         return False

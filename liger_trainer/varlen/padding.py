@@ -23,7 +23,7 @@ from liger_trainer.instance.binding import Binding, bind, call_previous
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 from liger_trainer.varlen.host_copies import values_of
-from liger_trainer.varlen.known import Known
+from liger_trainer.varlen.known import Known, is_stale
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "visual_pos_masks")
 _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of which none is padding
@@ -128,7 +128,7 @@ class Plan:
         """What the real tokens have of x (B, S, ...)."""
         assert self.index is not None  # `packed` has looked
         taken = x.flatten(0, 1)[self.index]
-        if not isinstance(x, Known):
+        if not isinstance(x, Known) or is_stale(x):
             return taken
         (index,) = values_of(self.index)
         return taken if index.is_cuda else Known.around(taken, x.values.flatten(0, 1)[index])

@@ -8,7 +8,9 @@ from varlen_batches import assert_same_step
 from liger_trainer import apply_liger
 from liger_trainer.patching import image_positions
 from liger_trainer.varlen import known
+from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.known import Known
+from liger_trainer.varlen.padding import Plan
 
 MASK = torch.tensor([[True, False, True, False], [False, False, True, True]])
 
@@ -98,6 +100,19 @@ def test_a_mask_that_is_written_to(write):
 
     (want, *_), (got, *_) = pair(lambda x, y, mask: first_used(x, y, mask if type(mask) is Known else mask.clone()))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_real_tokens_of_a_mask(written):
+    """Of a mask that has been written to, padding is left out of what it is now."""
+    mask, index = as_known(), torch.tensor([0, 1, 2, 4, 5, 6])
+    if written:
+        mask.logical_not_()
+    x, y = torch.zeros(1, 6, 3), torch.ones(6, 3)
+    taken = Plan({"input_ids": mask}, Rows([3, 3], mask.device), index)._taken(mask)[None]
+    want = (~MASK if written else MASK).flatten()[index].float()
+    assert torch.equal(x.masked_scatter(taken[..., None], y)[0, :, 0], want)
+    assert (type(taken) is Known) is not written
 
 
 def test_inference_mode():
