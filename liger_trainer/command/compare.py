@@ -54,6 +54,10 @@ def _compare(args: argparse.Namespace) -> int:
     for option in ("json", "chart"):
         if option in given and not Path(given[option]).name:
             raise RecipeError(f"--{option} has no value; expected a file to write.")
+        if option in given and not (folder := Path(given[option]).absolute().parent).is_dir():
+            raise RecipeError(f"--{option} is {given[option]!r}, and there is no folder {folder}. Make it first.")
+    if "chart" in given and not given["chart"].endswith((".png", ".svg", ".pdf")):
+        raise RecipeError(f"--chart is {given['chart']!r}; expected a file ending in .png, .svg or .pdf.")
     if "chart" in given and importlib.util.find_spec("matplotlib") is None:
         raise RecipeError("--chart needs the package matplotlib. Run: pip install matplotlib")
     if launched_processes() > 1:

@@ -52,10 +52,7 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """The recipe as it runs. It can be saved anywhere, because data found next to the recipe gets its full path."""
-        values = dict(self.chosen)
-        for key in SWITCHES_AND_TEXTS:
-            if (value := values.get(key)) in ("true", "false"):
-                values[key] = value == "true"
+        values = self._values()
         for key in ("dataset_name", "eval_dataset_name"):
             if (named := values.get(key)) is not None:
                 paths = [self._full_path(name) for name in ([named] if isinstance(named, str) else named)]
@@ -68,9 +65,16 @@ class Recipe:
     def to_card(self) -> str:
         """The command and the keys that were set, in Markdown. Absolute paths lose their folders: cards get public."""
         words = take_options(self.words, "hub_token")[1]
-        keys = dump_yaml({key: value for key, value in self.chosen.items() if key != "hub_token"})
+        keys = dump_yaml({key: value for key, value in self._values().items() if key != "hub_token"})
         text = f"```bash\nliger-trainer train {shlex.join(words)}\n```\n\n```yaml\n{keys}```\n"
         return without_tokens(re.sub(r"(?<![\w.:/~-])/(?:[^\s'\"/]+/)+", "", text))
+
+    def _values(self) -> dict[str, Any]:
+        """The keys that were set, with true and false as a file has them."""
+        texts = {"true": True, "false": False}
+        return {
+            key: texts.get(value, value) if key in SWITCHES_AND_TEXTS else value for key, value in self.chosen.items()
+        }
 
     def _full_path(self, name: str) -> str:
         path = find_beside(name, self.path.parent)

@@ -100,7 +100,15 @@ def settle(
 
 
 def check_rows(recipe: Any, columns: list[str]) -> None:
-    """RecipeError if completion_only_loss has no completions to go by, since TRL would count every token."""
+    """RecipeError if a key is about columns that the rows do not have.
+
+    Without completions, TRL would count every token in spite of completion_only_loss.
+    """
+    field = recipe.chosen.get("dataset_text_field")
+    if field is not None and field not in columns:
+        raise RecipeError(
+            f"dataset_text_field is {field!r}, and the trainer reads other columns: {', '.join(columns)}. Remove it."
+        )
     if getattr(recipe.training, "completion_only_loss", None) and not {"completion", "completion_mask"} & set(columns):
         raise RecipeError(
             f"completion_only_loss is true, but the rows have {', '.join(columns)} and no completion. Remove it. To "

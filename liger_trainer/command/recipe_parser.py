@@ -65,6 +65,10 @@ def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
             owners = (base for base in reversed(cls.__mro__) if field.name in getattr(base, "__annotations__", ()))
             topic = {RecipeArguments: "recipe", ModelConfig: "model"}.get(cls) or _topic(next(owners).__module__)
             keys[field.name] = Key(hints[field.name], default, topic)
+    # transformers' parser takes one word for a key that is a text or a list, such as report_to.
+    for action in parser._actions:
+        if action.nargs is None and action.dest in keys and list[str] in typing.get_args(keys[action.dest].hint):
+            action.nargs = "+"
     return parser, keys
 
 

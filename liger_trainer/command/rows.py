@@ -57,6 +57,9 @@ def load_rows(args: RecipeArguments, folder: Path, columns: tuple[tuple[str, ...
     `folder` is the recipe's, in which relative names are looked up too. Once the template is applied, rows need all
     columns of at least one set in `columns`. `seed` decides which rows are drawn or held out.
     """
+    names = [args.dataset_name] if isinstance(args.dataset_name, str) else args.dataset_name or []
+    if args.dataset_config is not None and names and all(os.path.isfile(find_beside(n, folder) or "") for n in names):
+        raise RecipeError(f"dataset_config is {args.dataset_config!r}, which has no effect on a file. Remove it.")
     train = _all_rows_of(args, "dataset_name", args.dataset_train_split, folder, columns, seed, args.max_rows)
     if args.eval_dataset_name is not None:
         return train, _all_rows_of(args, "eval_dataset_name", "train", folder, columns)

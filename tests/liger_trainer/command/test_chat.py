@@ -88,7 +88,13 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "words, said",
-    [(("--base",), "is a whole model"), (("--prompt_template", "chat"), "has no chat template")],
+    [
+        (("--base",), "is a whole model"),
+        (("--prompt_template", "chat"), "has no chat template"),
+        (("--max_new_tokens", "0"), "--max_new_tokens is 0; expected a whole number above 0."),
+        (("--temperature", "-1"), "--temperature is -1.0; expected a number of 0 or more."),
+        (("--temperature", "nan"), "--temperature is nan; expected"),
+    ],
 )
 def test_mistakes(words, said, folder, monkeypatch, capsys):
     code, _, err = chat(monkeypatch, capsys, "w3", folder / "model", *words)

@@ -115,6 +115,13 @@ def test_mistakes(words, folder, capsys):
     assert code == 2 and words[0] in err
 
 
+@pytest.mark.parametrize("option, file", [("--chart", "nodir/x.png"), ("--json", "nodir/x.json"), ("--chart", "x.txt")])
+def test_a_file_that_cannot_be_written_is_refused_before_training(option, file, folder, capsys):
+    code, _, err = command(capsys, "compare", write_recipe(folder), option, folder / file)
+    said = "expected a file ending in" if file == "x.txt" else f"there is no folder {folder / 'nodir'}. Make it first."
+    assert code == 2 and said in err and "training" not in err
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_sigterm_ends_the_process_of_the_arm_too(folder):
     path = write_recipe(folder, max_steps=100000)

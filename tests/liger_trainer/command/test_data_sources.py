@@ -36,6 +36,16 @@ def test_several_files_are_joined_in_order(tmp_path):
     assert (len(train), len(held_out)) == (3, 2)
 
 
+def test_a_configuration_of_a_file(tmp_path):
+    name = write(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(RecipeError, match="dataset_config is 'main', which has no effect on a file. Remove it."):
+        load(tmp_path, dataset_name=name, dataset_config="main")
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "train.jsonl", [{"text": "b"}])  # whose README.md could name configurations
+    rows = load(tmp_path, dataset_name=[name, str(tmp_path / "folder")], dataset_config="default")[0]
+    assert rows.to_list() == [{"text": "a"}, {"text": "b"}]
+
+
 def test_files_of_other_columns(tmp_path):
     texts = write(tmp_path / "a.jsonl", [{"text": "a", "id": 1}])
     pairs = write(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])

@@ -201,6 +201,23 @@ def test_completion_only_loss_without_completions(folder, capsys):
     assert code == 0, err
 
 
+def test_a_text_field_that_is_not_read(folder, capsys):
+    path = write_recipe(folder, dataset_text_field="txt")  # the rows are prompts and completions
+    code, _, err = command(capsys, "train", path, "--dry_run")
+    assert code == 2 and "dataset_text_field is 'txt', and the trainer reads other columns: prompt, completion." in err
+    (folder / "rows.jsonl").write_text('{"txt": "w3 w4"}\n')
+    assert command(capsys, "train", path, "--prompt_template", "none", "--dry_run")[0] == 0
+
+
+@pytest.mark.parametrize("missing, says", [("model.safetensors", "no weights"), ("tokenizer*", "no tokenizer")])
+def test_a_model_folder_that_is_not_whole(missing, says, folder, capsys):
+    for path in (folder / "model").glob(missing):
+        path.unlink()
+    code, _, err = command(capsys, "train", write_recipe(folder), "--dry_run")
+    assert code == 2 and f"model_name_or_path is '{folder / 'model'}', a folder with a config and {says}" in err
+    assert len(err.strip().splitlines()) == 1
+
+
 def test_one_target_module(folder, capsys):
     path = write_recipe(folder, use_peft=True, lora_target_modules=["q_proj"])
     code, _, err = command(capsys, "train", path)

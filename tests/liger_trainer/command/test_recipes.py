@@ -218,6 +218,16 @@ def test_a_list_on_the_command_line(tmp_path):
     assert alone.training.loss_type == ["ipo"]
 
 
+def test_several_words_after_an_option_that_takes_a_text_or_a_list(tmp_path):
+    """Their parser takes one word after it. As `TrainingArguments` and in a file, it takes a list."""
+    path = str(write_recipe(tmp_path))
+    recipe = parse_recipe(path, ["--report_to", "tensorboard", "trackio", "--seed", "3"])
+    assert recipe.training.report_to == ["tensorboard", "trackio"] and recipe.training.seed == 3
+    assert parse_recipe(path, ["--report_to=none"]).training.report_to == []
+    recipe = parse_recipe(path, ["--optim", "galore_adamw", "--optim_target_modules", "all-linear"])
+    assert recipe.training.optim_target_modules == "all-linear"
+
+
 def test_a_text_where_a_list_of_texts_belongs(tmp_path):
     keys = {"trainer": "dpo", "use_peft": True, "lora_target_modules": "all-linear", "loss_type": "ipo"}
     recipe = parse_recipe(str(write_recipe(tmp_path, **keys)))
