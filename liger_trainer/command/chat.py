@@ -84,7 +84,7 @@ def _load(args: Any) -> tuple[Any, Any, bool]:
 
     config = PeftConfig.from_pretrained(args.model)
     base = args.base_model or find_base(config.base_model_name_or_path, args.model)
-    model, tokenizer = load_to_answer(base, args, revision=config.revision)
+    model, tokenizer = load_to_answer(base, args, gets_adapter=True, revision=config.revision)
     model = with_adapter(model, args.model).eval()
     return model, tokenizer_of(args.model, args.trust_remote_code) or tokenizer, True
 

@@ -76,18 +76,20 @@ def _run(command, args) -> int:
     return 0
 
 
-def load_to_answer(name: str, args, **options):
+def load_to_answer(name: str, args, gets_adapter: bool = False, **options):
     """The model, in eval mode and on the GPU if there is one, and its tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from liger_trainer.command.model_source import find_model
+    from liger_trainer.command.model_source import dequantised, find_model
 
     source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
     init: dict[str, Any] = {"dtype": args.dtype}
     if source.is_gguf:  # the dtype that it is saved in is that of quantised blocks
         init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
         init["quantization_config"] = GgufConfig(dequantize=True)
+    elif gets_adapter:
+        init |= dequantised(source.load(AutoConfig))
     model = source.load(AutoModelForCausalLM, **init)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), source.load(AutoTokenizer)
 

@@ -1,5 +1,7 @@
 """The recipe of gpt-oss on a tiny checkpoint in MXFP4: trained with adapters on attention and experts, and merged."""
 
+import io
+
 import pytest
 import torch
 from mxfp4 import write_gpt_oss
@@ -47,6 +49,26 @@ def test_trained_and_merged(tmp_path, capsys):
         assert (adapted - before).abs().max() > 0.05
         torch.testing.assert_close(model(IDS).logits, adapted, rtol=1e-4, atol=1e-4)
     assert not hasattr(model.config, "quantization_config")
+
+
+def test_chat_with_an_adapter(tmp_path, monkeypatch, capsys):
+    """The base is loaded in 16 bits by request, for on a GPU transformers leaves experts in four bits. It answers."""
+    from peft import LoraConfig, get_peft_model
+
+    write_gpt_oss(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapters = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    get_peft_model(base, adapters).save_pretrained(tmp_path / "adapter")
+    asked, own = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *args, **named: asked.append(dict(named)) or own(*args, **named)
+    )
+    for name in ("adapter", "base"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("w3 w4"))
+        code, out, err = command(capsys, "chat", tmp_path / name, "--temperature", "0", "--max_new_tokens", "6")
+        assert code == 0 and out.strip(), err
+    of_adapter, of_whole_model = asked
+    assert of_adapter["quantization_config"].dequantize and "quantization_config" not in of_whole_model
 
 
 def test_only_mxfp4_is_dequantised(tmp_path):
