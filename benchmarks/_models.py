@@ -24,6 +24,9 @@ MODELS = {
     "gpt-oss-20b-8-layers": ("gpt_oss", dict(
         hidden_size=2880, intermediate_size=2880, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
         head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088, sliding_window=128)),
+    "gpt-oss-20b": ("gpt_oss", dict(
+        hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088, sliding_window=128)),
     "Gemma-3-1B": ("gemma3_text", dict(
         hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
         head_dim=256, vocab_size=262144, max_position_embeddings=32768, sliding_window=512)),

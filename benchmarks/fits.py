@@ -1,8 +1,9 @@
 """Which card a shipped recipe fits: the peak that `liger-trainer fit` computes with `activation_checkpointing: auto`.
 
-    python benchmarks/fits.py [--json FILE]
+    python benchmarks/fits.py [--recipes NAME ...] [--json FILE]
 
-No GPU is used and no weights are read. Recipes for several GPUs are computed for 8, with FSDP2.
+No GPU is used and no weights are read. Recipes for several GPUs are computed for 8, with FSDP2. Those with a base in four bits need
+bitsandbytes.
 """
 
 import argparse
@@ -13,10 +14,14 @@ from _measure import RESULTS, Record
 from _models import MODELS
 
 CARDS = (8, 12, 16, 24, 48, 80, 141)
-SHAPES = {"llama3_8b": "Llama-3-8B", "llama3_2_3b": "Llama-3.2-3B"}
+SHAPES = {
+    "llama3_8b": "Llama-3-8B", "llama3_2_3b": "Llama-3.2-3B", "gpt_oss_20b": "gpt-oss-20b",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+}  # fmt: skip
 RECIPES = {  # and on how many GPUs
-    "llama3_2_3b/sft_lora_24gb": 1, "llama3_8b/sft_qlora_24gb": 1, "llama3_8b/sft_alpaca_qlora": 1,
-    "llama3_8b/sft_alpaca_lora": 1, "llama3_8b/sft_alpaca": 8, "llama3_8b/orpo": 8, "llama3_8b/dpo_ultrafeedback": 8,
+    "llama3_2_3b/sft_lora_24gb": 1, "llama3_8b/sft_qlora_16gb": 1, "llama3_8b/sft_qlora_24gb": 1,
+    "llama3_8b/sft_alpaca_qlora": 1, "llama3_8b/sft_alpaca_lora": 1, "gpt_oss_20b/sft_lora": 1,
+    "qwen3_30b_a3b/sft_lora": 1, "llama3_8b/sft_alpaca": 8, "llama3_8b/orpo": 8, "llama3_8b/dpo_ultrafeedback": 8,
     "llama3_8b/kto": 8,
 }  # fmt: skip
 
@@ -43,32 +48,36 @@ def rows_of(name, gpus, folder):
             ]
         found, step = [], None
         for card in CARDS:
-            if (
-                step is None or step.chosen is None or step.chosen.kept < step.layers
-            ):  # else more memory changes nothing
+            limit = limit_of(None, card * 2**30)
+            # Neither with all layers kept nor with all recomputed and a peak above this card's would it be another.
+            if step is None or (fits and step.chosen.kept < step.chosen.layers) or (not fits and step.peak <= limit):
                 step = need(job, rows, length, "auto", card * 2**30)
-            if step.peak > limit_of(None, card * 2**30):
+            fits = step.peak <= limit
+            if not fits:
                 found.append(case | {"card": card, "note": "no", "asked_gib": step.peak / 2**30})
             else:
-                kept = step.chosen.kept if step.chosen else 0
-                found.append(case | {"card": card, "gib": step.peak / 2**30, "kept": kept, "layers": step.layers})
+                kept, layers = step.chosen.kept, step.chosen.layers
+                found.append(case | {"card": card, "gib": step.peak / 2**30, "kept": kept, "layers": layers})
         return found
 
 
 def main():
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="all if unset")
     parser.add_argument("--json", help="file of the record; without it one is named in benchmarks/results")
     options = parser.parse_args()
     record, rows = Record("fits", "recipes", options.json), []
     record.path = record.path or record.free_path(RESULTS / "fits" / "recipes")  # no figure depends on the machine
     with tempfile.TemporaryDirectory() as folder:
-        for name, gpus in RECIPES.items():
+        for name in options.recipes:
             kind, shape = MODELS[SHAPES[name.partition("/")[0]]]
-            config = AutoConfig.for_model(kind, **shape, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+            names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+            config = AutoConfig.for_model(kind, **shape, architectures=names, dtype="bfloat16")
             config.save_pretrained(folder)
-            rows += rows_of(name, gpus, folder)
+            rows += rows_of(name, RECIPES[name], folder)
             print(json.dumps(rows[-len(CARDS) :]), flush=True)
             record.write({"rows": rows})
 
