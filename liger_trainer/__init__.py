@@ -41,50 +41,34 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test compares these n
     from liger_triton.modules import LigerRMSNorm as LigerRMSNorm
     from liger_triton.modules import LigerSwiGLUMLP as LigerSwiGLUMLP
 
-_WHERE = {  # public name: module below this package
-    "LigerTrainer": "trainers.trainer",
-    "LigerTrainingArguments": "trainers.trainer",
-    "LigerSFTConfig": "trainers.sft_trainer",
-    "LigerSFTTrainer": "trainers.sft_trainer",
-    "LigerDPOConfig": "trainers.dpo_trainer",
-    "LigerDPOTrainer": "trainers.dpo_trainer",
-    "LigerORPOConfig": "trainers.orpo_trainer",
-    "LigerORPOTrainer": "trainers.orpo_trainer",
-    "LigerCPOConfig": "trainers.cpo_trainer",
-    "LigerCPOTrainer": "trainers.cpo_trainer",
-    "LigerKTOConfig": "trainers.kto_trainer",
-    "LigerKTOTrainer": "trainers.kto_trainer",
-    "LigerGRPOConfig": "trainers.grpo_trainer",
-    "LigerGRPOTrainer": "trainers.grpo_trainer",
-    "LigerRLOOConfig": "trainers.rloo_trainer",
-    "LigerRLOOTrainer": "trainers.rloo_trainer",
-    "LigerDistillationConfig": "trainers.distillation_trainer",
-    "LigerDistillationTrainer": "trainers.distillation_trainer",
-    "LigerMedusaConfig": "medusa.config",
-    "MedusaHeads": "medusa.heads",
-    "LigerMedusaTrainer": "medusa.trainer",
-    "LigerReport": "patching",
-    "apply_liger": "patching",
-    "remove_liger": "patching",
-    "AutoLigerKernelForCausalLM": "auto",
-}
-_MODULES = (  # of `liger_triton.modules`, which need neither transformers nor trl
-    "LigerRMSNorm",
-    "LigerLayerNorm",
-    "LigerSwiGLUMLP",
-    "LigerGEGLUMLP",
-    "LigerCrossEntropyLoss",
-    "LigerFusedLinearCrossEntropyLoss",
-)
-__all__ = [*_WHERE, *_MODULES]
+_NAMES = {  # module: public names
+    "liger_trainer.trainers.trainer": ("LigerTrainer", "LigerTrainingArguments"),
+    "liger_trainer.trainers.sft_trainer": ("LigerSFTConfig", "LigerSFTTrainer"),
+    "liger_trainer.trainers.dpo_trainer": ("LigerDPOConfig", "LigerDPOTrainer"),
+    "liger_trainer.trainers.orpo_trainer": ("LigerORPOConfig", "LigerORPOTrainer"),
+    "liger_trainer.trainers.cpo_trainer": ("LigerCPOConfig", "LigerCPOTrainer"),
+    "liger_trainer.trainers.kto_trainer": ("LigerKTOConfig", "LigerKTOTrainer"),
+    "liger_trainer.trainers.grpo_trainer": ("LigerGRPOConfig", "LigerGRPOTrainer"),
+    "liger_trainer.trainers.rloo_trainer": ("LigerRLOOConfig", "LigerRLOOTrainer"),
+    "liger_trainer.trainers.distillation_trainer": ("LigerDistillationConfig", "LigerDistillationTrainer"),
+    "liger_trainer.medusa.config": ("LigerMedusaConfig",),
+    "liger_trainer.medusa.heads": ("MedusaHeads",),
+    "liger_trainer.medusa.trainer": ("LigerMedusaTrainer",),
+    "liger_trainer.patching": ("LigerReport", "apply_liger", "remove_liger"),
+    "liger_trainer.auto": ("AutoLigerKernelForCausalLM",),
+    "liger_triton.modules": (  # which needs neither transformers nor trl
+        "LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerCrossEntropyLoss",
+        "LigerFusedLinearCrossEntropyLoss",
+    ),
+}  # fmt: skip
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = [*_WHERE]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(importlib.import_module(f"liger_trainer.{_WHERE[name]}"), name)
-    if name in _MODULES:
-        return getattr(importlib.import_module("liger_triton.modules"), name)
+        return getattr(importlib.import_module(_WHERE[name]), name)
     if name == "losses":
         return importlib.import_module("liger_trainer.losses")
     if name == "MedusaConfig":  # until 0.2

@@ -5,10 +5,12 @@ import os
 import re
 from typing import Any
 
+import torch
 import trl
 from accelerate.utils import parse_flag_from_env
 from jinja2 import TemplateError
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import liger_trainer
@@ -97,7 +99,6 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     given = {
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
-        "peft_config": trl.get_peft_config(recipe.model),
         "callbacks": callbacks,
     }
     if rewards:
@@ -108,6 +109,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         init = dequantised(config) | init
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     try:
+        given["peft_config"] = trl.get_peft_config(recipe.model)
         if source.is_gguf:  # TRL's trainers cannot load one themselves
             given["model"], given["processing_class"] = _load_gguf(source, config, init, recipe)
             if _needs_reference(recipe):
@@ -119,9 +121,9 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         with answers_marked(recipe, source) as settle_template:
             trainer = trainer_class(args=training, **given)
             settle_template(trainer)
-    except RecipeError:
+    except (RecipeError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, TemplateError) as error:
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, TemplateError, SafetensorError) as error:
         text = " ".join(str(error).split())
         what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""
         named = {"model_init_kwargs": options, "report_to": training.report_to}  # which no library names itself

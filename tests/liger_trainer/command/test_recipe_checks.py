@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 import yaml
 from recipe_fixtures import command, losses, write_recipe, write_rows
 
@@ -167,6 +168,21 @@ def test_a_key_that_the_model_does_not_know(trainer, folder, capsys):
     path = write_recipe(folder, trainer=trainer, model_init_kwargs={"foo": 1}, **pairs)
     code, _, err = command(capsys, "train", path)
     assert code == 2 and re.search(r"error: \S+: model_init_kwargs: .*unexpected keyword argument 'foo'", err)
+
+
+def test_what_a_library_refuses_when_the_trainer_is_built(folder, capsys, monkeypatch):
+    code, _, err = command(capsys, "train", write_recipe(folder, use_peft=True, lora_task_type="CAUSAL"))
+    assert code == 2 and "task types: SEQ_CLS" in err
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory."):
+        patched.setattr("transformers.LlamaForCausalLM.from_pretrained", full)
+        command(capsys, "train", write_recipe(folder))
+    (folder / "model" / "model.safetensors").write_bytes(b"garbage " * 9)
+    code, _, err = command(capsys, "train", write_recipe(folder))
+    assert code == 2 and "deserializing" in err
 
 
 def test_modules_to_save_that_are_not_there(folder, capsys):
