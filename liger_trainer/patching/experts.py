@@ -25,8 +25,7 @@ from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_
 from liger_trainer.instance.hooks import comes_from, has_hooks
 from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, names_of
 from liger_trainer.lora.parts import is_linear
-from liger_trainer.patching import expert_gates
-from liger_trainer.patching.gates import SCALES, Gate
+from liger_trainer.patching.gates import SCALES, Gate, candidates
 from liger_triton import ExpertLoRA, experts
 
 _IMPLEMENTATIONS = {  # by their names in the config, and what transformers has registered for them
@@ -93,28 +92,43 @@ def _tensor_names(block: nn.Module) -> list[str]:
 
 def nominated(module: nn.Module) -> bool:
     """Return whether `module` is a block of experts of transformers with a gate."""
-    return expert_gates.nominated(module) and callable(getattr(own_class(module).forward, "__wrapped__", None))
+    cls = own_class(module)
+    has_gate = callable(getattr(cls, "_apply_gate", None)) and getattr(module, "has_gate", True)
+    return has_gate and callable(getattr(cls.forward, "__wrapped__", None))
 
 
 def prove(module: nn.Module) -> tuple[Experts | None, str | None]:
     """(what this block computes, None), or (None, why it is none of ours)."""
-    gate, reason = expert_gates.prove_gate(module)
-    if gate is None:
-        return None, reason
+    weight = module._parameters.get("gate_up_proj")
+    if weight is None or len(probe.full_shape(weight)) != 3:
+        return None, "it has no gate_up_proj of three dimensions"
     implementation = _implementation(module)
     if not _is_transformers_own(implementation):
         return None, f"its experts_implementation is {implementation!r}, which is none of {', '.join(_IMPLEMENTATIONS)}"
     if getattr(module, "has_post_expert_norm", False):
         return None, "it has a norm behind each expert"
-    proven = Experts(gate.gate, gate.parts == "pairs", implementation)
-    for scale, (dtype, rtol) in itertools.product(SCALES, ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.03))):
+    gates = itertools.product((False, True), candidates(module))
+    likely = [Experts(gate, interleaved, implementation) for interleaved, gate in gates]
+    tolerances = ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.03))
+    for training, scale, (dtype, rtol) in itertools.product((True, False), SCALES, tolerances):
         found = []
-        for forward in (functools.partial(proven.compute, loras={}), own_class(module).forward):
+        for forward in (own_class(module).forward, *(functools.partial(one.compute, loras={}) for one in likely)):
             source = probe.generator()
-            found.append(_trained(forward, small_copy(module, source, dtype), source, dtype, scale))
-        if not all(probe.same(got, want, rtol) for got, want in zip(*found, strict=True)):
-            return None, "it is not the weighted sum of down(gate(x gate_up)) of its experts"
-    return proven, None
+            copy = small_copy(module, source, dtype)
+            probe.set_training(copy, training)
+            found.append(_trained(forward, copy, source, dtype, scale))
+        want, *got = found
+        likely = [
+            one
+            for one, its in zip(likely, got, strict=True)
+            if all(probe.same(g, w, rtol) for g, w in zip(its, want, strict=True))
+        ]
+    if not likely:
+        return None, (
+            "it is not the weighted sum of down(act(gate) * up) of its experts with silu or gelu, plain or clamped, "
+            "gate and up in two halves or in even and odd columns"
+        )
+    return likely[0], None
 
 
 def _trained(
@@ -298,7 +312,6 @@ def _is_patched(block: nn.Module) -> bool:
     binding = Binding.of(block)
     return (
         binding is not None
-        and binding.name == "forward"  # and not the gate alone
         and not (binding.aside or has_hooks(block) or is_parametrized(block))
         and is_bound(block, binding)
         and binding.broken(block) is None

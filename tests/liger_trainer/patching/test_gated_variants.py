@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from liger_trainer.instance import guards, probe
 from liger_trainer.instance.binding import Binding
-from liger_trainer.patching import apply_liger, expert_gates, mlps, norms, remove_liger
+from liger_trainer.patching import apply_liger, experts, mlps, norms, remove_liger
 from liger_triton import reference
 
 
@@ -336,35 +336,36 @@ def test_other_mlps_are_left_alone(module, reason):
     assert mlp is None and reason in why
 
 
-class Experts(nn.Module):
-    has_gate = True
+def expert_block(cut, flaw=None):
+    """A block of GPT-OSS with another gate. `grouped_mm` calls it; the eager forward has its own."""
 
-    def __init__(self, cut="pairs", flaw=None):
-        super().__init__()
-        self.gate_up_proj, self.cut, self.flaw = nn.Parameter(torch.ones(3, 16, 48)), cut, flaw
-        self.is_transposed, self.alpha, self.limit = True, 1.702, 7.0
-
-    def _apply_gate(self, gate_up):
-        if self.cut == "pairs":
-            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = (up, gate) if self.flaw == "up first" else (gate, up)
+    def gate_of(self, gate_up):
+        gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if cut == "pairs" else gate_up.chunk(2, dim=-1)
+        gate, up = (up, gate) if flaw == "up first" else (gate, up)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + (0.9 if self.flaw == "offset" else 1)) * (gate * torch.sigmoid(gate * self.alpha))
+        if flaw == "in training" and self.training:
+            gate = 2 * gate
+        return (up + (0.9 if flaw == "offset" else 1)) * (gate * torch.sigmoid(gate * self.alpha))
+
+    model = tiny_model("gpt_oss")
+    model.set_experts_implementation("grouped_mm")
+    block = next(module for module in model.modules() if experts.nominated(module)).eval()
+    block.__class__ = type("Experts", (type(block),), {"_apply_gate": gate_of})
+    return block
 
 
 @pytest.mark.parametrize("cut", ["pairs", "halves"])
 def test_experts(cut):
-    gate, reason = expert_gates.prove_gate(Experts(cut))
-    assert reason is None and gate.parts == cut
-    assert (gate.gate.limit, gate.gate.alpha, gate.gate.up_offset) == ("limit", "alpha", 1.0)
+    proven, reason = experts.prove(expert_block(cut))
+    assert reason is None and proven.interleaved == (cut == "pairs")
+    assert (proven.gate.limit, proven.gate.alpha, proven.gate.up_offset) == ("limit", "alpha", 1.0)
 
 
 @pytest.mark.parametrize("cut", ["pairs", "halves"])
-@pytest.mark.parametrize("flaw", ["up first", "offset"])
+@pytest.mark.parametrize("flaw", ["up first", "offset", "in training"])
 def test_other_experts_are_left_alone(flaw, cut):
-    assert expert_gates.prove_gate(Experts(cut, flaw))[0] is None
+    proven, reason = experts.prove(expert_block(cut, flaw))
+    assert proven is None and "it is not the weighted sum" in reason
 
 
 # Norms of single families
