@@ -2,8 +2,8 @@
 
     python benchmarks/fits.py [--recipes NAME ...] [--json FILE]
 
-No GPU is used and no weights are read. Recipes for several GPUs are computed for 8, with FSDP2. Those with a base in four bits need
-bitsandbytes.
+No GPU is used and no weights are read. Recipes for several GPUs are computed for 8, with FSDP2. Those with a base in
+four bits need bitsandbytes.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def rows_of(name, gpus, folder):
             return [
                 case | {"card": card, "note": "not computed", "reason": str(error).partition(": ")[2]} for card in CARDS
             ]
-        found, step = [], None
+        found, step, fits = [], None, False
         for card in CARDS:
             limit = limit_of(None, card * 2**30)
             # Neither with all layers kept nor with all recomputed and a peak above this card's would it be another.
