@@ -114,7 +114,7 @@ def read_recipe(
     given = options_given(parser, keys, words, entry)
 
     def parsed() -> Recipe:
-        with _placed(path, given):
+        with _placed(path, given, chosen):
             args, training, model = parser.parse_dict(chosen)
         if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
             # TRL turns a list of one name into a string, which peft takes for a pattern that full names must match. No
@@ -130,12 +130,14 @@ def read_recipe(
 
 
 @contextlib.contextmanager
-def _placed(path: Path, given: dict[str, Any]) -> Iterator[None]:
+def _placed(path: Path, given: dict[str, Any], chosen: Any = ()) -> Iterator[None]:
     """Turn an error into one line that begins with the recipe, and with the options of the command line it is about."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = " ".join(str(error).split())
+        if wrong := re.match(r"(\S+) is not a valid ", text):  # transformers names the class of choices and not the key
+            text = "".join(f"{key}: " for key in chosen if str(chosen[key]) == wrong[1]) + text
         options = "".join(f" --{key}" for key in given if re.search(rf"\b{key}\b", text))
         hint = " Without a GPU that computes in bf16, pass --bf16 false." if "bf16" in text else ""
         raise RecipeError(f"{path}{options and ' with' + options}: {text}{hint}") from error

@@ -155,7 +155,7 @@ WRONG_TYPE = {
     "literal": ("prompt_template: vicuna", "expected one of ('none', 'alpaca', 'sharegpt', 'last_turn'), got vicuna"),
     "enum": (
         "save_strategy: sometimes",
-        "sometimes is not a valid SaveStrategy, please select one of ['no', 'steps', 'epoch', 'best']",
+        "save_strategy: sometimes is not a valid SaveStrategy, please select one of ['no', 'steps', 'epoch', 'best']",
     ),
     "empty": ("max_steps:", "max_steps is None. Field 'max_steps' expected int, got NoneType"),
     "mapping": ("dataset_name: {a: 1}", "dataset_name is {'a': 1}. Field 'dataset_name' with value"),
