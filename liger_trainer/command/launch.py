@@ -17,19 +17,6 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join_processes_without_gpu() -> None:
-    """Let launched processes on a host without an accelerator find each other, over gloo. Call this before parsing.
-
-    accelerate makes one group of CPU processes only if this variable is set, as `accelerate launch --cpu` does.
-    """
-    if launched_processes() == 1 or "LOCAL_RANK" not in os.environ:
-        return
-    import torch
-
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-
-
 def say(line: str) -> None:
     """Print a line of this command on stderr, on the main process."""
     if is_main_process():

@@ -103,7 +103,6 @@ def _train(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TQDM_DELAY", "2")
     launch.check_restarts()
-    launch.join_processes_without_gpu()
     launch.end_with_launcher()
     chosen, parse = read_recipe(args.recipe, words)
     launch.settle_precision(chosen.get("bf16"), chosen.get("fp16"))

@@ -44,7 +44,7 @@ def test_accelerate_launch_ignores_pet_nnodes(folder):
 
 @pytest.mark.slow
 def test_fsdp_on_a_cpu_host_is_ddp(folder):
-    recipe = write_recipe(folder, accelerate_config="configs/fsdp2.yaml")
+    recipe = write_recipe(folder, accelerate_config="configs/fsdp2.yaml", use_cpu=True)
     line = refused(folder, *TORCHRUN, recipe=recipe)
     assert "asks for FSDP, but accelerate has MULTI_CPU" in line
 
@@ -60,7 +60,7 @@ def test_torchrun_without_a_gpu_and_without_use_cpu_in_a_script(tmp_path):
 def test_a_recipe_with_its_own_accelerate_config(folder, capsys):
     """Under torchrun, a recipe that brings the DDP config trains as one process does with all rows of a step."""
     (folder / "ddp.yaml").write_text((shipped("configs") / "ddp.yaml").read_text())
-    recipe = write_recipe(folder, accelerate_config="ddp.yaml", max_steps=3)
+    recipe = write_recipe(folder, accelerate_config="ddp.yaml", max_steps=3, use_cpu=True)
     done = run_elsewhere(sys.executable, *TORCHRUN, *ENTRY, recipe, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1

@@ -19,7 +19,7 @@ def test_torchrun_without_a_gpu_is_one_training(folder):
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1)
     done = run_elsewhere(
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-        "-m", "liger_trainer", "train", recipe, cwd=folder,
+        "-m", "liger_trainer", "train", recipe, "--use_cpu", "true", cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Summary") == 1, done.stdout

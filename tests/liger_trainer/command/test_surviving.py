@@ -27,7 +27,7 @@ def torchrun(folder, recipe, *options, restarts=0, **env):
     return run_elsewhere(
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", restarts,
         "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", HERE / "preempted_cli.py", "train", recipe,
-        *options, cwd=folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env,
+        "--use_cpu", "true", *options, cwd=folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env,
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_restarts_that_torchrun_would_send_to_dead_processes(folder, capsys, mon
 @pytest.mark.slow
 def test_a_killed_rank_of_one_of_two_machines(dropping, whole):
     """The torchrun whose process was killed counts a restart. The other is told to begin anew, and may count none."""
-    recipe, port = write_recipe(dropping, **SAVING), free_port()
+    recipe, port = write_recipe(dropping, **SAVING, use_cpu=True), free_port()
 
     def machine(i):
         return run_elsewhere(

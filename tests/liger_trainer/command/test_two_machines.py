@@ -57,7 +57,7 @@ def elastic(machine, entry):
 
 @pytest.mark.parametrize("how", ["torchrun", "PET_* only", "accelerate launch"])
 def test_two_machines_are_one_training(how, folder, alone):
-    recipe = write_recipe(folder, max_steps=3)
+    recipe = write_recipe(folder, max_steps=3, use_cpu=True)
 
     def accelerate(machine, entry):
         config = yaml.safe_load((shipped("configs") / "ddp.yaml").read_text()) | {"mixed_precision": "no"}
@@ -80,7 +80,7 @@ def test_a_machine_of_an_elastic_run_dies(folder):
     """The other one restarts by itself, alone, from the last checkpoint, and says what has changed."""
     write_rows(folder / "rows.jsonl", 22)
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 60, "resume_from_checkpoint": "auto"}
-    recipe = write_recipe(folder, **saving)
+    recipe = write_recipe(folder, use_cpu=True, **saving)
     processes = [
         start(i, *elastic(i, (*ENTRY, recipe)), cwd=folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for i in range(2)
     ]
