@@ -38,7 +38,7 @@ REASONS = {
     "kernels/liger_triton/reference.py": "every operation once more, in plain PyTorch",
     "kernels/liger_triton/row_attention.py": "attention is a kernel forward and three backward, by one rule of tiles",
     "kernels/liger_triton/rms_norm.py": "the norm with a residual or a gate is one kernel",
-    "liger_trainer/patching/experts.py": "one proof finds a block's gate, its order and its sum, with a LoRA and without",
+    "liger_trainer/patching/experts.py": "one proof finds a block's gate, order and sum, with a LoRA and without",
 }
 
 
