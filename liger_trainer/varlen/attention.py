@@ -149,7 +149,7 @@ def attend_by_rows(
     known, and the mask is neither causal nor local, or the scores are changed in an unknown way (a bias of positions).
     """
     if isinstance(attention_mask, RowMask):
-        if not (getattr(module, "is_causal", True) and kwargs.get("is_causal", True) is not False):
+        if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
             raise NotForRows("is_causal is False, with which SDPA sees later tokens where it has no mask")
         return _by_rows(query, key, value, attention_mask, *args, **kwargs), None
     if not torch.compiler.is_compiling() and _rows.get() is not None:
