@@ -46,9 +46,10 @@ def _merge(args) -> int:
         source = find_model(name, revision=config.revision, trust_remote_code=args.trust_remote_code)
         base = source.load(AutoConfig)
         dtype = getattr(torch, args.dtype) if args.dtype != "auto" else base.dtype or torch.float32
-        model = source.load(auto_class_of(base), dtype=torch.float32, **dequantised(base))
-        model.float()  # so that nothing is rounded before the sum; transformers 5.17 dequantises MXFP4 to bf16 always
-        if dequantised(base):  # 5.17 would save the experts by the names of their blocks, and not find them again
+        in_16_bits = dequantised(base)
+        model = source.load(auto_class_of(base), dtype=torch.float32, **in_16_bits)  # nothing is rounded before the sum
+        if in_16_bits:  # transformers 5.17 gives bf16 all the same, and would save experts by the names of their blocks
+            model.float()
             vars(model).pop("_weight_conversions", None)
     except RecipeError as error:
         raise RecipeError(f"{error} It is the base of {args.adapter}. Say where the base is with --model.") from error
