@@ -4,8 +4,8 @@
 
 It is full fine-tuning in bf16 with fused AdamW and checkpointing, of random weights. A row has one image of 32 x 32
 patches, which become 256 tokens, and 64 to 512 random tokens of text; labels are on the text. A batch is padded to its
-longest row. Every arm runs in a process of its own. rows/s is of the median step, of those after the first ten, which
-compile. "+ auto" is activation_checkpointing: auto, which recomputes what does not fit on the GPU.
+longest row. Every arm runs in a process of its own. rows/s is of the median step, of those after `--warm`, in which
+kernels are compiled. "+ auto" is activation_checkpointing: auto, which recomputes what does not fit on the GPU.
 """
 
 import argparse
@@ -100,7 +100,8 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def one_arm(arm, name, batch, tiny):
+def one_arm(options):
+    arm, name, batch, steps, warm = options.arm, options.model, options.batch, options.steps, options.warm
     if arm == "Trainer + Liger":
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl, apply_liger_kernel_to_qwen3_vl
 
@@ -109,9 +110,9 @@ def one_arm(arm, name, batch, tiny):
     if arm.startswith("LigerTrainer"):
         from liger_trainer import LigerTrainer as trainer_class
         from liger_trainer import LigerTrainingArguments as args_class
-    model, clock = build(name, tiny), Clock()
+    model, clock = build(name, options.tiny), Clock()
     args = args_class(
-        output_dir="out", per_device_train_batch_size=batch, max_steps=STEPS, logging_steps=1, save_strategy="no",
+        output_dir="out", per_device_train_batch_size=batch, max_steps=steps, logging_steps=1, save_strategy="no",
         report_to="none", bf16=DEVICE == "cuda", gradient_checkpointing=True, remove_unused_columns=False,
         gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", learning_rate=1e-5,
         lr_scheduler_type="constant", disable_tqdm=True, dataloader_num_workers=2 if DEVICE == "cuda" else 0,
@@ -119,11 +120,11 @@ def one_arm(arm, name, batch, tiny):
         **({"activation_checkpointing": "auto"} if arm.endswith("auto") else {}),
     )  # fmt: skip
     trainer = trainer_class(
-        model=model, args=args, train_dataset=rows_of(batch * STEPS), callbacks=[clock],
+        model=model, args=args, train_dataset=rows_of(batch * steps), callbacks=[clock],
         data_collator=Collate(model.config.vision_config, batch),
     )  # fmt: skip
     trainer.train()
-    took = statistics.median(b - a for a, b in zip(clock.ends[WARM - 1 :], clock.ends[WARM:], strict=False))
+    took = statistics.median(b - a for a, b in zip(clock.ends[warm - 1 :], clock.ends[warm:], strict=False))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     emit({"arm": arm, "model": name, "batch": batch, "rows_s": batch / took, "ms": 1e3 * took, "gib": peak,
@@ -135,13 +136,15 @@ def main():
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--warm", type=int, default=WARM, help="steps before the clock starts")
     parser.add_argument("--tiny", action="store_true", help="a model of a few layers, for a trial on a CPU")
     parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
-        return one_arm(options.arm, options.model, options.batch, options.tiny)
+        return one_arm(options)
     record, rows = Record("images", "8-rows", options.json, DEVICE == "cpu"), []
     for model in options.models:
         for arm in options.arms:
