@@ -222,10 +222,9 @@ def _without_stand_ins(outputs: Any) -> Any:
     if not isinstance(outputs, ModelOutput):
         return tree_map(real, outputs, is_leaf=lambda x: x is not outputs)
     taken = [name for name, value in outputs.items() if isinstance(value, DeferredLogits)]
-    has_more = vars(outputs).keys() != getattr(outputs, "__dataclass_fields__", {}).keys()  # than its class
-    if torch.compiler.is_compiling() or not has_more:
+    if torch.compiler.is_compiling() or vars(outputs).keys() == getattr(outputs, "__dataclass_fields__", {}).keys():
         return type(outputs)(**{name: value for name, value in outputs.items() if name not in taken})
-    outputs = copy.copy(outputs)  # which takes longer, and traced copies have no keys
+    outputs = copy.copy(outputs)  # it has more than its class; this takes longer, and traced copies have no keys
     for name in taken:
         OrderedDict.__delitem__(outputs, name)  # a `ModelOutput` refuses
         object.__setattr__(outputs, name, None)

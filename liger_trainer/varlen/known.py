@@ -104,6 +104,15 @@ def _setitem(x: Any, index: Any, value: Any) -> Any:
     return None
 
 
+def _to(x: Any, *args: Any) -> Any:
+    """As `Tensor.to`, which returns the same tensor where it is one of that device and dtype already."""
+    if not isinstance(x, Known):
+        return NotImplemented
+    plain = _plain(x)
+    there = plain.to(*args)
+    return x if there is plain else there
+
+
 def _picks(parts: tuple) -> bool:
     """Return whether a mask of ours alone picks elements: other indices would be combined with it."""
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
@@ -116,7 +125,7 @@ def _with_indices(parts: tuple) -> tuple:
 
 _OWN = {
     torch.Tensor.masked_scatter: _masked_scatter, torch.Tensor.__getitem__: _getitem,
-    torch.Tensor.__setitem__: _setitem,
+    torch.Tensor.__setitem__: _setitem, torch.Tensor.to: _to,
     torch.Tensor.tolist: lambda x: x.values.tolist() if isinstance(x, Known) else NotImplemented,
 }  # fmt: skip
 _ON_BOTH = {torch.Tensor.__or__, torch.Tensor.prod, torch.Tensor.__floordiv__, torch.Tensor.__mul__}

@@ -60,6 +60,7 @@ def test_what_stays_known():
     sizes = as_known(torch.tensor([[1, 12, 20], [2, 4, 6]]))
     assert type(sizes.prod(-1) // 4) is Known and (sizes.prod(-1) // 4).tolist() == [60, 12]
     assert type(sizes + 1) is torch.Tensor and (sizes + 1).tolist() == [[2, 13, 21], [3, 5, 7]]
+    assert mask.to("cpu") is mask and type(mask.to(torch.int64)) is torch.Tensor  # as DeepStack sends its mask
     sizes.values = None  # nothing asks the device
     assert sizes.shape == (2, 3) and sizes.dtype == torch.int64
 
