@@ -5,8 +5,7 @@
 It is full fine-tuning in bf16 with fused AdamW and checkpointing, of random weights. A row has one image of 8 to 48
 patches a side, which become 16 to 576 tokens, and 16 to 1,024 words. Rows go through the model's own processor in TRL's
 SFT trainer. Most arms pad `--batch` rows; the last packs as many as have room in `--room` tokens. Every arm runs in a
-process of its own. Tokens are those without padding, of all steps after
-`--warm`, in which kernels are compiled.
+process of its own. Tokens are those without padding, of all steps after `--warm`, in which kernels are compiled.
 """
 
 import argparse

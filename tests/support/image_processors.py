@@ -1,7 +1,9 @@
 """The processors of models of images and text as transformers has them, around a tiny tokenizer: no download."""
 
+import torch
 import transformers
 from image_models import END, IMAGE, START, VIDEO
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -68,6 +70,11 @@ def tokenizer_of(tokens, more=()):
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         extra_special_tokens=dict(tokens), additional_special_tokens=names,
     )  # fmt: skip
+
+
+def noise_image(width, height, generator):
+    """An image of random pixels; those of PIL's `effect_noise` cannot be seeded."""
+    return Image.fromarray(torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=generator).numpy())
 
 
 class _NoVideos:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import image_model
-from image_processors import PROCESSED, placeholder, processor_of
+from image_processors import PROCESSED, noise_image, placeholder, processor_of
 from peft import LoraConfig
-from PIL import Image
 from step_parity import assert_same_training, letters, moved
 from trl import (
     DPOConfig,
@@ -72,7 +71,7 @@ def rows_of(model_type, kind, images):
         for at in range(count if kind in ANSWERED else 0):  # TRL puts images into messages itself
             prompt.insert(1 + 2 * at, placeholder(model_type))
         prompt, answers = " ".join(prompt), [" " + " ".join(words(2 + row)), " " + " ".join(words(6 - row))]
-        made = [Image.effect_noise((40 + 30 * row, 60), 90).convert("RGB") for _ in range(count)]
+        made = [noise_image(40 + 30 * row, 60, source) for _ in range(count)]
         columns = {
             "sft": {"text": prompt + answers[0]},
             "dpo": {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from image_models import image_model
-from PIL import Image
+from image_processors import noise_image
 from step_parity import KeepGradients, assert_same_gradients
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -44,7 +44,7 @@ def rows():
         words = [f"w{int(i)}" for i in torch.randint(3, 99, (int(torch.randint(2, 9, (), generator=generator)),))]
         for at in range(len(images)):
             words.insert(1 + 2 * at, "<image>")
-        made = [Image.effect_noise((width, height), 90).convert("RGB") for height, width in images]
+        made = [noise_image(width, height, generator) for height, width in images]
         found.append({"text": " ".join(words), "images": made})
     return Dataset.from_list(found)
 
