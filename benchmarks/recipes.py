@@ -1,30 +1,67 @@
 """Shipped recipes from their first line to the saved, reloaded and (Medusa) exported model: seconds, tokens/s, peak.
 
-    python benchmarks/recipes.py llama3_8b/sft_alpaca_lora llama3_8b/medusa_stage1 --data DIR --folder /dev/shm/recipes
-        [--processes 2 --config fsdp2] [-- --max_steps 10]
+    python benchmarks/recipes.py --data DIR --folder /dev/shm/recipes [--only llama3_8b/sft_alpaca_lora ...]
+        [--limit SECONDS] [--processes 2 --config fsdp2] [--tiny] [-- --max_steps 10]
 
-Each recipe runs as it ships, by `liger-trainer train`, but for its model and its rows: a model of the same shape with
-random weights in bf16, which is saved once, and rows from the folder `--data`: alpaca_en_demo.json,
-dpo_en_demo.json and kto_en_demo.json. The answers that Medusa recipes train on are those of the Alpaca rows. Then the
-commands of the recipe's header that follow run too, and what was saved is loaded by transformers and PEFT, or
-MedusaHeads, and has a finite loss. What follows `--` are options of all recipes named.
+Each recipe runs as it ships, by `liger-trainer train`, with another model, other rows and the options in `RECIPES`. The
+model has the shape of the recipe's and random weights, written once in the form of the published checkpoint. The folder
+`--data` has alpaca_en_demo.json, dpo_en_demo.json and kto_en_demo.json. Medusa recipes train on the answers of the
+Alpaca rows, and models of images on the same rows with a picture of noise each. Then the other commands of the
+recipe's header run. What was saved is loaded by transformers and PEFT, or MedusaHeads, and must have a finite loss on
+the first rows, which an adapter must change. What follows `--` are options of all recipes.
+
+Recipes run in the order of `RECIPES`, short ones first. A model is deleted after the last recipe that needs it. After
+`--limit` seconds the command that runs is ended, and nothing new begins. `--folder` needs room for one model, and for
+two with medusa_stage2. `--tiny` makes each model small, for a trial on a CPU.
 """
 
 import argparse
 import json
+import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import launchers
+import torch
+import yaml
 from _measure import DEVICE, Record, table
+from _models import MODELS
+from _processes import release
+from launchers import CHAT
 
 from liger_trainer.paths import shipped
 
-MODELS = {"llama3_8b": "Llama-3-8B", "llama3_2_3b": "Llama-3.2-3B"}
+# The shape of a recipe's model, and what it is given here beside its own keys.
+RECIPES = {
+    "quickstart": ("SmolLM2-135M", []),
+    "quickstart_dpo": ("SmolLM2-135M", []),
+    "quickstart_medusa": ("SmolLM2-135M", []),
+    "llama3_2_3b/sft_lora_24gb": ("Llama-3.2-3B", []),
+    "llama3_8b/sft_alpaca_lora": ("Llama-3-8B", []),
+    "llama3_8b/medusa_stage1": ("Llama-3-8B", []),
+    "llama3_8b/medusa_stage2": ("Llama-3-8B", []),
+    "llama3_8b/sft_alpaca_qlora": ("Llama-3-8B", []),
+    "llama3_8b/sft_qlora_24gb": ("Llama-3-8B", ["--memory_budget", "22"]),  # what such a GPU has for training
+    "llama3_8b/sft_qlora_16gb": ("Llama-3-8B", ["--memory_budget", "14.5"]),
+    "llama3_8b/sft_alpaca": ("Llama-3-8B", ["--save_strategy", "no"]),  # the optimizer has another 64 GB
+    "llama3_8b/dpo_ultrafeedback": ("Llama-3-8B", ["--save_strategy", "no"]),
+    "llama3_8b/orpo": ("Llama-3-8B", ["--save_strategy", "no"]),
+    "llama3_8b/kto": ("Llama-3-8B", ["--save_strategy", "no"]),
+    "llama3_8b/grpo": ("Llama-3-8B", ["--save_strategy", "no"]),
+    "qwen2_5_vl_3b/sft": ("Qwen2.5-VL-3B", ["--save_strategy", "no"]),
+    "gpt_oss_20b/sft_lora": ("gpt-oss-20b", []),
+    "qwen3_30b_a3b/sft_lora": ("Qwen3-30B-A3B", []),
+}
+# What a recipe for 8 GPUs is given on one, by its header. Those without a line here have no room on one.
+ON_ONE_GPU = {"llama3_8b/sft_alpaca": ["--dtype", "bfloat16", "--gradient_accumulation_steps", "8"]}
+SEVERAL_GPUS = ("llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo")
 # The file of rows of a trainer, and the options that its format takes
 ROWS = {
     "sft": ("alpaca_en_demo.json", []),
@@ -34,6 +71,26 @@ ROWS = {
     "grpo": ("questions.jsonl", []),
     "medusa": ("answers.jsonl", []),
 }
+IMAGES = "images.parquet"
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "moe_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8, "vocab_size": 2048,
+    "depth": 2, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [1],
+}  # fmt: skip
+QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+QWEN_CHAT = """{% for message in messages %}{{ message.role + ': ' }}{% if message.content is string %}
+{{- message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
+{{- '</s>\n' }}{% endfor %}"""
+
+
+class OutOfTime(Exception):
+    """`--limit` is over."""
+
+
+def out_of_time(*_):
+    raise OutOfTime("out of time")
 
 
 def command(words, log, processes=1, config="fsdp2"):
@@ -42,12 +99,21 @@ def command(words, log, processes=1, config="fsdp2"):
     if processes > 1:
         launch = ["--config_file", str(shipped("configs") / f"{config}.yaml"), "--num_processes", str(processes)]
         start = ["-m", "accelerate.commands.launch", *launch, *start]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # or a lost network is waited for
     with open(log, "w") as file:
-        return subprocess.run([sys.executable, *start, *words], stdout=file, stderr=subprocess.STDOUT).returncode
+        child = subprocess.Popen(
+            [sys.executable, *start, *words], stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        try:
+            return child.wait()
+        except OutOfTime:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            raise
 
 
-def write_rows(data, folder):
-    """The rows that no file of `data` has: answers for Medusa heads, questions with a solution for GRPO."""
+def write_rows(data, folder, images=256):
+    """The rows that no file of `data` has: answers for Medusa heads, questions with a solution for GRPO, images."""
     rows = json.loads((data / "alpaca_en_demo.json").read_text())
     user = [{"role": "user", "content": f"{row['instruction']}\n{row['input']}".strip()} for row in rows]
     answers = [
@@ -59,17 +125,158 @@ def write_rows(data, folder):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     # as many as medusa-eval takes here
     (folder / "prompts.json").write_text(json.dumps([{"messages": [question]} for question in user[:4]]))
+    write_images(answers[:images], folder / IMAGES)
+
+
+def write_images(rows, file):
+    """`rows` with a column images, of a picture each, 640 x 480 or 480 x 640."""
+    import io
+
+    from datasets import Dataset, Features, Image, List, Value
+    from PIL import Image as Pillow
+
+    def picture(size):
+        Pillow.effect_noise(size, 90).convert("RGB").save(buffer := io.BytesIO(), "jpeg")
+        return {"bytes": buffer.getvalue(), "path": None}
+
+    images = [[picture((640, 480) if k % 4 else (480, 640))] for k in range(len(rows))]
+    features = Features(
+        {"images": List(Image()), "messages": List({"role": Value("string"), "content": Value("string")})}
+    )
+    made = {"images": images, "messages": [row["messages"] for row in rows]}
+    Dataset.from_dict(made, features=features).to_parquet(file)
+
+
+def shape_of(name, tiny=False):
+    """The config of the shape `name`."""
+    import images
+    from transformers import AutoConfig
+
+    def small(shape):
+        return shape | {key: value for key, value in SMALL.items() if tiny and key in shape}
+
+    if name in MODELS:
+        kind, shape = MODELS[name]
+        return AutoConfig.for_model(kind, **small(shape))
+    kind, text, vision = images.MODELS[name]
+    text, vision = small(text), small(vision)
+    if tiny:
+        text |= {"rope_parameters": text["rope_parameters"] | {"mrope_section": [2, 3, 3]}}
+    return AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=True)
+
+
+def write_model(name, data, folder, tiny=False):
+    """Save a random model of the shape `name` in bf16 in `folder`, with a tokenizer of the texts in the file `data`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessor
+
+    config, folder = shape_of(name, tiny), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text, sees = config.get_text_config(), hasattr(config, "vision_config")
+    tokenizer = tokenizer_of(data, min(text.vocab_size, 16384), QWEN_TOKENS if sees else {})
+    text.eos_token_id, text.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    if sees:
+        from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+        ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in QWEN_TOKENS.items()}
+        for key, value in ids.items():
+            setattr(config, key, value)
+        tokenizer.chat_template = QWEN_CHAT
+        pixels = {"size": {"shortest_edge": 56 * 56, "longest_edge": 56 * 84}} if tiny else {}
+        parts = {"image_processor": Qwen2VLImageProcessor(**pixels), "video_processor": Qwen2VLVideoProcessor()}
+        Qwen2_5_VLProcessor(tokenizer=tokenizer, **parts, chat_template=QWEN_CHAT).save_pretrained(folder)
+    else:
+        tokenizer.save_pretrained(folder)
+    with torch.device("meta"):
+        auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    tensors = model.state_dict()
+    for tied in model.all_tied_weights_keys:
+        tensors.pop(tied)
+    if config.model_type == "gpt_oss":
+        tensors = in_mxfp4(tensors)
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    config.architectures, config.dtype = [type(model).__name__], torch.bfloat16
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.save_pretrained(folder)
+    write_weights(tensors, folder / "model.safetensors")
+    config.save_pretrained(folder)  # the last: it says that the model is there
+
+
+def tokenizer_of(data, vocab, tokens):
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend, special = ByteLevelBPETokenizer(), ["<pad>", "</s>", *tokens.values()]
+    texts = [text for row in json.loads(Path(data).read_text()) for text in row.values()]
+    backend.train_from_iterator(texts, vocab, special_tokens=special, show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="</s>", extra_special_tokens=tokens
+    )
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def in_mxfp4(tensors):
+    """`tensors` with the experts' products as MXFP4 has them: blocks of 32 numbers and their exponents, on meta."""
+    made = {}
+    for name, x in tensors.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            made[name] = x
+            continue
+        experts, inner, outer = x.shape
+        made[f"{name}_blocks"] = torch.empty(experts, outer, inner // 32, 16, dtype=torch.uint8, device="meta")
+        made[f"{name}_scales"] = torch.empty(experts, outer, inner // 32, dtype=torch.uint8, device="meta")
+    return made
+
+
+def drawn(name, x):
+    """Random values for the tensor `x` (of meta) of the name `name`, drawn on the GPU."""
+    if name.endswith("_scales"):
+        return torch.full(x.shape, 120, dtype=x.dtype, device=DEVICE)  # the exponent 2**-7
+    if x.dtype == torch.uint8:
+        return torch.randint(256, x.shape, dtype=x.dtype, device=DEVICE)
+    if x.ndim > 1:
+        return torch.empty(x.shape, dtype=x.dtype, device=DEVICE).normal_(0, 0.02)
+    return torch.full(x.shape, float(name.endswith(".weight")), dtype=x.dtype, device=DEVICE)  # norms; biases
+
+
+def write_weights(tensors, path):
+    """Write a safetensors file of the names and shapes in `tensors`, by a few threads at once."""
+    kinds, header, at = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}, {}, 0
+    for name, x in tensors.items():
+        header[name] = {"dtype": kinds[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
+        at += x.nbytes
+    head = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
+    head += b" " * (-len(head) % 8)
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+
+    def write(name):
+        values = drawn(name, tensors[name]).cpu().view(torch.uint8).numpy()
+        with open(path, "r+b") as file:
+            file.seek(8 + len(head) + header[name]["data_offsets"][0])
+            file.write(values.data)
+
+    torch.manual_seed(0)
+    with ThreadPoolExecutor(4 if DEVICE == "cuda" else 1) as pool:
+        list(pool.map(write, tensors))
 
 
 def words_of(recipe, given, options, model):
     """The options of `liger-trainer train` for a recipe whose keys are `given`."""
-    rows, template = ROWS[given.get("trainer", "sft")]
-    file = next(path for path in (options.data / rows, options.folder / rows) if path.exists())
     out = options.folder / "outputs" / recipe
-    words = ["train", recipe, "--model_name_or_path", str(model), "--dataset_name", str(file), *template]
+    words = ["train", recipe, "--model_name_or_path", str(model)]
+    if "/" in recipe:  # the others ship with their rows
+        rows, template = ROWS[given.get("trainer", "sft")]
+        rows = IMAGES if "_vl_" in recipe else rows
+        file = next(path for path in (options.data / rows, options.folder / rows) if path.exists())
+        words += ["--dataset_name", str(file), *template]
     if stage1 := given.get("medusa_init_heads_from"):
         words += ["--medusa_init_heads_from", str(options.folder / "outputs/llama3_8b" / stage1.rpartition("8b_")[2])]
-    return [*words, "--output_dir", str(out), "--overwrite_output_dir", "true", *options.recipe_options], out
+    words += ["--output_dir", str(out), "--overwrite_output_dir", "true", "--logging_steps", "1", *RECIPES[recipe][1]]
+    words += ON_ONE_GPU.get(recipe, []) if options.processes == 1 else []
+    return [*words, *(["--bf16", "false"] if DEVICE == "cpu" else []), *options.recipe_options], out
 
 
 def after(given, out, model, folder):
@@ -84,119 +291,153 @@ def after(given, out, model, folder):
     return [[str(word) for word in words] for words in steps]
 
 
-def reload(out):
-    """The loss that the saved model has on a short text, or a norm of the saved heads. Prints it."""
-    import torch
-    from peft import AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def reload(out, texts):
+    """{what was reloaded: numbers}: of a model its mean loss on `texts`, and without its adapter; of heads a norm."""
+    from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+    from liger_trainer.command.model_source import dequantised
     from liger_trainer.medusa.heads import MedusaHeads
 
-    out = Path(out)
+    found, adapter = {}, (out / "adapter_config.json").exists()
     if (out / "medusa_heads").is_dir():
         heads = MedusaHeads.from_pretrained(out / "medusa_heads")
-        print("reloaded", sum(p.float().norm().item() for p in heads.parameters()))
-        if not (out / "adapter_config.json").exists():
-            return
-    auto = AutoPeftModelForCausalLM if (out / "adapter_config.json").exists() else AutoModelForCausalLM
-    model = auto.from_pretrained(out, dtype=torch.bfloat16, device_map=DEVICE)
-    rows = AutoTokenizer.from_pretrained(out)("Give three tips for staying healthy.", return_tensors="pt").to(DEVICE)
-    with torch.no_grad():
-        print("reloaded", model(rows["input_ids"], labels=rows["input_ids"]).loss.item())
+        found["heads"] = [sum(p.float().norm().item() for p in heads.parameters())]
+        if not adapter:
+            return found
+    base = PeftConfig.from_pretrained(out).base_model_name_or_path if adapter else out
+    config = AutoConfig.from_pretrained(base)
+    init = {"dtype": torch.bfloat16, "device_map": DEVICE} | dequantised(config)
+    if adapter:
+        model = AutoPeftModelForCausalLM.from_pretrained(out, **init)
+    else:
+        sees = hasattr(config, "vision_config")
+        model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(out, **init)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    rows = [tokenizer(text, return_tensors="pt")["input_ids"].to(DEVICE) for text in texts]
+
+    @torch.no_grad()
+    def loss():
+        return sum(model(row, labels=row).loss.item() for row in rows) / len(rows)
+
+    found["model"] = [loss()]
+    if isinstance(model, PeftModel):
+        with model.disable_adapter():
+            found["model"].append(loss())
+    return found
 
 
-def run_python(code, log):
-    """Run a line of Python that may use this file as `recipes`; its exit code."""
-    env = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
-    with open(log, "a") as file:
-        words = [sys.executable, "-c", f"import recipes; {code}"]
-        return subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=env).returncode
-
-
-def measure(recipe, options):
+def measure(recipe, options, start):
     """The row of a recipe: what its summary says, and the seconds of all that ran."""
-    import yaml
-
     given = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())
-    shape = MODELS[recipe.partition("/")[0]]
-    model, logs = options.folder / shape, options.folder / "logs" / recipe.replace("/", "-")
-    row, start = {"recipe": recipe}, time.time()
+    shape, logs = RECIPES[recipe][0], options.folder / "logs" / recipe.replace("/", "-")
+    model, row, began = options.folder / shape, {"recipe": recipe}, time.time()
+    words, out = words_of(recipe, given, options, model)
     logs.mkdir(parents=True, exist_ok=True)
 
-    def step(name, run, log):
-        began, code = time.time(), run()
-        row[f"{name}_s"] = round(time.time() - began, 1)
-        if code:
-            row["note"] = f"{name} ended with {code}"
-            print(f"--- {recipe}: {row['note']}\n{Path(log).read_text()[-options.show :]}", flush=True)
-        return not code
+    def step(name, run, log=None):
+        """Whether `run` ended well, which it shows by None or 0 if there is a `log`."""
+        at, found, tail = time.time(), None, ""
+        try:
+            found = run()
+            good, said = not log or not found, f"ended with {found}"
+        except OutOfTime as error:
+            good, said = False, str(error)
+        except Exception as error:  # a row of the table says it, and the other recipes run
+            good, said, tail = False, f"{type(error).__name__}: {error}", traceback.format_exc()
+        row[f"{name}_s"] = round(time.time() - at, 1)
+        print(f"[{time.time() - start:6.1f} s] {recipe}: {name} {row[f'{name}_s']} s", flush=True)
+        if not good:
+            row["note"] = f"{name} {said}"[:160]
+            print(
+                f"--- {recipe}: {row['note']}\n{(Path(log).read_text() if log else tail)[-options.show :]}", flush=True
+            )
+        return good and (found if not log else True)
 
-    if not (model / "tokenizer.json").exists():
-        log = logs / "model"
-        if not step(
-            "model",
-            lambda: run_python(f"recipes.write_model({shape!r}, {str(options.data)!r}, {str(model)!r})", log),
-            log,
-        ):
+    try:
+        if not (model / "config.json").exists():
+            data = options.data / "alpaca_en_demo.json"
+            if step("model", lambda: write_model(shape, data, model, options.tiny) or True) is not True:
+                return row
+            release()
+        log = logs / "train"
+        if not step("train", lambda: command(words, log, options.processes, options.config), log):
             return row
-    words, out = words_of(recipe, given, options, model)
-    log = logs / "train"
-    if not step("train", lambda: command(words, log, options.processes, options.config), log):
-        return row
-    found = dict(re.findall(r"^  (\w+) +(.+)$", log.read_text().rpartition("\nSummary\n")[2], re.MULTILINE))
-    row |= {key: found.get(key) for key in ("steps", "rows", "time", "loss", "speed", "memory", "layers", "patched")}
-    for words in after(given, out, model, options.folder):
-        log = logs / words[0]
-        if step(words[0], lambda words=words, log=log: command(words, log), log):
-            print(f"--- {recipe}: {' '.join(words)}\n{log.read_text()[-1200:]}", flush=True)
-    log = logs / "reload"
-    if step("reload", lambda: run_python(f"recipes.reload({str(out)!r})", log), log):
-        row["reloaded"] = [float(number) for number in re.findall(r"^reloaded (.+)$", log.read_text(), re.MULTILINE)]
-    row["files"] = {
-        str(path.relative_to(out)): path.stat().st_size
-        for path in sorted(out.rglob("*.safetensors"))
-        if "checkpoint-" not in str(path)
-    }
-    row["seconds"] = round(time.time() - start, 1)
+        said = log.read_text().rpartition("\nSummary\n")[2]
+        found = dict(re.findall(r"^  (\w+) +(.+)$", said, re.MULTILINE))
+        row |= {
+            key: found.get(key) for key in ("steps", "rows", "time", "loss", "speed", "memory", "layers", "patched")
+        }
+        print(f"Summary\n{said.rstrip()}", flush=True)
+        for words in after(given, out, model, options.folder):
+            log = logs / words[0]
+            if step(words[0], lambda words=words, log=log: command(words, log), log):
+                print(log.read_text()[-600:].rstrip(), flush=True)
+        texts = [row["output"] for row in json.loads((options.data / "alpaca_en_demo.json").read_text())[:8]]
+        if again := step("reload", lambda: reload(out, texts)):
+            losses = again.get("model", [])
+            whole = all(math.isfinite(number) for numbers in again.values() for number in numbers)
+            row |= {"reloaded": again, "ok": whole and (len(losses) < 2 or losses[0] != losses[1])}
+        release()
+        row["saved_gb"] = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e9
+    finally:
+        row["seconds"] = round(time.time() - began, 1)
     return row
-
-
-def write_model(name, data, folder):
-    launchers.write_model(name, Path(data) / "alpaca_en_demo.json", Path(folder))
 
 
 COLUMNS = {
     "recipe": ("recipe", ""), "steps": ("steps", ""), "time": ("trained", ""), "speed": ("speed", ""),
-    "memory": ("peak", ""), "loss": ("loss", ""), "reloaded": ("reloaded", ""), "seconds": ("s in all", ""),
-    "note": ("", ""),
+    "memory": ("peak", ""), "loss": ("loss", ""), "ok": ("reloaded", ""), "seconds": ("s in all", ""), "note": ("", ""),
 }  # fmt: skip
 
 
 def parsed(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="+", help="names of shipped recipes")
+    parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="NAME", help="names of shipped recipes")
     parser.add_argument("--data", type=Path, required=True, help="the folder of the rows")
     parser.add_argument("--folder", type=Path, required=True, help="for models, rows and outputs")
+    parser.add_argument("--limit", type=int, default=0, help="seconds for all recipes; 0 means no limit")
     parser.add_argument("--processes", type=int, default=1, help="more than one: under accelerate launch")
     parser.add_argument("--config", default="fsdp2", help="of accelerate, for several processes")
-    parser.add_argument("--show", type=int, default=4000, help="characters of the output of a command that fails")
+    parser.add_argument("--tiny", action="store_true", help="small models, for a trial on a CPU")
+    parser.add_argument("--show", type=int, default=3000, help="characters of the output of a command that fails")
     parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     end = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:end])
     options.recipe_options = argv[end + 1 :]
+    alone = options.processes == 1 and not options.tiny
+    options.recipes = [name for name in RECIPES if name in (options.only or RECIPES)]
+    if not options.only and alone:
+        options.recipes = [name for name in options.recipes if name not in SEVERAL_GPUS]
     return options
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    options = parsed(argv)
+    options, start = parsed(argv), time.time()
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(options.limit)
+    os.environ["HF_HUB_OFFLINE"] = "1"
     options.folder.mkdir(parents=True, exist_ok=True)
-    write_rows(options.data, options.folder)
-    record, rows = Record("recipes", f"{options.processes}-gpus", options.json, argv=argv), []
-    for recipe in options.recipes:
-        rows.append(measure(recipe, options))
-        print(json.dumps(rows[-1]), flush=True)
+    free = shutil.disk_usage(options.folder).free / 1e9
+    write_rows(options.data, options.folder, 16 if options.tiny else 256)
+    print(f"[{time.time() - start:6.1f} s] rows written; {free:.0f} GB free in {options.folder}", flush=True)
+    record, rows = Record("recipes", f"{options.processes}-gpus", options.json, options.tiny, argv), []
+    for at, recipe in enumerate(options.recipes):
+        if options.limit and time.time() - start > options.limit:
+            rows.append({"recipe": recipe, "note": "not begun"})
+            continue
+        try:
+            rows.append(measure(recipe, options, start))
+        except OutOfTime as error:  # between two steps
+            rows.append({"recipe": recipe, "note": str(error)})
         record.write({"rows": rows})
+        shutil.rmtree(options.folder / "outputs" / f"{recipe}_merged", ignore_errors=True)
+        shape = RECIPES[recipe][0]
+        if all(RECIPES[later][0] != shape for later in options.recipes[at + 1 :]):
+            for folder in (shape, "outputs"):
+                shutil.rmtree(options.folder / folder, ignore_errors=True)
+    signal.alarm(0)
     table(rows, COLUMNS)
     record.say_where()
 

@@ -9,25 +9,25 @@ from benchmark_scripts import benchmarks_on_path  # noqa: F401
 from liger_trainer.command.recipe import parse_recipe, recipe_names
 from liger_trainer.paths import shipped
 
-# Its models are Llamas, and its rows texts.
-BIG = [name for name in recipe_names() if name.startswith("llama")]
 
-
-@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
+    import images
+
     import recipes
 
     rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}]
     for file in ("alpaca", "dpo", "kto"):
         (tmp_path / f"{file}_en_demo.json").write_text(json.dumps(rows))
     recipes.write_rows(tmp_path, tmp_path)
-    options = recipes.parsed([name, "--data", str(tmp_path), "--folder", str(tmp_path), "--", "--max_steps", "2"])
+    options = recipes.parsed(["--data", str(tmp_path), "--folder", str(tmp_path), "--", "--max_steps", "2"])
     given = yaml.safe_load((shipped("recipes") / f"{name}.yaml").read_text())
     words, out = recipes.words_of(name, given, options, tmp_path / "model")
     assert words[:2] == ["train", name]
     recipe = parse_recipe(name, [*words[2:], "--bf16", "false"])
     assert recipe.training.max_steps == 2 and recipe.training.output_dir == str(out)
-    assert name.partition("/")[0] in recipes.MODELS
+    assert recipes.RECIPES[name][0] in {**recipes.MODELS, **images.MODELS}
+    assert name in options.recipes or name in recipes.SEVERAL_GPUS
     then = [words[0] for words in recipes.after(given, out, tmp_path / "model", tmp_path)]
     heads = ["medusa-eval", *["merge"] * ("use_peft" in given), "medusa-export"]
     assert then == (heads if given.get("trainer") == "medusa" else [])
