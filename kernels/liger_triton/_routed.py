@@ -378,19 +378,20 @@ def _options(dtype: torch.dtype) -> dict:
     return {"PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": INTERPRET}
 
 
-def _block(x: torch.Tensor, block_n: int) -> dict:
-    """Sizes of the tiles of a product with `block_n` columns in 16 bits, and fewer in fp32.
+def _block(x: torch.Tensor, block_n: int, *, block_m: int = 128, stages: int = 4, indirect: bool = False) -> dict:
+    """Sizes of the tiles of a product of `block_m` x `block_n` in 16 bits, and smaller ones in fp32.
 
-    Of twelve tiles, 128 x 256 x 64 was the fastest on an H100, and 128 x 128 for two products at once and for gradients
-    of weights: 0.49 to 0.65 of the rate of a dense product at 2,048 rows an expert.
+    At most `stages` blocks of a tile's factors are in shared memory, and as many as it has room for. `indirect`: the
+    places of rows are loaded in the loop too, and then Triton keeps a block for every second of its stages.
     """
     if INTERPRET:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}
     if x.dtype == torch.float32:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
     stage = (128 + 256) * 64 * x.element_size()
-    stages = max(1, min(3, shared_memory(x.device) // stage))
-    return {"BLOCK_M": 128, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": 8, "num_stages": stages}
+    stages = max(1, min(stages, shared_memory(x.device) // stage))
+    stages = 2 * stages - 1 if indirect else stages
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": 8, "num_stages": stages}
 
 
 def _row_tiles(routing: Routing, block_m: int) -> int:
@@ -441,7 +442,7 @@ def gated_product(
     n //= 2
     h = torch.empty(routing.pairs.shape[0], 2 * n, dtype=x.dtype, device=x.device)
     a = torch.empty(routing.pairs.shape[0], n, dtype=x.dtype, device=x.device)
-    blocks = _block(x, 128)
+    blocks = _block(x, 128, stages=3)
     tensors, strides, rank, block_r = _low(low, x)
     launch(
         _gated_product_kernel, (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
@@ -490,9 +491,8 @@ def weight_gradient(
         return weight_gradient(right, left, like.mT, routing, gathered=other, scale=scale).mT
     experts, m, n = like.shape
     out = torch.empty_like(like)
-    blocks = _block(left, min(128, max(16, next_power_of_2(n))))
-    if not INTERPRET and m < blocks["BLOCK_M"]:
-        blocks["BLOCK_M"] = max(16, next_power_of_2(m))
+    block_m, block_n = min(256 if n > 64 else 128, next_power_of_2(m)), min(128, next_power_of_2(n))
+    blocks = _block(left, max(16, block_n), block_m=max(16, block_m), indirect=gathered != "none")
     launch(
         _weight_gradient_kernel, (experts * cdiv(m, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
         left, right, out, routing.tokens, routing.offsets, left.stride(0), right.stride(0), *out.stride(), m, n,
