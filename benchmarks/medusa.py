@@ -1,7 +1,8 @@
 """Tokens/s and memory of training Medusa heads without their logits, beside heads of the same maths with all logits.
 
     python benchmarks/medusa.py --data rows.npz --json medusa.json --minutes 8
-    python benchmarks/medusa.py --heads 5 --stages 1 --lengths 2048 --projection tied
+    python benchmarks/medusa.py --heads 5 --stages 1 --lengths 2048 --projection tied [--profile]
+    python benchmarks/medusa.py --heads 5 --stages 1 --lengths 2048 --projection tied --data rows.npz --rows padded
     python benchmarks/medusa.py --tiny
 
 `unfused` is the plain way: transformers' Trainer, all logits of each head, F.cross_entropy of each in fp32, and in
@@ -10,7 +11,9 @@ differs. Weights are random, also in the residual blocks, which would do nothing
 that every arm sees the same weights at every step. The losses and gradient norms of all steps are compared, and an arm
 that differs is flagged. An arm that runs out of memory is a row that says so.
 
-Weights and gradients are bf16, as is the fused AdamW, and the rows of `--data` have no padding (see training.py).
+Weights and gradients are bf16, as is the fused AdamW. Rows are full, padded or packed (see training.py), and tokens/s
+those of real tokens alone. With padded and packed rows half of the steps come before the clock and train on the same
+batches as the other half.
 `static` is the memory of the weights, and of the gradients and both optimizer states of what is trained; `above` is the
 peak minus that. A case that is already in the file of `--json` is not run again, so that a run that was interrupted can
 be continued.
@@ -26,14 +29,15 @@ import torch
 import torch.nn.functional as F
 from _measure import DEVICE, Record, table
 from _processes import emit, is_out_of_memory, release, rows_from
-from _rows import collate, rows_of
-from _steps import Run, build, clock_of, tokenizer_of
+from _rows import KINDS, sft_rows
+from _steps import Run, build, clock_of, counting_step, tokenizer_of
+from training import STEPS, profiler
 
 OURS, UNFUSED, PATCHED = "LigerMedusaTrainer", "unfused", "unfused + patched"
 ARMS = (OURS, UNFUSED, PATCHED)
 DECAY = 0.8
 COEFFICIENT = {1: 1.0, 2: 0.2}
-SKIP = 2  # steps before the clock starts
+SKIP = 2  # steps before the clock starts, where rows are full
 
 
 def cases_of(options):
@@ -48,7 +52,15 @@ def cases_of(options):
 
 
 def key_of(row):
-    return tuple(row[name] for name in ("arm", "stage", "heads", "tied", "length", "batch"))
+    return (*(row[name] for name in ("arm", "stage", "heads", "tied", "length", "batch")), row.get("rows", "full"))
+
+
+def run_of(case, options):
+    skip = SKIP if options.rows == "full" else (options.steps + 1) // 2
+    return Run(
+        options.model, options.batch, case["length"], steps=options.steps, skip=skip, data=options.data,
+        rows=options.rows,
+    )  # fmt: skip
 
 
 def add_heads(model, case):
@@ -65,40 +77,45 @@ def add_heads(model, case):
 def unfused_class():
     from transformers import Trainer
 
+    from liger_trainer.medusa.labels import head_targets
+
     class UnfusedMedusaTrainer(Trainer):
         """The loss of `LigerMedusaTrainer` with the logits of every head."""
 
         stage = 1
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            base, labels = self.model, inputs["labels"]
+            base = self.model
+            targets = head_targets(inputs, len(base.medusa_head))
+            rows = {name: value for name, value in inputs.items() if name != "labels"}
             with torch.set_grad_enabled(self.stage == 2):
-                hidden = base.model(input_ids=inputs["input_ids"]).last_hidden_state
-            total = self.cross_entropy(base.lm_head(hidden), labels, 1) if self.stage == 2 else 0.0
+                hidden = base.model(**rows, use_cache=False).last_hidden_state
+            total = self.cross_entropy(base.lm_head(hidden), targets[0], 1) if self.stage == 2 else 0.0
             for k, head in enumerate(base.medusa_head, start=1):
                 logits = (head.lm_head or base.lm_head)(head(hidden))
-                total = total + COEFFICIENT[self.stage] * DECAY**k * self.cross_entropy(logits, labels, k + 1)
+                total = total + COEFFICIENT[self.stage] * DECAY**k * self.cross_entropy(logits, targets[k], k + 1)
             return total / num_items_in_batch
 
         @staticmethod
-        def cross_entropy(logits, labels, ahead):
-            rows, target = logits[:, :-ahead].flatten(0, 1), labels[:, ahead:].flatten()
+        def cross_entropy(logits, targets, ahead):
+            rows, target = logits[:, :-ahead].flatten(0, 1), targets[:, :-ahead].flatten()
             return F.cross_entropy(rows.float(), target, reduction="sum")
 
     return UnfusedMedusaTrainer
 
 
-def make_trainer(arm, case, options, callback):
-    run = Run(options.model, options.batch, case["length"])
+def make_trainer(arm, case, options, callbacks):
+    run = run_of(case, options)
     model = build(run)
     add_heads(model, case)
-    rows = rows_of(options.data, model.config.vocab_size, case["length"], options.batch * options.steps)
+    rows, collator = sft_rows(run, model.config.vocab_size, tokenizer_of())
     common = dict(
         output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
         logging_steps=1, learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant", bf16=DEVICE == "cuda",
         optim="adamw_torch_fused", report_to="none", save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
         gradient_checkpointing=case["stage"] == 2 and not options.no_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False}, remove_unused_columns=False, dataloader_drop_last=True,
+        train_sampling_strategy="random" if run.rows == "full" else "sequential",
     )  # fmt: skip
     if arm == OURS:
         from datasets import Dataset
@@ -108,9 +125,10 @@ def make_trainer(arm, case, options, callback):
         args = LigerMedusaConfig(
             **common, medusa_num_heads=case["heads"], medusa_tied=case["tied"], medusa_stage=case["stage"],
             medusa_decay=DECAY, max_length=case["length"], dataset_kwargs={"skip_prepare_dataset": True},
+            packing=run.rows == "packed",
         )  # fmt: skip
-        return LigerMedusaTrainer(
-            model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=[callback]
+        return counting(LigerMedusaTrainer)(
+            model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=callbacks
         )
     from transformers import TrainingArguments
 
@@ -121,11 +139,17 @@ def make_trainer(arm, case, options, callback):
     if case["stage"] == 1:
         model.requires_grad_(False)
         model.medusa_head.requires_grad_(True)
-    trainer_class = unfused_class()
+    trainer_class = counting(unfused_class())
     trainer_class.stage = case["stage"]
     return trainer_class(
-        model, TrainingArguments(**common), train_dataset=rows, data_collator=collate, callbacks=[callback]
+        model, TrainingArguments(**common), train_dataset=rows, data_collator=collator, callbacks=callbacks
     )
+
+
+def counting(trainer_class):
+    """`trainer_class`, with the tokens of each batch in its attribute `counted`."""
+    counts = {"counted": [], "training_step": counting_step(trainer_class)}
+    return type(trainer_class.__name__, (trainer_class,), counts)
 
 
 def static_bytes(model):
@@ -136,16 +160,20 @@ def static_bytes(model):
 
 def measure(arm, case, options):
     """Train, and return a row."""
-    clock = clock_of(Run(options.model, options.batch, case["length"], steps=options.steps, skip=SKIP))
+    run = run_of(case, options)
+    clock = clock_of(run)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = make_trainer(arm, case, options, clock)
+    trainer = make_trainer(arm, case, options, [clock, *([profiler(run.skip)] if options.profile else [])])
     trainer.train()
+    tokens, _, positions = zip(*(map(int, step) for step in trainer.counted[run.skip :]), strict=True)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     static = static_bytes(trainer.model) / 2**30
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
     return {
-        "tokens_per_s": (options.steps - SKIP) * options.batch * case["length"] / (clock.end - clock.start),
+        "tokens_per_s": sum(tokens) / (clock.end - clock.start),
+        "step_tokens": tokens,
+        "padding": 1 - sum(tokens) / sum(positions),
         "gib": peak,
         "static": static,
         "above": peak and peak - static,
@@ -158,7 +186,7 @@ def run_arm(options):
     """Run all cases of one arm and stage that `--todo` names in this process, and emit a row for each."""
     full = set()  # (heads, projection) that ran out of memory with shorter rows
     for case in json.loads(options.todo):
-        row = {"arm": options.arm, "batch": options.batch} | case
+        row = {"arm": options.arm, "batch": options.batch, "rows": options.rows} | case
         shape = (case["heads"], case["tied"])
         if shape in full:
             emit(row | {"note": "out of memory with shorter rows"})
@@ -182,7 +210,7 @@ def flag(rows):
         against = ours.get(key_of(row)[1:])
         if against is None or row["arm"] == OURS or "losses" not in row:
             continue
-        for name, allowed in (("losses", 0.005), ("grad_norms", 0.03)):
+        for name, allowed in (("losses", 0.005), ("grad_norms", 0.03), ("step_tokens", 0)):
             for got, want in zip(row[name], against[name], strict=True):
                 if not abs(got - want) <= allowed * abs(want):
                     row["wrong"] = f"{name} {got:.4f}, ours {want:.4f}"
@@ -193,6 +221,7 @@ def flag(rows):
 
 COLUMNS = {
     "stage": ("stage", ""), "projection": ("heads", ""), "heads": ("K", ""), "length": ("length", ""),
+    "rows": ("rows", ""),
     "arm": ("arm", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "static": ("static", ".1f"),
     "above": ("above", ".1f"), "loss": ("loss", ".4f"), "faster": ("ours x faster", ".2f"),
     "less": ("ours less above", ".0%"), "note": ("", ""),
@@ -204,6 +233,7 @@ def show(rows):
     printed = []
     for row in order:
         more = {"projection": "tied" if row["tied"] else "untied", "loss": row.get("losses", [None])[0]}
+        more["rows"] = row.get("rows", "full")
         printed.append(row | more | ({"note": "WRONG: " + row["wrong"]} if "wrong" in row else {}))
     table(printed, COLUMNS)
 
@@ -216,10 +246,12 @@ def main(argv=None):
     parser.add_argument("--heads", type=int, nargs="+", default=[3, 5])
     parser.add_argument("--projection", nargs="+", default=["tied", "untied"], choices=("tied", "untied"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
-    parser.add_argument("--steps", type=int, default=5, help=f"more than {SKIP}, after which the clock starts")
+    parser.add_argument("--steps", type=int, help=f"full: 5, more than {SKIP}; padded and packed: {STEPS['padded']}")
+    parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed are those of --data")
     parser.add_argument("--arms", nargs="+", default=[OURS, UNFUSED], choices=ARMS)
     parser.add_argument("--no-checkpointing", action="store_true", help="stage 2 without gradient checkpointing")
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
+    parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
     parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")
     parser.add_argument(
         "--json",
@@ -232,10 +264,14 @@ def main(argv=None):
     options = parser.parse_args(argv)
     if options.tiny:
         options.model, options.batch, options.lengths, options.heads = "tiny", 2, [32, 64], [2]
+    if options.steps is None:
+        options.steps = 5 if options.rows == "full" else STEPS[options.rows]
     if options.arm:
         return run_arm(options)
     if options.steps <= SKIP:
         parser.error(f"--steps is {options.steps}; the clock starts after {SKIP}, so take at least {SKIP + 1}")
+    if options.rows != "full" and not options.data:
+        parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
     record = Record("medusa", options.model.lower(), options.json, options.tiny, argv)
     end = time.monotonic() + options.minutes * 60
     rows = json.loads(Path(options.json).read_text())["rows"] if options.json and Path(options.json).exists() else []
@@ -243,11 +279,12 @@ def main(argv=None):
         for arm in options.arms:
             have = {key_of(row) for row in rows}
             todo = [case for case in cases_of(options) if case["stage"] == stage]
-            todo = [case for case in todo if key_of({"arm": arm, "batch": options.batch} | case) not in have]
+            asked = {"arm": arm, "batch": options.batch, "rows": options.rows}
+            todo = [case for case in todo if key_of(asked | case) not in have]
             left = end - time.monotonic()
             if not todo or left < 0:
                 continue
-            for row in rows_from(arm, left, more=["--todo", json.dumps(todo)]):
+            for row in rows_from(arm, left, echo=options.profile, more=["--todo", json.dumps(todo)]):
                 if "stage" not in row:  # the process ended early, and the cases that are left can be run later
                     print(f"{arm}, stage {stage}: {row['note']}")
                     continue
