@@ -219,7 +219,11 @@ def adapters_part(found: Gradients, a: torch.Tensor | None, form: Form) -> tuple
 def gradient_of_input(small: tuple[torch.Tensor, torch.Tensor] | None, found: Gradients) -> torch.Tensor:
     """dx (T, K): the products in `found.large`, and the adapters' part `small` if there is one."""
     of_float8 = [(dy, weight) for dy, weight in found.large if isinstance(weight, Float8Weight)]
-    others = ((dy, weight.to(dy.dtype)) for dy, weight in found.large if not isinstance(weight, Float8Weight))
+    others = (
+        weight.of_gradient(dy) if isinstance(weight, PackedWeight) else (dy, weight.to(dy.dtype))
+        for dy, weight in found.large
+        if not isinstance(weight, Float8Weight)
+    )
     if not of_float8:
         return added(small, others)
     dx = input_gradient(of_float8)

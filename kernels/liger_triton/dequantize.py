@@ -32,6 +32,7 @@ class PackedWeight(NamedTuple):
         unpack: Returns a new matrix in the dtype that it is given.
         stored: The tensors that it is made from.
         product: Returns x W^T + b of x (T, K), where that is not a product with the matrix.
+        scale: (N,), what each row of the matrix is still to be multiplied by; only with `product`.
     """
 
     shape: torch.Size
@@ -40,13 +41,19 @@ class PackedWeight(NamedTuple):
     unpack: Callable[[torch.dtype], torch.Tensor]
     stored: tuple[torch.Tensor, ...]
     product: Callable[[torch.Tensor], torch.Tensor] | None = None
+    scale: torch.Tensor | None = None
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.unpack(dtype)
+        w = self.unpack(dtype)
+        return w if self.scale is None else w.mul_(self.scale[:, None])
+
+    def of_gradient(self, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors of dy W. A scale multiplies dy (T, N), so that no weight is rounded."""
+        return (dy if self.scale is None else dy * self.scale.to(dy.dtype)), self.unpack(dy.dtype)
 
 
 class Nested(NamedTuple):

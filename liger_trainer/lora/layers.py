@@ -34,7 +34,7 @@ from liger_trainer.lora.parts import (
     tensors_of,
     without_dropped,
 )
-from liger_trainer.lora.quantized_bases import library_of
+from liger_trainer.lora.quantized_bases import kind_of, library_of
 from liger_triton import lora_linear
 
 _CLASS = ("peft.tuners.lora.layer", "Linear")
@@ -116,7 +116,7 @@ def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
     if (reason := why_not(layer)) is not None:
         return None, reason
     widths = _FLOAT8_WIDTHS if type(base) is FrozenFloat8Linear else _WIDTHS if library is None else library.widths
-    form = "in eight bits" if type(base) is FrozenFloat8Linear else "" if library is None else type(base).__name__
+    form = "in eight bits" if type(base) is FrozenFloat8Linear else "" if library is None else kind_of(base).__name__
     proven = LoRA(tuple(layer._modules["lora_A"]._modules), base.bias is not None, form)
     for training in (True, False):
         for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):

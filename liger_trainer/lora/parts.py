@@ -84,7 +84,8 @@ def weight_now(base: nn.Module, x: torch.Tensor) -> Weight | None:
     """Return the weight of a base that multiplies `x`; None where the code of the base has to run."""
     if type(base) is FrozenFloat8Linear:
         return base.float8
-    return base._parameters["weight"] if type(base) is nn.Linear else weight_of(base, x)
+    weight = base._parameters.get("weight")
+    return weight if type(base) is nn.Linear and type(weight) in PLAIN_TENSORS else weight_of(base, x)
 
 
 def is_plain(layer: nn.Module, parts: list[Part]) -> bool:

@@ -41,9 +41,14 @@ class Library(NamedTuple):
     widths: tuple[int, int] = (64, 32)
 
 
+def kind_of(layer: nn.Module) -> type:
+    """The class of `layer`, or that of its weight if it is a linear layer of PyTorch, as torchao leaves it."""
+    return type(layer._parameters.get("weight")) if type(layer) is nn.Linear else type(layer)
+
+
 def library_of(layer: nn.Module) -> Library | None:
     """How `layer` is read; None where it is none of a known library, or its forward was replaced."""
-    found = _LIBRARIES.get(names_of(type(layer)))
+    found = _LIBRARIES.get(names_of(kind_of(layer)))
     return found if found is not None and home(type(layer).forward) == type(layer).__module__ else None
 
 
@@ -157,6 +162,40 @@ def _copy_hqq(layer: Any, linear: nn.Linear) -> nn.Module:
     return type(layer)(linear, config, compute_dtype=linear.weight.dtype, device="cpu")
 
 
+# torchao, int8 weights: its own product, which scales what it has multiplied by a whole row
+
+
+def _read_torchao(layer: Any, x: torch.Tensor) -> PackedWeight | None:
+    weight = layer._parameters["weight"]
+    if _why_not_torchao(layer) is not None:
+        return None
+    packed = weight.qdata
+
+    def unpack(dtype: torch.dtype) -> torch.Tensor:
+        return packed.to(dtype) if in_rows else weight.dequantize().to(dtype)
+
+    in_rows = weight.block_size[-1] == packed.shape[1]
+    by_row = (layer.forward, weight.scale.flatten().expand(packed.shape[0])) if in_rows else ()
+    return PackedWeight(packed.shape, x.dtype, packed.device, unpack, (packed, weight.scale), *by_row)
+
+
+def _why_not_torchao(layer: Any) -> str | None:
+    weight = layer._parameters["weight"]
+    if weight.act_quant_kwargs is not None or weight.act_pre_scale is not None:
+        return "its base quantises or scales its input"
+    return None
+
+
+def _copy_torchao(layer: Any, linear: nn.Linear) -> nn.Module:
+    of_layer, granularity = layer._parameters["weight"], importlib.import_module("torchao.quantization.granularity")
+    if of_layer.block_size[-1] != of_layer.shape[1]:
+        grain = granularity.PerGroup(32)
+    else:
+        grain = granularity.PerTensor() if of_layer.scale.numel() == 1 else granularity.PerRow()
+    linear.weight = nn.Parameter(type(of_layer).from_hp(linear.weight.detach(), grain), requires_grad=False)
+    return linear
+
+
 def _widths(linear: nn.Linear) -> tuple[int, int]:
     return linear.in_features, linear.out_features
 
@@ -175,5 +214,8 @@ _LIBRARIES = {
     ),
     ("hqq.core.quantize", "HQQLinear"): Library(
         ("peft.tuners.lora.hqq", "HqqLoraLinear"), _read_hqq, _why_not_hqq, _copy_hqq
+    ),
+    ("torchao.quantization", "Int8Tensor"): Library(
+        ("peft.tuners.lora.torchao", "TorchaoLoraLinear"), _read_torchao, _why_not_torchao, _copy_torchao
     ),
 }

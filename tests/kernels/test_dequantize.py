@@ -125,6 +125,25 @@ def test_a_product_of_its_own(device):
     assert torch.equal(dx, want_dx)
 
 
+def test_a_product_that_is_scaled_afterwards(device):
+    """As of torchao's int8. The matrix of the twin is the scaled one, and the gradient scales dy."""
+    numbers = torch.randint(-127, 128, (24, 16), device=device).float()
+    scale, x = torch.rand(24, device=device) + 0.5, torch.randn(5, 16, device=device).requires_grad_()
+    a, b = lora(24, 16, device)
+
+    def product(rows):
+        return rows @ numbers.t() * scale
+
+    def unpack(dtype):
+        return numbers.to(dtype, copy=True)
+
+    weight = PackedWeight(numbers.shape, x.dtype, x.device, unpack, (numbers,), product, scale)
+    matrix = numbers * scale[:, None]
+    assert torch.equal(weight.to(torch.float32), matrix)
+    got, want = (gradients(lambda w=w: lora_linear(x, w, lora=(a, b, 0.5)), (x, a, b)) for w in (weight, matrix))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("nested", [False, True])
