@@ -117,7 +117,7 @@ class Plan:
             return call | {"attention_mask": mask}
         batch, length = tokens.shape[:2]
         packed = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
-        packed = {name: self._taken(x).unsqueeze(0) for name, x in packed.items()}
+        packed = {name: self._taken(x)[None] for name, x in packed.items()}  # by which a `Known` stays one
         if (positions := call.get("position_ids")) is None:
             positions = (self.index % length).unsqueeze(0)
         else:

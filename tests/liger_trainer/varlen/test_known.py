@@ -76,15 +76,21 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
     want = image_step(model, batch)
     apply_liger(model)
     monkeypatch.setattr(image_positions, "_value_of", lambda x: x.clone() if isinstance(x, torch.Tensor) else None)
-    scattered, scatter = [], known._masked_scatter
+    found = {torch.Tensor.masked_scatter: [], torch.Tensor.__setitem__: []}  # the second by DeepStack
 
-    def watched(*given):
-        scattered.append(scatter(*given))
-        return scattered[-1]
+    def watched(function, own):
+        def watch(*given):
+            found[function].append(own(*given))
+            return found[function][-1]
 
-    monkeypatch.setitem(known._OWN, torch.Tensor.masked_scatter, watched)
+        return watch
+
+    for function in found:
+        monkeypatch.setitem(known._OWN, function, watched(function, known._OWN[function]))
     assert_same_step(image_step(model, batch), want)
+    scattered, written = found.values()
     assert scattered and all(x is not NotImplemented for x in scattered)
+    assert len(written) == ("qwen3_vl" in name) * 2 and all(x is not NotImplemented for x in written)
     with pytest.raises(ValueError, match="do not match"):
         image_step(model, batch | {"input_ids": batch["input_ids"].clamp(max=99)})
 
