@@ -9,6 +9,7 @@ without an `attention_mask`) takes the same attention. Which calls go this way i
 
 import contextlib
 import contextvars
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -138,7 +139,10 @@ class Plan:
         if self.index is None:
             return outputs
         if isinstance(outputs, ModelOutput):
-            return type(outputs)(**{name: self.padded(x) for name, x in outputs.items()})
+            padded = copy.copy(outputs)  # transformers may have added states of layers that its class does not know
+            for name, x in outputs.items():
+                padded[name] = self.padded(x)
+            return padded
         if isinstance(outputs, tuple):
             return tuple(map(self.padded, outputs))
         if not isinstance(outputs, torch.Tensor):
