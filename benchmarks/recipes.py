@@ -69,7 +69,7 @@ def words_of(recipe, given, options, model):
     words = ["train", recipe, "--model_name_or_path", str(model), "--dataset_name", str(file), *template]
     if stage1 := given.get("medusa_init_heads_from"):
         words += ["--medusa_init_heads_from", str(options.folder / "outputs/llama3_8b" / stage1.rpartition("8b_")[2])]
-    return [*words, "--output_dir", str(out), "--overwrite_output_dir", "true", *options.recipe_options], out
+    return [*words, "--output_dir", str(out), *options.recipe_options], out
 
 
 def after(given, out, model, folder):

@@ -126,24 +126,8 @@ class LigerPairMixin(LigerTRLMixin):
 
     padding_value: int | None
 
-    def __init__(
-        self,
-        model: nn.Module | str | None = None,
-        args: Any = None,
-        *rest: Any,
-        quantization_config: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        use_liger = getattr(args, "use_liger", True)
-        if quantization_config is not None and not use_liger:
-            kwargs["quantization_config"] = quantization_config
-        elif quantization_config is not None:
-            raise ValueError(
-                f"quantization_config is {type(quantization_config).__name__}, which {self.stock_class().__name__} "
-                "does not take. Load the model with it (AutoModelForCausalLM.from_pretrained(..., "
-                "quantization_config=...)) and pass the model."
-            )
-        if use_liger and isinstance(model, str) and (args.use_cpu or args.world_size > 1):
+    def __init__(self, model: nn.Module | str | None = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+        if getattr(args, "use_liger", True) and isinstance(model, str) and (args.use_cpu or args.world_size > 1):
             # The stock trainer would spread a model that it loads over all GPUs of the machine, in every process.
             args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
         super().__init__(model, args, *rest, **kwargs)
