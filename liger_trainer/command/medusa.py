@@ -45,8 +45,6 @@ def add_medusa_commands(commands) -> None:
     export.add_argument("--output", required=True, help="a new directory")
     export.add_argument("--model", help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
                         "else the one that the heads were trained on")  # fmt: skip
-    export.add_argument("--format", default="all", choices=("all", "vllm"), help="all, the default, is for all three "
-                        "servers; vllm uses the tensor names of older releases of vLLM")  # fmt: skip
     add_model_options(export)
 
 
@@ -130,6 +128,4 @@ def _export(args) -> None:
     lm_head = lm_head_of(load_to_answer(base, args)[0]) if heads.config.tied else None
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     served = name_for_servers(base)
-    print(
-        f"{export_heads(heads, args.output, served, lm_head, args.format, dtype)}: for {served}, format {args.format}"
-    )
+    print(f"{export_heads(heads, args.output, served, lm_head, dtype)}: for {served}")
