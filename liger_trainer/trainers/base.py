@@ -1,5 +1,6 @@
 """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.varlen.host_copies import remembering
+from liger_trainer.world import fault_of_world
 
 if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
     from transformers import Trainer as StockTrainer
@@ -286,8 +288,9 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         return forward
 
     def _finish_init(self) -> None:
-        if self.uses_liger:
-            init_checks.refuse_processes_apart(self)
+        sharding = "FSDP" if getattr(self.args, "fsdp", None) else None
+        if self.uses_liger and (fault := fault_of_world(os.environ, self.accelerator, sharding)):
+            raise ValueError(fault)
         for feature in FEATURES:
             feature.check_trainer(self)
         if self.has_own_loss:
