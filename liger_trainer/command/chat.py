@@ -1,7 +1,7 @@
 """`liger-trainer chat MODEL`: a conversation with what was trained, in a terminal.
 
 `transformers chat` talks to a server that has loaded a whole model. This loads an adapter on its base, shows both
-answers, and reads GGUF files. Nothing that takes long to import is imported before the command runs.
+answers, and reads GGUF files.
 """
 
 import contextlib

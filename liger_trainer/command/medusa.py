@@ -1,7 +1,4 @@
-"""`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads.
-
-Nothing that takes long to import is imported before a command runs.
-"""
+"""`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads."""
 
 import argparse
 import json

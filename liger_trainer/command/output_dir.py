@@ -60,7 +60,7 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
 
 
 def _wanted(recipe: Recipe) -> str:
-    """What the run resumes from. A restart by a scheduler is `auto`, unless it has other orders."""
+    """Return what the run resumes from. A restart by a scheduler is `auto`, unless it has other orders."""
     training = recipe.training
     wanted = str(training.resume_from_checkpoint or "false")
     wanted = wanted.lower() if wanted.lower() in ("false", "true", "auto") else wanted
@@ -107,7 +107,7 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
 
 
 def _is_held(file: Any) -> bool:
-    """Whether another process holds a lock on `file`; if not, this one does from now on, where there are locks."""
+    """Lock `file`, where there are locks, and tell whether another process has locked it before."""
     try:
         import fcntl
 
@@ -168,7 +168,7 @@ def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
 
 
 def _fault(path: Path, found: dict[str, Any] | None, recipe: Recipe, facts: dict[str, Any]) -> str | None:
-    """Why a run cannot go on from `path` with the manifest `found`. RecipeError if the checkpoint is another run's."""
+    """Tell why a run cannot go on from `path` with the manifest `found`. RecipeError if it is of another run."""
     if found is None:
         if manifest.was_begun(path):
             return "was cut off while it was saved"

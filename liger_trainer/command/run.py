@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import liger_trainer
 from liger_trainer.command.chat_template import answers_marked
+from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, dequantised, find_model
 from liger_trainer.command.output_dir import find_beginning, own_folder
@@ -135,7 +136,7 @@ def _check_adapter(args: Any, model: Any) -> None:
 
 
 def _needs_reference(recipe: Recipe) -> bool:
-    """Whether the trainer would load a second copy of the model by its path, as the reference of the trained one."""
+    """Tell whether the trainer would load a second copy of the model by its path, as the reference."""
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
@@ -156,7 +157,7 @@ def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
     if recipe.model.use_peft:
         # An adapter names its base by a path, at which peft cannot open a GGUF file. It gets a plain copy there.
         base = os.path.abspath(os.path.join(recipe.training.output_dir, "base_model"))
-        if int(os.environ.get("RANK", "0")) == 0:
+        if is_main_process():
             model.save_pretrained(base)
             tokenizer.save_pretrained(base)
         model.config._name_or_path = model.name_or_path = base

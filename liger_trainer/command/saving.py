@@ -1,4 +1,4 @@
-"""How a run saves: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
+"""Saves a run: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
 
 import contextlib
 import shutil
@@ -87,7 +87,7 @@ class Keeper(TrainerCallback):
 
 
 class SavesWithManifest:
-    """What a run of the command changes in a trainer: how it saves, and the card of its model."""
+    """Changes in a trainer, for a run of the command, how it saves, and the card of its model."""
 
     keeper: Keeper
     stop: SaveOnSigterm
@@ -238,7 +238,7 @@ def _keep_model(trainer: Any) -> str:
 
 
 def what_is_left(recipe: Recipe) -> str:
-    """What to say of a run that ended early: its newest whole checkpoint, and how to go on from it."""
+    """Name the newest whole checkpoint of a run that ended early, and how to go on from it."""
     if not recipe.began:  # whatever is in output_dir is from an earlier run
         return "Training had not begun."
     whole = [path for path in checkpoints_in(Path(recipe.training.output_dir)) if manifest.read(path) is not None]

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -30,15 +30,10 @@ from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.varlen.host_copies import remembering
 from liger_trainer.world import fault_of_world
 
-if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
-    from transformers import Trainer as StockTrainer
-else:
-    StockTrainer = object
-
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 
 
-class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
+class LigerTrainerMixin(LoadsRenamedWeights):
     """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss.
 
     A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over
@@ -105,7 +100,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
 
     @property
     def uses_liger(self) -> bool:
-        """Whether models are patched, which is also the case for stock arguments, which have no `use_liger`."""
+        """Models are patched. That is so for stock arguments too, which have no `use_liger`."""
         return getattr(self.args, "use_liger", True)
 
     @property
