@@ -20,7 +20,8 @@ READY := $(VENV)/.ready
 .PHONY: quickstart test test-kernels test-trainer test-all test-deploy check lint types format docs test-docs figures clean
 
 quickstart: $(READY)
-	$(BIN)/liger-trainer train quickstart --overwrite_output_dir true
+	rm -rf outputs/quickstart
+	$(BIN)/liger-trainer train quickstart
 
 # Only the kernels go through Triton's interpreter, and only where there is no GPU. One thread a worker: the cores are taken.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal

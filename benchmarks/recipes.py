@@ -266,6 +266,7 @@ def write_weights(tensors, path):
 def words_of(recipe, given, options, model):
     """The options of `liger-trainer train` for a recipe whose keys are `given`."""
     out = options.folder / "outputs" / recipe
+    shutil.rmtree(out, ignore_errors=True)  # a run into a folder that holds another is refused
     words = ["train", recipe, "--model_name_or_path", str(model)]
     if "/" in recipe:  # the others ship with their rows
         rows, template = ROWS[given.get("trainer", "sft")]
@@ -274,7 +275,7 @@ def words_of(recipe, given, options, model):
         words += ["--dataset_name", str(file), *template]
     if stage1 := given.get("medusa_init_heads_from"):
         words += ["--medusa_init_heads_from", str(options.folder / "outputs/llama3_8b" / stage1.rpartition("8b_")[2])]
-    words += ["--output_dir", str(out), "--overwrite_output_dir", "true", "--logging_steps", "1", *RECIPES[recipe][1]]
+    words += ["--output_dir", str(out), "--logging_steps", "1", *RECIPES[recipe][1]]
     words += ON_ONE_GPU.get(recipe, []) if options.processes == 1 else []
     return [*words, *(["--bf16", "false"] if DEVICE == "cpu" else []), *options.recipe_options], out
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-Run = Callable[
-    ..., Any
-]  # `run(step, *args, **kwargs)` returns `step(*args, **kwargs)`, a training step, in its own way
+# `run(step, *args, **kwargs)` returns `step(*args, **kwargs)`, a training step, in its own way
+Run = Callable[..., Any]
 
 
 class Feature:

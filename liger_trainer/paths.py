@@ -9,17 +9,9 @@ def shipped(folder: str) -> Path:
     """The folder `"recipes"` or `"configs"` of this installation.
 
     A checkout has it at its root, an installed wheel inside the package.
-
-    Raises:
-        FileNotFoundError: Neither the package nor its parent has the folder, so the installation is broken.
     """
-    for place in (PACKAGE / folder, PACKAGE.parent / folder):
-        if place.is_dir():
-            return place
-    raise FileNotFoundError(
-        f"The folder {folder}/ is missing from {PACKAGE} and {PACKAGE.parent}: the installation of liger-trainer is "
-        "incomplete. Install it again: `pip install --force-reinstall --no-deps .` in a checkout."
-    )
+    inside = PACKAGE / folder
+    return inside if inside.is_dir() else PACKAGE.parent / folder
 
 
 def find_beside(name: str, folder: Path) -> Path | None:

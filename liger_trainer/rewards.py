@@ -26,7 +26,7 @@ def boxed_answer(completions: list, solution: list[str], **columns: Any) -> list
 
 
 def _last_boxed(text: str) -> str | None:
-    """What stands between the braces of the last `\\boxed{`, with any braces inside it; None if no brace closes it."""
+    """Find the text inside the last `\\boxed{...}`, which may have braces itself; None if no brace closes it."""
     start, mark = text.rfind("\\boxed{"), len("\\boxed{")
     if start < 0:
         return None

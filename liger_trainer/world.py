@@ -1,4 +1,4 @@
-"""Whether the processes that a launcher has promised have become one run. Where they have not, each trains by itself.
+"""Checks that the processes that a launcher has promised have become one run. Otherwise each trains by itself.
 
 torchrun, `accelerate launch`, Slurm, MPI, Kubeflow and Ray each say in variables of the environment how many processes
 and machines there are. accelerate reads only some of them, and says nothing of the others.
@@ -16,7 +16,7 @@ _STARTS = {
 
 
 def fault_of_world(environ: Mapping[str, str], world: Any, sharding: str | None = None) -> str | None:
-    """What `world` lacks of what was promised, and how to mend it, as a message; None if it keeps all promises.
+    """Tell what `world` lacks of what was promised, and how to mend it; None if it keeps all promises.
 
     Args:
         environ (`Mapping[str, str]`): The environment, as the launcher has left it.

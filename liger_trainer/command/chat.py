@@ -1,7 +1,7 @@
 """`liger-trainer chat MODEL`: a conversation with what was trained, in a terminal.
 
 `transformers chat` talks to a server that has loaded a whole model. This loads an adapter on its base, shows both
-answers, and reads GGUF files. Nothing that takes long to import is imported before the command runs.
+answers, and reads GGUF files.
 """
 
 import contextlib
@@ -35,10 +35,6 @@ def add_chat_command(commands: Any) -> None:
 
 
 def _chat(args: Any) -> None:
-    if args.max_new_tokens < 1:
-        raise RecipeError(f"--max_new_tokens is {args.max_new_tokens}; expected a whole number above 0.")
-    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
-        raise RecipeError(f"--temperature is {args.temperature}; expected a number of 0 or more.")
     model, tokenizer, is_adapter = _load(args)
     template = args.prompt_template or ("chat" if tokenizer.chat_template else "none")
     if template == "chat" and not tokenizer.chat_template:

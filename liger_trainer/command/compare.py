@@ -1,8 +1,6 @@
 """`liger-trainer compare RECIPE` trains the first steps of a recipe with the stock trainer and with ours.
 
-Each arm runs in a process of its own: peaks of memory, compiled kernels and Liger's patches are of a whole process.
-Nothing that takes long to import is imported before the command runs.
-"""
+Each arm runs in a process of its own: peaks of memory, compiled kernels and Liger's patches are of a whole process."""
 
 import argparse
 import dataclasses
@@ -88,7 +86,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _in_a_process(recipe: str, words: list[str], arm: str, steps: int) -> dict[str, Any]:
-    """What `_run_arm` returns, or else the last line that its process has written."""
+    """Return what `_run_arm` does, or else the last line that its process has written."""
     with tempfile.TemporaryDirectory() as folder:
         path, output = Path(folder, "arm.json"), Path(folder, "output.txt")
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # of several, TRL and transformers use all

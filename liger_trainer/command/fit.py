@@ -1,7 +1,4 @@
-"""`liger-trainer fit RECIPE` says what a training step takes up on a GPU, and what would fit, without a GPU.
-
-Nothing that takes long to import is imported before the command runs.
-"""
+"""`liger-trainer fit RECIPE` says what a training step takes up on a GPU, and what would fit, without a GPU."""
 
 import argparse
 import sys

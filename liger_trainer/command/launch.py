@@ -33,7 +33,7 @@ def on_all(training: Any, value: Any) -> list[Any]:
 
 
 def on_main_for_all(training: Any, compute: Callable[[], Any]) -> Any:
-    """What `compute` returns on the main process, on all of them. All raise its RecipeError."""
+    """Call `compute` on the main process, and return its result or raise its RecipeError on all of them."""
     found = error = None
     if training.process_index == 0:
         try:

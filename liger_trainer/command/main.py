@@ -1,4 +1,7 @@
-"""The command `liger-trainer`: train recipes, say what fits, verify, compare, merge, chat, prepare Medusa heads."""
+"""The command `liger-trainer`: train recipes, say what fits, verify, compare, merge, chat, prepare Medusa heads.
+
+The modules of the commands import torch and transformers when a command runs, because `--help` must not wait for them.
+"""
 
 import argparse
 import contextlib

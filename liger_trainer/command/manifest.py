@@ -85,7 +85,7 @@ def remove(folder: Path) -> None:
 
 
 def was_begun(checkpoint: Path) -> bool:
-    """Whether a run of the command has begun to save `checkpoint`, or had only made the folder."""
+    """Tell whether a run of the command has begun to save `checkpoint`, or had only made the folder."""
     marks = (checkpoint / BEGUN).exists() or (checkpoint / NAME).exists()
     return marks or (checkpoint.is_dir() and not any(checkpoint.iterdir()))
 
@@ -100,7 +100,7 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def fault_of(checkpoint: Path, manifest: dict[str, Any]) -> str | None:
-    """What is missing in `checkpoint` or differs from its manifest; None if it is whole. Reads every byte of it."""
+    """Read every byte of `checkpoint`, and tell what is missing or differs from its manifest; None if it is whole."""
     try:
         found = _checksums(checkpoint, {name: (checkpoint / name).stat().st_size for name in manifest["files"]})
     except OSError as error:
@@ -133,7 +133,7 @@ def _checksums(checkpoint: Path, sizes: dict[str, int]) -> dict[str, list[int]]:
 
 
 def facts_of(recipe: Recipe, source: ModelSource, rows: Any) -> dict[str, Any]:
-    """What the checkpoints of a run say of it: its keys, without tokens, and fingerprints of its models and rows."""
+    """Collect what checkpoints say of their run: its keys, without tokens, and fingerprints of its models and rows."""
     keys: dict[str, Any] = {}
     for part in (recipe.args, recipe.training, recipe.model):
         keys |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
@@ -164,7 +164,7 @@ def refuse_another_run(checkpoint: Path, then: dict[str, Any], now: dict[str, An
 
 
 def what_changes(checkpoint: Path, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What a run with the facts `now` changes where it goes on from `checkpoint`, as lines for the user."""
+    """Tell in lines what a run with the facts `now` changes where it goes on from `checkpoint`."""
     lines = []
     changed = [(key, new, old) for key, new, old in _differences(then, now) if key in _IN_THE_STATES]
     if not has_optimizer(then):

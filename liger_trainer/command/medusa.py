@@ -1,12 +1,7 @@
-"""`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads.
-
-Nothing that takes long to import is imported before a command runs.
-"""
+"""`liger-trainer medusa-eval` and `medusa-export`: the work after training Medusa heads."""
 
 import argparse
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 from liger_trainer.errors import RecipeError
@@ -35,7 +30,6 @@ def add_medusa_commands(commands) -> None:
     evaluation.add_argument(
         "--batch_size", type=int, default=16, help="how many prompts are answered at once; default 16"
     )
-    evaluation.add_argument("--output", help="a .json file to write the numbers into")
     add_model_options(evaluation)
 
     export = add_command(
@@ -45,8 +39,6 @@ def add_medusa_commands(commands) -> None:
     export.add_argument("--output", required=True, help="a new directory")
     export.add_argument("--model", help="the model that is served with the heads; if unset, the one in CHECKPOINT, or "
                         "else the one that the heads were trained on")  # fmt: skip
-    export.add_argument("--format", default="all", choices=("all", "vllm"), help="all, the default, is for all three "
-                        "servers; vllm uses the tensor names of older releases of vLLM")  # fmt: skip
     add_model_options(export)
 
 
@@ -100,8 +92,6 @@ def _eval(args) -> None:
     from liger_trainer.medusa.heads import attach_heads
     from liger_trainer.medusa.prompts import encode, end_tokens, read_prompts
 
-    if args.output and Path(args.output).suffix != ".json":
-        raise ValueError(f"output is {args.output!r}; expected a file ending in .json.")
     model, tokenizer = load_to_answer(args.model, args)
     prompts = read_prompts(args.prompts, bool(tokenizer.chat_template), args.max_rows)
     heads = attach_heads(model, load_heads(args.heads))
@@ -114,9 +104,6 @@ def _eval(args) -> None:
         batch_size=args.batch_size,
     )
     print(report)
-    if args.output:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.output).write_text(json.dumps(report.to_dict(), indent=1))
 
 
 def _export(args) -> None:
@@ -130,6 +117,4 @@ def _export(args) -> None:
     lm_head = lm_head_of(load_to_answer(base, args)[0]) if heads.config.tied else None
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     served = name_for_servers(base)
-    print(
-        f"{export_heads(heads, args.output, served, lm_head, args.format, dtype)}: for {served}, format {args.format}"
-    )
+    print(f"{export_heads(heads, args.output, served, lm_head, dtype)}: for {served}")

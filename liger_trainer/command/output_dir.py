@@ -16,12 +16,8 @@ from liger_trainer.command.manifest import checkpoints_in
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.errors import RecipeError
 
-# What a finished run leaves next to its checkpoints, as glob patterns: the model itself, and the files that go with it.
+# The model that a finished run leaves next to its checkpoints, as glob patterns
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", "medusa_heads")
-_WITH_WEIGHTS = (
-    "model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "generation_config.json",
-    "adapter_config.json", "trainer_state.json", "liger_report.json",
-)  # fmt: skip
 _LOCK = "_liger_trainer.lock"  # push_to_hub leaves out names that begin with _
 # Schedulers count the restarts of a job in these: Slurm, Flyte and torchrun, which may itself be restarted by them.
 _RESTARTS = ("SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER", "TORCHELASTIC_RESTART_COUNT")
@@ -50,7 +46,7 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
 
     def prepare() -> None:
         held.append(_lock(folder, recipe))
-        _check(recipe, wanted)
+        _check(folder, wanted)
 
     try:
         on_main_for_all(recipe.training, prepare)
@@ -64,36 +60,27 @@ def own_folder(recipe: Recipe) -> Iterator[str]:
 
 
 def _wanted(recipe: Recipe) -> str:
-    """What the run resumes from. A restart by a scheduler is `auto`, unless it has other orders."""
+    """Return what the run resumes from. A restart by a scheduler is `auto`, unless it has other orders."""
     training = recipe.training
     wanted = str(training.resume_from_checkpoint or "false")
     wanted = wanted.lower() if wanted.lower() in ("false", "true", "auto") else wanted
-    counts = [f"{name} is {os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "").strip("0").isdecimal()]
-    counts = [count for counts in on_all(training, counts) for count in counts]  # torchrun counts for each machine
-    if counts and not recipe.args.overwrite_output_dir:
-        saved = any(manifest.read(path) for path in checkpoints_in(Path(training.output_dir)))
-        return "auto" if saved or wanted == "false" else wanted
-    if counts and wanted == "false":  # what lies there may be from an earlier run
-        say(f"this is a restart ({counts[0]}), and it begins anew, because overwrite_output_dir is true.")
-    return wanted
+    restarted = any(os.environ.get(name, "").strip("0").isdecimal() for name in _RESTARTS)
+    if not any(on_all(training, restarted)):  # torchrun counts for each machine
+        return wanted
+    saved = any(manifest.read(path) for path in checkpoints_in(Path(training.output_dir)))
+    return "auto" if saved or wanted == "false" else wanted
 
 
-def _check(recipe: Recipe, wanted: str) -> None:
-    """RecipeError if `output_dir` holds another run, or cannot be overwritten as the recipe says."""
-    folder, overwrite = Path(recipe.training.output_dir), recipe.args.overwrite_output_dir
-    if overwrite and wanted != "false":
-        raise RecipeError(f"overwrite_output_dir is true and resume_from_checkpoint is {wanted}. Keep one of them.")
-    if not overwrite and wanted not in ("true", "auto") and not _is_inside(wanted, folder):
-        if found := checkpoints_in(folder) + matches(folder, (*WEIGHTS, "trainer_state.json")):
-            names = ", ".join(path.name for path in found)
-            raise RecipeError(
-                f"output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another output_dir, or "
-                "resume_from_checkpoint: true to go on, or overwrite_output_dir: true to delete it."
-            )
-    for key in ("model_name_or_path", "teacher_model_name_or_path", "medusa_init_heads_from") if overwrite else ():
-        value = getattr(recipe.model, key, None) or getattr(recipe.training, key, None)
-        if value and os.path.exists(os.path.expanduser(value)) and _is_inside(value, folder):
-            raise RecipeError(f"{key} is {value!r}, which overwrite_output_dir would delete. Set another output_dir.")
+def _check(folder: Path, wanted: str) -> None:
+    """Raise RecipeError if `folder` holds another run than the one to go on with."""
+    if wanted in ("true", "auto") or Path(wanted).expanduser().resolve().is_relative_to(folder.resolve()):
+        return
+    if found := checkpoints_in(folder) + matches(folder, (*WEIGHTS, "trainer_state.json")):
+        names = ", ".join(path.name for path in found)
+        raise RecipeError(
+            f"output_dir is {str(folder)!r}, which holds an earlier run ({names}). Set another output_dir, or "
+            "resume_from_checkpoint: true to go on, or delete that run."
+        )
 
 
 def _lock(folder: Path, recipe: Recipe) -> Any:
@@ -120,7 +107,7 @@ def _lock(folder: Path, recipe: Recipe) -> Any:
 
 
 def _is_held(file: Any) -> bool:
-    """Whether another process holds a lock on `file`; if not, this one does from now on, where there are locks."""
+    """Lock `file`, where there are locks, and tell whether another process has locked it before."""
     try:
         import fcntl
 
@@ -157,7 +144,7 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
     if wanted == "true" or matches(folder, (*WEIGHTS, "trainer_state.json")):
         raise RecipeError(
             f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no whole checkpoint "
-            f"({'; '.join(faults)}). Leave it out to begin anew, with overwrite_output_dir: true over an earlier run."
+            f"({'; '.join(faults)}). Leave it out to begin anew, in another output_dir if a run is there."
         )
     if faults:
         say(f"{'; '.join(faults)}. The run begins anew.")
@@ -181,7 +168,7 @@ def _named(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
 
 
 def _fault(path: Path, found: dict[str, Any] | None, recipe: Recipe, facts: dict[str, Any]) -> str | None:
-    """Why a run cannot go on from `path` with the manifest `found`. RecipeError if the checkpoint is another run's."""
+    """Tell why a run cannot go on from `path` with the manifest `found`. RecipeError if it is of another run."""
     if found is None:
         if manifest.was_begun(path):
             return "was cut off while it was saved"
@@ -206,20 +193,3 @@ def _begin_at(path: Path, found: dict[str, Any], recipe: Recipe, facts: dict[str
     for line in manifest.what_changes(path, found, facts):
         say(line)
     return Beginning(str(path), found["run"])
-
-
-def remove_earlier_run(output_dir: str) -> None:
-    """Delete the checkpoints and the model in `output_dir`, as `overwrite_output_dir` asks, and no other file."""
-    folder = Path(output_dir)
-    model = matches(folder, WEIGHTS)
-    if model:  # without a model, a config.json in that folder does not come from a run
-        model += matches(folder, _WITH_WEIGHTS)
-    for path in checkpoints_in(folder) + model:
-        if path.is_dir():
-            manifest.remove(path)
-        else:
-            path.unlink()
-
-
-def _is_inside(path: str, folder: Path) -> bool:
-    return Path(path).expanduser().resolve().is_relative_to(folder.resolve())

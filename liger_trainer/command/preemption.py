@@ -11,6 +11,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
+from liger_trainer.memory.chooser import Ranks
+
 
 class Terminated(KeyboardInterrupt):
     """Raised where SIGTERM ends a run. Like Ctrl-C, it is no error that other code should handle."""
@@ -19,8 +21,7 @@ class Terminated(KeyboardInterrupt):
 class SaveOnSigterm(TrainerCallback):
     """Says when training has to stop because a process of the run has got SIGTERM.
 
-    Not all processes need get the signal, but they have to save together. So each step they tell each other, over gloo,
-    while the optimizer steps.
+    Not all processes need get the signal, but they have to save together. So each step they tell each other, over gloo.
 
     Training stops after a checkpoint at the end of a step, or of its epoch where that is the same moment, and not after
     the last step: what is left then is to save the model.
@@ -29,8 +30,7 @@ class SaveOnSigterm(TrainerCallback):
     def __init__(self) -> None:
         self.training = False
         self._asked = self._stops = self._saves = False
-        self._group: Any = None
-        self._told: tuple[Any, Any] | None = None
+        self._ranks: Ranks | None = None
 
     def take(self) -> bool:
         """Note a SIGTERM. Whether the run will end by itself: after this step, or once the trained model is saved."""
@@ -38,16 +38,9 @@ class SaveOnSigterm(TrainerCallback):
         return self._asked
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.world_size > 1:
-            import torch.distributed as dist
-
-            # If machines do not reach each other here, GLOO_SOCKET_IFNAME has to name their network card.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
+        # If machines do not reach each other here, GLOO_SOCKET_IFNAME has to name their network card.
+        self._ranks = Ranks(timedelta(seconds=args.ddp_timeout))
         self.training = True
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._group is not None and self._told is None:
-            self._told = self._tell()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stops = self.any_asked() and state.global_step < state.max_steps
@@ -64,20 +57,10 @@ class SaveOnSigterm(TrainerCallback):
             raise Terminated
 
     def any_asked(self) -> bool:
-        """Whether any process has got the signal, as soon as all have come here."""
-        if self._group is None:
+        """Return whether any process has got the signal, as soon as all have come here."""
+        if self._ranks is None:
             return self._asked
-        told, work = self._told or self._tell()
-        self._told = None
-        work.wait()
-        return bool(told.item())
-
-    def _tell(self) -> tuple[Any, Any]:
-        import torch
-        import torch.distributed as dist
-
-        asked = torch.tensor([int(self._asked)])
-        return asked, dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return self._ranks.least(not self._asked) == (False,)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ def without_a_trace(recipe: Recipe) -> Iterator[None]:
 
 
 def show_rows(trainer, given, total: int) -> str | None:
-    """What the trainer has made of `given`, the first rows of `total`. None on other processes than the main one."""
+    """Show what the trainer has made of `given`, the first rows of `total`. None on all processes but the main one."""
     if not trainer.is_world_process_zero():
         return None
     counts, rows = count_rows(trainer, given, "train"), trainer.train_dataset

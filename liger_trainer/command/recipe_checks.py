@@ -1,4 +1,4 @@
-"""What a recipe asks for and would not get, or would get in another way than was asked, without a sign.
+"""Refuses what a recipe asks for and would not get, or would get in another way than was asked, without a sign.
 
 All of it is found out from the keys alone, before anything is loaded; only `check_rows` looks at the columns of the
 rows. What the libraries refuse themselves is left to them.

@@ -78,12 +78,6 @@ class RecipeArguments:
         "launcher (torchrun, Ray, Flyte, Kubeflow) as accelerate launch --config_file would apply it, but for the "
         "number of processes and machines, which the launcher decides.",
     )
-    overwrite_output_dir: bool = _key(
-        False,
-        "When training begins, delete the checkpoints and the model of an earlier run from `output_dir`. Without "
-        "it, an `output_dir` with such a run in it is an error, unless `resume_from_checkpoint` goes on with that "
-        "run.",
-    )
 
     def __post_init__(self):
         if isinstance(self.columns, str):  # of the command line

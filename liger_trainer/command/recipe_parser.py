@@ -143,7 +143,7 @@ def refuse_unknown_keys(path: Path, values: dict[str, Any], keys: Iterable[str],
 
 
 def _why_unknown(key: str, keys: Iterable[str], entry: TrainerEntry) -> str:
-    """What to say of a key or an option that `entry` does not have: its trainers, or a similar name."""
+    """Explain a key or an option that `entry` does not have by its trainers, or by a similar name."""
     import liger_trainer
 
     configs = {name: getattr(liger_trainer, other.config) for name, other in TRAINERS.items()}

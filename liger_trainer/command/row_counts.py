@@ -1,4 +1,4 @@
-"""What a trainer has made of its rows: how many it uses and drops, fill `max_length`, or have nothing to learn.
+"""Counts what a trainer has made of its rows: how many it uses, drops and cuts, and have nothing to learn.
 
 TRL prepares the rows, and its datasets are counted here afterwards. Rows of SFT are cut by then, so a row that is just
 as long as `max_length` counts as one that was cut.

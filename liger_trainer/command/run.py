@@ -2,22 +2,20 @@
 
 import inspect
 import os
-import re
 from typing import Any
 
-import torch
 import trl
 from accelerate.utils import parse_flag_from_env
 from jinja2 import TemplateError
 from peft import PeftModel
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import liger_trainer
 from liger_trainer.command.chat_template import answers_marked
+from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, dequantised, find_model
-from liger_trainer.command.output_dir import find_beginning, own_folder, remove_earlier_run
+from liger_trainer.command.output_dir import find_beginning, own_folder
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import show_rows
 from liger_trainer.command.recipe import Recipe
@@ -25,7 +23,7 @@ from liger_trainer.command.row_counts import account_for_rows, check_token_ids
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
 from liger_trainer.command.sources import Sources, find_sources
 from liger_trainer.command.summary import RunRecorder
-from liger_trainer.errors import RecipeError
+from liger_trainer.errors import RecipeError, refusal
 from liger_trainer.world import fault_of_world
 
 
@@ -72,10 +70,6 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
     recorder.parameters = PeftModel.get_nb_trainable_parameters(trainer.model)  # which takes any model
 
-    if recipe.args.overwrite_output_dir:
-        if trainer.is_world_process_zero():
-            remove_earlier_run(training.output_dir)
-        trainer.accelerator.wait_for_everyone()
     recipe.began = True
     trainer.keeper, trainer.stop, trainer.recipe, trainer.recorder = keeper, stop, recipe, recorder
     train_and_save(trainer, recipe)
@@ -105,8 +99,8 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         given["reward_funcs"] = rewards
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
-    if (quantization := trl.get_quantization_config(recipe.model)) is None:
-        init = dequantised(config) | init
+    quantization = trl.get_quantization_config(recipe.model)
+    init = (dequantised(config) if quantization is None else {"quantization_config": quantization}) | init
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     try:
         given["peft_config"] = trl.get_peft_config(recipe.model)
@@ -116,19 +110,17 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
                 given["ref_model"], _ = _load_gguf(source, config, init, recipe)  # reading it again takes seconds
         else:
             given["model"] = source.path
-            if quantization is not None:  # TRL's ORPO and CPO take none
-                given["quantization_config"] = quantization
         with answers_marked(recipe, source) as settle_template:
             trainer = trainer_class(args=training, **given)
             settle_template(trainer)
-    except (RecipeError, torch.OutOfMemoryError, torch.AcceleratorError):
+    except RecipeError:
         raise
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, TemplateError, SafetensorError) as error:
-        text = " ".join(str(error).split())
+    except Exception as error:
+        said = refusal(error, model_init_kwargs=options, report_to=training.report_to)
+        if said is None:
+            raise
         what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""
-        named = {"model_init_kwargs": options, "report_to": training.report_to}  # which no library names itself
-        what += "".join(f"{key}: " for key, words in named.items() if {*words} & {*re.findall(r"\w+", text)})
-        raise RecipeError(f"{what}{text}") from error
+        raise RecipeError(f"{what}{said}") from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
 
@@ -144,7 +136,7 @@ def _check_adapter(args: Any, model: Any) -> None:
 
 
 def _needs_reference(recipe: Recipe) -> bool:
-    """Whether the trainer would load a second copy of the model by its path, as the reference of the trained one."""
+    """Tell whether the trainer would load a second copy of the model by its path, as the reference."""
     trainer = getattr(liger_trainer, recipe.entry.trainer)
     takes_one = any("ref_model" in inspect.signature(base.__init__).parameters for base in trainer.__mro__)
     precomputed = getattr(recipe.training, "precompute_ref_log_probs", False)
@@ -165,7 +157,7 @@ def _load_gguf(source: ModelSource, config, init: dict, recipe: Recipe):
     if recipe.model.use_peft:
         # An adapter names its base by a path, at which peft cannot open a GGUF file. It gets a plain copy there.
         base = os.path.abspath(os.path.join(recipe.training.output_dir, "base_model"))
-        if int(os.environ.get("RANK", "0")) == 0:
+        if is_main_process():
             model.save_pretrained(base)
             tokenizer.save_pretrained(base)
         model.config._name_or_path = model.name_or_path = base

@@ -1,4 +1,4 @@
-"""How a run saves: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
+"""Saves a run: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
 
 import contextlib
 import shutil
@@ -19,7 +19,7 @@ from liger_trainer.command.pictures import CURVES, draw_curves
 from liger_trainer.command.preemption import SaveOnSigterm, Terminated
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.summary import RunRecorder, hardware
-from liger_trainer.errors import RecipeError, RunError
+from liger_trainer.errors import RecipeError, RunError, refusal
 
 
 class _CannotSave(Exception):
@@ -44,6 +44,12 @@ class Keeper(TrainerCallback):
             best = Path(self.beginning.checkpoint).parent / f"checkpoint-{state.best_global_step}"
             if best.is_dir():
                 state.best_model_checkpoint = str(best)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Refuse a metric that the evaluation does not have, before the trainer looks for it."""
+        name = args.metric_for_best_model
+        if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
+            raise RecipeError(f"metric_for_best_model is {name!r}; expected one of: {', '.join(metrics)}.")
 
     def begin(self, trainer: Any) -> None:
         if trainer.args.should_save:
@@ -81,7 +87,7 @@ class Keeper(TrainerCallback):
 
 
 class SavesWithManifest:
-    """What a run of the command changes in a trainer: how it saves, and the card of its model."""
+    """Changes in a trainer, for a run of the command, how it saves, and the card of its model."""
 
     keeper: Keeper
     stop: SaveOnSigterm
@@ -164,12 +170,13 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
     except _CannotSave as error:
         raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
     except Exception as error:
-        refuses = isinstance(error, (ValueError, TypeError, ImportError)) or not beginning.known
-        late = "metric_for_best_model" in str(error)  # found out at the first evaluation
-        if not late and (trainer.stop.training or not refuses):
+        args = trainer.args
+        said = refusal(error, optim_args=args.optim_args, lr_scheduler_kwargs=args.lr_scheduler_kwargs)
+        if not beginning.known:
+            said = f"{beginning.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
+        if trainer.stop.training or said is None:
             raise
-        at = "" if beginning.known else f"{beginning.checkpoint} cannot be loaded: "
-        raise RecipeError(f"{at}{' '.join(str(error).split())} ({type(error).__name__})") from error
+        raise RecipeError(f"{said} ({type(error).__name__})") from error
     finally:
         with contextlib.suppress(_CannotSave):  # after another error: what_is_left may name this checkpoint
             keeper.wait(trainer)
@@ -231,14 +238,13 @@ def _keep_model(trainer: Any) -> str:
 
 
 def what_is_left(recipe: Recipe) -> str:
-    """What to say of a run that ended early: its newest whole checkpoint, and how to go on from it."""
+    """Name the newest whole checkpoint of a run that ended early, and how to go on from it."""
     if not recipe.began:  # whatever is in output_dir is from an earlier run
         return "Training had not begun."
     whole = [path for path in checkpoints_in(Path(recipe.training.output_dir)) if manifest.read(path) is not None]
     if not whole:
         return f"No checkpoint was saved (save_strategy is {recipe.training.save_strategy.value!r})."
-    instead = " and --overwrite_output_dir false" if recipe.args.overwrite_output_dir else ""
-    return f"The last checkpoint is {whole[-1]}. To go on, add --resume_from_checkpoint true{instead} to the command."
+    return f"The last checkpoint is {whole[-1]}. To go on, add --resume_from_checkpoint true to the command."
 
 
 def _checkpoint_of(trainer: Any) -> Path:

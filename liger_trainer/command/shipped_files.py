@@ -1,7 +1,4 @@
-"""The recipes and accelerate configs that ship, and `liger-trainer recipes`, `init` and `path`, which show them.
-
-Nothing that takes long to import is imported here.
-"""
+"""The recipes and accelerate configs that ship, and `liger-trainer recipes`, `init` and `path`, which show them."""
 
 import shlex
 import shutil

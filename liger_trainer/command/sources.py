@@ -1,4 +1,4 @@
-"""What a recipe names, found and checked before any weight is loaded: its model, rows, rewards and chat template."""
+"""Finds and checks what a recipe names before any weight is loaded: its model, rows, rewards and chat template."""
 
 import importlib
 import inspect
@@ -17,7 +17,7 @@ from liger_trainer.rewards import REWARDS
 
 
 class Sources(NamedTuple):
-    """What `find_sources` has found: where the weights are, the model's config, the rows, and the reward functions."""
+    """The findings of `find_sources`: where the weights are, the model's config, the rows, and the reward functions."""
 
     model: ModelSource
     config: Any

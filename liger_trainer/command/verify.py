@@ -1,7 +1,4 @@
-"""`liger-trainer verify RECIPE` compares a recipe with the stock trainer, on a small copy of its model.
-
-Nothing that takes long to import is imported before the command runs.
-"""
+"""`liger-trainer verify RECIPE` compares a recipe with the stock trainer, on a small copy of its model."""
 
 import argparse
 import json

@@ -5,12 +5,10 @@ length is the number of tokens that a forward pass of a decoder yields, and one 
 it: walk the text as a decoder would; if at t the first a heads are right and the next one is not, go on at t + a + 1.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from liger_trainer.head.find import output_head
@@ -89,21 +87,6 @@ def evaluate(
     )
 
 
-@contextmanager
-def head_input(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Within the block, the list's one element is the input (B, S, H) of the last call of the LM head."""
-    seen: list[torch.Tensor] = []
-
-    def note(module: nn.Module, args: tuple) -> None:
-        seen[:] = args[:1]
-
-    handle = innermost(output_head(model)).register_forward_pre_hook(note)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
 def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int], text: list[int]) -> torch.Tensor:
     """Return whether each head guesses the right token, in one forward pass over prompt and text.
 
@@ -112,9 +95,13 @@ def right_guesses(model: PreTrainedModel, heads: MedusaHeads, prompt: list[int],
         `text[i + k + 1]` at the position whose next token is `text[i]`, 0 if not, and -1 if the text has ended.
     """
     head, target = innermost(output_head(model)), torch.tensor(text, device=model.device)
-    with head_input(model) as seen:
+    inputs: list[torch.Tensor] = []
+    hook = head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    try:
         model(input_ids=torch.tensor([prompt + text], device=model.device), use_cache=False)
-    hidden = seen[0][0, len(prompt) - 1 : -2]  # (n - 1, H): the last two positions have nothing to guess in the text
+    finally:
+        hook.remove()
+    hidden = inputs[0][0, len(prompt) - 1 : -2]  # (n - 1, H): the last two positions have nothing to guess in the text
     right = torch.full((len(heads), len(text) - 1), -1)
     for k, own in enumerate(heads):
         wanted = target[k + 1 :]

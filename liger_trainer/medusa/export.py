@@ -1,12 +1,9 @@
 """Writes heads to a directory that FasterDecoding, TGI and vLLM (up to 0.32) all read.
 
-    medusa_lm_head.safetensors  {k}.{l}.linear.weight, {k}.{l}.linear.bias, untied heads {k}.{L}.weight; k, l from 0
-    lm_head.safetensors         tied heads only: lm_head.weight (V, H), which vLLM reads from the head directory. It has
-                                a file of its own, since TGI refuses a head file with a name that the model has too.
-    config.json                 the keys of all three; no `architectures`, which TGI takes for another kind of draft
-
-Releases of vLLM that do not know those names yet silently drop the tensors. For them, the format "vllm" has the names
-of vLLM: blocks.{k}.layers.{l}.weight and .bias, lm_heads.{k}.weight.
+medusa_lm_head.safetensors  {k}.{l}.linear.weight, {k}.{l}.linear.bias, untied heads {k}.{L}.weight; k, l from 0
+lm_head.safetensors         tied heads only: lm_head.weight (V, H), which vLLM reads from the head directory. It has
+                            a file of its own, since TGI refuses a head file with a name that the model has too.
+config.json                 the keys of all three; no `architectures`, which TGI takes for another kind of draft
 """
 
 import os
@@ -17,16 +14,15 @@ from torch import nn
 
 from liger_trainer.head.find import output_head
 from liger_trainer.head.module import innermost
-from liger_trainer.medusa.files import CONFIG_FILE, HEADS_FOLDER, LAYER, PROJECTION, heads_folder, write_heads
+from liger_trainer.medusa.files import CONFIG_FILE, HEADS_FOLDER, heads_folder, write_heads
 from liger_trainer.medusa.heads import MedusaHeads
 
-FORMATS = ("all", "vllm")
 LM_HEAD_FILE = "lm_head.safetensors"
 load_heads = MedusaHeads.from_pretrained
 
 
 def export_heads(
-    heads: MedusaHeads, output: str, base_model: str, lm_head: nn.Module | None = None, format: str = "all",
+    heads: MedusaHeads, output: str, base_model: str, lm_head: nn.Module | None = None,
     dtype: torch.dtype | None = None,
 ) -> str:  # fmt: skip
     """Write a head directory for servers, and return its path.
@@ -36,24 +32,18 @@ def export_heads(
         output (`str`): The directory, which must be empty or not exist.
         base_model (`str`): Path or name of the model that is served with them, by which TGI finds it.
         lm_head (`nn.Linear`, *optional*): The LM head of that model. Tied heads need it.
-        format (`str`, *optional*, defaults to `"all"`): `"all"` or `"vllm"`; see the docstring of the module.
         dtype (`torch.dtype`, *optional*): The dtype of the tensors in the files. Unset: the one that they have.
 
     Raises:
-        ValueError: `format` is unknown, `output` is not empty, or no server that reads the format would compute what
-            these heads do. That is so for tied heads of several blocks with "all", and for tied heads on an LM head
+        ValueError: `output` is not empty, or servers would not compute what these heads do: tied heads on an LM head
             with a bias or an adapter.
     """
     config = heads.config
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; expected one of: {', '.join(FORMATS)}.")
     if os.path.isdir(output) and os.listdir(output):
         raise ValueError(f"output is {output!r}, which is not empty; servers read every file there. Give a new one.")
-    if config.tied and (reason := _why_not_tied(heads, lm_head, format)) is not None:
+    if config.tied and (reason := _why_not_tied(heads, lm_head)) is not None:
         raise ValueError(reason)
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in heads.state_dict().items()}
-    if format == "vllm":
-        tensors = {_to_vllm(name): tensor for name, tensor in tensors.items()}
     # No further key may have "num" and "heads", or "num" and "layers", in its name: vLLM takes any such key for the
     # number of heads or layers. By default (medusa_fc_bias: false) vLLM silently drops the biases.
     values = config.to_dict() | {
@@ -70,13 +60,8 @@ def export_heads(
     return output
 
 
-def _why_not_tied(heads: MedusaHeads, lm_head: nn.Module | None, format: str) -> str | None:
+def _why_not_tied(heads: MedusaHeads, lm_head: nn.Module | None) -> str | None:
     config = heads.config
-    if config.num_layers != 1 and format == "all":
-        return (
-            f"medusa_num_layers is {config.num_layers}; TGI reads tied heads of one block only. Export with format "
-            '"vllm", which takes any number of blocks.'
-        )
     if lm_head is None:
         return "lm_head is None; the heads are tied, and vLLM reads the LM head from their directory. Pass lm_head."
     if hasattr(lm_head, "base_layer"):
@@ -89,12 +74,6 @@ def _why_not_tied(heads: MedusaHeads, lm_head: nn.Module | None, format: str) ->
             f"{(config.vocab_size, config.hidden_size)}. Give the model that they were trained on."
         )
     return None
-
-
-def _to_vllm(name: str) -> str:
-    if layer := LAYER.fullmatch(name):
-        return f"blocks.{layer[1]}.layers.{layer[2]}.{layer[3]}"
-    return PROJECTION.sub(r"lm_heads.\1.weight", name)
 
 
 def lm_head_of(model: nn.Module) -> nn.Module:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 HEADS_FOLDER = "medusa_heads"  # in the output directory and in every checkpoint of the trainer
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
 CONFIG_FILE = "config.json"
-LAYER = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
-PROJECTION = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.weight")
+_LAYER = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
+_PROJECTION = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.weight")
 _VLLM_LAYER = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _VLLM_PROJECTION = re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight")
 _KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers", "tied": "medusa_tied"}
@@ -84,9 +84,9 @@ def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]
     blocks: dict[str, torch.Tensor] = {}
     projections: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(os.path.join(folder, WEIGHTS_FILE)).items():
-        if layer := LAYER.fullmatch(name) or _VLLM_LAYER.fullmatch(name):
+        if layer := _LAYER.fullmatch(name) or _VLLM_LAYER.fullmatch(name):
             blocks[f"{layer[1]}.{layer[2]}.linear.{layer[3]}"] = tensor
-        elif projection := PROJECTION.fullmatch(name) or _VLLM_PROJECTION.fullmatch(name):
+        elif projection := _PROJECTION.fullmatch(name) or _VLLM_PROJECTION.fullmatch(name):
             projections[projection[1]] = tensor
         else:
             raise ValueError(f"{os.path.join(folder, WEIGHTS_FILE)}: {name} is the name of no part of a Medusa head.")

@@ -11,11 +11,12 @@ exactly what the LM head does. The state dict of a model with heads has the name
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from peft.utils.integrations import gather_params_ctx
 from torch import nn
 
 from liger_trainer.head.find import base_model_of, head_reason, output_head
@@ -96,7 +97,7 @@ class MedusaHeads(nn.ModuleList):
         head = _lm_head(model)
         name = getattr(base_model_of(model), "name_or_path", None) or None
         config = MedusaHeadsConfig(num_heads, num_layers, tied, head.in_features, head.out_features, name)
-        with _gathered(head.weight):
+        with gather_params_ctx(head.weight, None):  # it may be partitioned by ZeRO-3
             heads = cls(config, head.weight.dtype, head.weight.device)
             with torch.no_grad():
                 for own in heads if not tied else ():
@@ -139,7 +140,7 @@ class MedusaHeads(nn.ModuleList):
 
     @classmethod
     def from_pretrained(cls, folder: str, dtype: torch.dtype | None = None, device: Device = None) -> "MedusaHeads":
-        """Heads from a directory of this package, an export in either format, or a FasterDecoding checkpoint.
+        """Heads from a directory of this package, an export, or a checkpoint of FasterDecoding or vLLM.
 
         `folder` may also be an output directory of the trainer that has one. Unset, `dtype` is the saved one, and
         `device` the CPU.
@@ -214,12 +215,3 @@ def _lm_head(model: nn.Module) -> nn.Linear:
     if head.bias is not None:
         raise ValueError(f"The LM head of {name} has a bias, and Medusa heads have none. Use a model without one.")
     return head
-
-
-def _gathered(weight: torch.Tensor) -> AbstractContextManager:
-    """Within the block `weight` is whole, even if ZeRO-3 has partitioned it."""
-    if not hasattr(weight, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([weight])

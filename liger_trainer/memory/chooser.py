@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,9 +27,9 @@ LESS = 0.98  # of the limit, after the allocator had to release its cache
 class Ranks:
     """All processes of the training, which agree over the host's network, so that no GPU waits for another."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
         self.several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.group = dist.new_group(backend="gloo") if self.several else None
+        self.group = dist.new_group(timeout=timeout, backend="gloo") if self.several else None
 
     def least(self, *numbers: int) -> tuple[int, ...]:
         """Return the least that any process gives in each place. All processes call this with as many numbers."""

@@ -66,8 +66,3 @@ class LigerArguments(FeatureFields, StockArguments):
             raise ValueError(f"eval_predictions is {self.eval_predictions!r}; expected 'logits' or 'tokens'.")
         config: Any = self.liger_config  # None, a dict, or text that was no JSON, which is refused
         check_config(config)
-        if self.use_liger and self.use_liger_kernel:
-            raise ValueError(
-                "use_liger and use_liger_kernel are both true, and each patches the same modules; "
-                "remove use_liger_kernel."
-            )

@@ -1,9 +1,10 @@
 """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -27,16 +28,12 @@ from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.varlen.host_copies import remembering
-
-if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
-    from transformers import Trainer as StockTrainer
-else:
-    StockTrainer = object
+from liger_trainer.world import fault_of_world
 
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 
 
-class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
+class LigerTrainerMixin(LoadsRenamedWeights):
     """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss.
 
     A subclass does that by overriding `token_loss`, which is given per-token quantities and never logits. The sum over
@@ -103,7 +100,7 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
 
     @property
     def uses_liger(self) -> bool:
-        """Whether models are patched, which is also the case for stock arguments, which have no `use_liger`."""
+        """Models are patched. That is so for stock arguments too, which have no `use_liger`."""
         return getattr(self.args, "use_liger", True)
 
     @property
@@ -286,8 +283,9 @@ class LigerTrainerMixin(LoadsRenamedWeights, StockTrainer):
         return forward
 
     def _finish_init(self) -> None:
-        if self.uses_liger:
-            init_checks.refuse_processes_apart(self)
+        sharding = "FSDP" if getattr(self.args, "fsdp", None) else None
+        if self.uses_liger and (fault := fault_of_world(os.environ, self.accelerator, sharding)):
+            raise ValueError(fault)
         for feature in FEATURES:
             feature.check_trainer(self)
         if self.has_own_loss:

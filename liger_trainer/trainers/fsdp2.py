@@ -52,14 +52,5 @@ def give_weights_of_first_process(model: PreTrainedModel, accelerator: Any) -> N
 
 def _give_memory(model: nn.Module) -> None:
     """Put an empty tensor on the CPU in the place of each parameter and buffer of the state dict that has no memory."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in list(tensors.items()):
-                if tensor is None or not tensor.is_meta or name in module._non_persistent_buffers_set:
-                    continue
-                if tensor not in made:
-                    empty = torch.empty_like(tensor, device="cpu")
-                    is_weight = isinstance(tensor, nn.Parameter)
-                    made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_weight else empty
-                setattr(module, name, made[tensor])
+    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    model._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta and id(t) in saved else t)

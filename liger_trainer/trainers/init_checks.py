@@ -3,8 +3,6 @@
 `LigerTrainerMixin` calls `refuse_before_patching` in `_apply_liger`, and the others in `_finish_init`.
 """
 
-import difflib
-import os
 from typing import Any
 
 from torch import nn
@@ -15,7 +13,6 @@ from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, 
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.patching.varlen import why_rows_mix
-from liger_trainer.world import fault_of_world
 
 IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
 WHAT_FUSED_LAYERS_KEEP = (
@@ -61,13 +58,6 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         )
 
 
-def refuse_processes_apart(trainer: Any) -> None:
-    """ValueError if the launcher has promised processes, machines or sharding that accelerate does not have."""
-    sharding = "FSDP" if getattr(trainer.args, "fsdp", None) else None
-    if fault := fault_of_world(os.environ, trainer.accelerator, sharding):
-        raise ValueError(fault)
-
-
 def refuse_a_second_loss(trainer: Any) -> None:
     """ValueError if an option and the user's own method both decide the loss: one of them would be ignored."""
     for name, unset in (("label_smoothing_factor", 0.0), ("loss_type", "nll"), ("compute_loss_func", None)):
@@ -86,10 +76,7 @@ def refuse_unfit_for_own_loss(trainer: Any) -> None:
         raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"token_outputs has the unknown name {name!r}; did you mean {near!r}? Known names: {', '.join(known)}."
-            )
+            raise ValueError(f"token_outputs has the unknown name {name!r}; expected names of: {', '.join(known)}.")
     name = type(trainer).__name__
     if (why := trainer.why_unfused(trainer.model)) is not None:
         raise ValueError(

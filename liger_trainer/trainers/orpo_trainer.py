@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from liger_trainer.trainers.arguments import LigerArguments
@@ -26,9 +25,4 @@ class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
     """
 
     loss_hook = "odds_ratio_loss"
-
-    def _chosen_labels(
-        self, labels: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
-    ) -> torch.Tensor:
-        """`labels` with the prompt's labels added, since ORPO's likelihood term covers the prompt too."""
-        return torch.where(labels != -100, labels, torch.where(attention_mask == 1, input_ids, -100))
+    likes_prompts = True

@@ -53,7 +53,7 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def has_images(rows: Any) -> bool:
-    """Whether a dataset, which may be None, has images that are processed when a batch is made."""
+    """Tell whether a dataset, which may be None, has images that are processed when a batch is made."""
     return not {"image", "images"}.isdisjoint(getattr(rows, "column_names", None) or ())
 
 

@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from liger_trainer.instance.binding import own_class
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the mixins of this package always go before a class of transformers or TRL
     from transformers import Trainer as StockTrainer
 else:
     StockTrainer = object

@@ -121,29 +121,15 @@ def _cross_entropy(
 class LigerPairMixin(LigerTRLMixin):
     """Goes before a TRL trainer whose `concatenated_forward` scores chosen and rejected rows in one batch.
 
-    In `_chosen_labels`, a subclass says which tokens of the chosen rows the likelihood term may ask for.
+    Attributes:
+        likes_prompts (`bool`): Whether the likelihood term covers the prompts of chosen rows too.
     """
 
+    likes_prompts: bool = False
     padding_value: int | None
 
-    def __init__(
-        self,
-        model: nn.Module | str | None = None,
-        args: Any = None,
-        *rest: Any,
-        quantization_config: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        use_liger = getattr(args, "use_liger", True)
-        if quantization_config is not None and not use_liger:
-            kwargs["quantization_config"] = quantization_config
-        elif quantization_config is not None:
-            raise ValueError(
-                f"quantization_config is {type(quantization_config).__name__}, which {self.stock_class().__name__} "
-                "does not take. Load the model with it (AutoModelForCausalLM.from_pretrained(..., "
-                "quantization_config=...)) and pass the model."
-            )
-        if use_liger and isinstance(model, str) and (args.use_cpu or args.world_size > 1):
+    def __init__(self, model: nn.Module | str | None = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+        if getattr(args, "use_liger", True) and isinstance(model, str) and (args.use_cpu or args.world_size > 1):
             # The stock trainer would spread a model that it loads over all GPUs of the machine, in every process.
             args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
         super().__init__(model, args, *rest, **kwargs)
@@ -169,12 +155,6 @@ class LigerPairMixin(LigerTRLMixin):
                 self.data_collator.pad_token_id = self.processing_class.pad_token_id
         super()._finish_init()
 
-    def _chosen_labels(
-        self, labels: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
-    ) -> torch.Tensor:
-        """The labels (B, S) to score in the chosen rows, given the collator's `labels`; -100 where none is needed."""
-        return labels
-
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         if not self.head_is_ours:
             return super().concatenated_forward(model, batch)
@@ -182,7 +162,9 @@ class LigerPairMixin(LigerTRLMixin):
         def scored(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> ModelOutput:
             labels = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
             chosen = batch["chosen_labels"].shape[0]
-            labels[:chosen] = self._chosen_labels(labels[:chosen], input_ids[:chosen], attention_mask[:chosen])
+            if self.likes_prompts:
+                is_prompt = (labels[:chosen] == -100) & (attention_mask[:chosen] == 1)
+                labels[:chosen] = torch.where(is_prompt, input_ids[:chosen], labels[:chosen])
             outputs = model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,

@@ -100,14 +100,6 @@ def test_editable_install(tmp_path):
     assert configs == ROOT / "configs"
 
 
-def test_broken_installation_says_so(monkeypatch, tmp_path):
-    from liger_trainer import paths
-
-    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "liger_trainer")
-    with pytest.raises(FileNotFoundError, match="installation of liger-trainer is incomplete"):
-        paths.shipped("recipes")
-
-
 def test_triton_is_required_on_linux_only():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (triton,) = [line for line in project["dependencies"] if line.startswith("triton")]

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from tiny_models import VOCAB, tiny_model
 
-from liger_trainer.medusa.evaluate import head_input
 from liger_trainer.medusa.heads import MedusaHeads
 from liger_trainer.medusa.prompts import answer
 
@@ -27,9 +26,9 @@ def model_with_heads(model_type="llama", num_heads=3, num_layers=1, tied=False, 
     texts = answer(model, prompts, ENDS, 24)
     examples = []
     for prompt, text in zip(prompts, texts, strict=True):
-        with head_input(model) as seen, torch.no_grad():
-            model(input_ids=torch.tensor([prompt + text]), use_cache=False)
-        examples.append((seen[0][0], torch.tensor(prompt + text)))
+        ids = torch.tensor(prompt + text)
+        with torch.no_grad():
+            examples.append((model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0], ids))
     optimizer = torch.optim.Adam(heads.parameters(), lr=0.02)
     for _ in range(steps):
         loss = 0

@@ -46,7 +46,7 @@ def tgi(folder, x, lm_head, num_speculate):
     return torch.stack(logits)
 
 
-def vllm(folder, x, maps_old_names=True):
+def vllm(folder, x):
     """Parameters by config; what has no place among them is dropped; one that gets nothing stays as allocated."""
     config, _, tensors = read(folder)
     assert config["model_type"] == "medusa"
@@ -56,8 +56,7 @@ def vllm(folder, x, maps_old_names=True):
             name = "heads" if "heads" in key else "layers"
             assert name not in shape, f"{key} is a second key that vLLM takes for the number of {name}"
             shape[name] = value
-    if maps_old_names:
-        tensors = {renamed(name, shape["layers"]): tensor for name, tensor in tensors.items()}
+    tensors = {renamed(name, shape["layers"]): tensor for name, tensor in tensors.items()}
     logits = []
     for k in range(shape["heads"]):
         y = x

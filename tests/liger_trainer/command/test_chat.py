@@ -91,9 +91,9 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
     [
         (("--base",), "is a whole model"),
         (("--prompt_template", "chat"), "has no chat template"),
-        (("--max_new_tokens", "0"), "--max_new_tokens is 0; expected a whole number above 0."),
-        (("--temperature", "-1"), "--temperature is -1.0; expected a number of 0 or more."),
-        (("--temperature", "nan"), "--temperature is nan; expected"),
+        (("--max_new_tokens", "0"), "`max_new_tokens` must be greater than 0, but is 0."),
+        (("--temperature", "-1"), "`temperature` (=-1.0) has to be a strictly positive float"),
+        (("--temperature", "nan"), "`temperature` (=nan) has to be a strictly positive float"),
     ],
 )
 def test_mistakes(words, said, folder, monkeypatch, capsys):

@@ -177,9 +177,9 @@ def test_only_answers_are_learned(trainer, folder, capsys):
     )
     assert sum(label != -100 for label in stock.train_dataset[0]["labels"]) == 5
     stock.train()
-    code, _, err = command(capsys, "train", recipe(folder, overwrite_output_dir=True))
+    code, _, err = command(capsys, "train", recipe(folder, output_dir=str(folder / "anew")))
     assert code == 0, err
-    logged = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    logged = json.loads((folder / "anew" / "trainer_state.json").read_text())["log_history"]
     for mine, other in zip(logged, stock.state.log_history, strict=False):
         if "loss" in other:
             assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)

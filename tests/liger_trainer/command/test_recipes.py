@@ -112,7 +112,6 @@ UNKNOWN = {
         "'lr' (with value 0.0001) is not a key of a recipe. Did you mean learning_rate?",
     ),
     "another tool's batch size": ("batch_size: 4", "Did you mean per_device_train_batch_size?"),
-    "liger-kernel": ("use_liger_kernel: true", "use_liger and use_liger_kernel are both true"),
     "model key": ("lora_alhpa: 8", "Did you mean lora_alpha?"),
     "twice": ("max_steps: 3\nmax_steps: 4", "line 2: the key 'max_steps' is there twice; keep one."),
     "trainer": ("trainer: sfd", f"trainer is 'sfd'; expected one of: {', '.join(TRAINERS)}."),

@@ -40,7 +40,7 @@ def test_an_output_dir_that_is_taken_is_refused(folder, capsys):
     before = (folder / "out" / "model.safetensors").stat().st_mtime_ns
     code, _, err = command(capsys, "train", path, "--max_steps", "2")
     assert code == 2
-    for way_out in ("output_dir", "checkpoint-4", "resume_from_checkpoint: true", "overwrite_output_dir: true"):
+    for way_out in ("output_dir", "checkpoint-4", "resume_from_checkpoint: true", "delete that run"):
         assert way_out in err
     assert (folder / "out" / "model.safetensors").stat().st_mtime_ns == before
     shutil.rmtree(folder / "out" / "checkpoint-2")
@@ -49,32 +49,9 @@ def test_an_output_dir_that_is_taken_is_refused(folder, capsys):
     assert code == 2 and "model.safetensors" in err, "a finished model counts too"
 
 
-def test_overwriting_leaves_nothing_of_the_old_run(folder, capsys):
-    path = write_recipe(folder, **SAVING)
-    assert command(capsys, "train", path)[0] == 0
-    (folder / "out" / "notes.txt").write_text("mine")
-    lora = ("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--max_steps", "2")
-    code, _, err = command(capsys, "train", path, "--overwrite_output_dir", "true", *lora)
-    assert code == 0, err
-    assert steps_of(folder / "out") == [2], "checkpoint-4 was the old run's"
-    names = {path.name for path in (folder / "out").iterdir()}
-    assert "adapter_model.safetensors" in names and "notes.txt" in names
-    assert not {"model.safetensors", "config.json"} & names, "the old model would lie beside the new adapter"
-    (folder / "empty").mkdir()
-    (folder / "empty" / "adapter_config.json").write_text("mine")
-    options = ("--overwrite_output_dir", "true", "--output_dir", folder / "empty")
-    assert command(capsys, "train", path, *options)[0] == 0
-    assert (folder / "empty" / "adapter_config.json").read_text() == "mine", "no run was there"
-    code, _, err = command(
-        capsys, "train", path, "--overwrite_output_dir", "true", "--resume_from_checkpoint", "true", *lora
-    )
-    assert code == 2 and "overwrite_output_dir" in err and "resume_from_checkpoint" in err
-
-
-def test_overwriting_never_deletes_the_model_it_starts_from(folder, capsys):
-    path = write_recipe(folder, output_dir=str(folder / "model"))
-    code, _, err = command(capsys, "train", path, "--overwrite_output_dir", "true")
-    assert code == 2 and "model_name_or_path" in err and "output_dir" in err
+def test_the_folder_of_the_model_is_no_output_dir(folder, capsys):
+    code, _, err = command(capsys, "train", write_recipe(folder, output_dir=str(folder / "model")))
+    assert code == 2 and "holds an earlier run (model.safetensors)" in err
     assert (folder / "model" / "model.safetensors").is_file()
 
 
@@ -187,7 +164,7 @@ def test_a_run_stopped_while_it_loads_names_no_earlier_checkpoint(saved_run, fol
 
     shutil.copytree(saved_run, folder / "out")
     monkeypatch.setattr("liger_trainer.command.sources.load_rows", interrupt)
-    path = write_recipe(folder, **SAVING, overwrite_output_dir=True)
+    path = write_recipe(folder, **SAVING, resume_from_checkpoint=True)
     code, _, err = command(capsys, "train", path)
     assert code == 130 and err.strip() == "liger-trainer: interrupted. Training had not begun."
     assert steps_of(folder / "out") == [2, 4], "nor is it deleted"

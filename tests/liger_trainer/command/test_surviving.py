@@ -129,8 +129,6 @@ def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(folder, c
     assert code == 0 and "resumed" not in out and "liger-trainer" not in err, err
     code, out, err = command(capsys, "train", recipe)
     assert code == 0 and "resumed at step 4" in out, err
-    code, _, err = command(capsys, "train", recipe, "--overwrite_output_dir", "true")
-    assert code == 2 and "overwrite_output_dir is true and resume_from_checkpoint is auto" in err
 
 
 @pytest.mark.parametrize("counter", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "FLYTE_ATTEMPT_NUMBER"])
@@ -143,8 +141,6 @@ def test_a_restart_goes_on_by_itself(counter, folder, capsys, monkeypatch):
     monkeypatch.setenv(counter, "1")
     code, out, err = command(capsys, "train", recipe)
     assert code == 0 and "resumed at step 4" in out, err
-    code, out, err = command(capsys, "train", recipe, "--overwrite_output_dir", "true", "--max_steps", "2")
-    assert code == 0 and "resumed" not in out and f"{counter} is 1" in err and "begins anew" in err
 
 
 def test_restarts_that_torchrun_would_send_to_dead_processes(folder, capsys, monkeypatch):

@@ -58,18 +58,15 @@ def test_from_answers_to_servers(folder, cache, capsys):
     assert re.search(r"^  steps +4$", out, re.M)
     assert not (folder / "out" / "model.safetensors").exists(), "stage 1 leaves the model as it was"
 
-    numbers = folder / "eval" / "numbers.json"
     code, out, err = command(
-        capsys, "medusa-eval", folder / "model", folder / "out", *prompts, "--max_new_tokens", 12, "--max_rows", 3,
-        "--output", numbers,
-    )  # fmt: skip
+        capsys, "medusa-eval", folder / "model", folder / "out", *prompts, "--max_new_tokens", 12, "--max_rows", 3
+    )
     assert code == 0, err
-    report = json.loads(numbers.read_text())
-    assert round(report["chain"], 3) == printed(out) >= 1 and report["rows"] == 3
+    assert printed(out) >= 1 and "of greedy text after 3 prompts" in out
 
     code, out, err = command(capsys, "medusa-export", folder / "out", "--output", folder / "served")
     assert code == 0, err
-    assert f"{folder / 'served'}: for {folder / 'model'}, format all" in out
+    assert f"{folder / 'served'}: for {folder / 'model'}" in out
     trained, served = load_heads(folder / "out"), load_heads(folder / "served")
     assert trained[1][0].linear.bias.abs().max() > 0, "they were trained"
     for name, tensor in trained.state_dict().items():
@@ -88,9 +85,8 @@ def test_stage_2_serves_the_trained_model(folder, cache, capsys):
     assert code == 0, err
     assert "2 untied heads" in out and printed(out) >= 1
     code, out, err = command(
-        capsys, "medusa-export", folder / "two", "--output", folder / "two_served", "--format", "vllm",
-        "--dtype", "bfloat16",
-    )  # fmt: skip
+        capsys, "medusa-export", folder / "two", "--output", folder / "two_served", "--dtype", "bfloat16"
+    )
     assert code == 0, err
     config = json.loads((folder / "two_served" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder / "two"), "not the model it was trained from"
@@ -108,11 +104,9 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
                            lora_target_modules=["q_proj", "down_proj"], output_dir=str(out_dir))  # fmt: skip
     code, _, err = command(capsys, "train", recipe)
     assert code == 0, err
-    numbers = folder / "lora.json"
-    prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8, "--output", numbers)
-    code, out, err = command(capsys, "medusa-eval", out_dir, out_dir, *prompts)
+    prompts = ("--prompts", folder / "rows.jsonl", "--max_rows", 2, "--max_new_tokens", 8)
+    code, with_adapter, err = command(capsys, "medusa-eval", out_dir, out_dir, *prompts)
     assert code == 0, err
-    with_adapter = json.loads(numbers.read_text())["accuracy"]
 
     code, _, err = command(capsys, "medusa-export", out_dir, "--output", folder / "lora_served")
     assert code == 2 and "holds an adapter" in err
@@ -128,14 +122,13 @@ def test_stage_2_with_lora_is_merged_for_servers(folder, cache, capsys):
         torch.testing.assert_close(plain(ids).logits, tuned(ids).logits, rtol=1e-4, atol=1e-4)
     code, out, err = command(capsys, "medusa-eval", merged, folder / "lora_served", *prompts)
     assert code == 0, err
-    assert json.loads(numbers.read_text())["accuracy"] == with_adapter
+    assert out == with_adapter
 
 
 def test_mistakes_exit_2(folder, capsys, tmp_path):
     rows = ("--prompts", folder / "rows.jsonl")
     for argv, message in (
         (("medusa-eval", folder / "model", folder / "model", *rows), "has no medusa_lm_head.safetensors"),
-        (("medusa-eval", folder / "model", "x", *rows, "--output", "x.txt"), "output is 'x.txt'; expected a file"),
         (("medusa-eval", folder / "none", "x", *rows), "there is no such folder"),
         (("medusa-eval", folder / "model", folder / "heads", "--prompts", "none"), "prompts is 'none'; expected"),
         (("medusa-export", folder / "model", "--output", tmp_path / "o"), "Give the output_dir of a Medusa training"),

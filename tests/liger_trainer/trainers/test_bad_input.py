@@ -26,7 +26,6 @@ def arguments(args_class=LigerTrainingArguments, **options):
         ({"liger_config": {"rope": "no"}}, r"liger_config\['rope'\] is 'no'; expected True or False"),
         ({"liger_config": ["rope"]}, "expected a dict such as"),
         ({"use_liger": "maybe"}, "use_liger is 'maybe'; expected true or false"),
-        ({"use_liger_kernel": True}, "use_liger and use_liger_kernel are both true"),
     ],
 )
 def test_arguments(args_class, options, message):
