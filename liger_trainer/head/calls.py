@@ -41,10 +41,10 @@ from liger_trainer.head.find import (
     report_unfused,
     who_sees_outputs,
 )
-from liger_trainer.head.module import CaptureBinding, bind_all, capture, innermost, why_not_fusable
+from liger_trainer.head.module import bind_all, capture, innermost, why_not_fusable
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
-from liger_trainer.instance.binding import bind, call_previous, is_bound, unbind
+from liger_trainer.instance.binding import bind, call_previous
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
@@ -86,7 +86,7 @@ class _Call(NamedTuple):
 
 
 def install_fused_head(model: nn.Module, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
-    """Bind the fused forward to `model`. Where it is bound already, only `options` and `place` change.
+    """Bind the fused forward to `model`. Where it is bound, or a wrapper calls it, only `options` and `place` change.
 
     A model whose head cannot be fused, because of a DoRA on it for example, answers the same calls from real logits. A
     model without a head is left alone.
@@ -112,24 +112,12 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
     if binding is None:
         forward = _forward_of(type(model))  # type: ignore[arg-type] # mypy takes no class for hashable
         binding = bind(model, FusedHeadBinding(forward))
-    binding.options, binding.place = options, place or binding.place
+    binding.options, binding.place, binding.aside = options, place or binding.place, False
     reason = head_reason(model)
     if reason is None:
         bind_all(output_head(model))
         masks.install()
     return reason
-
-
-def remove_fused_head(model: nn.Module) -> None:
-    """Undo `install_fused_head`. A wrapper of the forward, such as accelerate's, stays and calls the model's own."""
-    model = base_model_of(model)
-    for module in model.modules():
-        unbind(module, CaptureBinding)
-    binding = FusedHeadBinding.of(model)
-    if binding is None or is_bound(model, binding):
-        unbind(model, FusedHeadBinding)
-    else:
-        binding.options = None  # see `FusedHeadBinding`
 
 
 @functools.cache
@@ -151,8 +139,7 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
         **kwargs: Any,
     ) -> Any:
         options = head_options(self)
-        if options is None:  # the head has been removed, but a wrapper still calls this forward
-            return call_previous(self, FusedHeadBinding, args, kwargs)
+        assert options is not None, "a binding that has been removed steps aside"
         leaves_out = leaves_padding_out(self)
         shown: str | None = None  # what the answer has of every position
         is_scored = bool(fused_lm_head or label_smoothing or scored_by is not None)

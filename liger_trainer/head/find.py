@@ -1,7 +1,6 @@
 """Finding the LM head of a model and the options of its fused head, and saying why it cannot be fused."""
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,15 +16,14 @@ class FusedHeadBinding(Binding):
     """The binding of a model, made by `install_fused_head`.
 
     Attributes:
-        options (`HeadOptions` or `None`): None once the head has been removed while a wrapper still calls our forward.
-            The binding then stays, so that a later install does not bind a second forward around the wrapper.
+        options (`HeadOptions`): What calls with `fused_lm_head=True` do by default.
     """
 
-    key: ClassVar[str] = "_liger_head"
+    key = "_liger_head"
 
     def __init__(self, function: Callable):
         super().__init__(function)
-        self.options: HeadOptions | None = None
+        self.options = HeadOptions()
 
 
 def base_model_of(model: nn.Module) -> nn.Module:
@@ -53,7 +51,7 @@ def head_reason(model: nn.Module) -> str | None:
 def head_options(model: nn.Module) -> HeadOptions | None:
     """The options of the fused head of `model`, or None where it has none."""
     binding = FusedHeadBinding.of(base_model_of(model))
-    return None if binding is None else binding.options
+    return None if binding is None or binding.aside else binding.options
 
 
 def has_fused_head(model: nn.Module) -> bool:

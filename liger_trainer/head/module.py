@@ -7,7 +7,7 @@ inside calls of the modules that own them, so that FSDP2 and ZeRO-3 gather them 
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the sc
 class CaptureBinding(Binding):
     """The binding of an LM head, made by `bind_head`."""
 
-    key: ClassVar[str] = "_liger_capture"
+    key = "_liger_capture"
 
     def __init__(self, function: Callable):
         super().__init__(function)

@@ -12,7 +12,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -45,23 +45,23 @@ class Weakly:
 class Binding:
     """A method of ours that is bound to one instance.
 
-    A subclass remembers more. Where it has a `key` of its own, its methods are bound and unbound apart from the others.
+    A subclass remembers more, and has a `key` of its own.
 
     Args:
         function: Our method, unbound. `function.__name__` must be the name of the class's method that it replaces.
         slot (`str`): The attribute of the instance that holds the method.
         place (`Place`, *optional*): The module's place in a report, which is told when the method steps aside.
         guards (`Rests`, *optional*): What the method rests on. Where it no longer holds, the method steps aside.
+        key (`str`, *optional*): The key under which the `__dict__` of the instance has the binding a second time, where
+            it stays if the method is wrapped. It begins with `_liger_`. Unset: that of the class.
 
     Attributes:
-        key (`str`): The key under which the `__dict__` of the instance has the binding a second time, where it stays
-            if the method is wrapped.
         previous: What the slot held before, or None where the class's own method was in effect.
         aside (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or ours was
-            removed while a wrapper still calls it. A checkpoint that recomputes a call must take the same path again.
+            removed, and a wrapper may still call it. A checkpoint that recomputes a call must take the same path again.
     """
 
-    key: ClassVar[str] = "_liger_patch"
+    key = "_liger_patch"
 
     def __init__(
         self,
@@ -69,8 +69,10 @@ class Binding:
         slot: str = "forward",
         place: Place | None = None,
         guards: Rests | None = None,
+        key: str | None = None,
     ):
         self.function, self.slot, self.place, self.guards = function, slot, place, guards
+        self.key = key or type(self).key
         self.previous: Callable | None = None
         self.aside = False
         self.module = Weakly()
@@ -155,23 +157,23 @@ def is_bound(module: nn.Module, binding: Binding) -> bool:
     return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
 
 
-def unbind(module: nn.Module, kind: type[Binding]) -> None:
-    """Undo `bind`: the `__dict__` of the instance is as before.
+def unbind_all(module: nn.Module) -> None:
+    """Undo every `bind`, the last one first: the `__dict__` of the instance is as before.
 
     Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which steps aside.
     """
-    binding = kind.of(module)
-    module.__dict__.pop(kind.key, None)
-    if binding is None:
-        return
-    if not is_bound(module, binding):
+    state = module.__dict__
+    for key in reversed([key for key in state if key.startswith("_liger_")]):
+        binding = state.pop(key)
+        if not isinstance(binding, Binding):  # it has been pickled since
+            continue
         binding.aside = True
-        module.__dict__[kind.key] = binding
-        return
-    if binding.previous is None and binding.slot != "_old_forward":
-        del module.__dict__[binding.slot]
-    else:  # accelerate's hook calls `_old_forward`, which must stay there
-        module.__dict__[binding.slot] = binding.previous or types.MethodType(type(module).forward, module)
+        if not is_bound(module, binding):
+            state[key] = binding
+        elif binding.previous is None and binding.slot != "_old_forward":
+            del state[binding.slot]
+        else:  # accelerate's hook calls `_old_forward`, which must stay there
+            state[binding.slot] = binding.previous or types.MethodType(type(module).forward, module)
 
 
 def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, bind, own_class, unbind
+from liger_trainer.instance.binding import Binding, bind, own_class
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups
 from liger_trainer.instance.hooks import comes_from, home
+from liger_trainer.instance.kind import slot_of
 from liger_trainer.patching.rotary import decorated_like, forward_with_globals
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.known import Known
@@ -32,43 +32,7 @@ _ROOM = "transformers.vision_utils"
 _DECORATORS = ("transformers.utils.", "torch.utils._contextlib")
 
 
-class IndexBinding(Binding):
-    """What is bound in the place of `get_rope_index`."""
-
-    key = "_liger_rope_index"
-
-
-class PlacesBinding(Binding):
-    """What is bound in the place of `get_placeholder_mask`."""
-
-    key = "_liger_places"
-
-
-class ImagesBinding(Binding):
-    """What is bound in the place of `get_image_features`."""
-
-    key = "_liger_image_features"
-
-
-class VideosBinding(Binding):
-    """What is bound in the place of `get_video_features`."""
-
-    key = "_liger_video_features"
-
-
-class SizesBinding(Binding):
-    """What is bound to a tower that computes where its patches lie."""
-
-    key = "_liger_sizes"
-
-
-_BINDINGS: dict[str, type[Binding]] = {
-    _INDEX: IndexBinding, _PLACES: PlacesBinding, "get_image_features": ImagesBinding,
-    "get_video_features": VideosBinding,
-}  # fmt: skip
-
-
-def swap(model: nn.Module) -> None:
+def bind_to(model: nn.Module) -> None:
     """Have each part of `model` that computes positions from the sizes of images compute them on the host."""
     for module in model.modules():
         cls = own_class(module)
@@ -76,19 +40,13 @@ def swap(model: nn.Module) -> None:
             continue
         if (binding := _sizes_of(module)) is not None:
             bind(module, binding)
-        for name, kind in _BINDINGS.items():
+        for name in (_INDEX, _PLACES, *_FEATURES):
             own = getattr(cls, name, None)
             if own is None or name in module.__dict__ or not comes_from(own, "transformers."):
                 continue
             if (method := _method_of(own, name)) is not None:
-                bind(module, kind(method, name, guards=Guards(cls, [(cls, name, own)])))
-
-
-def remove(model: nn.Module) -> None:
-    """Undo `swap`."""
-    for module in model.modules():
-        for kind in (*_BINDINGS.values(), SizesBinding):
-            unbind(module, kind)
+                guards = Guards(cls, [(cls, name, own)])
+                bind(module, Binding(method, name, guards=guards, key=f"_liger_{name}"))
 
 
 def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None, **named: Any) -> Any:
@@ -189,7 +147,7 @@ def _features_of(own: Callable, signature: inspect.Signature, sizes: str) -> Cal
     return get_features
 
 
-def _sizes_of(module: nn.Module) -> SizesBinding | None:
+def _sizes_of(module: nn.Module) -> Binding | None:
     """What to bind to a tower, or None for any other module."""
     cls = own_class(module)
     own = inspect.unwrap(cls.forward)
@@ -198,7 +156,7 @@ def _sizes_of(module: nn.Module) -> SizesBinding | None:
     if (
         not helpers
         or not _is_decorated_as_known(cls.forward)
-        or probe.slot_of(module)[1] is not None
+        or slot_of(module)[1] is not None
         or Binding.of(module) is not None
     ):
         return None
@@ -208,7 +166,7 @@ def _sizes_of(module: nn.Module) -> SizesBinding | None:
     except NotProven:
         return None
     forward = decorated_like(cls.forward, forward_with_globals(own, replaced))  # type: ignore[arg-type]
-    return SizesBinding(forward, probe.slot_of(module)[0], guards=guards)
+    return Binding(forward, slot_of(module)[0], guards=guards, key="_liger_sizes")
 
 
 def _is_decorated_as_known(forward: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from liger_trainer.instance import probe
 from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.instance.kind import Kind
+from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, rebuildable
 from liger_triton import gated_rms_norm, layer_norm, rms_norm
 
@@ -101,7 +101,12 @@ def guessed_operation(module: nn.Module) -> str:
     return "layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"
 
 
-def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
+def kind(rebuild_above: int) -> Kind:
+    """The kind of a norm whose output is computed again backward if it has more than `rebuild_above` bytes."""
+    return Kind(nominated, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation)
+
+
+def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[Proof | None, str | None]:
     """(what this norm computes, None), or (None, why it is none of ours)."""
     inputs = probe.inputs_of(type(module).forward)
     taken = "an open list of inputs" if inputs is None else f"{len(inputs)} inputs ({', '.join(inputs)})"
@@ -118,8 +123,8 @@ def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
     norms = _gated(module, weight, inputs[1]) if gated else _plain(module, weight, bias)
     cases = Cases(module, gated, _is_channels_first(module) and not gated)
     for norm in norms:
-        if cases.agree(build(norm)):
-            return norm, None
+        if cases.agree(forward := build(norm, rebuild_above)):
+            return Proof(norm.operation, norm, forward), None
     if gated:
         return None, f"its forward takes {taken}, and is no RMSNorm and a product with silu or sigmoid of the second"
     return None, "it computes none of the known norms (RMSNorm with llama or gemma cast, LayerNorm)"
@@ -295,6 +300,3 @@ class Cases:
             elif not all(probe.same(g, w, probe.FP32_RTOL, by_row=g.ndim > 1) for g, w in zip(got, want, strict=True)):
                 return False
         return True
-
-
-KIND = Kind(nominated, prove, build, guessed_operation, rebuilds=True)

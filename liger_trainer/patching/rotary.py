@@ -7,23 +7,24 @@ A patched attention runs its own code, with globals in which the name of the rot
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.instance import guards, probe
-from liger_trainer.instance.binding import Binding, Weakly, bind, own_class
+from liger_trainer.instance import guards
+from liger_trainer.instance.binding import Binding, Weakly, own_class
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
 from liger_trainer.instance.hooks import comes_from, hook_on
-from liger_trainer.instance.report import LigerReport, Place
+from liger_trainer.instance.kind import Found, attempt, slot_of
 from liger_trainer.memory.rebuild import forward_rebuilding
-from liger_trainer.patching.rotary_proof import Proof, Signature, layouts_of, makes_angles, prove, size_of
+from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
 from liger_triton import rope
 from liger_triton.rope import misfit
 
-Plan = tuple[Proof, frozenset[int] | None]  # a proof, and the widths of cos for which it holds (None: all)
+OPERATION = "rope"
+Plan = tuple[Rotation, frozenset[int] | None]  # a proof, and the widths of cos for which it holds (None: all)
 
 
 class RotaryBinding(Binding):
@@ -59,11 +60,8 @@ def rotary_names(forward: Callable) -> list[str]:
     return [n for n in names if callable(scope.get(n)) and not inspect.isclass(scope[n])]
 
 
-def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float]) -> None:
-    """Bind a forward that sees our rotary functions to every attention of `model` whose functions are proven."""
-    if not wanted["rope"]:
-        return
-    operation = report["rope"]
+def find(model: nn.Module) -> Iterator[Found]:
+    """Find the attentions of `model`, each with a forward that sees our rotary functions where they are proven."""
     modules = dict(model.named_modules())
     layouts = {name: layouts_of(module) for name, module in modules.items() if makes_angles(module)}
     prove_once = functools.cache(_proven)
@@ -77,11 +75,9 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
             try:
                 binding, text = _binding_of(way, [maker.split(".")[-1] for maker in makers], seen, prove_once)
             except NotProven as error:
-                operation.skipped[name] = str(error)
+                yield Found(OPERATION, name, module, str(error))
             else:
-                binding.place = Place(operation, name)
-                bind(module, binding)
-                operation.swapped[name] = text
+                yield Found(OPERATION, name, module, text, binding)
 
 
 def _binding_of(
@@ -98,7 +94,7 @@ def _binding_of(
     module = way[-1]
     decorated = type(module).forward
     own = inspect.unwrap(decorated)
-    slot, reason = probe.slot_of(module)
+    slot, reason = slot_of(module)
     if not _is_decorated_as_known(decorated):
         reason = "its forward is decorated"
     parts = [(name, way[0]._modules[name]) for name in makers]
@@ -138,12 +134,12 @@ def _proven(function: Callable) -> tuple[Any, str | None]:
         key = key_of(function) if isinstance(function, types.FunctionType) else None
     except (NotProven, TypeError):
         key = None
-    return probe.attempt(prove, function) if key is None else _proven_at(function, key)
+    return attempt(prove, function) if key is None else _proven_at(function, key)
 
 
 @functools.lru_cache(maxsize=64)
 def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
-    return probe.attempt(prove, function)
+    return attempt(prove, function)
 
 
 def _is_decorated_as_known(forward: Callable) -> bool:
@@ -188,7 +184,7 @@ def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]
     return []
 
 
-def _plans(proven: tuple[Proof, ...], seen: frozenset[tuple[int, str]]) -> tuple[Plan, ...]:
+def _plans(proven: tuple[Rotation, ...], seen: frozenset[tuple[int, str]]) -> tuple[Plan, ...]:
     """The proofs that hold for the angles of a module, whose (width of cos, layout) are `seen`."""
     plans: list[Plan] = []
     for proof in proven:

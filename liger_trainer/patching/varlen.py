@@ -10,6 +10,7 @@ Where nothing is installed, packed rows may see each other. Some models keep the
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from transformers import PreTrainedModel
 from liger_trainer.head import masks
 from liger_trainer.head.find import base_model_of, head_options
 from liger_trainer.instance import probe
-from liger_trainer.instance.binding import unbind
-from liger_trainer.instance.report import Place
+from liger_trainer.instance.binding import bind
+from liger_trainer.instance.kind import Found, attempt
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
 from liger_trainer.varlen.decide import code_of, foreign_class, own_loss_of, plan_of, unknown_forward, why_not_theirs
@@ -40,39 +41,25 @@ _PACKED = (7, 5, 11)
 _MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
 
 
-def swap(model, report, wanted: dict) -> None:
-    """Take padding out of the backbone of `model` where that is proven, or put it back where it is not wanted."""
+def find(model) -> Iterator[Found]:
+    """Find the backbone of `model`, with a forward that leaves out padding where that is proven."""
     model = base_model_of(model)
-    if not isinstance(model, PreTrainedModel):
-        return
-    backbone = padding.backbone_of(model)
-    remove(model)
-    part, prefix = report[OPERATION], model.base_model_prefix
-    name = next((name for name, module in model.named_modules() if module is backbone), prefix)
-    part.enabled = bool(wanted[OPERATION] and wanted["fused_linear_cross_entropy"])  # whose forward sees the labels
-    if not part.enabled or backbone is None:
+    backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
+    if backbone is None:
         return
     proven: Any = None
     reason = _why_not(model, backbone)
     if reason is None:
-        proven, reason = probe.attempt(_prove, model)
+        proven, reason = attempt(_prove, model)
     if reason is None:
         reason = unknown_forward(model, proven.forwards)
+    name = next((name for name, module in model.named_modules() if module is backbone), model.base_model_prefix)
     if reason is not None:
-        part.unsuited[name] = reason
+        yield Found(OPERATION, name, backbone, reason, is_rare=True)
         return
-    padding.install(backbone, proven, Place(part, name))
     runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
     kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds] if proven.is_local else []
-    part.swapped[name] = "; ".join([runs, *kinds])
-
-
-def remove(model) -> None:
-    """Undo `swap`."""
-    model = base_model_of(model)
-    backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
-    if isinstance(backbone, PreTrainedModel):
-        unbind(backbone, padding.BackboneBinding)
+    yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), padding.binding_of(backbone, proven))
 
 
 def _why_not(model, backbone) -> str | None:
@@ -130,7 +117,8 @@ def _prove(model):
     kinds: set[str] = set()
     forwards, reason = code_of([*own.modules(), model, around]), None
     proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
-    padding.install(ours if subject is backbone else padding.backbone_of(ours), proven)
+    copied = ours if subject is backbone else padding.backbone_of(ours)
+    bind(copied, padding.binding_of(copied, proven))
     batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
         ("a packed row", one_row, within),
@@ -225,7 +213,7 @@ def why_rows_mix(model) -> str | None:
     if ours is not None and not ours.aside and ours.proven.keeps_padding is None:
         return None
     with probe.isolated():
-        apart, _ = probe.attempt(_rows_stay_apart, backbone)
+        apart, _ = attempt(_rows_stay_apart, backbone)
     if apart is not False:
         return None
     return f"in {type(model).__name__} with attn_implementation={attention!r}, packed rows see each other"

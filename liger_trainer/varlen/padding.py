@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.binding import Binding, bind, call_previous
-from liger_trainer.instance.report import Place
+from liger_trainer.instance.binding import Binding, call_previous
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
@@ -62,8 +61,8 @@ class BackboneBinding(Binding):
 
     key = "_liger_varlen"
 
-    def __init__(self, function: Callable, proven: Proven, place: Place | None):
-        super().__init__(function, place=place)
+    def __init__(self, function: Callable, proven: Proven):
+        super().__init__(function)
         self.proven = proven
         self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
 
@@ -231,10 +230,9 @@ def _forward_of(backbone_class):
     return forward
 
 
-def install(backbone, proven: Proven, place: Place | None = None) -> None:
-    """Have `backbone` leave out padding, and its layers attend to rows of uneven length, in calls that have a plan."""
-    forward = _forward_of(type(backbone))  # type: ignore[arg-type]
-    bind(backbone, BackboneBinding(forward, proven, place))
+def binding_of(backbone, proven: Proven) -> BackboneBinding:
+    """With it, calls of `backbone` that have a plan leave out padding, and layers attend to rows of uneven length."""
+    return BackboneBinding(_forward_of(type(backbone)), proven)  # type: ignore[arg-type]
 
 
 def computes_padding(backbone, reason: str, what: str = "computes padding too") -> None:

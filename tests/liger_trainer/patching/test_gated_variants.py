@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 
 from liger_trainer.instance import guards, probe
 from liger_trainer.instance.binding import Binding
+from liger_trainer.instance.kind import attempt
 from liger_trainer.patching import apply_liger, experts, mlps, norms, remove_liger
 from liger_triton import reference
 
@@ -27,7 +28,8 @@ def modules_of_this_file_are_known(monkeypatch):
 
 def proven(module, kind):
     with probe.isolated():
-        return probe.attempt(kind.prove, module)
+        proof, reason = attempt(kind.prove, module)
+    return proof and proof.variant, reason
 
 
 class GatedNorm(nn.Module):
@@ -356,9 +358,10 @@ def expert_block(cut, flaw=None):
 
 @pytest.mark.parametrize("cut", ["pairs", "halves"])
 def test_experts(cut):
-    proven, reason = experts.prove(expert_block(cut))
-    assert reason is None and proven.interleaved == (cut == "pairs")
-    assert (proven.gate.limit, proven.gate.alpha, proven.gate.up_offset) == ("limit", "alpha", 1.0)
+    proof, reason = experts.prove(expert_block(cut))
+    assert reason is None and proof.variant.interleaved == (cut == "pairs")
+    gate = proof.variant.gate
+    assert (gate.limit, gate.alpha, gate.up_offset) == ("limit", "alpha", 1.0)
 
 
 @pytest.mark.parametrize("cut", ["pairs", "halves"])
