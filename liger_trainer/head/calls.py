@@ -32,20 +32,22 @@ from transformers.utils import ModelOutput
 
 from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits, real
-from liger_trainer.head.find import (
+from liger_trainer.head.module import (
     FusedHeadBinding,
-    base_model_of,
+    bind_all,
+    capture,
     head_options,
     head_reason,
-    output_head,
+    innermost,
     report_unfused,
     who_sees_outputs,
+    why_not_fusable,
 )
-from liger_trainer.head.module import bind_all, capture, innermost, why_not_fusable
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
 from liger_trainer.instance.binding import bind, call_previous
 from liger_trainer.instance.hooks import replaced_forward
+from liger_trainer.instance.model import base_model_of, output_head
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
 from liger_trainer.varlen.padding import Plan, cache_of, running

@@ -1,4 +1,4 @@
-"""The LM head as a module: when it can be fused, where its parameters are, and the forward bound to it.
+"""The LM head of a model: when it can be fused, where its parameters are, and the forward bound to it.
 
 A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top. Its parameters are used only
 inside calls of the modules that own them, so that FSDP2 and ZeRO-3 gather them and all hooks run.
@@ -15,9 +15,12 @@ from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from liger_trainer._logging import logger
+from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, call_previous, own_class
 from liger_trainer.instance.guards import linear_is_torchs
-from liger_trainer.instance.hooks import has_hooks, hook_on
+from liger_trainer.instance.hooks import has_hooks, hook_on, output_seen_by
+from liger_trainer.instance.model import base_model_of, output_head
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, type(None), FakeTensor)  # fake ones while memory is counted
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
@@ -218,3 +221,74 @@ def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) 
         stand_ins.pop(thread, None)
         if outer is not None:
             stand_ins[thread] = outer
+
+
+# The head of a model
+
+
+class FusedHeadBinding(Binding):
+    """The binding of a model, made by `install_fused_head`.
+
+    Attributes:
+        options (`HeadOptions`): What calls with `fused_lm_head=True` do by default.
+    """
+
+    key = "_liger_head"
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        self.options = HeadOptions()
+
+
+def head_reason(model: nn.Module) -> str | None:
+    """Tell why `model` cannot have a fused head, or return None."""
+    head = output_head(model)
+    if head is None:
+        return f"{type(base_model_of(model)).__name__} has no LM head (get_output_embeddings() is None)"
+    options = head_options(model)
+    reason = why_not_fusable(head, options is not None and options.cast_lm_head_to_fp32)
+    return None if reason is None else f"the LM head of {type(base_model_of(model)).__name__} cannot be fused: {reason}"
+
+
+def head_options(model: nn.Module) -> HeadOptions | None:
+    """The options of the fused head of `model`, or None where it has none."""
+    binding = FusedHeadBinding.of(base_model_of(model))
+    return None if binding is None or binding.aside else binding.options
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Return whether `model` has a fused head, also where accelerate has wrapped its forward."""
+    return head_options(model) is not None
+
+
+def who_sees_outputs(model: nn.Module) -> str | None:
+    """Describe a hook or a forward of the user's that gets the outputs of `model`, which may be wrapped, or None."""
+    for module in model.modules():  # a wrapper comes before what it wraps
+        ours = FusedHeadBinding.of(module)
+        if (seen := output_seen_by(module, ours)) is not None:
+            return f"{seen} on the {type(module).__name__} sees its outputs, which would have no logits"
+        if ours is not None:
+            break
+    return None
+
+
+def report_unfused(model: nn.Module, reason: str) -> None:
+    """Say in the log and in the report of `model`, which may be wrapped by PEFT, that its head is not fused."""
+    if torch.compiler.is_compiling():
+        return
+    model = base_model_of(model)
+    binding = FusedHeadBinding.of(model)
+    if binding is not None and binding.place is not None:
+        binding.place.keeps_its_code(reason)
+    logger.warning_once(
+        f"The LM head of {type(model).__name__} is not fused: {reason}. "
+        "Full logits are built instead, so the numbers are right, but no memory is saved."
+    )
+
+
+def why_peft_needs_logits(model: nn.Module) -> str | None:
+    """Tell why the PEFT wrapper `model` needs real logits in calls with labels, or return None."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.peft_type == "CPT":
+            return f"the adapter {name!r} is CPT, which computes its own loss from logits"
+    return None

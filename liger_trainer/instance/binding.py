@@ -157,11 +157,16 @@ def is_bound(module: nn.Module, binding: Binding) -> bool:
     return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
 
 
-def unbind_all(module: nn.Module) -> None:
-    """Undo every `bind`, the last one first: the `__dict__` of the instance is as before.
+def unbind_all(model: nn.Module) -> None:
+    """Undo every `bind` in `model`, the last one first: the `__dict__` of each module is as before.
 
     Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which steps aside.
     """
+    for module in model.modules():
+        _unbind(module)
+
+
+def _unbind(module: nn.Module) -> None:
     state = module.__dict__
     for key in reversed([key for key in state if key.startswith("_liger_")]):
         binding = state.pop(key)

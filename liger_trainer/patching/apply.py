@@ -12,12 +12,12 @@ from torch import nn
 
 from liger_trainer.fp8 import layers as float8
 from liger_trainer.head.calls import install_fused_head
-from liger_trainer.head.find import output_head
 from liger_trainer.head.module import modules_called_by
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, bind, unbind_all
 from liger_trainer.instance.kind import Found, Kind, find
+from liger_trainer.instance.model import output_head
 from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
@@ -69,7 +69,7 @@ def apply_liger(
         operation.enabled = bool(wanted[name])
     attends = report[varlen.OPERATION]
     attends.enabled = attends.enabled and report[_HEAD].enabled  # its forward sees the labels
-    remove_liger(model)
+    unbind_all(model)
     kinds, head = kinds_of(int(wanted[REBUILD_ABOVE_MIB] * 2**20)), output_head(model)
     of_head = [] if head is None else [part for part in modules_called_by(head) if "base_layer" in part._modules]
     with probe.isolated():
@@ -82,10 +82,11 @@ def apply_liger(
     if attends.enabled:
         with probe.isolated():
             _swap(varlen.find(model), report)
-            image_positions.bind_to(model)
+            for module, binding in image_positions.find(model):
+                bind(module, binding)
             _swap(find((towers.KIND,), model.named_modules()), report)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
-        remove_liger(model)
+        unbind_all(model)
         problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
         raise ValueError(f"strict=True, but in {report.model_name} {problem}.\n{report}")
     return report
@@ -100,8 +101,7 @@ def kinds_of(rebuild_above: int) -> tuple[Kind, ...]:
 
 def remove_liger(model: nn.Module) -> None:
     """Give every module of `model` its own code back; the `__dict__` of each is as before `apply_liger`."""
-    for module in getattr(model, "_orig_mod", model).modules():
-        unbind_all(module)
+    unbind_all(getattr(model, "_orig_mod", model))
 
 
 def swap_converted(model: nn.Module, report: LigerReport) -> int:

@@ -9,14 +9,14 @@ results are sent to the GPU.
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_trainer.instance.binding import Binding, bind, own_class
+from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups
 from liger_trainer.instance.hooks import comes_from, home
 from liger_trainer.instance.kind import slot_of
@@ -32,21 +32,21 @@ _ROOM = "transformers.vision_utils"
 _DECORATORS = ("transformers.utils.", "torch.utils._contextlib")
 
 
-def bind_to(model: nn.Module) -> None:
-    """Have each part of `model` that computes positions from the sizes of images compute them on the host."""
+def find(model: nn.Module) -> Iterator[tuple[nn.Module, Binding]]:
+    """Find the parts of `model` that compute positions from the sizes of images, with what computes them on the host."""
     for module in model.modules():
         cls = own_class(module)
         if not cls.__module__.startswith("transformers."):
             continue
         if (binding := _sizes_of(module)) is not None:
-            bind(module, binding)
+            yield module, binding
         for name in (_INDEX, _PLACES, *_FEATURES):
             own = getattr(cls, name, None)
             if own is None or name in module.__dict__ or not comes_from(own, "transformers."):
                 continue
             if (method := _method_of(own, name)) is not None:
                 guards = Guards(cls, [(cls, name, own)])
-                bind(module, Binding(method, name, guards=guards, key=f"_liger_{name}"))
+                yield module, Binding(method, name, guards=guards, key=f"_liger_{name}")
 
 
 def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None, **named: Any) -> Any:

@@ -17,10 +17,11 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
-from liger_trainer.head.find import base_model_of, head_options
+from liger_trainer.head.module import head_options
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import bind
 from liger_trainer.instance.kind import Found, attempt
+from liger_trainer.instance.model import backbone_of, base_model_of, base_of
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
 from liger_trainer.varlen.decide import code_of, foreign_class, own_loss_of, plan_of, unknown_forward, why_not_theirs
@@ -44,7 +45,7 @@ _MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves 
 def find(model) -> Iterator[Found]:
     """Find the backbone of `model`, with a forward that leaves out padding where that is proven."""
     model = base_model_of(model)
-    backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
+    backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
     if backbone is None:
         return
     proven: Any = None
@@ -76,7 +77,7 @@ def _why_not(model, backbone) -> str | None:
         return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
-    around = padding.base_of(model)
+    around = base_of(model)
     if around is not backbone and _makes_masks(around):
         return "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
     return masks.why_not_ours(model)
@@ -92,7 +93,7 @@ def _prove(model):
 
     Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
     """
-    around, backbone = padding.base_of(model), padding.backbone_of(model)
+    around, backbone = base_of(model), backbone_of(model)
     subject = model if around is backbone else backbone
     attention = model.config.get_text_config()._attn_implementation
     own, ours = (small_copy(subject, probe.SEED, attention) for _ in range(2))
@@ -117,7 +118,7 @@ def _prove(model):
     kinds: set[str] = set()
     forwards, reason = code_of([*own.modules(), model, around]), None
     proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
-    copied = ours if subject is backbone else padding.backbone_of(ours)
+    copied = ours if subject is backbone else backbone_of(ours)
     bind(copied, padding.binding_of(copied, proven))
     batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
@@ -205,7 +206,7 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
 def why_rows_mix(model) -> str | None:
     """Tell why packed rows would see each other in `model`, or return None if a small copy does not show it."""
     model = base_model_of(model)
-    backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
+    backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
         return None

@@ -16,17 +16,10 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
+from liger_trainer.instance.model import backbone_of, base_of
 from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import remember, sent, values_of
-from liger_trainer.varlen.padding import (
-    BackboneBinding,
-    Plan,
-    backbone_of,
-    base_of,
-    cache_of,
-    computes_padding,
-    tokens_of,
-)
+from liger_trainer.varlen.padding import BackboneBinding, Plan, cache_of, computes_padding, tokens_of
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (

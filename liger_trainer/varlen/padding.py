@@ -178,25 +178,6 @@ def cache_of(call: dict[str, Any]) -> Any:
     return call.get("past_key_values") if call.get("cache") is None else call["cache"]
 
 
-def base_of(model):
-    """The part of a transformers model before its head, with towers if it has any, or None."""
-    name = getattr(model, "base_model_prefix", "")
-    # The prefix of Llama 4's decoder is that of the model of images.
-    return model._modules.get(name, model._modules.get("model")) if name else None
-
-
-def backbone_of(model):
-    """The part of a transformers model before its head, or None.
-
-    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
-    """
-    base = base_of(model)
-    config = getattr(base, "config", None)
-    if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
-        return base
-    return next((part for part in base._modules.values() if type(getattr(part, "config", None)) is type(text)), base)
-
-
 @functools.cache
 def _forward_of(backbone_class):
     names = list(inspect.signature(backbone_class.forward).parameters)[1:]

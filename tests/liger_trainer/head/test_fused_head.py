@@ -15,7 +15,7 @@ from tiny_models import VOCAB, collate, ragged_rows, tiny_model
 from liger_trainer._logging import logger
 from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import has_fused_head
+from liger_trainer.head.module import has_fused_head
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import apply_liger, remove_liger
 
