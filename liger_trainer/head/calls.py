@@ -34,11 +34,13 @@ from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits, real
 from liger_trainer.head.module import (
     FusedHeadBinding,
+    base_model_of,
     bind_all,
     capture,
     head_options,
     head_reason,
     innermost,
+    output_head,
     report_unfused,
     who_sees_outputs,
     why_not_fusable,
@@ -47,7 +49,6 @@ from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutp
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
 from liger_trainer.instance.binding import bind, call_previous
 from liger_trainer.instance.hooks import replaced_forward
-from liger_trainer.instance.model import base_model_of, output_head
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
 from liger_trainer.varlen.padding import Plan, cache_of, running

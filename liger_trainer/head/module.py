@@ -20,7 +20,6 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, call_previous, own_class
 from liger_trainer.instance.guards import linear_is_torchs
 from liger_trainer.instance.hooks import has_hooks, hook_on, output_seen_by
-from liger_trainer.instance.model import base_model_of, output_head
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, type(None), FakeTensor)  # fake ones while memory is counted
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
@@ -238,6 +237,18 @@ class FusedHeadBinding(Binding):
     def __init__(self, function: Callable):
         super().__init__(function)
         self.options = HeadOptions()
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """The transformers model inside `torch.compile` and a PEFT wrapper, or the model itself."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes the logits of a transformers model, or None."""
+    get_head = getattr(base_model_of(model), "get_output_embeddings", None)
+    return None if get_head is None else get_head()
 
 
 def head_reason(model: nn.Module) -> str | None:

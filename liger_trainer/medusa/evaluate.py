@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from liger_trainer.head.module import innermost
-from liger_trainer.instance.model import output_head
+from liger_trainer.head.module import innermost, output_head
 from liger_trainer.medusa.heads import MedusaHeads
 from liger_trainer.medusa.prompts import answer
 

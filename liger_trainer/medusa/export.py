@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from liger_trainer.head.module import innermost
-from liger_trainer.instance.model import output_head
+from liger_trainer.head.module import innermost, output_head
 from liger_trainer.medusa.files import CONFIG_FILE, HEADS_FOLDER, LAYER, PROJECTION, heads_folder, write_heads
 from liger_trainer.medusa.heads import MedusaHeads
 

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_trainer.head.module import HeadCall, bind_head, head_reason, innermost
-from liger_trainer.instance.model import base_model_of, output_head
+from liger_trainer.head.module import HeadCall, base_model_of, bind_head, head_reason, innermost, output_head
 from liger_trainer.medusa.files import MedusaHeadsConfig, read_heads, write_heads
 
 HEADS_NAME = "medusa_head"  # the attribute of the model

@@ -12,12 +12,11 @@ from torch import nn
 
 from liger_trainer.fp8 import layers as float8
 from liger_trainer.head.calls import install_fused_head
-from liger_trainer.head.module import modules_called_by
+from liger_trainer.head.module import modules_called_by, output_head
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, bind, unbind_all
 from liger_trainer.instance.kind import Found, Kind, find
-from liger_trainer.instance.model import output_head
 from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES

@@ -17,14 +17,22 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
-from liger_trainer.head.module import head_options
+from liger_trainer.head.module import base_model_of, head_options
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import bind
 from liger_trainer.instance.kind import Found, attempt
-from liger_trainer.instance.model import backbone_of, base_model_of, base_of
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.decide import code_of, foreign_class, own_loss_of, plan_of, unknown_forward, why_not_theirs
+from liger_trainer.varlen.decide import (
+    backbone_of,
+    base_of,
+    code_of,
+    foreign_class,
+    own_loss_of,
+    plan_of,
+    unknown_forward,
+    why_not_theirs,
+)
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy

@@ -15,10 +15,9 @@ from transformers.trainer_utils import TrainOutput
 from liger_trainer._logging import logger
 from liger_trainer.feature import Run
 from liger_trainer.head import masks
-from liger_trainer.head.module import has_fused_head
+from liger_trainer.head.module import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.instance.hooks import comes_from
-from liger_trainer.instance.model import base_model_of
 from liger_trainer.memory.memory import GpuMemory
 from liger_trainer.memory.summary import CheckpointingSummary
 from liger_trainer.patching import LigerReport

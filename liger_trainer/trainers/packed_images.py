@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from liger_trainer.instance.model import base_model_of
+from liger_trainer.head.module import base_model_of
 from liger_trainer.varlen.decide import leaves_padding_out
 
 

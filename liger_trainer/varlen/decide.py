@@ -16,7 +16,6 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
-from liger_trainer.instance.model import backbone_of, base_of
 from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.padding import BackboneBinding, Plan, cache_of, computes_padding, tokens_of
@@ -42,6 +41,25 @@ _PER_TOKEN_ROOMS = (
     "liger_trainer.",
 )  # fmt: skip
 _STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
+
+
+def base_of(model):
+    """The part of a transformers model before its head, with towers if it has any, or None."""
+    name = getattr(model, "base_model_prefix", "")
+    # The prefix of Llama 4's decoder is that of the model of images.
+    return model._modules.get(name, model._modules.get("model")) if name else None
+
+
+def backbone_of(model):
+    """The part of a transformers model before its head, or None.
+
+    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
+    """
+    base = base_of(model)
+    config = getattr(base, "config", None)
+    if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
+        return base
+    return next((part for part in base._modules.values() if type(getattr(part, "config", None)) is type(text)), base)
 
 
 def leaves_padding_out(model) -> bool:
