@@ -106,20 +106,18 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
         ValueError: `options.outputs` has an unknown name.
     """
     model, options = base_model_of(model), options or HeadOptions()
-    if output_head(model) is None:
-        return head_reason(model)
-    unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}
-    if unknown:
+    head = output_head(model)
+    if unknown := set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}:
         raise ValueError(f"outputs has {sorted(unknown)}; expected names from {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
-    binding = FusedHeadBinding.of(model)
-    if binding is None:
-        forward = _forward_of(type(model))  # type: ignore[arg-type] # mypy takes no class for hashable
-        binding = bind(model, FusedHeadBinding(forward))
+    bound = FusedHeadBinding.of(model)
+    binding = bound or FusedHeadBinding(_forward_of(type(model)))  # type: ignore[arg-type] # a class is hashable
     binding.options, binding.place, binding.aside = options, place or binding.place, False
-    reason = head_reason(model)
+    reason = head_reason(model, options)
     if reason is None:
-        bind_all(output_head(model))
+        bind_all(head)
         masks.install()
+    if bound is None and head is not None:
+        bind(model, binding)
     return reason
 
 

@@ -251,14 +251,14 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return None if get_head is None else get_head()
 
 
-def head_reason(model: nn.Module) -> str | None:
-    """Tell why `model` cannot have a fused head, or return None."""
-    head = output_head(model)
+def head_reason(model: nn.Module, options: HeadOptions | None = None) -> str | None:
+    """Tell why `model` cannot have a fused head with `options`, by default those that it has, or return None."""
+    model = base_model_of(model)
+    head, options = output_head(model), options or head_options(model)
     if head is None:
-        return f"{type(base_model_of(model)).__name__} has no LM head (get_output_embeddings() is None)"
-    options = head_options(model)
+        return f"{type(model).__name__} has no LM head (get_output_embeddings() is None)"
     reason = why_not_fusable(head, options is not None and options.cast_lm_head_to_fp32)
-    return None if reason is None else f"the LM head of {type(base_model_of(model)).__name__} cannot be fused: {reason}"
+    return None if reason is None else f"the LM head of {type(model).__name__} cannot be fused: {reason}"
 
 
 def head_options(model: nn.Module) -> HeadOptions | None:

@@ -23,7 +23,7 @@ class Proof(NamedTuple):
     """What a module was proven to compute.
 
     Attributes:
-        operation (`str`): A key of the report.
+        operation (`str`): A key of the report, or empty for what it does not list.
         variant: The formula. Its `str()` is what the report names.
         forward: The method that was shown to compute it, and is bound.
     """
@@ -42,7 +42,8 @@ class Kind(NamedTuple):
         guessed_operation: Names the operation under which a module is reported that could not be proven.
         why_not: Tells why one module, whose formula is proven, has to keep its own code, or returns None.
         guards: Makes the guards of a proof of the module, or raises `NotProven`.
-        binding: What is bound, `Binding` or a subclass.
+        binding: Makes what is bound of a function, a slot and guards.
+        method (`str`): The method that is replaced.
         is_rare (`bool`): Whether most models have no such module, so that one that is not proven was not recognised.
     """
 
@@ -51,7 +52,8 @@ class Kind(NamedTuple):
     guessed_operation: Callable[[nn.Module], str]
     why_not: Callable[[nn.Module], str | None] = lambda module: None
     guards: Callable[[nn.Module], Guards] = guards_of
-    binding: type[Binding] = Binding
+    binding: Callable[..., Binding] = Binding
+    method: str = "forward"
     is_rare: bool = False
 
 
@@ -59,7 +61,7 @@ class Found(NamedTuple):
     """A module that was recognised.
 
     Attributes:
-        operation (`str`): A key of the report.
+        operation (`str`): A key of the report, or empty for what it does not list.
         name (`str`): The name of the module in the model.
         module (`nn.Module`): The module.
         text (`str`): The variant that it was proven to compute, or why it keeps its own code.
@@ -83,7 +85,7 @@ def find(kinds: Iterable[Kind], modules: Iterable[tuple[str, nn.Module]]) -> Ite
             if not kind.nominated(module):
                 continue
             proof = guards = None
-            slot, reason = slot_of(module)
+            slot, reason = slot_of(module, kind.method)
             if reason is None:
                 key = (kind, fingerprint(module))
                 if key not in proofs:

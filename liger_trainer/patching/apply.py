@@ -12,12 +12,12 @@ from torch import nn
 
 from liger_trainer.fp8 import layers as float8
 from liger_trainer.head.calls import install_fused_head
-from liger_trainer.head.module import modules_called_by, output_head
+from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, bind, unbind_all
 from liger_trainer.instance.kind import Found, Kind, find
-from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
+from liger_trainer.instance.report import OPERATIONS, LigerReport, OperationReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
 from liger_trainer.patching import experts, image_positions, mlps, norms, rotary, towers, varlen
@@ -63,27 +63,26 @@ def apply_liger(
             f"model is a {type(model).__name__}; expected a torch.nn.Module, such as a transformers model."
         )
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    inner, head = base_model_of(model), output_head(model)
     report = LigerReport(type(model).__name__)
     for name, operation in report.operations.items():
         operation.enabled = bool(wanted[name])
     attends = report[varlen.OPERATION]
     attends.enabled = attends.enabled and report[_HEAD].enabled  # its forward sees the labels
     unbind_all(model)
-    kinds, head = kinds_of(int(wanted[REBUILD_ABOVE_MIB] * 2**20)), output_head(model)
+    kinds = kinds_of(int(wanted[REBUILD_ABOVE_MIB] * 2**20))
     of_head = [] if head is None else [part for part in modules_called_by(head) if "base_layer" in part._modules]
     with probe.isolated():
         # LoRA on the head is in the fused loss
         _swap(find(kinds, [found for found in model.named_modules() if found[1] not in of_head]), report)
         if report[rotary.OPERATION].enabled:
-            _swap(rotary.find(model), report)
+            _swap(rotary.find_attentions(model), report)
     if report[_HEAD].enabled and head is not None:
         _swap_head(model, head, head_options, report)
     if attends.enabled:
         with probe.isolated():
-            _swap(varlen.find(model), report)
-            for module, binding in image_positions.find(model):
-                bind(module, binding)
-            _swap(find((towers.KIND,), model.named_modules()), report)
+            _swap(varlen.find_backbone(inner), report)
+            _swap(find((*image_positions.KINDS, towers.KIND), model.named_modules()), report)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
         unbind_all(model)
         problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
@@ -118,8 +117,9 @@ def swap_converted(model: nn.Module, report: LigerReport) -> int:
 
 def _swap(modules: Iterable[Found], report: LigerReport) -> None:
     """Bind to modules what is to be bound, and note in the report which were swapped, and why others were not."""
+    not_listed = OperationReport()
     for operation, name, module, text, binding, is_rare in modules:
-        part = report[operation]
+        part = report.operations.get(operation, not_listed)
         if not part.enabled:
             continue
         if binding is None:

@@ -9,7 +9,7 @@ results are sent to the GPU.
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_trainer.instance.binding import Binding, own_class
-from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups
+from liger_trainer.instance.guards import Guards, code_guards_of, global_lookups
 from liger_trainer.instance.hooks import comes_from, home
-from liger_trainer.instance.kind import slot_of
+from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.patching.rotary import decorated_like, forward_with_globals
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.known import Known
@@ -30,23 +30,6 @@ _FEATURES = {"get_image_features": "image_grid_thw", "get_video_features": "vide
 _HELPERS = "get_vision_"  # functions of `transformers.vision_utils` that a tower's forward calls with the sizes
 _ROOM = "transformers.vision_utils"
 _DECORATORS = ("transformers.utils.", "torch.utils._contextlib")
-
-
-def find(model: nn.Module) -> Iterator[tuple[nn.Module, Binding]]:
-    """Find the parts of `model` that compute positions from the sizes of images, with what computes them on the host."""
-    for module in model.modules():
-        cls = own_class(module)
-        if not cls.__module__.startswith("transformers."):
-            continue
-        if (binding := _sizes_of(module)) is not None:
-            yield module, binding
-        for name in (_INDEX, _PLACES, *_FEATURES):
-            own = getattr(cls, name, None)
-            if own is None or name in module.__dict__ or not comes_from(own, "transformers."):
-                continue
-            if (method := _method_of(own, name)) is not None:
-                guards = Guards(cls, [(cls, name, own)])
-                yield module, Binding(method, name, guards=guards, key=f"_liger_{name}")
 
 
 def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None, **named: Any) -> Any:
@@ -147,26 +130,48 @@ def _features_of(own: Callable, signature: inspect.Signature, sizes: str) -> Cal
     return get_features
 
 
-def _sizes_of(module: nn.Module) -> Binding | None:
-    """What to bind to a tower, or None for any other module."""
+def _own(module: nn.Module, name: str) -> Any:
+    """The method `name` of a class of transformers, or None."""
     cls = own_class(module)
-    own = inspect.unwrap(cls.forward)
+    own = getattr(cls, name, None) if cls.__module__.startswith("transformers.") else None
+    return own if own is not None and comes_from(own, "transformers.") else None
+
+
+def _prove_method(name: str, module: nn.Module) -> tuple[Proof | None, str | None]:
+    method = _method_of(_own(module, name), name)
+    return (None, f"its {name} takes other arguments") if method is None else (Proof("", name, method), None)
+
+
+def _method_kind(name: str) -> Kind:
+    """The kind of models that have a method `name`, which is then called with values on the host."""
+    return Kind(
+        lambda module: _own(module, name) is not None, functools.partial(_prove_method, name), lambda module: "",
+        guards=lambda module: Guards(own_class(module), [(own_class(module), name, _own(module, name))]),
+        binding=functools.partial(Binding, key=f"_liger_{name}"), method=name,
+    )  # fmt: skip
+
+
+def _helpers_of(own: Any) -> list[str]:
     names = getattr(getattr(own, "__code__", None), "co_names", ())
-    helpers = [name for name in names if name.startswith(_HELPERS) and _is_theirs(own.__globals__.get(name))]
-    if (
-        not helpers
-        or not _is_decorated_as_known(cls.forward)
-        or slot_of(module)[1] is not None
-        or Binding.of(module) is not None
-    ):
-        return None
-    replaced = tuple((name, _helper(own.__globals__[name])) for name in helpers)
-    try:
-        guards = Guards(cls, [*global_lookups(own), *code_guards_of(cls).lookups])
-    except NotProven:
-        return None
-    forward = decorated_like(cls.forward, forward_with_globals(own, replaced))  # type: ignore[arg-type]
-    return Binding(forward, slot_of(module)[0], guards=guards, key="_liger_sizes")
+    return [name for name in names if name.startswith(_HELPERS) and _is_theirs(own.__globals__.get(name))]
+
+
+def _is_tower(module: nn.Module) -> bool:
+    """Return whether the forward of `module` computes where its patches lie, and no other method of ours is bound."""
+    forward = own_class(module).forward
+    return bool(_helpers_of(inspect.unwrap(forward))) and _is_decorated_as_known(forward) and Binding.of(module) is None
+
+
+def _prove_tower(module: nn.Module) -> tuple[Proof, None]:
+    decorated: Any = own_class(module).forward
+    own = inspect.unwrap(decorated)
+    replaced = tuple((name, _helper(own.__globals__[name])) for name in _helpers_of(own))
+    return Proof("", "sizes", decorated_like(decorated, forward_with_globals(own, replaced))), None
+
+
+def _tower_guards(module: nn.Module) -> Guards:
+    cls = own_class(module)
+    return Guards(cls, [*global_lookups(inspect.unwrap(cls.forward)), *code_guards_of(cls).lookups])
 
 
 def _is_decorated_as_known(forward: Any) -> bool:
@@ -186,3 +191,12 @@ def _is_theirs(function: Any) -> bool:
 @functools.cache
 def _helper(function: Callable) -> Callable:
     return functools.wraps(function)(functools.partial(on_host, function))
+
+
+KINDS = (
+    Kind(
+        _is_tower, _prove_tower, lambda module: "", guards=_tower_guards,
+        binding=functools.partial(Binding, key="_liger_sizes"),
+    ),
+    *map(_method_kind, (_INDEX, _PLACES, *_FEATURES)),
+)  # fmt: skip

@@ -60,7 +60,7 @@ def rotary_names(forward: Callable) -> list[str]:
     return [n for n in names if callable(scope.get(n)) and not inspect.isclass(scope[n])]
 
 
-def find(model: nn.Module) -> Iterator[Found]:
+def find_attentions(model: nn.Module) -> Iterator[Found]:
     """Find the attentions of `model`, each with a forward that sees our rotary functions where they are proven."""
     modules = dict(model.named_modules())
     layouts = {name: layouts_of(module) for name, module in modules.items() if makes_angles(module)}

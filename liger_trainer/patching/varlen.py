@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
-from liger_trainer.head.module import base_model_of, head_options
+from liger_trainer.head.module import base_model_of
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import bind
 from liger_trainer.instance.kind import Found, attempt
@@ -50,14 +50,15 @@ _PACKED = (7, 5, 11)
 _MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
 
 
-def find(model) -> Iterator[Found]:
+def find_backbone(model) -> Iterator[Found]:
     """Find the backbone of `model`, with a forward that leaves out padding where that is proven."""
-    model = base_model_of(model)
-    backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
+    if not isinstance(model, PreTrainedModel):
+        return
+    around, backbone = base_of(model), backbone_of(model)
     if backbone is None:
         return
     proven: Any = None
-    reason = _why_not(model, backbone)
+    reason = _why_not(model, around, backbone)
     if reason is None:
         proven, reason = attempt(_prove, model)
     if reason is None:
@@ -71,10 +72,10 @@ def find(model) -> Iterator[Found]:
     yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), padding.binding_of(backbone, proven))
 
 
-def _why_not(model, backbone) -> str | None:
+def _why_not(model, around, backbone) -> str | None:
     config = model.config
-    if head_options(model) is None:
-        return "it has no fused LM head, whose forward would see the labels"
+    if model.get_output_embeddings() is None:
+        return "it has no LM head, whose forward would see the labels"
     # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
     text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
     if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
@@ -85,7 +86,6 @@ def _why_not(model, backbone) -> str | None:
         return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
-    around = base_of(model)
     if around is not backbone and _makes_masks(around):
         return "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
     return masks.why_not_ours(model)
