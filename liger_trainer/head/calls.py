@@ -39,7 +39,6 @@ from liger_trainer.head.module import (
     capture,
     head_options,
     head_reason,
-    innermost,
     output_head,
     report_unfused,
     who_sees_outputs,
@@ -61,6 +60,7 @@ class _Call(NamedTuple):
     """A call of the model's own forward, the options of its head, and what else the call asks of the head."""
 
     model: nn.Module
+    head: nn.Module
     args: tuple
     kwargs: dict[str, Any]
     options: HeadOptions
@@ -146,7 +146,8 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
         is_scored = bool(fused_lm_head or label_smoothing or scored_by is not None)
         asked = options.outputs if token_outputs is None else token_outputs
         call = _Call(
-            self, args, kwargs, options, is_scored, label_smoothing, token_predictions, asked, uniform_grad
+            self, output_head(self), args, kwargs, options, is_scored, label_smoothing, token_predictions, asked,
+            uniform_grad,
         )  # fmt: skip
         if is_scored and "use_cache" in signature.parameters and cache_of(kwargs) is None:
             kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
@@ -167,7 +168,7 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
             answer = functools.partial(_own_outputs, call, skip_logits)
         if not leaves_out:
             return answer()
-        plan = plan_of_call(self, args, kwargs, shown, functools.partial(_why_unfit, self, options))
+        plan = plan_of_call(self, args, kwargs, shown, functools.partial(_why_unfit, call))
         with running(plan):  # None too: calls may lie in others
             return answer()
 
@@ -178,23 +179,21 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
     return forward
 
 
-def _why_unfit(model: nn.Module, options: HeadOptions, plan: Plan) -> str | None:
+def _why_unfit(call: _Call, plan: Plan) -> str | None:
     """Name what would see zeros where stock computes padding: code of the user's, or a head that is not fused."""
-    why = masks.why_not_ours(model)
+    why = masks.why_not_ours(call.model)
     if why is not None or not plan.leaves_out:
         return why
-    binding = FusedHeadBinding.of(model)
-    replaced = None if binding is None else replaced_forward(model, binding.previous)
+    binding = FusedHeadBinding.of(call.model)
+    replaced = None if binding is None else replaced_forward(call.model, binding.previous)
     if replaced is not None:
-        return f"{replaced} on the {type(model).__name__} may read what is computed for padding"
-    unfused = why_not_fusable(output_head(model), options.cast_lm_head_to_fp32)
+        return f"{replaced} on the {type(call.model).__name__} may read what is computed for padding"
+    unfused = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
     return None if unfused is None else f"the LM head is not fused, since {unfused}"
 
 
 def _own_outputs(call: _Call, skip_logits: bool) -> Any:
     """Return what the model's own forward does; in training without the logits that its loss was computed from."""
-    if not skip_logits:
-        return capture(innermost(output_head(call.model)), None, call.run)  # real ones, even within another call
 
     def shown(outputs: Any) -> Any:
         kept = _without_stand_ins(outputs)
@@ -202,6 +201,8 @@ def _own_outputs(call: _Call, skip_logits: bool) -> Any:
             kept["predictions"] = predictions(*call.shifted(_field(outputs, "logits")))
         return kept
 
+    if not skip_logits:
+        return capture(call.head, None, call.run)  # real ones, even within another call
     return _deferred(call, shown)
 
 
@@ -233,11 +234,6 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
     Returns what `use` makes of the outputs. A stand-in that the model has kept then becomes real, since the head's
     weights will change. Without `use`, the outputs are returned with their stand-ins.
     """
-    head = output_head(call.model)
-    reason = why_not_fusable(head, call.options.cast_lm_head_to_fp32)
-    if reason is not None:
-        report_unfused(call.model, reason)
-        return call.run() if use is None else use(call.run())
     made: list[weakref.ref[DeferredLogits]] = []
     called_in = _gradient_modes()
 
@@ -245,13 +241,16 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
         if _gradient_modes() != called_in:
             return None
         # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
-        logits = DeferredLogits(hidden, head, vocab_size)
+        logits = DeferredLogits(hidden, call.head, vocab_size)
         if not torch.compiler.is_compiling():
             made.append(weakref.ref(logits))
         return logits
 
     run = functools.partial(masks.run_without_masks, call) if torch.compiler.is_compiling() else call.run
-    outputs = capture(innermost(head), stand_in, run)
+    reason = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
+    if reason is not None:
+        report_unfused(call.model, reason)
+    outputs = capture(call.head, stand_in if reason is None else None, run)
     if use is None:
         return outputs
     result = use(outputs)

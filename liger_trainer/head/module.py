@@ -89,12 +89,12 @@ def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
     for layer in layers:
         if (reason := _why_not_plain(layer)) is not None:
             return reason
+    if isinstance(base.weight, DTensor) and not _gathered_by_a_call((outer, head, base), base.weight):
+        return "its weight is a DTensor that no call of the head gathers, as in tensor parallelism"
     for module in modules_called_by(outer):
         attached = hook_on(module, CaptureBinding.of(module), allowed=("trl.",) if cast_to_fp32 else ())
         if attached is not None:
             return f"{attached} on it would not see logits"
-    if isinstance(base.weight, DTensor) and not _gathered_by_a_call((outer, head, base), base.weight):
-        return "its weight is a DTensor that no call of the head gathers, as in tensor parallelism"
     return None
 
 
@@ -204,6 +204,7 @@ def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) 
     Where `stand_in` is None or returns None, they return logits. Calls in other threads are not affected. A call of the
     model inside `run`, by a hook, has a `capture` of its own.
     """
+    head = innermost(head)
     if stand_in is not None:
         bind_head(head)
     binding = CaptureBinding.of(head)
