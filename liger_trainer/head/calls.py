@@ -46,7 +46,7 @@ from liger_trainer.head.module import (
 )
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
-from liger_trainer.instance.binding import bind, call_previous
+from liger_trainer.instance.binding import bind, call_previous, in_place_of
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
@@ -123,10 +123,10 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
 
 @functools.cache
 def _forward_of(model_class: type[nn.Module]) -> Callable:
-    """The forward to bind to models of one class, with the signature of its own: `Trainer` and `generate` read that."""
-    signature = inspect.signature(model_class.forward)
+    """The forward to bind to models of one class."""
+    takes_cache = "use_cache" in inspect.signature(model_class.forward).parameters
 
-    @functools.wraps(model_class.forward)
+    @in_place_of(model_class.forward)
     def forward(
         self: nn.Module,
         *args: Any,
@@ -149,7 +149,7 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
             self, output_head(self), args, kwargs, options, is_scored, label_smoothing, token_predictions, asked,
             uniform_grad,
         )  # fmt: skip
-        if is_scored and "use_cache" in signature.parameters and cache_of(kwargs) is None:
+        if is_scored and takes_cache and cache_of(kwargs) is None:
             kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
         if scored_by is not None:  # `shift_labels` then say only which positions are scored
             answer = functools.partial(scored_by, functools.partial(_deferred, call))
@@ -172,10 +172,6 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
         with running(plan):  # None too: calls may lie in others
             return answer()
 
-    forward.__name__, forward.__module__ = "forward", __name__
-    # accelerate's `unwrap_model` takes forwards that have a `__wrapped__` for its own wrappers and removes them.
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    del forward.__wrapped__
     return forward
 
 

@@ -87,16 +87,13 @@ class Binding:
         module = self.module.to()
         if module is None:
             raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
-        if self.aside or self.must_step_aside(module):
+        reason = None if self.aside else self.broken(module)
+        if reason is not None:
+            self.step_aside(reason)
+        if self.aside or reason is not None:
             own = self.previous
             return getattr(type(module), self.name)(module, *args, **kwargs) if own is None else own(*args, **kwargs)
         return self.function(module, *args, **kwargs)
-
-    def must_step_aside(self, module: nn.Module) -> bool:
-        """Return whether the proof no longer holds for `module`, to which this is bound, and step aside then."""
-        if (reason := self.broken(module)) is not None:
-            self.step_aside(reason)
-        return reason is not None
 
     def broken(self, module: nn.Module) -> str | None:
         """Tell why the proof no longer holds for `module`, or return None."""
@@ -150,6 +147,22 @@ def bind(module: nn.Module, binding: BindingT) -> BindingT:
     binding.previous, binding.module = previous, Weakly(module)
     module.__dict__[slot] = module.__dict__[binding.key] = binding
     return binding
+
+
+def in_place_of(own: Callable, name: str = "forward") -> Callable[[Callable], Callable]:
+    """Decorate a method that is to be bound in the place of `own`, whose name is `name`, with the signature of `own`.
+
+    `Trainer` and `generate` read it. accelerate takes a method with a `__wrapped__` for its own wrapper and removes it.
+    """
+
+    def decorated(method: Any) -> Callable:
+        functools.update_wrapper(method, own)
+        method.__name__, method.__module__ = name, method.__globals__["__name__"]
+        method.__signature__ = inspect.signature(own)
+        del method.__wrapped__
+        return method
+
+    return decorated
 
 
 def is_bound(module: nn.Module, binding: Binding) -> bool:

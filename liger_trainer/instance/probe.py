@@ -107,11 +107,6 @@ def inputs_of(forward: Callable) -> list[str] | None:
     return names
 
 
-def rest_is_optional(forward: Callable) -> bool:
-    """Return whether an unbound `forward` has None as the default of all its inputs but `self` and the first."""
-    return all(p.default is None for p in list(inspect.signature(forward).parameters.values())[2:])
-
-
 def same(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = False) -> bool:
     """Return whether shapes and dtypes are equal, and no element differs by more than `rtol` times the largest one.
 

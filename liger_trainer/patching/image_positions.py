@@ -16,17 +16,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_trainer.instance.binding import Binding, own_class
+from liger_trainer.instance.binding import Binding, in_place_of, own_class
 from liger_trainer.instance.guards import Guards, code_guards_of, global_lookups
 from liger_trainer.instance.hooks import comes_from, home
 from liger_trainer.instance.kind import Kind, Proof
-from liger_trainer.patching.rotary import decorated_like, forward_with_globals
+from liger_trainer.patching.rotary import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.known import Known
 
-_INDEX = "get_rope_index"  # of a model: positions of its tokens
-_PLACES = "get_placeholder_mask"  # of a model: which tokens are those of images; checks how many
-_FEATURES = {"get_image_features": "image_grid_thw", "get_video_features": "video_grid_thw"}  # which are split by sizes
 _HELPERS = "get_vision_"  # functions of `transformers.vision_utils` that a tower's forward calls with the sizes
 _ROOM = "transformers.vision_utils"
 _DECORATORS = ("transformers.utils.", "torch.utils._contextlib")
@@ -74,60 +71,39 @@ def _sent(x: Any, device: torch.device) -> Any:
     return there
 
 
-@functools.cache
-def _method_of(own: Callable, name: str) -> Callable | None:
-    """What to bind in the place of a method; None where it is not as it is known."""
-    signature, method = inspect.signature(own), None
-    if name == _INDEX:
-        method = _index_of(own)
-    elif name == _PLACES and {"input_ids", "inputs_embeds"} <= signature.parameters.keys():
-        method = _places_of(own, signature)
-    elif _FEATURES.get(name) in signature.parameters:
-        method = _features_of(own, signature, _FEATURES[name])
-    if method is not None:
-        functools.update_wrapper(method, own)
-        method.__signature__ = signature  # type: ignore[attr-defined]
-        del method.__wrapped__  # type: ignore[attr-defined]
-    return method
+def _index(own: Callable, call: inspect.BoundArguments) -> Any:
+    return on_host(own, *call.args, **call.kwargs)
 
 
-def _index_of(own: Callable) -> Callable:
-    def get_rope_index(self, *args, **kwargs):
-        return on_host(functools.partial(own, self), *args, **kwargs)
-
-    return get_rope_index
-
-
-def _places_of(own: Callable, signature: inspect.Signature) -> Callable:
+def _places(own: Callable, call: inspect.BoundArguments) -> Any:
     """`get_placeholder_mask` on the host. It looks at embeddings and features for their sizes alone."""
-
-    def get_placeholder_mask(self, *args, **kwargs):
-        call = signature.bind(self, *args, **kwargs).arguments
-        embeds = call.get("inputs_embeds")
-        if (values := _value_of(call.get("input_ids"))) is None or not isinstance(embeds, torch.Tensor):
-            return own(self, *args, **kwargs)
-        more = {n: _stand_in(x) for n, x in call.items() if n not in ("self", "input_ids")}
-        masks = _alone(own, self, input_ids=values, **more)
-        return tree_map(lambda x: Known.of(x, embeds.device) if isinstance(x, torch.Tensor) else x, masks)
-
-    return get_placeholder_mask
+    given = call.arguments
+    embeds = given.get("inputs_embeds")
+    if (values := _value_of(given.get("input_ids"))) is None or not isinstance(embeds, torch.Tensor):
+        return own(*call.args, **call.kwargs)
+    more = {n: _stand_in(x) for n, x in given.items() if n != "input_ids"}
+    masks = _alone(own, **more, input_ids=values)
+    return tree_map(lambda x: Known.of(x, embeds.device) if isinstance(x, torch.Tensor) else x, masks)
 
 
 def _stand_in(x: Any) -> Any:
     return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape) if isinstance(x, torch.Tensor) else x
 
 
-def _features_of(own: Callable, signature: inspect.Signature, sizes: str) -> Callable:
+def _features(sizes: str, own: Callable, call: inspect.BoundArguments) -> Any:
     """`get_image_features` with known `sizes`, by which it splits what its tower returns."""
+    given = call.arguments.get(sizes)
+    if (values := _value_of(given)) is not None:
+        call.arguments[sizes] = Known.around(given, values)
+    return own(*call.args, **call.kwargs)
 
-    def get_features(self, *args, **kwargs):
-        call = signature.bind(self, *args, **kwargs)
-        given = call.arguments.get(sizes)
-        if (values := _value_of(given)) is not None:
-            call.arguments[sizes] = Known.around(given, values)
-        return own(*call.args, **call.kwargs)
 
-    return get_features
+_METHODS: dict[str, tuple[set[str], Callable]] = {  # of a model -> parameters that it must have, what runs in its place
+    "get_rope_index": (set(), _index),  # positions of tokens
+    "get_placeholder_mask": ({"input_ids", "inputs_embeds"}, _places),  # which tokens are images; checks how many
+    "get_image_features": ({"image_grid_thw"}, functools.partial(_features, "image_grid_thw")),
+    "get_video_features": ({"video_grid_thw"}, functools.partial(_features, "video_grid_thw")),
+}
 
 
 def _own(module: nn.Module, name: str) -> Any:
@@ -138,8 +114,16 @@ def _own(module: nn.Module, name: str) -> Any:
 
 
 def _prove_method(name: str, module: nn.Module) -> tuple[Proof | None, str | None]:
-    method = _method_of(_own(module, name), name)
-    return (None, f"its {name} takes other arguments") if method is None else (Proof("", name, method), None)
+    own, (needed, compute) = _own(module, name), _METHODS[name]
+    signature = inspect.signature(own)
+    if not needed <= signature.parameters.keys():
+        return None, f"its {name} takes other arguments"
+
+    @in_place_of(own, name)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return compute(own, signature.bind(self, *args, **kwargs))
+
+    return Proof("", name, method), None
 
 
 def _method_kind(name: str) -> Kind:
@@ -159,7 +143,12 @@ def _helpers_of(own: Any) -> list[str]:
 def _is_tower(module: nn.Module) -> bool:
     """Return whether the forward of `module` computes where its patches lie, and no other method of ours is bound."""
     forward = own_class(module).forward
-    return bool(_helpers_of(inspect.unwrap(forward))) and _is_decorated_as_known(forward) and Binding.of(module) is None
+    known = comes_from(inspect.unwrap(forward), "transformers.") and is_decorated_by(forward, _is_known)
+    return known and bool(_helpers_of(inspect.unwrap(forward))) and Binding.of(module) is None
+
+
+def _is_known(decorated: Any, cells: list) -> bool:
+    return home(decorated).startswith(_DECORATORS)
 
 
 def _prove_tower(module: nn.Module) -> tuple[Proof, None]:
@@ -172,16 +161,6 @@ def _prove_tower(module: nn.Module) -> tuple[Proof, None]:
 def _tower_guards(module: nn.Module) -> Guards:
     cls = own_class(module)
     return Guards(cls, [*global_lookups(inspect.unwrap(cls.forward)), *code_guards_of(cls).lookups])
-
-
-def _is_decorated_as_known(forward: Any) -> bool:
-    """Whether all decorators of a forward are transformers' or PyTorch's, and have what they decorate in a cell."""
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        cells = getattr(forward, "__closure__", None) or ()
-        if not home(forward).startswith(_DECORATORS) or all(cell.cell_contents is not inner for cell in cells):
-            return False
-        forward = inner
-    return comes_from(forward, "transformers.")
 
 
 def _is_theirs(function: Any) -> bool:
@@ -198,5 +177,5 @@ KINDS = (
         _is_tower, _prove_tower, lambda module: "", guards=_tower_guards,
         binding=functools.partial(Binding, key="_liger_sizes"),
     ),
-    *map(_method_kind, (_INDEX, _PLACES, *_FEATURES)),
+    *map(_method_kind, _METHODS),
 )  # fmt: skip

@@ -8,6 +8,7 @@ one is the result. Our forward calls the projections as modules and in the same 
 """
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[
     projections, inputs = projections_of(module), probe.inputs_of(type(module).forward)
     assert projections is not None and inputs is not None, "the module is not nominated"
     inner, down = projections
-    if len(inputs) != 1 and not probe.rest_is_optional(type(module).forward):
+    if any(p.default is not None for p in list(inspect.signature(type(module).forward).parameters.values())[2:]):
         return None, f"its forward takes {len(inputs)} inputs ({', '.join(inputs)}), a plain MLP takes one"
     extra = [n for n, c in module._modules.items() if n not in (*inner, down) and _has_parameters(c)]
     if extra:

@@ -16,7 +16,7 @@ from torch import nn
 from liger_trainer.instance import guards
 from liger_trainer.instance.binding import Binding, Weakly, own_class
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
-from liger_trainer.instance.hooks import comes_from, hook_on
+from liger_trainer.instance.hooks import comes_from, home, hook_on
 from liger_trainer.instance.kind import Found, attempt, slot_of
 from liger_trainer.memory.rebuild import forward_rebuilding
 from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
@@ -95,7 +95,7 @@ def _binding_of(
     decorated = type(module).forward
     own = inspect.unwrap(decorated)
     slot, reason = slot_of(module)
-    if not _is_decorated_as_known(decorated):
+    if not is_decorated_by(decorated, _is_known):
         reason = "its forward is decorated"
     parts = [(name, way[0]._modules[name]) for name in makers]
     for cls in map(own_class, (*way, *(maker for _, maker in parts))):
@@ -142,18 +142,24 @@ def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
     return attempt(prove, function)
 
 
-def _is_decorated_as_known(forward: Callable) -> bool:
-    """Return whether a forward has no decorators but `@torch.no_grad()` and transformers' `@deprecate_kwarg`."""
+def is_decorated_by(forward: Any, is_known: Callable[[Any, list], bool]) -> bool:
+    """Return whether each decorator of a forward is known and has what it decorates in a cell.
+
+    `is_known` gets the decorated function and what is in its cells.
+    """
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        room = getattr(forward, "__globals__", {}).get("__name__")
         cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
-        without_grad = any(type(getattr(cell, "__self__", None)) is torch.no_grad for cell in cells)
-        if room != "transformers.utils.deprecation" and not (room == "torch.utils._contextlib" and without_grad):
-            return False
-        if not any(cell is inner for cell in cells):
+        if not is_known(forward, cells) or all(cell is not inner for cell in cells):
             return False
         forward = inner
     return True
+
+
+def _is_known(decorated: Any, cells: list) -> bool:
+    """Whether it is decorated by `@torch.no_grad()`, or by transformers' `@deprecate_kwarg`."""
+    without_grad = any(type(getattr(cell, "__self__", None)) is torch.no_grad for cell in cells)
+    room = home(decorated)
+    return room == "transformers.utils.deprecation" or (room == "torch.utils._contextlib" and without_grad)
 
 
 @functools.cache

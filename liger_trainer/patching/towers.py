@@ -15,7 +15,7 @@ from torch import nn
 
 from liger_trainer.head import masks
 from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, bind, call_previous, own_class
+from liger_trainer.instance.binding import Binding, bind, call_previous, in_place_of, own_class
 from liger_trainer.instance.guards import NotProven, code_guards_of
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.instance.kind import Kind, Proof
@@ -52,10 +52,9 @@ def _why_not(module: nn.Module) -> str | None:
 
 @functools.cache
 def _forward_of(cls: type[nn.Module]) -> Callable:
-    signature = inspect.signature(cls.forward)
-    at = list(signature.parameters).index(_OFFSETS) - 1  # among the arguments after `self`
+    at = list(inspect.signature(cls.forward).parameters).index(_OFFSETS) - 1  # among the arguments after `self`
 
-    @functools.wraps(cls.forward)
+    @in_place_of(cls.forward)
     def forward(self, *args, **kwargs):
         offsets = args[at] if len(args) > at else kwargs.get(_OFFSETS)
         plain = offsets is None or torch.compiler.is_compiling() or self.config._attn_implementation != "sdpa"
@@ -78,9 +77,6 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
             bound.step_aside(reason)
         return call_previous(self, TowerBinding, args, kwargs)
 
-    forward.__name__ = "forward"
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    del forward.__wrapped__
     return forward
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
 from liger_trainer._logging import logger
-from liger_trainer.instance.binding import Binding, call_previous
+from liger_trainer.instance.binding import Binding, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
@@ -182,7 +182,7 @@ def cache_of(call: dict[str, Any]) -> Any:
 def _forward_of(backbone_class):
     names = list(inspect.signature(backbone_class.forward).parameters)[1:]
 
-    @functools.wraps(backbone_class.forward)
+    @in_place_of(backbone_class.forward)
     def forward(self, *args, **kwargs):
         plan = None if torch.compiler.is_compiling() else _plan.get()
         bound = BackboneBinding.of(self)
@@ -205,9 +205,6 @@ def _forward_of(backbone_class):
         plan.used = True
         return plan.padded(outputs)
 
-    forward.__name__ = "forward"
-    forward.__signature__ = inspect.signature(backbone_class.forward)
-    del forward.__wrapped__
     return forward
 
 
