@@ -49,7 +49,7 @@ from liger_trainer.head.scores import predictions, token_scores, vocab_mean
 from liger_trainer.instance.binding import bind, call_previous, in_place_of
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.instance.report import Place
-from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
+from liger_trainer.varlen.decide import bound_backbone, plan_of_call, states_shown
 from liger_trainer.varlen.padding import Plan, cache_of, running
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
@@ -141,7 +141,7 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
     ) -> Any:
         options = head_options(self)
         assert options is not None, "a binding that has been removed steps aside"
-        leaves_out = leaves_padding_out(self)
+        backbone = bound_backbone(self)
         shown: str | None = None  # what the answer has of every position
         is_scored = bool(fused_lm_head or label_smoothing or scored_by is not None)
         asked = options.outputs if token_outputs is None else token_outputs
@@ -163,12 +163,12 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
             if skip_logits and (why := who_sees_outputs(self)) is not None:
                 report_unfused(self, why)
                 skip_logits = False
-            if leaves_out:
-                shown = states_shown(self, kwargs) if skip_logits else "the call returns logits"
+            if backbone is not None:
+                shown = states_shown(self, backbone, kwargs) if skip_logits else "the call returns logits"
             answer = functools.partial(_own_outputs, call, skip_logits)
-        if not leaves_out:
+        if backbone is None:
             return answer()
-        plan = plan_of_call(self, args, kwargs, shown, functools.partial(_why_unfit, call))
+        plan = plan_of_call(self, backbone, args, kwargs, shown, functools.partial(_why_unfit, call))
         with running(plan):  # None too: calls may lie in others
             return answer()
 

@@ -15,7 +15,6 @@ from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from liger_trainer._logging import logger
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, call_previous, own_class
 from liger_trainer.instance.guards import linear_is_torchs
@@ -286,16 +285,11 @@ def who_sees_outputs(model: nn.Module) -> str | None:
 
 def report_unfused(model: nn.Module, reason: str) -> None:
     """Say in the log and in the report of `model`, which may be wrapped by PEFT, that its head is not fused."""
-    if torch.compiler.is_compiling():
-        return
-    model = base_model_of(model)
-    binding = FusedHeadBinding.of(model)
-    if binding is not None and binding.place is not None:
-        binding.place.keeps_its_code(reason)
-    logger.warning_once(
-        f"The LM head of {type(model).__name__} is not fused: {reason}. "
-        "Full logits are built instead, so the numbers are right, but no memory is saved."
-    )
+    binding = FusedHeadBinding.of(base_model_of(model))
+    if binding is not None and not torch.compiler.is_compiling():
+        binding.tell(
+            reason, "builds full logits, with the same numbers and more memory, since its LM head is not fused"
+        )
 
 
 def why_peft_needs_logits(model: nn.Module) -> str | None:

@@ -101,12 +101,15 @@ class Binding:
 
     def step_aside(self, reason: str) -> None:
         """Leave all calls to the module's own code from now on, and say so in the log and in the report."""
-        if torch.compiler.is_compiling():
-            return
-        self.aside = True
+        if not torch.compiler.is_compiling():
+            self.aside = True
+            self.tell(reason, "runs its own code instead of a fused kernel")
+
+    def tell(self, reason: str, what: str) -> None:
+        """Say in the report and, once, in the log what the module does without what is bound, and why."""
         if self.place is not None:
             self.place.keeps_its_code(reason)
-        logger.warning_once(f"{type(self.module.to()).__name__} runs its own code instead of a fused kernel: {reason}.")
+        logger.warning_once(f"{type(self.module.to()).__name__} {what}: {reason}.")
 
     @property
     def name(self) -> str:

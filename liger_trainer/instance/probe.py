@@ -83,14 +83,6 @@ def clone(
     return copy
 
 
-def set_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters of a clone. Its buffers stay as they are."""
-    for child in module.modules():
-        for name, p in child._parameters.items():
-            if p is not None:
-                child._parameters[name] = nn.Parameter(p.detach().to(dtype))
-
-
 def set_training(module: nn.Module, training: bool) -> None:
     """Set the mode of a clone and its children, without `train()`, which a class may have overridden."""
     for child in module.modules():

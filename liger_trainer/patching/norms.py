@@ -245,8 +245,7 @@ class Cases:
     def __init__(self, module: nn.Module, gated: bool = False):
         source = probe.generator()
         wide = probe.clone(module, source)
-        narrow = probe.clone(module, source)
-        probe.set_dtype(narrow, torch.bfloat16)
+        narrow = nn.Module.to(probe.clone(module, source), torch.bfloat16)  # its class may have a `to` of its own
         shapes = [probe.full_shape(p)[0] for p in module._parameters.values() if p is not None]
         normalized = getattr(module, "normalized_shape", None)
         n = shapes[0] if shapes else normalized[-1] if isinstance(normalized, tuple) and normalized else 64

@@ -114,16 +114,13 @@ def _inputs(module: nn.Module) -> dict[str, Any]:
     given: dict[str, Any] = {"hidden_states": probe.randn((tokens, first.in_features), source)}
     given[_OFFSETS] = torch.tensor([0, *_LENGTHS], device="cpu").cumsum(0).int()
     if "position_embeddings" in names:
-        angles = probe.randn((tokens, _head_dim(module)), source)
+        head_dim = int(getattr(module, "head_dim", None) or module.head_size)
+        angles = probe.randn((tokens, head_dim), source)
         given["position_embeddings"] = angles.cos(), angles.sin()
     for name, parameter in names.items():
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             given.setdefault(name, None)
     return {name: value for name, value in given.items() if name != "self"}
-
-
-def _head_dim(module: nn.Module) -> int:
-    return next(int(size) for name in ("head_dim", "head_size") if (size := getattr(module, name, None)) is not None)
 
 
 def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ Every other call is transformers' own. `head/masks.py` hands models that have no
 
 import contextlib
 import contextvars
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +51,7 @@ class Rows:
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths, self.tokens, self.longest = lengths, sum(lengths), max(lengths)
-        self.batch, self.kinds = batch, set[str]()
+        self.batch, self.kinds, self._chunks = batch, set[str](), dict[int, Rows]()
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
     @property
@@ -72,10 +71,6 @@ class Rows:
             self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
             self._chunks[size].kinds = self.kinds
         return self._chunks[size]
-
-    @functools.cached_property
-    def _chunks(self) -> dict[int, "Rows"]:
-        return {}
 
 
 class RowMask:

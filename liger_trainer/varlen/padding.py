@@ -18,7 +18,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
-from liger_trainer._logging import logger
 from liger_trainer.instance.binding import Binding, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 from liger_trainer.varlen.host_copies import values_of
@@ -29,6 +28,9 @@ _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of w
 _KNOWN_TENSORS = (
     "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", _PER_IMAGE_TOKEN, *_PER_TOKEN,
 )  # fmt: skip
+
+
+COMPUTES_PADDING = "computes padding too"  # what a backbone does without a plan
 
 
 class Proven(NamedTuple):
@@ -193,14 +195,14 @@ def _forward_of(backbone_class):
             call["use_cache"] = False
         if len(args) > len(names) or not plan.fits(call):
             if plan.leaves_out:
-                computes_padding(self, "its mask or other inputs are made by the model around it")
+                bound.tell("its mask or other inputs are made by the model around it", COMPUTES_PADDING)
             return call_previous(self, BackboneBinding, args, kwargs)
         try:
             with running(None), rows_known(plan.rows):
                 outputs = call_previous(self, BackboneBinding, (), plan.packed(call))
         except NotForRows as error:
             bound.aside = True
-            computes_padding(self, str(error))
+            bound.tell(str(error), COMPUTES_PADDING)
             return call_previous(self, BackboneBinding, args, kwargs)
         plan.used = True
         return plan.padded(outputs)
@@ -211,11 +213,3 @@ def _forward_of(backbone_class):
 def binding_of(backbone, proven: Proven) -> BackboneBinding:
     """With it, calls of `backbone` that have a plan leave out padding, and layers attend to rows of uneven length."""
     return BackboneBinding(_forward_of(type(backbone)), proven)  # type: ignore[arg-type]
-
-
-def computes_padding(backbone, reason: str, what: str = "computes padding too") -> None:
-    """Say in the log and in the report that a batch goes through `backbone` as it is, and why."""
-    bound = BackboneBinding.of(backbone)
-    if bound is not None and bound.place is not None:
-        bound.place.keeps_its_code(reason)
-    logger.warning_once(f"{type(backbone).__name__} {what}: {reason}.")
