@@ -150,7 +150,7 @@ def build(proven: Float8) -> Callable:
 
 
 def _has_plain_weight(module: nn.Module) -> bool:
-    """Return whether the weight is a plain tensor, and step aside for another one, such as a shard."""
+    """Return whether the weight is a plain tensor. If not, as for a shard, the layer runs its own code from now on."""
     weight = module.weight
     plain = type(weight) in PLAIN_TENSORS
     if not plain and isinstance(weight, torch.Tensor) and (binding := Binding.of(module)) is not None:
