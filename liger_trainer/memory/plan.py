@@ -72,7 +72,7 @@ class Call:
     first: int  # the phase in which it is called
     last: int | None = None  # the phase that begins when it is recomputed; None: it was not
     extra: int = 0  # the bytes that it holds more if its activations are kept
-    casts: int = 0  # the part of `extra` that autocast has cast from weights, which tokens do not change
+    casts: int = 0  # the part of `extra` that is copies of weights by autocast, which do not grow with the tokens
     attention: int = 0  # the bytes that it holds more if the results of its attention are kept; 0: it has none
     given: int = 0  # the bytes of its hidden states
 
