@@ -143,7 +143,7 @@ def _rows_kernel(
 
 @jit
 def _quarter(X, ROWS, row, col, t, k, scale, LARGEST: tl.constexpr, KEEP_ROWS: tl.constexpr):
-    """Every fourth row of a tile, scaled. Behind the last row are zeros."""
+    """Load every fourth row of a tile and scale it. Rows past the last one are zeros."""
     inside = (row[:, None] < t) & (col[None, :] < k)
     x = tl.load(X + row[:, None] * k + col[None, :], mask=inside, other=0.0)
     y = _scaled(x, scale, LARGEST)
@@ -158,12 +158,12 @@ def _columns_kernel(
     LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr,
     KEEP_ROWS: tl.constexpr, PACK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x, written as its transpose and, with KEEP_ROWS, as it is. There is one scale from the COUNT numbers in
-    MAXIMA, or with a COUNT of 0 one for each column.
+    """Write the transpose of a tile of x and, with KEEP_ROWS, the tile itself. The COUNT numbers in MAXIMA give one
+    scale; with a COUNT of 0 each column has its own.
 
-    COLUMNS is int32: four numbers of one column in each, which change threads together. Where single bytes change
-    threads, or are put together by shifts, the compiler leaves registers undefined, and on an H200 the result had wrong
-    bytes with Triton 3.6 (triton-lang/triton#11111 is of this kind). So two instructions put them together.
+    COLUMNS is int32. Each element holds four numbers of one column, so that they move between threads together. With
+    Triton 3.6, moving single bytes or joining them by shifts leaves registers undefined, and the result on an H200 had
+    wrong bytes (a bug like triton-lang/triton#11111). Two instructions join them instead.
     """
     pid = tl.program_id(0)
     quarter = (pid // tiles_per_row).to(tl.int64) * (BLOCK_T // 4) + tl.arange(0, BLOCK_T // 4)

@@ -22,7 +22,7 @@ from torch import nn
 from liger_trainer.feature import Feature
 from liger_trainer.fp8.layers import configs_of, nominated
 from liger_trainer.fp8.quantize_base import OPERATION, quantize_base, quantized_before
-from liger_trainer.head.find import base_model_of
+from liger_trainer.head.module import base_model_of
 from liger_trainer.instance.report import OperationReport
 from liger_triton.float8_cast import fault_of_device as fault_of_gpu
 

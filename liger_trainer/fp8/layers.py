@@ -20,7 +20,7 @@ from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.guards import code_guards_of
 from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, names_of
+from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of
 from liger_trainer.memory.rebuild import is_rebuildable
 from liger_triton.float8_cast import E4M3, E5M2, MULTIPLE
 from liger_triton.float8_linear import Float8Form, Float8RowwiseForm, float8_linear, result_dtype, shared_input
@@ -48,7 +48,6 @@ class Float8:
     form: Float8Form | Float8RowwiseForm
     config: Any
     bias: bool
-    operation: str = OPERATION
 
     def __str__(self) -> str:
         if isinstance(self.form, Float8RowwiseForm):
@@ -87,7 +86,7 @@ def form_of(config: Any) -> Float8Form | Float8RowwiseForm | None:
     return None
 
 
-def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
+def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
     """Return (what this layer computes, None), or (None, why it keeps its code)."""
     form = form_of(module.config)
     if form is None:
@@ -99,7 +98,8 @@ def prove(module: nn.Module) -> tuple[Float8 | None, str | None]:
     for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
         if not _computes_alike(module, form, dtype, rtol):
             return None, "it does not compute x8 W8^T, dy8 W8 and dy8^T x8 with the scales of its recipe"
-    return Float8(form, module.config, module.bias is not None), None
+    proven = Float8(form, module.config, module.bias is not None)
+    return Proof(OPERATION, proven, build(proven)), None
 
 
 def _computes_alike(module: nn.Module, form: Float8Form | Float8RowwiseForm, dtype: torch.dtype, rtol: float) -> bool:
@@ -150,7 +150,7 @@ def build(proven: Float8) -> Callable:
 
 
 def _has_plain_weight(module: nn.Module) -> bool:
-    """Return whether the weight is a plain tensor, and step aside for another one, such as a shard."""
+    """Return whether the weight is a plain tensor. If not, as for a shard, the layer runs its own code from now on."""
     weight = module.weight
     plain = type(weight) in PLAIN_TENSORS
     if not plain and isinstance(weight, torch.Tensor) and (binding := Binding.of(module)) is not None:
@@ -175,4 +175,4 @@ def _computes(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda or result_dtype(x) == x.dtype  # torchao asks for CUDA's autocast alone
 
 
-KIND = Kind(nominated, prove, build, lambda module: OPERATION, guards=lambda module: code_guards_of(own_class(module)))
+KIND = Kind(nominated, prove, lambda module: OPERATION, guards=lambda module: code_guards_of(own_class(module)))

@@ -15,11 +15,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
-from liger_trainer.head.find import base_model_of, output_head
-from liger_trainer.head.module import modules_called_by
+from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.instance.binding import own_class
-from liger_trainer.instance.kind import names_of
-from liger_trainer.instance.probe import slot_of
+from liger_trainer.instance.kind import names_of, slot_of
 from liger_trainer.instance.report import OperationReport
 from liger_triton.float8_cast import MULTIPLE
 

@@ -32,22 +32,24 @@ from transformers.utils import ModelOutput
 
 from liger_trainer.head import masks
 from liger_trainer.head.deferred import DeferredLogits, real
-from liger_trainer.head.find import (
+from liger_trainer.head.module import (
     FusedHeadBinding,
     base_model_of,
+    bind_all,
+    capture,
     head_options,
     head_reason,
     output_head,
     report_unfused,
     who_sees_outputs,
+    why_not_fusable,
 )
-from liger_trainer.head.module import CaptureBinding, bind_all, capture, innermost, why_not_fusable
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS, FusedLMOutput, HeadOptions
 from liger_trainer.head.scores import predictions, token_scores, vocab_mean
-from liger_trainer.instance.binding import bind, call_previous, is_bound, unbind
+from liger_trainer.instance.binding import bind, call_previous, in_place_of
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.instance.report import Place
-from liger_trainer.varlen.decide import leaves_padding_out, plan_of_call, states_shown
+from liger_trainer.varlen.decide import bound_backbone, plan_of_call, states_shown
 from liger_trainer.varlen.padding import Plan, cache_of, running
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
@@ -58,6 +60,7 @@ class _Call(NamedTuple):
     """A call of the model's own forward, the options of its head, and what else the call asks of the head."""
 
     model: nn.Module
+    head: nn.Module
     args: tuple
     kwargs: dict[str, Any]
     options: HeadOptions
@@ -86,7 +89,7 @@ class _Call(NamedTuple):
 
 
 def install_fused_head(model: nn.Module, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
-    """Bind the fused forward to `model`. Where it is bound already, only `options` and `place` change.
+    """Bind the fused forward to `model`. Where it is bound, or a wrapper calls it, only `options` and `place` change.
 
     A model whose head cannot be fused, because of a DoRA on it for example, answers the same calls from real logits. A
     model without a head is left alone.
@@ -103,41 +106,27 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
         ValueError: `options.outputs` has an unknown name.
     """
     model, options = base_model_of(model), options or HeadOptions()
-    if output_head(model) is None:
-        return head_reason(model)
-    unknown = set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}
-    if unknown:
+    head = output_head(model)
+    if unknown := set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}:
         raise ValueError(f"outputs has {sorted(unknown)}; expected names from {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
-    binding = FusedHeadBinding.of(model)
-    if binding is None:
-        forward = _forward_of(type(model))  # type: ignore[arg-type] # mypy takes no class for hashable
-        binding = bind(model, FusedHeadBinding(forward))
-    binding.options, binding.place = options, place or binding.place
-    reason = head_reason(model)
+    bound = FusedHeadBinding.of(model)
+    binding = bound or FusedHeadBinding(_forward_of(type(model)))  # type: ignore[arg-type] # a class is hashable
+    binding.options, binding.place, binding.aside = options, place or binding.place, False
+    reason = head_reason(model, options)
     if reason is None:
-        bind_all(output_head(model))
+        bind_all(head)
         masks.install()
+    if bound is None and head is not None:
+        bind(model, binding)
     return reason
-
-
-def remove_fused_head(model: nn.Module) -> None:
-    """Undo `install_fused_head`. A wrapper of the forward, such as accelerate's, stays and calls the model's own."""
-    model = base_model_of(model)
-    for module in model.modules():
-        unbind(module, CaptureBinding)
-    binding = FusedHeadBinding.of(model)
-    if binding is None or is_bound(model, binding):
-        unbind(model, FusedHeadBinding)
-    else:
-        binding.options = None  # see `FusedHeadBinding`
 
 
 @functools.cache
 def _forward_of(model_class: type[nn.Module]) -> Callable:
-    """The forward to bind to models of one class, with the signature of its own: `Trainer` and `generate` read that."""
-    signature = inspect.signature(model_class.forward)
+    """The forward to bind to models of one class."""
+    takes_cache = "use_cache" in inspect.signature(model_class.forward).parameters
 
-    @functools.wraps(model_class.forward)
+    @in_place_of(model_class.forward)
     def forward(
         self: nn.Module,
         *args: Any,
@@ -151,16 +140,16 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
         **kwargs: Any,
     ) -> Any:
         options = head_options(self)
-        if options is None:  # the head has been removed, but a wrapper still calls this forward
-            return call_previous(self, FusedHeadBinding, args, kwargs)
-        leaves_out = leaves_padding_out(self)
+        assert options is not None, "a binding that has been removed steps aside"
+        backbone = bound_backbone(self)
         shown: str | None = None  # what the answer has of every position
         is_scored = bool(fused_lm_head or label_smoothing or scored_by is not None)
         asked = options.outputs if token_outputs is None else token_outputs
         call = _Call(
-            self, args, kwargs, options, is_scored, label_smoothing, token_predictions, asked, uniform_grad
+            self, output_head(self), args, kwargs, options, is_scored, label_smoothing, token_predictions, asked,
+            uniform_grad,
         )  # fmt: skip
-        if is_scored and "use_cache" in signature.parameters and cache_of(kwargs) is None:
+        if is_scored and takes_cache and cache_of(kwargs) is None:
             kwargs["use_cache"] = bool(kwargs.get("use_cache"))  # off by default, since only scores are wanted
         if scored_by is not None:  # `shift_labels` then say only which positions are scored
             answer = functools.partial(scored_by, functools.partial(_deferred, call))
@@ -174,39 +163,33 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
             if skip_logits and (why := who_sees_outputs(self)) is not None:
                 report_unfused(self, why)
                 skip_logits = False
-            if leaves_out:
-                shown = states_shown(self, kwargs) if skip_logits else "the call returns logits"
+            if backbone is not None:
+                shown = states_shown(self, backbone, kwargs) if skip_logits else "the call returns logits"
             answer = functools.partial(_own_outputs, call, skip_logits)
-        if not leaves_out:
+        if backbone is None:
             return answer()
-        plan = plan_of_call(self, args, kwargs, shown, functools.partial(_why_unfit, self, options))
+        plan = plan_of_call(self, backbone, args, kwargs, shown, functools.partial(_why_unfit, call))
         with running(plan):  # None too: calls may lie in others
             return answer()
 
-    forward.__name__, forward.__module__ = "forward", __name__
-    # accelerate's `unwrap_model` takes forwards that have a `__wrapped__` for its own wrappers and removes them.
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    del forward.__wrapped__
     return forward
 
 
-def _why_unfit(model: nn.Module, options: HeadOptions, plan: Plan) -> str | None:
+def _why_unfit(call: _Call, plan: Plan) -> str | None:
     """Name what would see zeros where stock computes padding: code of the user's, or a head that is not fused."""
-    why = masks.why_not_ours(model)
+    why = masks.why_not_ours(call.model)
     if why is not None or not plan.leaves_out:
         return why
-    binding = FusedHeadBinding.of(model)
-    replaced = None if binding is None else replaced_forward(model, binding.previous)
+    binding = FusedHeadBinding.of(call.model)
+    replaced = None if binding is None else replaced_forward(call.model, binding.previous)
     if replaced is not None:
-        return f"{replaced} on the {type(model).__name__} may read what is computed for padding"
-    unfused = why_not_fusable(output_head(model), options.cast_lm_head_to_fp32)
+        return f"{replaced} on the {type(call.model).__name__} may read what is computed for padding"
+    unfused = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
     return None if unfused is None else f"the LM head is not fused, since {unfused}"
 
 
 def _own_outputs(call: _Call, skip_logits: bool) -> Any:
     """Return what the model's own forward does; in training without the logits that its loss was computed from."""
-    if not skip_logits:
-        return capture(innermost(output_head(call.model)), None, call.run)  # real ones, even within another call
 
     def shown(outputs: Any) -> Any:
         kept = _without_stand_ins(outputs)
@@ -214,6 +197,8 @@ def _own_outputs(call: _Call, skip_logits: bool) -> Any:
             kept["predictions"] = predictions(*call.shifted(_field(outputs, "logits")))
         return kept
 
+    if not skip_logits:
+        return capture(call.head, None, call.run)  # real ones, even within another call
     return _deferred(call, shown)
 
 
@@ -245,11 +230,6 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
     Returns what `use` makes of the outputs. A stand-in that the model has kept then becomes real, since the head's
     weights will change. Without `use`, the outputs are returned with their stand-ins.
     """
-    head = output_head(call.model)
-    reason = why_not_fusable(head, call.options.cast_lm_head_to_fp32)
-    if reason is not None:
-        report_unfused(call.model, reason)
-        return call.run() if use is None else use(call.run())
     made: list[weakref.ref[DeferredLogits]] = []
     called_in = _gradient_modes()
 
@@ -257,13 +237,16 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
         if _gradient_modes() != called_in:
             return None
         # PEFT wraps a head that it saves, and the wrapper may be the sharded unit: parameters are read in calls of it.
-        logits = DeferredLogits(hidden, head, vocab_size)
+        logits = DeferredLogits(hidden, call.head, vocab_size)
         if not torch.compiler.is_compiling():
             made.append(weakref.ref(logits))
         return logits
 
     run = functools.partial(masks.run_without_masks, call) if torch.compiler.is_compiling() else call.run
-    outputs = capture(innermost(head), stand_in, run)
+    reason = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
+    if reason is not None:
+        report_unfused(call.model, reason)
+    outputs = capture(call.head, stand_in if reason is None else None, run)
     if use is None:
         return outputs
     result = use(outputs)

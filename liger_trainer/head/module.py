@@ -1,4 +1,4 @@
-"""The LM head as a module: when it can be fused, where its parameters are, and the forward bound to it.
+"""The LM head of a model: when it can be fused, where its parameters are, and the forward bound to it.
 
 A head is fused where its output is `x @ W.T + b`, with at most one plain LoRA on top. Its parameters are used only
 inside calls of the modules that own them, so that FSDP2 and ZeRO-3 gather them and all hooks run.
@@ -7,7 +7,7 @@ inside calls of the modules that own them, so that FSDP2 and ZeRO-3 gather them 
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +15,10 @@ from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, call_previous, own_class
 from liger_trainer.instance.guards import linear_is_torchs
-from liger_trainer.instance.hooks import has_hooks, hook_on
+from liger_trainer.instance.hooks import has_hooks, hook_on, output_seen_by
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, type(None), FakeTensor)  # fake ones while memory is counted
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
@@ -26,7 +27,7 @@ LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the sc
 class CaptureBinding(Binding):
     """The binding of an LM head, made by `bind_head`."""
 
-    key: ClassVar[str] = "_liger_capture"
+    key = "_liger_capture"
 
     def __init__(self, function: Callable):
         super().__init__(function)
@@ -87,12 +88,12 @@ def why_not_fusable(head: nn.Module, cast_to_fp32: bool = False) -> str | None:
     for layer in layers:
         if (reason := _why_not_plain(layer)) is not None:
             return reason
+    if isinstance(base.weight, DTensor) and not _gathered_by_a_call((outer, head, base), base.weight):
+        return "its weight is a DTensor that no call of the head gathers, as in tensor parallelism"
     for module in modules_called_by(outer):
         attached = hook_on(module, CaptureBinding.of(module), allowed=("trl.",) if cast_to_fp32 else ())
         if attached is not None:
             return f"{attached} on it would not see logits"
-    if isinstance(base.weight, DTensor) and not _gathered_by_a_call((outer, head, base), base.weight):
-        return "its weight is a DTensor that no call of the head gathers, as in tensor parallelism"
     return None
 
 
@@ -202,6 +203,7 @@ def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) 
     Where `stand_in` is None or returns None, they return logits. Calls in other threads are not affected. A call of the
     model inside `run`, by a hook, has a `capture` of its own.
     """
+    head = innermost(head)
     if stand_in is not None:
         bind_head(head)
     binding = CaptureBinding.of(head)
@@ -218,3 +220,81 @@ def capture(head: nn.Module, stand_in: Callable | None, run: Callable[[], Any]) 
         stand_ins.pop(thread, None)
         if outer is not None:
             stand_ins[thread] = outer
+
+
+# The head of a model
+
+
+class FusedHeadBinding(Binding):
+    """The binding of a model, made by `install_fused_head`.
+
+    Attributes:
+        options (`HeadOptions`): What calls with `fused_lm_head=True` do by default.
+    """
+
+    key = "_liger_head"
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        self.options = HeadOptions()
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """The transformers model inside `torch.compile` and a PEFT wrapper, or the model itself."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that makes the logits of a transformers model, or None."""
+    get_head = getattr(base_model_of(model), "get_output_embeddings", None)
+    return None if get_head is None else get_head()
+
+
+def head_reason(model: nn.Module, options: HeadOptions | None = None) -> str | None:
+    """Tell why `model` cannot have a fused head with `options`, by default those that it has, or return None."""
+    model = base_model_of(model)
+    head, options = output_head(model), options or head_options(model)
+    if head is None:
+        return f"{type(model).__name__} has no LM head (get_output_embeddings() is None)"
+    reason = why_not_fusable(head, options is not None and options.cast_lm_head_to_fp32)
+    return None if reason is None else f"the LM head of {type(model).__name__} cannot be fused: {reason}"
+
+
+def head_options(model: nn.Module) -> HeadOptions | None:
+    """The options of the fused head of `model`, or None where it has none."""
+    binding = FusedHeadBinding.of(base_model_of(model))
+    return None if binding is None or binding.aside else binding.options
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Return whether `model` has a fused head, also where accelerate has wrapped its forward."""
+    return head_options(model) is not None
+
+
+def who_sees_outputs(model: nn.Module) -> str | None:
+    """Describe a hook or a forward of the user's that gets the outputs of `model`, which may be wrapped, or None."""
+    for module in model.modules():  # a wrapper comes before what it wraps
+        ours = FusedHeadBinding.of(module)
+        if (seen := output_seen_by(module, ours)) is not None:
+            return f"{seen} on the {type(module).__name__} sees its outputs, which would have no logits"
+        if ours is not None:
+            break
+    return None
+
+
+def report_unfused(model: nn.Module, reason: str) -> None:
+    """Say in the log and in the report of `model`, which may be wrapped by PEFT, that its head is not fused."""
+    binding = FusedHeadBinding.of(base_model_of(model))
+    if binding is not None and not torch.compiler.is_compiling():
+        binding.tell(
+            reason, "builds full logits, with the same numbers and more memory, since its LM head is not fused"
+        )
+
+
+def why_peft_needs_logits(model: nn.Module) -> str | None:
+    """Tell why the PEFT wrapper `model` needs real logits in calls with labels, or return None."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.peft_type == "CPT":
+            return f"the adapter {name!r} is CPT, which computes its own loss from logits"
+    return None

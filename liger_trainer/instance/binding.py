@@ -12,7 +12,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -45,23 +45,23 @@ class Weakly:
 class Binding:
     """A method of ours that is bound to one instance.
 
-    A subclass remembers more. Where it has a `key` of its own, its methods are bound and unbound apart from the others.
+    A subclass remembers more, and has a `key` of its own.
 
     Args:
         function: Our method, unbound. `function.__name__` must be the name of the class's method that it replaces.
         slot (`str`): The attribute of the instance that holds the method.
         place (`Place`, *optional*): The module's place in a report, which is told when the method steps aside.
         guards (`Rests`, *optional*): What the method rests on. Where it no longer holds, the method steps aside.
+        key (`str`, *optional*): The key under which the `__dict__` of the instance has the binding a second time, where
+            it stays if the method is wrapped. It begins with `_liger_`. Unset: that of the class.
 
     Attributes:
-        key (`str`): The key under which the `__dict__` of the instance has the binding a second time, where it stays
-            if the method is wrapped.
         previous: What the slot held before, or None where the class's own method was in effect.
         aside (`bool`): Whether calls go to the class's own method from now on: a proof no longer holds, or ours was
-            removed while a wrapper still calls it. A checkpoint that recomputes a call must take the same path again.
+            removed, and a wrapper may still call it. A checkpoint that recomputes a call must take the same path again.
     """
 
-    key: ClassVar[str] = "_liger_patch"
+    key = "_liger_patch"
 
     def __init__(
         self,
@@ -69,8 +69,10 @@ class Binding:
         slot: str = "forward",
         place: Place | None = None,
         guards: Rests | None = None,
+        key: str | None = None,
     ):
         self.function, self.slot, self.place, self.guards = function, slot, place, guards
+        self.key = key or type(self).key
         self.previous: Callable | None = None
         self.aside = False
         self.module = Weakly()
@@ -85,16 +87,13 @@ class Binding:
         module = self.module.to()
         if module is None:
             raise ReferenceError("The module of this forward has been freed. Keep the model, not its forward alone.")
-        if self.aside or self.must_step_aside(module):
+        reason = None if self.aside else self.broken(module)
+        if reason is not None:
+            self.step_aside(reason)
+        if self.aside or reason is not None:
             own = self.previous
             return getattr(type(module), self.name)(module, *args, **kwargs) if own is None else own(*args, **kwargs)
         return self.function(module, *args, **kwargs)
-
-    def must_step_aside(self, module: nn.Module) -> bool:
-        """Return whether the proof no longer holds for `module`, to which this is bound, and step aside then."""
-        if (reason := self.broken(module)) is not None:
-            self.step_aside(reason)
-        return reason is not None
 
     def broken(self, module: nn.Module) -> str | None:
         """Tell why the proof no longer holds for `module`, or return None."""
@@ -102,12 +101,15 @@ class Binding:
 
     def step_aside(self, reason: str) -> None:
         """Leave all calls to the module's own code from now on, and say so in the log and in the report."""
-        if torch.compiler.is_compiling():
-            return
-        self.aside = True
+        if not torch.compiler.is_compiling():
+            self.aside = True
+            self.tell(reason, "runs its own code instead of a fused kernel")
+
+    def tell(self, reason: str, what: str) -> None:
+        """Say in the report and, once, in the log what the module does without what is bound, and why."""
         if self.place is not None:
             self.place.keeps_its_code(reason)
-        logger.warning_once(f"{type(self.module.to()).__name__} runs its own code instead of a fused kernel: {reason}.")
+        logger.warning_once(f"{type(self.module.to()).__name__} {what}: {reason}.")
 
     @property
     def name(self) -> str:
@@ -150,28 +152,49 @@ def bind(module: nn.Module, binding: BindingT) -> BindingT:
     return binding
 
 
+def in_place_of(own: Callable, name: str = "forward") -> Callable[[Callable], Callable]:
+    """Decorate a method that is to be bound in the place of `own`, whose name is `name`, with the signature of `own`.
+
+    `Trainer` and `generate` read it. accelerate takes a method with a `__wrapped__` for its own wrapper and removes it.
+    """
+
+    def decorated(method: Any) -> Callable:
+        functools.update_wrapper(method, own)
+        method.__name__, method.__module__ = name, method.__globals__["__name__"]
+        method.__signature__ = inspect.signature(own)
+        del method.__wrapped__
+        return method
+
+    return decorated
+
+
 def is_bound(module: nn.Module, binding: Binding) -> bool:
     """Return whether a call reaches the method of `binding` first, as it does until the method is wrapped."""
     return getattr(module.__dict__.get(binding.slot), "__func__", None) is binding.function
 
 
-def unbind(module: nn.Module, kind: type[Binding]) -> None:
-    """Undo `bind`: the `__dict__` of the instance is as before.
+def unbind_all(model: nn.Module) -> None:
+    """Undo every `bind` in `model`, the last one first: the `__dict__` of each module is as before.
 
     Where our method has been wrapped since, the wrapper stays, and so does the method inside it, which steps aside.
     """
-    binding = kind.of(module)
-    module.__dict__.pop(kind.key, None)
-    if binding is None:
-        return
-    if not is_bound(module, binding):
+    for module in model.modules():
+        _unbind(module)
+
+
+def _unbind(module: nn.Module) -> None:
+    state = module.__dict__
+    for key in reversed([key for key in state if key.startswith("_liger_")]):
+        binding = state.pop(key)
+        if not isinstance(binding, Binding):  # it has been pickled since
+            continue
         binding.aside = True
-        module.__dict__[kind.key] = binding
-        return
-    if binding.previous is None and binding.slot != "_old_forward":
-        del module.__dict__[binding.slot]
-    else:  # accelerate's hook calls `_old_forward`, which must stay there
-        module.__dict__[binding.slot] = binding.previous or types.MethodType(type(module).forward, module)
+        if not is_bound(module, binding):
+            state[key] = binding
+        elif binding.previous is None and binding.slot != "_old_forward":
+            del state[binding.slot]
+        else:  # accelerate's hook calls `_old_forward`, which must stay there
+            state[binding.slot] = binding.previous or types.MethodType(type(module).forward, module)
 
 
 def call_previous(module: nn.Module, kind: type[Binding], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,6 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch import nn
 from liger_trainer.instance.binding import Binding
 
 SEED = 20240817
+SLOTS = ("forward", "_old_forward", "_apply_gate")  # where methods are bound
 FP32_RTOL = 2e-5  # a few roundings of fp32 in another order; a wrong formula is off by 1e-4 and more
 
 
@@ -62,7 +62,7 @@ def clone(
     for name, value in state.items():
         if name.endswith("_hooks") or name.startswith(("_forward_hooks_", "_forward_pre_hooks_")):
             state[name] = OrderedDict() if isinstance(value, dict) else value
-    for slot in (*_SLOTS, "_hf_hook", Binding.key):
+    for slot in (*SLOTS, "_hf_hook", Binding.key):
         state.pop(slot, None)
     copy.__dict__.update(state)
     children = children or {}
@@ -83,49 +83,10 @@ def clone(
     return copy
 
 
-def set_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters of a clone. Its buffers stay as they are."""
-    for child in module.modules():
-        for name, p in child._parameters.items():
-            if p is not None:
-                child._parameters[name] = nn.Parameter(p.detach().to(dtype))
-
-
 def set_training(module: nn.Module, training: bool) -> None:
     """Set the mode of a clone and its children, without `train()`, which a class may have overridden."""
     for child in module.modules():
         child.__dict__["training"] = training
-
-
-def fingerprint(module: nn.Module) -> tuple:
-    """Class, shapes of the parameters, and attributes of a module and its children.
-
-    Two modules with equal fingerprints compute the same formula.
-    """
-    own = sorted(module.__dict__.items())
-    return (
-        type(module),
-        tuple((name, None if p is None else full_shape(p)) for name, p in module._parameters.items()),
-        tuple((name, None if b is None else tuple(b.shape)) for name, b in module._buffers.items()),
-        tuple((name, _comparable(value)) for name, value in own if name not in _MODULE_STATE and name not in _SLOTS),
-        tuple((name, None if child is None else fingerprint(child)) for name, child in module._modules.items()),
-    )
-
-
-_SLOTS = ("forward", "_old_forward", "_apply_gate")  # where methods are bound
-_MODULE_STATE = {*nn.Module().__dict__}
-_OWN_NAME = "target_name"  # PEFT's layers keep their own name under this key, which no other layer has
-
-
-def _comparable(value: Any) -> Any:
-    """Something hashable that is equal for attributes that mean the same."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype) or inspect.isroutine(value):
-        return value
-    if isinstance(value, dict) and _OWN_NAME in value:
-        value = {key: kept for key, kept in value.items() if key != _OWN_NAME}
-    if isinstance(value, list | tuple | dict | set | frozenset) and len(value) < 64:
-        return repr(value)
-    return id(value)  # of a config, for example, which means the same only if it is the same object
 
 
 def inputs_of(forward: Callable) -> list[str] | None:
@@ -136,20 +97,6 @@ def inputs_of(forward: Callable) -> list[str] | None:
             return None
         names.append(parameter.name)
     return names
-
-
-def rest_is_optional(forward: Callable) -> bool:
-    """Return whether an unbound `forward` has None as the default of all its inputs but `self` and the first."""
-    return all(p.default is None for p in list(inspect.signature(forward).parameters.values())[2:])
-
-
-def attempt(prove: Callable[[Any], tuple[Any, str | None]], subject: Any) -> tuple[Any, str | None]:
-    """Return `prove(subject)`, or (None, a reason that names the error) if the code of `subject` raises one."""
-    try:
-        return prove(subject)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the module keeps its own code and the report says why
-        text = str(error).strip().split("\n")[0][:120]
-        return None, f"it raised {type(error).__name__} on random inputs: {text}"
 
 
 def same(got: torch.Tensor, want: torch.Tensor, rtol: float, by_row: bool = False) -> bool:
@@ -183,16 +130,3 @@ def changed_share(got: torch.Tensor, want: torch.Tensor) -> float:
     if not isinstance(want, torch.Tensor) or got.shape != want.shape or got.dtype != want.dtype:
         return 1.0
     return float((got != want).float().mean())
-
-
-def slot_of(module: nn.Module, method: str = "forward") -> tuple[str, str | None]:
-    """(the attribute that is to hold our method, None), or (that attribute, why we cannot put a method there).
-
-    accelerate's hooks (`device_map`) call `_old_forward`. A method that was put on the instance stays.
-    """
-    hooked = method == "forward" and "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
-    slot = "_old_forward" if hooked else method
-    present = module.__dict__.get(slot)  # unpickling leaves the class's own there
-    if present is None or getattr(present, "__func__", None) is getattr(type(module), method):
-        return slot, None
-    return slot, f"its {method} was replaced on the instance by {getattr(present, '__qualname__', present)!s}"

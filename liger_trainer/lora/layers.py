@@ -21,7 +21,7 @@ from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, is_bound, own_class
 from liger_trainer.instance.guards import code_guards_of
 from liger_trainer.instance.hooks import has_hooks, hook_on
-from liger_trainer.instance.kind import Kind, names_of
+from liger_trainer.instance.kind import Kind, Proof, names_of
 from liger_trainer.lora.parts import (
     Part,
     Tensors,
@@ -55,7 +55,6 @@ class LoRA:
     adapters: tuple[str, ...]
     bias: bool
     form: str = ""
-    operation: str = "lora"
 
     def __str__(self) -> str:
         words = ("linear", *filter(None, (self.form, "with bias" if self.bias else "")))
@@ -106,7 +105,7 @@ def why_not(layer: nn.Module) -> str | None:
     return _attached(called_by(layer, parts))
 
 
-def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
+def prove(layer: nn.Module) -> tuple[Proof | None, str | None]:
     """Return (what this layer computes, None), or (None, why it keeps its code)."""
     cls, base = own_class(layer), layer._modules.get("base_layer")
     library = library_of(base)
@@ -121,14 +120,14 @@ def prove(layer: nn.Module) -> tuple[LoRA | None, str | None]:
     for training in (True, False):
         for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.02)):
             results = []
-            for forward in (fused, type(layer).forward):
+            for run in (fused, type(layer).forward):
                 source = probe.generator()
                 copy = _small_copy(layer, source, dtype, widths)
                 probe.set_training(copy, training)
-                results.append(probe.trained(forward, copy, widths, source, dtype))
+                results.append(probe.trained(run, copy, widths, source, dtype))
             if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
                 return None, "it is not x W^T + b + the sum of s (x A^T) B^T"
-    return proven, None
+    return Proof("lora", proven, forward), None
 
 
 def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, widths: tuple[int, int]) -> nn.Module:
@@ -214,7 +213,7 @@ def tensors_now(module: nn.Module, x: torch.Tensor, width: int | None = None) ->
 
 
 KIND = Kind(
-    nominated, prove, lambda proven: forward, lambda module: "lora", why_not=why_not,
+    nominated, prove, lambda module: "lora", why_not=why_not,
     guards=lambda module: code_guards_of(
         own_class(module), nn.Linear, nn.Dropout, own_class(module._modules["base_layer"])
     ),

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import PreTrainedModel
 
-from liger_trainer.head.find import output_head
-from liger_trainer.head.module import innermost
+from liger_trainer.head.module import innermost, output_head
 from liger_trainer.medusa.heads import MedusaHeads
 from liger_trainer.medusa.prompts import answer
 

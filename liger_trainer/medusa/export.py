@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from liger_trainer.head.find import output_head
-from liger_trainer.head.module import innermost
+from liger_trainer.head.module import innermost, output_head
 from liger_trainer.medusa.files import CONFIG_FILE, HEADS_FOLDER, heads_folder, write_heads
 from liger_trainer.medusa.heads import MedusaHeads
 

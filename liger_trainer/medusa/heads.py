@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
 
-from liger_trainer.head.find import base_model_of, head_reason, output_head
-from liger_trainer.head.module import HeadCall, bind_head, innermost
+from liger_trainer.head.module import HeadCall, base_model_of, bind_head, head_reason, innermost, output_head
 from liger_trainer.medusa.files import MedusaHeadsConfig, read_heads, write_heads
 
 HEADS_NAME = "medusa_head"  # the attribute of the model

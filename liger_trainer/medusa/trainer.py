@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import base_model_of, head_reason
+from liger_trainer.head.module import base_model_of, head_reason
 from liger_trainer.medusa.config import LigerMedusaConfig, schedule_of
 from liger_trainer.medusa.files import HEADS_FOLDER
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of

@@ -72,7 +72,7 @@ class Call:
     first: int  # the phase in which it is called
     last: int | None = None  # the phase that begins when it is recomputed; None: it was not
     extra: int = 0  # the bytes that it holds more if its activations are kept
-    casts: int = 0  # the part of `extra` that autocast has cast from weights, which tokens do not change
+    casts: int = 0  # the part of `extra` that is copies of weights by autocast, which do not grow with the tokens
     attention: int = 0  # the bytes that it holds more if the results of its attention are kept; 0: it has none
     given: int = 0  # the bytes of its hidden states
 
@@ -198,7 +198,7 @@ def choose(measured: Measurement, base: int, limit: int, sizes: Sizes, long: boo
     for number, i in enumerate(spots, 1):
         call = measured.calls[i]
         room -= call.bytes(share) + call.given
-        # From its swap-in, a copy of its hidden states too, which may be held elsewhere as well
+        # After its swap-in its hidden states count a second time: a hook or the caller may still hold the first copy
         swap_in, last = measured.calls[i + max(1, lag // 2)].last or 0, call.last or 0
         grown = _grown(peaks, limit, [(swap_in, last, call.bytes(share)), (swap_in, last + 1, call.given)])
         if room < 0 or grown is None:

@@ -1,35 +1,30 @@
 """`apply_liger` and `remove_liger`, which walk over the modules of a model and write the report.
 
 Each pattern that is recognised has a file in this folder. Where it is one kind of module, the file has a `KIND`, which
-is listed in `KINDS` here. Rotary functions and rows without padding need more of the model than one module, so their
-files have a function `swap(model, report, wanted)`.
+`kinds_of` lists. Rotary functions and rows without padding need more of the model than one module, so their files have
+a function `find(model)`. All of them return what they have found, and what is to be bound to it.
 """
 
 import difflib
+from collections.abc import Iterable
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from liger_trainer.fp8 import layers as float8
-from liger_trainer.head.calls import install_fused_head, remove_fused_head
-from liger_trainer.head.find import output_head
-from liger_trainer.head.module import modules_called_by
+from liger_trainer.head.calls import install_fused_head
+from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, bind, unbind
-from liger_trainer.instance.guards import Guards, NotProven
-from liger_trainer.instance.kind import Kind, Proven
-from liger_trainer.instance.report import OPERATIONS, LigerReport, Place
+from liger_trainer.instance.binding import Binding, bind, unbind_all
+from liger_trainer.instance.kind import Found, Kind, find
+from liger_trainer.instance.report import OPERATIONS, LigerReport, OperationReport, Place
 from liger_trainer.lora import layers as lora
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES
-from liger_trainer.patching import experts, mlps, norms, rotary, towers, varlen
+from liger_trainer.patching import experts, image_positions, mlps, norms, rotary, towers, varlen
 
-KINDS: tuple[Kind, ...] = (
-    norms.KIND, mlps.KIND, experts.KIND, lora.KIND, experts.WRAPPER_KIND, float8.KIND,
-)  # fmt: skip
 REBUILD_ABOVE_MIB = "rebuild_above_mib"
+_HEAD = "fused_linear_cross_entropy"
 _KNOWN = (*OPERATIONS, REBUILD_ABOVE_MIB)
-_Proof = tuple[Proven | None, Guards | None, str | None]
 
 
 def apply_liger(
@@ -68,116 +63,82 @@ def apply_liger(
             f"model is a {type(model).__name__}; expected a torch.nn.Module, such as a transformers model."
         )
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    inner, head = base_model_of(model), output_head(model)
     report = LigerReport(type(model).__name__)
     for name, operation in report.operations.items():
         operation.enabled = bool(wanted[name])
-    _unbind_all(model)
+    attends = report[varlen.OPERATION]
+    attends.enabled = attends.enabled and report[_HEAD].enabled  # its forward sees the labels
+    unbind_all(model)
+    kinds = kinds_of(int(wanted[REBUILD_ABOVE_MIB] * 2**20))
+    of_head = [] if head is None else [part for part in modules_called_by(head) if "base_layer" in part._modules]
     with probe.isolated():
-        _swap_kinds(model, report, wanted)
-        rotary.swap(model, report, wanted)
-    _swap_head(model, report, wanted, head_options)
-    with probe.isolated():
-        varlen.swap(model, report, wanted)
-        towers.swap(model, report, wanted)
+        # LoRA on the head is in the fused loss
+        _swap(find(kinds, [found for found in model.named_modules() if found[1] not in of_head]), report)
+        if report[rotary.OPERATION].enabled:
+            _swap(rotary.find_attentions(model), report)
+    if report[_HEAD].enabled and head is not None:
+        _swap_head(model, head, head_options, report)
+    if attends.enabled:
+        with probe.isolated():
+            _swap(varlen.find_backbone(inner), report)
+            _swap(find((*image_positions.KINDS, towers.KIND), model.named_modules()), report)
     if strict and (report.skipped or not any(operation.swapped for operation in report.operations.values())):
-        remove_liger(model)
+        unbind_all(model)
         problem = "not everything recognised could be swapped" if report.skipped else "nothing was recognised"
         raise ValueError(f"strict=True, but in {report.model_name} {problem}.\n{report}")
     return report
 
 
+def kinds_of(rebuild_above: int) -> tuple[Kind, ...]:
+    """The kinds of modules that are swapped. A result of more than `rebuild_above` bytes is computed again backward."""
+    return (
+        norms.kind(rebuild_above), mlps.kind(rebuild_above), experts.KIND, lora.KIND, experts.WRAPPER_KIND, float8.KIND,
+    )  # fmt: skip
+
+
 def remove_liger(model: nn.Module) -> None:
     """Give every module of `model` its own code back; the `__dict__` of each is as before `apply_liger`."""
-    model = getattr(model, "_orig_mod", model)
-    _unbind_all(model)
-    varlen.remove(model)
-    remove_fused_head(model)
+    unbind_all(getattr(model, "_orig_mod", model))
 
 
-def _unbind_all(model: nn.Module) -> None:
-    towers.remove(model)  # bound around the others
-    for module in model.modules():
-        unbind(module, Binding)
-
-
-def swap_converted(model: nn.Module, report: LigerReport, config: dict | None = None) -> int:
+def swap_converted(model: nn.Module, report: LigerReport) -> int:
     """Swap the fp8 layers that accelerate has put into a patched model since. Returns how many it has found.
 
-    `report` is what `apply_liger` has returned, to which they are added, and `config` its `config`.
+    `report` is what `apply_liger` has returned, to which they are added.
     """
-    before = report[float8.OPERATION].found
+    operation = report[float8.OPERATION]
+    before = operation.found
+    modules = getattr(model, "_orig_mod", model).named_modules()
     with probe.isolated():
-        _swap_kinds(getattr(model, "_orig_mod", model), report, check_config(config), (float8.KIND,), only_new=True)
-    return report[float8.OPERATION].found - before
+        _swap(find((float8.KIND,), [(name, module) for name, module in modules if Binding.of(module) is None]), report)
+    return operation.found - before
 
 
-def _swap_kinds(
-    model: nn.Module,
-    report: LigerReport,
-    wanted: dict[str, bool | float],
-    kinds: tuple[Kind, ...] = KINDS,
-    only_new: bool = False,
-) -> None:
-    """Swap the modules of `kinds`, or with `only_new` the unswapped ones. Equal fingerprints share one proof."""
-    proofs: dict[tuple, _Proof] = {}
-    rebuild_above = int(wanted[REBUILD_ABOVE_MIB] * 2**20)
-    output = output_head(model)
-    head_modules = [] if output is None else modules_called_by(output)  # their LoRA is in the fused loss
-    for name, module in model.named_modules():
-        for kind in kinds:
-            if not kind.nominated(module) or (kind is lora.KIND and module in head_modules):
-                continue
-            if only_new and Binding.of(module) is not None:
-                continue
-            slot, reason = probe.slot_of(module)
-            proven = guards = None
-            if reason is None:
-                key = (kind, probe.fingerprint(module))
-                if key not in proofs:
-                    proofs[key] = prove_module(kind, module)
-                proven, guards, reason = proofs[key]
-            operation = report[proven.operation if proven else kind.guessed_operation(module)]
-            if not operation.enabled:
-                continue
-            if proven and guards:
-                reason = guards.broken(module) or kind.why_not(module)
-            if reason is None:
-                method = kind.build(proven, rebuild_above) if kind.rebuilds else kind.build(proven)
-                bind(module, kind.binding(method, slot, Place(operation, name), guards))
-                operation.swapped[name] = str(proven)
-            else:
-                operation.skipped[name] = reason
+def _swap(modules: Iterable[Found], report: LigerReport) -> None:
+    """Bind to modules what is to be bound, and note in the report which were swapped, and why others were not."""
+    not_listed = OperationReport()
+    for operation, name, module, text, binding, is_rare in modules:
+        part = report.operations.get(operation, not_listed)
+        if not part.enabled:
+            continue
+        if binding is None:
+            (part.unsuited if is_rare else part.skipped)[name] = text
+        else:
+            binding.place = Place(part, name)
+            bind(module, binding)
+            part.swapped[name] = text
 
 
-def _swap_head(
-    model: nn.Module, report: LigerReport, wanted: dict[str, bool | float], options: HeadOptions | None = None
-) -> None:
-    """Install the fused head in `model`, or remove it where `wanted`, the checked config, switches it off."""
-    if not wanted["fused_linear_cross_entropy"]:
-        remove_fused_head(model)
-        return
-    head = output_head(model)
-    if head is None:
-        return
-    operation = report["fused_linear_cross_entropy"]
+def _swap_head(model: nn.Module, head: nn.Module, options: HeadOptions | None, report: LigerReport) -> None:
+    """Install the fused head in `model`, whose head is `head`."""
+    part = report[_HEAD]
     name = next((name for name, module in model.named_modules() if module is head), type(head).__name__)
-    reason = install_fused_head(model, options, Place(operation, name))
+    reason = install_fused_head(model, options, Place(part, name))
     if reason is None:
-        operation.swapped[name] = "captured at the head"
+        part.swapped[name] = "captured at the head"
     else:
-        operation.skipped[name] = reason
-
-
-def prove_module(kind: Kind, module: nn.Module) -> _Proof:
-    """(what the module was proven to compute, the guards of the proof, None), or why there is none."""
-    if any(is_parametrized(part) for part in module.modules()):
-        return None, None, "it has a parametrisation, which may count how often a weight is read"
-    try:
-        guards = kind.guards(module)
-    except NotProven as error:
-        return None, None, str(error)
-    proven, reason = probe.attempt(kind.prove, module)
-    return proven, guards, reason
+        part.skipped[name] = reason
 
 
 def check_config(config: dict | None) -> dict[str, bool | float]:

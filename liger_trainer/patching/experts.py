@@ -11,7 +11,7 @@ which adapters are active. Where it is anything but plain LoRAs on one or both p
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, is_bound, own_class
 from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of
 from liger_trainer.instance.hooks import comes_from, has_hooks
-from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, names_of
+from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
 from liger_trainer.lora.parts import is_linear
 from liger_trainer.patching.gates import SCALES, Gate, candidates
 from liger_triton import ExpertLoRA, experts
@@ -56,10 +56,6 @@ class Experts:
     interleaved: bool
     implementation: str
     adapters: tuple[str, ...] = ()
-
-    @property
-    def operation(self) -> str:
-        return "lora" if self.adapters else "experts"
 
     def __str__(self) -> str:
         adapters = f" + {', '.join(self.adapters)}" if self.adapters else ""
@@ -97,7 +93,7 @@ def nominated(module: nn.Module) -> bool:
     return has_gate and callable(getattr(cls.forward, "__wrapped__", None))
 
 
-def prove(module: nn.Module) -> tuple[Experts | None, str | None]:
+def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
     """(what this block computes, None), or (None, why it is none of ours)."""
     weight = module._parameters.get("gate_up_proj")
     if weight is None or len(probe.full_shape(weight)) != 3:
@@ -128,7 +124,7 @@ def prove(module: nn.Module) -> tuple[Experts | None, str | None]:
             "it is not the weighted sum of down(act(gate) * up) of its experts with silu or gelu, plain or clamped, "
             "gate and up in two halves or in even and odd columns"
         )
-    return likely[0], None
+    return Proof("experts", likely[0], build(likely[0])), None
 
 
 def _trained(
@@ -231,10 +227,10 @@ def _check_home(cls: type) -> None:
 def _why_not(module: nn.Module) -> str | None:
     if getattr(module, "_is_expert_parallel", False):
         return "its experts are spread over several devices"
-    return probe.slot_of(module, "_apply_gate")[1]
+    return slot_of(module, "_apply_gate")[1]
 
 
-KIND = Kind(nominated, prove, build, lambda module: "experts", why_not=_why_not, guards=guards)
+KIND = Kind(nominated, prove, lambda module: "experts", why_not=_why_not, guards=guards)
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -250,14 +246,14 @@ def _chain(wrapper: nn.Module) -> list[nn.Module]:
     return chain
 
 
-def prove_wrapper(wrapper: nn.Module) -> tuple[Experts | None, str | None]:
+def prove_wrapper(wrapper: nn.Module) -> tuple[Proof | None, str | None]:
     """(what this wrapper computes, None), or (None, why it is none of ours).
 
     Small wrappers of its class are put around a small block, by PEFT's own code, which decides the layout of ranks.
     """
     *wrappers, block = _chain(wrapper)
-    plain, reason = prove(block)
-    if plain is None:
+    found, reason = prove(block)
+    if found is None:
         return None, reason
     names = [one.parameter_name for one in wrappers]
     if len(set(names)) != len(names) or not set(names) <= {"gate_up_proj", "down_proj"}:
@@ -265,9 +261,9 @@ def prove_wrapper(wrapper: nn.Module) -> tuple[Experts | None, str | None]:
     import peft
 
     config = peft.LoraConfig(r=_RANK, lora_alpha=3, init_lora_weights=False)
-    proven = Experts(plain.gate, plain.interleaved, plain.implementation, tuple(wrapper._modules["lora_A"]._modules))
+    proven = replace(found.variant, adapters=tuple(wrapper._modules["lora_A"]._modules))
     for dtype, rtol in ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.03)):
-        found = []
+        results = []
         for forward in (functools.partial(_with_adapters, proven), own_class(wrapper).forward):
             source = probe.generator()
             small = small_copy(block, source, dtype)
@@ -275,10 +271,10 @@ def prove_wrapper(wrapper: nn.Module) -> tuple[Experts | None, str | None]:
                 small = own_class(wrapper)(small, "default", name, r=_RANK, lora_alpha=3, config=config)
             for p in small.parameters():
                 p.data = probe.randn(p.shape, source, dtype) * p.shape[-1] ** -0.5
-            found.append(_trained(forward, small, source, dtype, 1.0))
-        if not all(probe.same(got, want, rtol) for got, want in zip(*found, strict=True)):
+            results.append(_trained(forward, small, source, dtype, 1.0))
+        if not all(probe.same(got, want, rtol) for got, want in zip(*results, strict=True)):
             return None, "it is not the weighted sum of experts with W + s B A"
-    return proven, None
+    return Proof("lora", proven, build_wrapper(proven)), None
 
 
 def _with_adapters(
@@ -358,4 +354,4 @@ def wrapper_guards(wrapper: nn.Module) -> Guards:
     return Guards(cls, [*code_guards_of(cls, nn.Linear).lookups, *methods])
 
 
-WRAPPER_KIND = Kind(is_wrapper, prove_wrapper, build_wrapper, lambda module: "lora", guards=wrapper_guards)
+WRAPPER_KIND = Kind(is_wrapper, prove_wrapper, lambda module: "lora", guards=wrapper_guards)

@@ -16,79 +16,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, bind, own_class, unbind
-from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups
+from liger_trainer.instance.binding import Binding, in_place_of, own_class
+from liger_trainer.instance.guards import Guards, code_guards_of, global_lookups
 from liger_trainer.instance.hooks import comes_from, home
-from liger_trainer.patching.rotary import decorated_like, forward_with_globals
+from liger_trainer.instance.kind import Kind, Proof
+from liger_trainer.patching.rotary import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.known import Known
 
-_INDEX = "get_rope_index"  # of a model: positions of its tokens
-_PLACES = "get_placeholder_mask"  # of a model: which tokens are those of images; checks how many
-_FEATURES = {"get_image_features": "image_grid_thw", "get_video_features": "video_grid_thw"}  # which are split by sizes
 _HELPERS = "get_vision_"  # functions of `transformers.vision_utils` that a tower's forward calls with the sizes
 _ROOM = "transformers.vision_utils"
 _DECORATORS = ("transformers.utils.", "torch.utils._contextlib")
-
-
-class IndexBinding(Binding):
-    """What is bound in the place of `get_rope_index`."""
-
-    key = "_liger_rope_index"
-
-
-class PlacesBinding(Binding):
-    """What is bound in the place of `get_placeholder_mask`."""
-
-    key = "_liger_places"
-
-
-class ImagesBinding(Binding):
-    """What is bound in the place of `get_image_features`."""
-
-    key = "_liger_image_features"
-
-
-class VideosBinding(Binding):
-    """What is bound in the place of `get_video_features`."""
-
-    key = "_liger_video_features"
-
-
-class SizesBinding(Binding):
-    """What is bound to a tower that computes where its patches lie."""
-
-    key = "_liger_sizes"
-
-
-_BINDINGS: dict[str, type[Binding]] = {
-    _INDEX: IndexBinding, _PLACES: PlacesBinding, "get_image_features": ImagesBinding,
-    "get_video_features": VideosBinding,
-}  # fmt: skip
-
-
-def swap(model: nn.Module) -> None:
-    """Have each part of `model` that computes positions from the sizes of images compute them on the host."""
-    for module in model.modules():
-        cls = own_class(module)
-        if not cls.__module__.startswith("transformers."):
-            continue
-        if (binding := _sizes_of(module)) is not None:
-            bind(module, binding)
-        for name, kind in _BINDINGS.items():
-            own = getattr(cls, name, None)
-            if own is None or name in module.__dict__ or not comes_from(own, "transformers."):
-                continue
-            if (method := _method_of(own, name)) is not None:
-                bind(module, kind(method, name, guards=Guards(cls, [(cls, name, own)])))
-
-
-def remove(model: nn.Module) -> None:
-    """Undo `swap`."""
-    for module in model.modules():
-        for kind in (*_BINDINGS.values(), SizesBinding):
-            unbind(module, kind)
 
 
 def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None, **named: Any) -> Any:
@@ -133,92 +71,96 @@ def _sent(x: Any, device: torch.device) -> Any:
     return there
 
 
-@functools.cache
-def _method_of(own: Callable, name: str) -> Callable | None:
-    """What to bind in the place of a method; None where it is not as it is known."""
-    signature, method = inspect.signature(own), None
-    if name == _INDEX:
-        method = _index_of(own)
-    elif name == _PLACES and {"input_ids", "inputs_embeds"} <= signature.parameters.keys():
-        method = _places_of(own, signature)
-    elif _FEATURES.get(name) in signature.parameters:
-        method = _features_of(own, signature, _FEATURES[name])
-    if method is not None:
-        functools.update_wrapper(method, own)
-        method.__signature__ = signature  # type: ignore[attr-defined]
-        del method.__wrapped__  # type: ignore[attr-defined]
-    return method
+def _index(own: Callable, call: inspect.BoundArguments) -> Any:
+    return on_host(own, *call.args, **call.kwargs)
 
 
-def _index_of(own: Callable) -> Callable:
-    def get_rope_index(self, *args, **kwargs):
-        return on_host(functools.partial(own, self), *args, **kwargs)
-
-    return get_rope_index
-
-
-def _places_of(own: Callable, signature: inspect.Signature) -> Callable:
+def _places(own: Callable, call: inspect.BoundArguments) -> Any:
     """`get_placeholder_mask` on the host. It looks at embeddings and features for their sizes alone."""
-
-    def get_placeholder_mask(self, *args, **kwargs):
-        call = signature.bind(self, *args, **kwargs).arguments
-        embeds = call.get("inputs_embeds")
-        if (values := _value_of(call.get("input_ids"))) is None or not isinstance(embeds, torch.Tensor):
-            return own(self, *args, **kwargs)
-        more = {n: _stand_in(x) for n, x in call.items() if n not in ("self", "input_ids")}
-        masks = _alone(own, self, input_ids=values, **more)
-        return tree_map(lambda x: Known.of(x, embeds.device) if isinstance(x, torch.Tensor) else x, masks)
-
-    return get_placeholder_mask
+    given = call.arguments
+    embeds = given.get("inputs_embeds")
+    if (values := _value_of(given.get("input_ids"))) is None or not isinstance(embeds, torch.Tensor):
+        return own(*call.args, **call.kwargs)
+    more = {n: _stand_in(x) for n, x in given.items() if n != "input_ids"}
+    masks = _alone(own, **more, input_ids=values)
+    return tree_map(lambda x: Known.of(x, embeds.device) if isinstance(x, torch.Tensor) else x, masks)
 
 
 def _stand_in(x: Any) -> Any:
     return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape) if isinstance(x, torch.Tensor) else x
 
 
-def _features_of(own: Callable, signature: inspect.Signature, sizes: str) -> Callable:
+def _features(sizes: str, own: Callable, call: inspect.BoundArguments) -> Any:
     """`get_image_features` with known `sizes`, by which it splits what its tower returns."""
-
-    def get_features(self, *args, **kwargs):
-        call = signature.bind(self, *args, **kwargs)
-        given = call.arguments.get(sizes)
-        if (values := _value_of(given)) is not None:
-            call.arguments[sizes] = Known.around(given, values)
-        return own(*call.args, **call.kwargs)
-
-    return get_features
+    given = call.arguments.get(sizes)
+    if (values := _value_of(given)) is not None:
+        call.arguments[sizes] = Known.around(given, values)
+    return own(*call.args, **call.kwargs)
 
 
-def _sizes_of(module: nn.Module) -> SizesBinding | None:
-    """What to bind to a tower, or None for any other module."""
+_METHODS: dict[str, tuple[set[str], Callable]] = {  # of a model -> parameters that it must have, what runs in its place
+    "get_rope_index": (set(), _index),  # positions of tokens
+    "get_placeholder_mask": ({"input_ids", "inputs_embeds"}, _places),  # which tokens are images; checks how many
+    "get_image_features": ({"image_grid_thw"}, functools.partial(_features, "image_grid_thw")),
+    "get_video_features": ({"video_grid_thw"}, functools.partial(_features, "video_grid_thw")),
+}
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    """The method `name` of a class of transformers, or None."""
     cls = own_class(module)
-    own = inspect.unwrap(cls.forward)
+    own = getattr(cls, name, None) if cls.__module__.startswith("transformers.") else None
+    return own if own is not None and comes_from(own, "transformers.") else None
+
+
+def _prove_method(name: str, module: nn.Module) -> tuple[Proof | None, str | None]:
+    own, (needed, compute) = _own(module, name), _METHODS[name]
+    signature = inspect.signature(own)
+    if not needed <= signature.parameters.keys():
+        return None, f"its {name} takes other arguments"
+
+    @in_place_of(own, name)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return compute(own, signature.bind(self, *args, **kwargs))
+
+    return Proof("", name, method), None
+
+
+def _method_kind(name: str) -> Kind:
+    """The kind of models that have a method `name`, which is then called with values on the host."""
+    return Kind(
+        lambda module: _own(module, name) is not None, functools.partial(_prove_method, name), lambda module: "",
+        guards=lambda module: Guards(own_class(module), [(own_class(module), name, _own(module, name))]),
+        binding=functools.partial(Binding, key=f"_liger_{name}"), method=name,
+    )  # fmt: skip
+
+
+def _helpers_of(own: Any) -> list[str]:
     names = getattr(getattr(own, "__code__", None), "co_names", ())
-    helpers = [name for name in names if name.startswith(_HELPERS) and _is_theirs(own.__globals__.get(name))]
-    if (
-        not helpers
-        or not _is_decorated_as_known(cls.forward)
-        or probe.slot_of(module)[1] is not None
-        or Binding.of(module) is not None
-    ):
-        return None
-    replaced = tuple((name, _helper(own.__globals__[name])) for name in helpers)
-    try:
-        guards = Guards(cls, [*global_lookups(own), *code_guards_of(cls).lookups])
-    except NotProven:
-        return None
-    forward = decorated_like(cls.forward, forward_with_globals(own, replaced))  # type: ignore[arg-type]
-    return SizesBinding(forward, probe.slot_of(module)[0], guards=guards)
+    return [name for name in names if name.startswith(_HELPERS) and _is_theirs(own.__globals__.get(name))]
 
 
-def _is_decorated_as_known(forward: Any) -> bool:
-    """Whether all decorators of a forward are transformers' or PyTorch's, and have what they decorate in a cell."""
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        cells = getattr(forward, "__closure__", None) or ()
-        if not home(forward).startswith(_DECORATORS) or all(cell.cell_contents is not inner for cell in cells):
-            return False
-        forward = inner
-    return comes_from(forward, "transformers.")
+def _is_tower(module: nn.Module) -> bool:
+    """Return whether the forward of `module` computes where its patches lie, and no other method of ours is bound."""
+    forward = own_class(module).forward
+    known = comes_from(inspect.unwrap(forward), "transformers.") and is_decorated_by(forward, _is_known)
+    return known and bool(_helpers_of(inspect.unwrap(forward))) and Binding.of(module) is None
+
+
+def _is_known(decorated: Any, cells: list) -> bool:
+    return home(decorated).startswith(_DECORATORS)
+
+
+def _prove_tower(module: nn.Module) -> tuple[Proof, None]:
+    decorated: Any = own_class(module).forward
+    own = inspect.unwrap(decorated)
+    replaced = tuple((name, _helper(own.__globals__[name])) for name in _helpers_of(own))
+    return Proof("", "sizes", decorated_like(decorated, forward_with_globals(own, replaced))), None
+
+
+def _tower_guards(module: nn.Module) -> Guards:
+    cls = own_class(module)
+    return Guards(cls, [*global_lookups(inspect.unwrap(cls.forward)), *code_guards_of(cls).lookups])
 
 
 def _is_theirs(function: Any) -> bool:
@@ -228,3 +170,12 @@ def _is_theirs(function: Any) -> bool:
 @functools.cache
 def _helper(function: Callable) -> Callable:
     return functools.wraps(function)(functools.partial(on_host, function))
+
+
+KINDS = (
+    Kind(
+        _is_tower, _prove_tower, lambda module: "", guards=_tower_guards,
+        binding=functools.partial(Binding, key="_liger_sizes"),
+    ),
+    *map(_method_kind, _METHODS),
+)  # fmt: skip

@@ -8,6 +8,7 @@ one is the result. Our forward calls the projections as modules and in the same 
 """
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 
 from liger_trainer.instance import probe
 from liger_trainer.instance.guards import Guards, guards_of
-from liger_trainer.instance.kind import Kind
+from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.lora.layers import tensors_now
 from liger_trainer.lora.parts import Tensors
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, only_caller_reads, rebuilding
@@ -50,10 +51,6 @@ class MLP:
     gate_first: bool
     dropout: str | None = None
     factor: str | None = None
-
-    @property
-    def operation(self) -> str:
-        return self.gate.operation
 
     def __str__(self) -> str:
         names = [*self.inner, self.down]
@@ -155,12 +152,17 @@ class _Cases:
         return True
 
 
-def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
+def kind(rebuild_above: int) -> Kind:
+    """The kind of a gated MLP whose product is computed again backward if it has more than `rebuild_above` bytes."""
+    return Kind(nominated, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation, guards=guards)
+
+
+def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[Proof | None, str | None]:
     """(what this MLP computes, None), or (None, why it is none of ours)."""
     projections, inputs = projections_of(module), probe.inputs_of(type(module).forward)
     assert projections is not None and inputs is not None, "the module is not nominated"
     inner, down = projections
-    if len(inputs) != 1 and not probe.rest_is_optional(type(module).forward):
+    if any(p.default is not None for p in list(inspect.signature(type(module).forward).parameters.values())[2:]):
         return None, f"its forward takes {len(inputs)} inputs ({', '.join(inputs)}), a plain MLP takes one"
     extra = [n for n, c in module._modules.items() if n not in (*inner, down) and _has_parameters(c)]
     if extra:
@@ -178,8 +180,8 @@ def prove(module: nn.Module) -> tuple[MLP | None, str | None]:
     factors = [None, *scale_names(module)]
     for gate, gate_first, factor in itertools.product(candidates(module), (True, False), factors if unchanged else ()):
         mlp = MLP(gate, tuple(order[:-1]), down, gate_first, dropout, factor)
-        if (factor is None or factor != gate.scale) and cases.agree(build(mlp)):
-            return mlp, None
+        if (factor is None or factor != gate.scale) and cases.agree(forward := build(mlp, rebuild_above)):
+            return Proof(gate.operation, mlp, forward), None
     return None, "it is not down(act(gate) * up) with silu or gelu, nor one of the known clamps and scales of that"
 
 
@@ -243,6 +245,3 @@ def guards(module: nn.Module) -> Guards:
     projections = projections_of(module)
     assert projections is not None, "the module is not nominated"
     return guards_of(module, called=(*projections[0], projections[1]))
-
-
-KIND = Kind(nominated, prove, build, guessed_operation, guards=guards, rebuilds=True)

@@ -18,7 +18,7 @@ from torch import nn
 
 from liger_trainer.instance import probe
 from liger_trainer.instance.hooks import has_hooks
-from liger_trainer.instance.kind import Kind
+from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, rebuildable
 from liger_triton import gated_rms_norm, layer_norm, rms_norm
 
@@ -52,7 +52,6 @@ class Norm:
         autocast (`str`): What happens under autocast: `"wide"` for `F.layer_norm`, which runs in fp32 on accelerators
             with an fp32 result, `"own"` where the norm's code asks about autocast and so runs itself, else empty.
         group (`int` or `None`): How many columns are normed together; None for all.
-        channels_first (`bool`): Whether the input is an image (B, N, H, W).
         gate (`str` or `None`): The name of the second input of the forward, if it has one.
         activation (`str`), gate_first (`bool`): Arguments of `liger_triton.gated_rms_norm`.
     """
@@ -65,7 +64,6 @@ class Norm:
     eps: float
     autocast: str = ""
     group: int | None = None
-    channels_first: bool = False
     gate: str | None = None
     activation: str = ""
     gate_first: bool = False
@@ -79,17 +77,20 @@ class Norm:
         parts += [] if self.weight else ["no weight"]
         parts += ["bias"] if self.bias else []
         parts += [f"groups of {self.group}"] if self.group else []
-        parts += ["channels first"] if self.channels_first else []
         return ", ".join(parts) or "weight only"
 
 
 def nominated(module: nn.Module) -> bool:
-    """Return whether `module` has "norm" in its class's name, no children, at most a 1D weight and a 1D bias."""
+    """Return whether `module` has "norm" in its class's name, no children, at most a 1D weight and a 1D bias.
+
+    Norms of images with their channels first are not nominated: the kernels norm the last dimension.
+    """
     return (
         "norm" in type(module).__name__.lower()
         and not isinstance(module, NOT_OURS)
         and set(module._modules) <= {"parametrizations"}
         and not any(b is not None for b in module._buffers.values())
+        and not any(type(value) is str and value == "channels_first" for value in module.__dict__.values())
         and all(len(probe.full_shape(p)) == 1 for p in module._parameters.values() if p is not None)
         and len({probe.full_shape(p) for p in module._parameters.values() if p is not None}) <= 1
         and sum(p is not None for p in module._parameters.values()) <= 2
@@ -101,7 +102,12 @@ def guessed_operation(module: nn.Module) -> str:
     return "layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"
 
 
-def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
+def kind(rebuild_above: int) -> Kind:
+    """The kind of a norm whose output is computed again backward if it has more than `rebuild_above` bytes."""
+    return Kind(nominated, functools.partial(prove, rebuild_above=rebuild_above), guessed_operation)
+
+
+def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[Proof | None, str | None]:
     """(what this norm computes, None), or (None, why it is none of ours)."""
     inputs = probe.inputs_of(type(module).forward)
     taken = "an open list of inputs" if inputs is None else f"{len(inputs)} inputs ({', '.join(inputs)})"
@@ -116,10 +122,10 @@ def prove(module: nn.Module) -> tuple[Norm | None, str | None]:
     if gated and (bias or weight is None or autocast_of(module, "rms_norm")):
         return None, f"its forward takes {taken}, and it has more or less than a weight"
     norms = _gated(module, weight, inputs[1]) if gated else _plain(module, weight, bias)
-    cases = Cases(module, gated, _is_channels_first(module) and not gated)
+    cases = Cases(module, gated)
     for norm in norms:
-        if cases.agree(build(norm)):
-            return norm, None
+        if cases.agree(forward := build(norm, rebuild_above)):
+            return Proof(norm.operation, norm, forward), None
     if gated:
         return None, f"its forward takes {taken}, and is no RMSNorm and a product with silu or sigmoid of the second"
     return None, "it computes none of the known norms (RMSNorm with llama or gemma cast, LayerNorm)"
@@ -131,20 +137,16 @@ def _plain(module: nn.Module, weight: str | None, bias: str | None) -> Iterator[
         if (bias and operation == "rms_norm") or (weight is None and (offset or cast == "t5")):
             continue
         groups = groups_of(module) if operation == "rms_norm" and weight and cast in ("llama", "gemma") else []
-        autocast, first = autocast_of(module, operation), _is_channels_first(module)
+        autocast = autocast_of(module, operation)
         for group, eps in itertools.product((*groups, None), eps_of(module)):
-            yield Norm(operation, offset, cast, weight, bias, eps, autocast, group, first)
+            yield Norm(operation, offset, cast, weight, bias, eps, autocast, group)
 
 
 def _gated(module: nn.Module, weight: str | None, gate: str) -> Iterator[Norm]:
     """The norms with a gate that `module` may compute."""
     found = itertools.product(GATED_VARIANTS, (*groups_of(module), None), eps_of(module))
     for (gate_first, activation, cast), group, eps in found:
-        yield Norm("rms_norm", 0.0, cast, weight, None, eps, "", group, False, gate, activation, gate_first)
-
-
-def _is_channels_first(module: nn.Module) -> bool:
-    return "channels_first" in [value for value in module.__dict__.values() if isinstance(value, str)]
+        yield Norm("rms_norm", 0.0, cast, weight, None, eps, "", group, gate, activation, gate_first)
 
 
 def eps_of(module: nn.Module) -> list[float]:
@@ -215,9 +217,8 @@ def _forward(norm: Norm, rebuild_above: int) -> Callable:
         """Return whether the norm's own code is to run, because of something for which nothing was proven."""
         if norm.autocast == "own" and torch.is_autocast_enabled(x.device.type):
             return True
-        if t5 and norm.weight and (dtype := getattr(self, norm.weight).dtype) in HALF and x.dtype != dtype:
-            return True
-        return norm.channels_first and x.ndim != 4
+        dtype = getattr(self, norm.weight).dtype if t5 and norm.weight else None
+        return dtype in HALF and x.dtype != dtype
 
     def forward(self, *args: torch.Tensor, **named: Any) -> Any:
         if named or len(args) != 1 or (unusual and runs_itself(self, args[0])):
@@ -226,39 +227,35 @@ def _forward(norm: Norm, rebuild_above: int) -> Callable:
         if norm.autocast == "wide" and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
             x = x.float()
         parameters = [None if name is None else getattr(self, name) for name in (norm.weight, norm.bias)]
-        if norm.channels_first:
-            return make(x.movedim(1, -1), *parameters).movedim(-1, 1)
         y = make(x, *parameters)
         if has_hooks(self):  # a hook may change y, even without autograd seeing it, through `y.data`
             return y
         return rebuildable(y, make, x, *parameters, above=rebuild_above)
 
-    unusual = norm.autocast == "own" or t5 or norm.channels_first
+    unusual = norm.autocast == "own" or t5
     return forward
 
 
 class Cases:
     """A norm's own results on random rows, computed once to be compared with each candidate's.
 
-    A `gated` one has a second input of the same shape. With `channels_first` it is given (1, N, rows / 2, 2).
+    A `gated` one has a second input of the same shape.
     """
 
-    def __init__(self, module: nn.Module, gated: bool = False, channels_first: bool = False):
+    def __init__(self, module: nn.Module, gated: bool = False):
         source = probe.generator()
         wide = probe.clone(module, source)
-        narrow = probe.clone(module, source)
-        probe.set_dtype(narrow, torch.bfloat16)
+        narrow = nn.Module.to(probe.clone(module, source), torch.bfloat16)  # its class may have a `to` of its own
         shapes = [probe.full_shape(p)[0] for p in module._parameters.values() if p is not None]
         normalized = getattr(module, "normalized_shape", None)
         n = shapes[0] if shapes else normalized[-1] if isinstance(normalized, tuple) and normalized else 64
         rows = max(8, 8192 // n) & ~1
         scale = torch.tensor([1.0, 30.0, 1e-3, 3e-3]).repeat(rows // 4 + 1)[:rows, None]  # in small rows eps shows
         x = probe.randn((rows, n), source) * scale
-        self.channels_first = channels_first
-        self.dy = self._shaped(probe.randn((1, rows, n), source))
+        self.dy = probe.randn((1, rows, n), source)
         x = [x, *([2 * probe.randn((rows, n), source)] if gated else [])]
-        bf16 = [self._shaped(t.bfloat16()[None, None]) for t in x]
-        fp32 = [self._shaped(t[None]) for t in x]
+        bf16 = [t.bfloat16()[None, None] for t in x]
+        fp32 = [t[None] for t in x]
         self.cases = [(wide, fp32, True), (wide, fp32, False), (narrow, bf16, True)]
         forward = type(module).forward
         self.wanted = [self._run(forward, *case) for case in self.cases]
@@ -269,17 +266,13 @@ class Cases:
         except RuntimeError:
             return
 
-    def _shaped(self, t: torch.Tensor) -> torch.Tensor:
-        return t.reshape(1, -1, 2, t.shape[-1]) if self.channels_first else t
-
     def _run(
         self, forward: Callable, module: nn.Module, x: list[torch.Tensor], training: bool
     ) -> list[torch.Tensor]:  # fmt: skip
         """The result of `forward`, and for fp32 rows also the gradients of its inputs and of the parameters."""
         probe.set_training(module, training)
         x = [t.clone().requires_grad_(t.dtype == torch.float32) for t in x]
-        y = forward(module, *(t.movedim(-1, 1) if self.channels_first else t for t in x))
-        y = y.movedim(1, -1) if self.channels_first else y
+        y = forward(module, *x)
         if x[0].dtype != torch.float32:
             return [y.detach()]
         leaves = [*x, *(p for p in module._parameters.values() if p is not None)]
@@ -295,6 +288,3 @@ class Cases:
             elif not all(probe.same(g, w, probe.FP32_RTOL, by_row=g.ndim > 1) for g, w in zip(got, want, strict=True)):
                 return False
         return True
-
-
-KIND = Kind(nominated, prove, build, guessed_operation, rebuilds=True)

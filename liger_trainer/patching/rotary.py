@@ -7,23 +7,24 @@ A patched attention runs its own code, with globals in which the name of the rot
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_trainer.instance import guards, probe
-from liger_trainer.instance.binding import Binding, Weakly, bind, own_class
+from liger_trainer.instance import guards
+from liger_trainer.instance.binding import Binding, Weakly, own_class
 from liger_trainer.instance.guards import Guards, NotProven, code_guards_of, global_lookups, key_of, lookups_of
-from liger_trainer.instance.hooks import comes_from, hook_on
-from liger_trainer.instance.report import LigerReport, Place
+from liger_trainer.instance.hooks import comes_from, home, hook_on
+from liger_trainer.instance.kind import Found, attempt, slot_of
 from liger_trainer.memory.rebuild import forward_rebuilding
-from liger_trainer.patching.rotary_proof import Proof, Signature, layouts_of, makes_angles, prove, size_of
+from liger_trainer.patching.rotary_proof import Rotation, Signature, layouts_of, makes_angles, prove, size_of
 from liger_triton import rope
 from liger_triton.rope import misfit
 
-Plan = tuple[Proof, frozenset[int] | None]  # a proof, and the widths of cos for which it holds (None: all)
+OPERATION = "rope"
+Plan = tuple[Rotation, frozenset[int] | None]  # a proof, and the widths of cos for which it holds (None: all)
 
 
 class RotaryBinding(Binding):
@@ -59,11 +60,8 @@ def rotary_names(forward: Callable) -> list[str]:
     return [n for n in names if callable(scope.get(n)) and not inspect.isclass(scope[n])]
 
 
-def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float]) -> None:
-    """Bind a forward that sees our rotary functions to every attention of `model` whose functions are proven."""
-    if not wanted["rope"]:
-        return
-    operation = report["rope"]
+def find_attentions(model: nn.Module) -> Iterator[Found]:
+    """Find the attentions of `model`, each with a forward that sees our rotary functions where they are proven."""
     modules = dict(model.named_modules())
     layouts = {name: layouts_of(module) for name, module in modules.items() if makes_angles(module)}
     prove_once = functools.cache(_proven)
@@ -77,11 +75,9 @@ def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float])
             try:
                 binding, text = _binding_of(way, [maker.split(".")[-1] for maker in makers], seen, prove_once)
             except NotProven as error:
-                operation.skipped[name] = str(error)
+                yield Found(OPERATION, name, module, str(error))
             else:
-                binding.place = Place(operation, name)
-                bind(module, binding)
-                operation.swapped[name] = text
+                yield Found(OPERATION, name, module, text, binding)
 
 
 def _binding_of(
@@ -98,8 +94,8 @@ def _binding_of(
     module = way[-1]
     decorated = type(module).forward
     own = inspect.unwrap(decorated)
-    slot, reason = probe.slot_of(module)
-    if not _is_decorated_as_known(decorated):
+    slot, reason = slot_of(module)
+    if not is_decorated_by(decorated, _is_known):
         reason = "its forward is decorated"
     parts = [(name, way[0]._modules[name]) for name in makers]
     for cls in map(own_class, (*way, *(maker for _, maker in parts))):
@@ -138,26 +134,32 @@ def _proven(function: Callable) -> tuple[Any, str | None]:
         key = key_of(function) if isinstance(function, types.FunctionType) else None
     except (NotProven, TypeError):
         key = None
-    return probe.attempt(prove, function) if key is None else _proven_at(function, key)
+    return attempt(prove, function) if key is None else _proven_at(function, key)
 
 
 @functools.lru_cache(maxsize=64)
 def _proven_at(function: Callable, key: tuple) -> tuple[Any, str | None]:
-    return probe.attempt(prove, function)
+    return attempt(prove, function)
 
 
-def _is_decorated_as_known(forward: Callable) -> bool:
-    """Return whether a forward has no decorators but `@torch.no_grad()` and transformers' `@deprecate_kwarg`."""
+def is_decorated_by(forward: Any, is_known: Callable[[Any, list], bool]) -> bool:
+    """Return whether each decorator of a forward is known and has what it decorates in a cell.
+
+    `is_known` gets the decorated function and what is in its cells.
+    """
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        room = getattr(forward, "__globals__", {}).get("__name__")
         cells = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
-        without_grad = any(type(getattr(cell, "__self__", None)) is torch.no_grad for cell in cells)
-        if room != "transformers.utils.deprecation" and not (room == "torch.utils._contextlib" and without_grad):
-            return False
-        if not any(cell is inner for cell in cells):
+        if not is_known(forward, cells) or all(cell is not inner for cell in cells):
             return False
         forward = inner
     return True
+
+
+def _is_known(decorated: Any, cells: list) -> bool:
+    """Whether it is decorated by `@torch.no_grad()`, or by transformers' `@deprecate_kwarg`."""
+    without_grad = any(type(getattr(cell, "__self__", None)) is torch.no_grad for cell in cells)
+    room = home(decorated)
+    return room == "transformers.utils.deprecation" or (room == "torch.utils._contextlib" and without_grad)
 
 
 @functools.cache
@@ -188,7 +190,7 @@ def _nearest_embeddings(name: str, layouts: dict[str, frozenset[tuple[int, str]]
     return []
 
 
-def _plans(proven: tuple[Proof, ...], seen: frozenset[tuple[int, str]]) -> tuple[Plan, ...]:
+def _plans(proven: tuple[Rotation, ...], seen: frozenset[tuple[int, str]]) -> tuple[Plan, ...]:
     """The proofs that hold for the angles of a module, whose (width of cos, layout) are `seen`."""
     plans: list[Plan] = []
     for proof in proven:

@@ -125,7 +125,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Proof:
+class Rotation:
     """The rotation that a function computes in one kind of call, for one size of head.
 
     Attributes:
@@ -141,13 +141,13 @@ class Proof:
     layout: str | None
 
 
-def prove(function: Callable) -> tuple[tuple[Proof, ...], str | None]:
+def prove(function: Callable) -> tuple[tuple[Rotation, ...], str | None]:
     """(a proof for each kind of call and size of head for which we have a kernel, None), or ((), why there is none)."""
     signature = Signature.of(function)
     label = getattr(function, "__name__", type(function).__name__)
     if signature is None:
         return (), f"{label} has a signature that is none of (q, k, cos, sin), (x, cos, sin), (q, k, freqs_cis)"
-    proven: list[Proof] = []
+    proven: list[Rotation] = []
     for call in CALLS:
         if signature.unsqueeze_dim is None and any(p.call[:2] == call[:2] for p in proven):
             continue  # the function itself fixes the place of the heads, which has been found
@@ -187,7 +187,7 @@ def _case(
 
 def _prove_call(
     function: Callable, signature: Signature, call: Call, size: str, candidates: Iterable[Geometry]
-) -> Proof | None:
+) -> Rotation | None:
     """The proof for one kind of call and size of head, or None. Layouts that demand less of cos are tried first."""
     for layout in (None, "half", "interleaved"):
         case = _case(signature, call, size, layout)
@@ -200,7 +200,7 @@ def _prove_call(
         for geometry in candidates:
             if layout in (None, geometry.cos_layout) and _matches(geometry, case, want):
                 with_cast = _with_cast(function, signature, call, size, layout, geometry)
-                return None if with_cast is None else Proof(call, size, with_cast, layout)
+                return None if with_cast is None else Rotation(call, size, with_cast, layout)
     return None
 
 

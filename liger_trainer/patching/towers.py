@@ -15,58 +15,22 @@ from torch import nn
 
 from liger_trainer.head import masks
 from liger_trainer.instance import probe
-from liger_trainer.instance.binding import Binding, bind, call_previous, own_class, unbind
-from liger_trainer.instance.guards import Guards, NotProven, code_guards_of
+from liger_trainer.instance.binding import Binding, bind, call_previous, in_place_of, own_class
+from liger_trainer.instance.guards import NotProven, code_guards_of
 from liger_trainer.instance.hooks import comes_from
-from liger_trainer.instance.report import LigerReport, Place
-from liger_trainer.patching import image_positions
+from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.varlen.segments import NotInSegments, segments_known, segments_of
 
 OPERATION = "varlen_attention"
 _OFFSETS = "cu_seqlens"
 _LENGTHS = (5, 1, 4, 5, 2)
 _RTOL = 1e-4  # of the largest element, in fp32; a token of another segment moves it by 1e-2 and more
-_VARIANT = "one attention for all images or windows"
 
 
 class TowerBinding(Binding):
     """What is bound to an attention of a tower, around what else is bound to it."""
 
     key = "_liger_tower"
-
-
-def swap(model: nn.Module, report: LigerReport, wanted: dict[str, bool | float]) -> None:
-    """Bind a forward that attends in one call to each attention of `model` for which that is proven.
-
-    `wanted` is the checked config.
-    """
-    operation, proofs = report[OPERATION], dict[tuple, tuple[Any, str | None]]()
-    if not (wanted[OPERATION] and wanted["fused_linear_cross_entropy"]):  # with which our attention is registered
-        return
-    image_positions.swap(model)
-    for name, module in model.named_modules():
-        if not nominated(module):
-            continue
-        if (reason := _why_not(model, module)) is None:
-            key = probe.fingerprint(module)
-            if key not in proofs:
-                proofs[key] = probe.attempt(_prove, module)
-            guards, reason = proofs[key]
-        if reason is not None:
-            operation.unsuited[name] = reason
-            continue
-        place = Place(operation, name)
-        inner = Binding.of(module)
-        slot = probe.slot_of(module)[0] if inner is None else inner.slot
-        bind(module, TowerBinding(_forward_of(own_class(module)), slot, place, guards))  # type: ignore[arg-type]
-        operation.swapped[name] = _VARIANT
-
-
-def remove(model: nn.Module) -> None:
-    """Undo `swap`."""
-    image_positions.remove(model)
-    for module in model.modules():
-        unbind(module, TowerBinding)
 
 
 def nominated(module: nn.Module) -> bool:
@@ -76,24 +40,21 @@ def nominated(module: nn.Module) -> bool:
     return code is not None and _OFFSETS in code.co_varnames and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _why_not(model: nn.Module, module: nn.Module) -> str | None:
+def _why_not(module: nn.Module) -> str | None:
     cls, config = own_class(module), getattr(module, "config", None)
     attention = getattr(config, "_attn_implementation", None)
     if not (comes_from(cls.forward, "transformers.") and cls.__module__.startswith("transformers.")):
         return f"{cls.__name__} is not a class of transformers with its own forward"
     if attention != "sdpa":
         return f"attn_implementation is {attention!r}, which stays as it is"
-    if Binding.of(module) is None and (reason := probe.slot_of(module)[1]) is not None:
-        return reason
-    return masks.why_not_ours(model)
+    return masks.why_not_ours(module)
 
 
 @functools.cache
 def _forward_of(cls: type[nn.Module]) -> Callable:
-    signature = inspect.signature(cls.forward)
-    at = list(signature.parameters).index(_OFFSETS) - 1  # among the arguments after `self`
+    at = list(inspect.signature(cls.forward).parameters).index(_OFFSETS) - 1  # among the arguments after `self`
 
-    @functools.wraps(cls.forward)
+    @in_place_of(cls.forward)
     def forward(self, *args, **kwargs):
         offsets = args[at] if len(args) > at else kwargs.get(_OFFSETS)
         plain = offsets is None or torch.compiler.is_compiling() or self.config._attn_implementation != "sdpa"
@@ -116,25 +77,23 @@ def _forward_of(cls: type[nn.Module]) -> Callable:
             bound.step_aside(reason)
         return call_previous(self, TowerBinding, args, kwargs)
 
-    forward.__name__ = "forward"
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    del forward.__wrapped__
     return forward
 
 
-def _prove(module: nn.Module) -> tuple[Guards | None, str | None]:
-    """(the guards of the proof, None), or (None, what differs)."""
-    guards = code_guards_of(own_class(module))
+def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
+    """(that one call attends in all segments, None), or (None, what differs)."""
+    if (reason := _why_not(module)) is not None:
+        return None, reason
+    forward: Any = _forward_of(own_class(module))  # type: ignore[arg-type]
     copies = [_drawn(module) for _ in range(2)]
-    bind(copies[1], TowerBinding(_forward_of(own_class(module))))  # type: ignore[arg-type]
+    bound = bind(copies[1], TowerBinding(forward))
     given = _inputs(copies[0])
     want, got = (_run(copy, given) for copy in copies)
-    bound = TowerBinding.of(copies[1])
-    if bound is None or bound.aside:
+    if bound.aside:
         return None, "it does not attend once to all tokens of its segments"
     if not all(probe.same(x, y, _RTOL) for x, y in zip(got, want, strict=True)):
         return None, "within segments, values or gradients differ from its own"
-    return guards, None
+    return Proof(OPERATION, "one attention for all images or windows", forward), None
 
 
 def _drawn(module: nn.Module) -> nn.Module:
@@ -155,16 +114,13 @@ def _inputs(module: nn.Module) -> dict[str, Any]:
     given: dict[str, Any] = {"hidden_states": probe.randn((tokens, first.in_features), source)}
     given[_OFFSETS] = torch.tensor([0, *_LENGTHS], device="cpu").cumsum(0).int()
     if "position_embeddings" in names:
-        angles = probe.randn((tokens, _head_dim(module)), source)
+        head_dim = int(getattr(module, "head_dim", None) or module.head_size)
+        angles = probe.randn((tokens, head_dim), source)
         given["position_embeddings"] = angles.cos(), angles.sin()
     for name, parameter in names.items():
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             given.setdefault(name, None)
     return {name: value for name, value in given.items() if name != "self"}
-
-
-def _head_dim(module: nn.Module) -> int:
-    return next(int(size) for name in ("head_dim", "head_size") if (size := getattr(module, name, None)) is not None)
 
 
 def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
@@ -183,3 +139,9 @@ def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
         dy = probe.randn(y.shape, probe.generator())
         return [y, *torch.autograd.grad(y, leaves, dy, materialize_grads=True)]
     raise NotProven(str(error))
+
+
+KIND = Kind(
+    nominated, prove, lambda module: OPERATION, guards=lambda module: code_guards_of(own_class(module)),
+    binding=TowerBinding, is_rare=True,
+)  # fmt: skip

@@ -10,19 +10,29 @@ Where nothing is installed, packed rows may see each other. Some models keep the
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from liger_trainer.head import masks
-from liger_trainer.head.find import base_model_of, head_options
+from liger_trainer.head.module import base_model_of
 from liger_trainer.instance import probe
-from liger_trainer.instance.binding import unbind
-from liger_trainer.instance.report import Place
+from liger_trainer.instance.binding import bind
+from liger_trainer.instance.kind import Found, attempt
 from liger_trainer.patching.small_model import small_copy
 from liger_trainer.varlen import padding
-from liger_trainer.varlen.decide import code_of, foreign_class, own_loss_of, plan_of, unknown_forward, why_not_theirs
+from liger_trainer.varlen.decide import (
+    backbone_of,
+    base_of,
+    code_of,
+    foreign_class,
+    own_loss_of,
+    plan_of,
+    unknown_forward,
+    why_not_theirs,
+)
 
 OPERATION = "varlen_attention"
 _LENGTHS, _WIDTH = (7, 1, 11, 12), 12  # longer and shorter than the window of a small copy
@@ -40,45 +50,32 @@ _PACKED = (7, 5, 11)
 _MIXED_RTOL = 1e-3  # of the largest hidden state; a token of another row moves it by 1e-2 and more
 
 
-def swap(model, report, wanted: dict) -> None:
-    """Take padding out of the backbone of `model` where that is proven, or put it back where it is not wanted."""
-    model = base_model_of(model)
+def find_backbone(model) -> Iterator[Found]:
+    """Find the backbone of `model`, with a forward that leaves out padding where that is proven."""
     if not isinstance(model, PreTrainedModel):
         return
-    backbone = padding.backbone_of(model)
-    remove(model)
-    part, prefix = report[OPERATION], model.base_model_prefix
-    name = next((name for name, module in model.named_modules() if module is backbone), prefix)
-    part.enabled = bool(wanted[OPERATION] and wanted["fused_linear_cross_entropy"])  # whose forward sees the labels
-    if not part.enabled or backbone is None:
+    around, backbone = base_of(model), backbone_of(model)
+    if backbone is None:
         return
     proven: Any = None
-    reason = _why_not(model, backbone)
+    reason = _why_not(model, around, backbone)
     if reason is None:
-        proven, reason = probe.attempt(_prove, model)
+        proven, reason = attempt(_prove, model)
     if reason is None:
         reason = unknown_forward(model, proven.forwards)
+    name = next((name for name, module in model.named_modules() if module is backbone), model.base_model_prefix)
     if reason is not None:
-        part.unsuited[name] = reason
+        yield Found(OPERATION, name, backbone, reason, is_rare=True)
         return
-    padding.install(backbone, proven, Place(part, name))
     runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
     kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds] if proven.is_local else []
-    part.swapped[name] = "; ".join([runs, *kinds])
+    yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), padding.binding_of(backbone, proven))
 
 
-def remove(model) -> None:
-    """Undo `swap`."""
-    model = base_model_of(model)
-    backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
-    if isinstance(backbone, PreTrainedModel):
-        unbind(backbone, padding.BackboneBinding)
-
-
-def _why_not(model, backbone) -> str | None:
+def _why_not(model, around, backbone) -> str | None:
     config = model.config
-    if head_options(model) is None:
-        return "it has no fused LM head, whose forward would see the labels"
+    if model.get_output_embeddings() is None:
+        return "it has no LM head, whose forward would see the labels"
     # A model with sinks or soft caps has no SDPA. Of one that has it, eager is what the user asked for.
     text, lacks_sdpa = config.get_text_config(), model._supports_attention_backend and not model._supports_sdpa
     if text._attn_implementation != ("eager" if lacks_sdpa else "sdpa"):
@@ -89,7 +86,6 @@ def _why_not(model, backbone) -> str | None:
         return "its layers keep a state, which goes from row to row"
     if not isinstance(backbone, PreTrainedModel) or backbone is model:
         return "it has no backbone apart from its head"
-    around = padding.base_of(model)
     if around is not backbone and _makes_masks(around):
         return "the mask of its decoder is made by the model around it, in which tokens of an image see each other"
     return masks.why_not_ours(model)
@@ -105,7 +101,7 @@ def _prove(model):
 
     Of a model of images and text it is its decoder that is copied: what is around it sees the batch as it is.
     """
-    around, backbone = padding.base_of(model), padding.backbone_of(model)
+    around, backbone = base_of(model), backbone_of(model)
     subject = model if around is backbone else backbone
     attention = model.config.get_text_config()._attn_implementation
     own, ours = (small_copy(subject, probe.SEED, attention) for _ in range(2))
@@ -130,7 +126,8 @@ def _prove(model):
     kinds: set[str] = set()
     forwards, reason = code_of([*own.modules(), model, around]), None
     proven = padding.Proven(attention, kinds, None, mixes, forwards, own_loss_of(model))
-    padding.install(ours if subject is backbone else padding.backbone_of(ours), proven)
+    copied = ours if subject is backbone else backbone_of(ours)
+    bind(copied, padding.binding_of(copied, proven))
     batches = [
         ("rows padded on the right", right, right), ("rows padded on the left", left, left),
         ("a packed row", one_row, within),
@@ -217,7 +214,7 @@ def _run(model, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tens
 def why_rows_mix(model) -> str | None:
     """Tell why packed rows would see each other in `model`, or return None if a small copy does not show it."""
     model = base_model_of(model)
-    backbone = padding.backbone_of(model) if isinstance(model, PreTrainedModel) else None
+    backbone = backbone_of(model) if isinstance(model, PreTrainedModel) else None
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if not isinstance(backbone, PreTrainedModel) or attention not in _SHOWN:
         return None
@@ -225,7 +222,7 @@ def why_rows_mix(model) -> str | None:
     if ours is not None and not ours.aside and ours.proven.keeps_padding is None:
         return None
     with probe.isolated():
-        apart, _ = probe.attempt(_rows_stay_apart, backbone)
+        apart, _ = attempt(_rows_stay_apart, backbone)
     if apart is not False:
         return None
     return f"in {type(model).__name__} with attn_implementation={attention!r}, packed rows see each other"

@@ -16,7 +16,7 @@ from transformers.trainer_utils import TrainOutput
 from liger_trainer._logging import logger
 from liger_trainer.feature import Run
 from liger_trainer.head import masks
-from liger_trainer.head.find import base_model_of, has_fused_head
+from liger_trainer.head.module import base_model_of, has_fused_head
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.instance.hooks import comes_from
 from liger_trainer.memory.memory import GpuMemory

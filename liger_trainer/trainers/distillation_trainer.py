@@ -17,7 +17,7 @@ from torch import nn
 from trl import DistillationConfig, DistillationTrainer
 
 from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import head_reason
+from liger_trainer.head.module import head_reason
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process
 from liger_trainer.trainers.trl import LigerTRLMixin, NoAdapterIsRefused, with_globals

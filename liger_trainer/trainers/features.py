@@ -82,7 +82,7 @@ class _ReportCallback(TrainerCallback):
     ) -> None:
         """Swap the fp8 layers that accelerate has made of linear ones since (`mixed_precision: fp8`), and write."""
         report = self.trainer.liger_report
-        if swap_converted(self.trainer.model, report, getattr(args, "liger_config", None)) and args.process_index == 0:
+        if swap_converted(self.trainer.model, report) and args.process_index == 0:
             logger.info(report.one_line())
         self._write(args, state)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig, GRPOTrainer
 
-from liger_trainer.head.find import output_head
+from liger_trainer.head.module import output_head
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.trl import LigerTRLMixin
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from liger_trainer.head.find import base_model_of, has_fused_head, head_reason, output_head
+from liger_trainer.head.module import base_model_of, has_fused_head, head_reason, output_head
 from liger_trainer.head.outputs import EXTRA_OUTPUTS, TOKEN_OUTPUTS
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.patching.varlen import why_rows_mix

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from liger_trainer.head.find import base_model_of
-from liger_trainer.varlen.decide import leaves_padding_out
+from liger_trainer.head.module import base_model_of
+from liger_trainer.varlen.decide import bound_backbone
 
 
 class PackedRows(Dataset):
@@ -72,7 +72,7 @@ def pack_images(trainer: Any) -> None:
         raise ValueError(
             "packing is True for rows with images, which are streamed. Load them, or set packing to False."
         )
-    if not leaves_padding_out(base_model_of(trainer.model)):
+    if bound_backbone(base_model_of(trainer.model)) is None:
         found = trainer.liger_report and trainer.liger_report["varlen_attention"].unsuited
         why = "; ".join(sorted(set(found.values()))) if found else "use_liger or varlen_attention is switched off"
         raise ValueError(

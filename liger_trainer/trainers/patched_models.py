@@ -3,7 +3,7 @@
 from torch import nn
 
 from liger_trainer.head.calls import install_fused_head
-from liger_trainer.head.find import base_model_of, has_fused_head, head_options
+from liger_trainer.head.module import base_model_of, has_fused_head, head_options
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import LigerReport, apply_liger
 

@@ -14,7 +14,7 @@ import trl
 from torch import nn
 from transformers.utils import ModelOutput
 
-from liger_trainer.head.find import base_model_of, why_peft_needs_logits
+from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 _OFF = 'liger_config={"fused_linear_cross_entropy": false}'

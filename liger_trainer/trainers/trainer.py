@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from liger_trainer.head.find import base_model_of, report_unfused, who_sees_outputs, why_peft_needs_logits
+from liger_trainer.head.module import base_model_of, report_unfused, who_sees_outputs, why_peft_needs_logits
 from liger_trainer.instance.binding import own_class
 from liger_trainer.trainers.arguments import LigerArguments
 from liger_trainer.trainers.base import LigerTrainerMixin

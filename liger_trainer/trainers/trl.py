@@ -16,7 +16,7 @@ import trl
 from torch import nn
 from transformers.integrations import is_fsdp_enabled
 
-from liger_trainer.head.find import base_model_of, why_peft_needs_logits
+from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.fsdp2 import give_weights_of_first_process

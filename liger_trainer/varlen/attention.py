@@ -15,7 +15,6 @@ Every other call is transformers' own. `head/masks.py` hands models that have no
 
 import contextlib
 import contextvars
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +51,7 @@ class Rows:
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
         self.lengths, self.tokens, self.longest = lengths, sum(lengths), max(lengths)
-        self.batch, self.kinds = batch, set[str]()
+        self.batch, self.kinds, self._chunks = batch, set[str](), dict[int, Rows]()
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
     @property
@@ -72,10 +71,6 @@ class Rows:
             self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
             self._chunks[size].kinds = self.kinds
         return self._chunks[size]
-
-    @functools.cached_property
-    def _chunks(self) -> dict[int, "Rows"]:
-        return {}
 
 
 class RowMask:
@@ -175,22 +170,29 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
     for name in _NOT_KNOWN:
         if others.get(name) is not None:
             raise NotForRows(f"its attention has a {name}")
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # as of PyTorch's SDPA
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = as_autocast(query, key, value)
     rows, window = mask.rows, mask.window
     if window is not None and window >= rows.longest:
         window = None
     if softcap is not None or s_aux is not None:
         return _capped(query, key, value, rows, window, dropout, scaling, softcap, s_aux)
     rows.kinds.add("chunks" if mask.chunked else "causal" if mask.window is None else "sliding window")
-    attend = _row_by_row
     if window is None and rows.equal:
-        attend = _by_sdpa
-    elif _kernel_takes(query, key, value, dropout):
-        attend = _by_kernel
-    return attend(query, key, value, rows, window, dropout, scaling).unflatten(0, (query.shape[0], -1))
+        out = _by_sdpa(query, key, value, rows, dropout, scaling)
+    elif kernel_takes(query, key, value, dropout):
+        left = -1 if window is None else window - 1
+        out = by_kernel(query, key, value, rows.offsets, rows.longest, scaling, window is None, (left, 0))
+    else:
+        out = _row_by_row(query, key, value, rows, window, dropout, scaling)
+    return out.unflatten(0, (query.shape[0], -1))
+
+
+def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Cast queries, keys and values as autocast does for PyTorch's SDPA."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -198,7 +200,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _by_sdpa(query, key, value, rows: Rows, window, dropout, scaling):
+def _by_sdpa(query, key, value, rows: Rows, dropout, scaling):
     """(T, Hq, Dv), of rows of one length, in which every token sees all before it."""
     if not rows.full:
         query, key, value = (_flat(x).unflatten(0, (-1, rows.longest)).transpose(1, 2) for x in (query, key, value))
@@ -227,7 +229,7 @@ def _capped(query, key, value, rows: Rows, window, dropout, scaling, softcap, si
     return (out if width == dim else out[..., :width]).unflatten(0, (batch, -1))
 
 
-def _kernel_takes(query, key, value, dropout) -> bool:
+def kernel_takes(query, key, value, dropout) -> bool:
     dim = query.shape[-1]
     return (
         query.is_cuda
@@ -240,16 +242,19 @@ def _kernel_takes(query, key, value, dropout) -> bool:
     )
 
 
-def _by_kernel(query, key, value, rows: Rows, window, dropout, scaling):
-    """Call the op under `torch.nn.attention.varlen.varlen_attn`, which itself takes the host longer than all else."""
+def by_kernel(query, key, value, offsets, longest: int, scaling, causal: bool, window=(None, None)):
+    """(T, Hq, Dv), of rows that begin at `offsets`, the end included; `window` is how far a token sees to each side.
+
+    It calls the op under `torch.nn.attention.varlen.varlen_attn`, which itself takes the host longer than all else.
+    """
     width = value.shape[-1]
     if width < query.shape[-1]:  # multi-head latent attention; the kernel wants one size
         value = F.pad(value, (0, query.shape[-1] - width))
     query, key, value = (_flat(x).contiguous() for x in (query, key, value))
-    offsets, longest = rows.offsets.to(query.device), rows.longest  # layers may be spread over devices
+    offsets = offsets.to(query.device)  # layers may be spread over devices
     out, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, offsets, offsets, longest, longest, 0.0, window is None, False, scale=scaling,
-        window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        query, key, value, offsets, offsets, longest, longest, 0.0, causal, False, scale=scaling,
+        window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip
     return out if width == out.shape[-1] else out[..., :width]
 

@@ -18,15 +18,7 @@ from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.attention import Rows
 from liger_trainer.varlen.host_copies import remember, sent, values_of
-from liger_trainer.varlen.padding import (
-    BackboneBinding,
-    Plan,
-    backbone_of,
-    base_of,
-    cache_of,
-    computes_padding,
-    tokens_of,
-)
+from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, Plan, cache_of, tokens_of
 
 # Inputs that require gradients. Other hooks of PEFT say which adapter is for which row, or from which token on.
 _HARMLESS_HOOKS = (
@@ -51,19 +43,40 @@ _PER_TOKEN_ROOMS = (
 _STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 
-def leaves_padding_out(model) -> bool:
-    """Return whether calls of `model` may go through its backbone on real tokens; not while they are traced."""
-    backbone = backbone_of(model)
-    return backbone is not None and BackboneBinding.of(backbone) is not None and not torch.compiler.is_compiling()
+def base_of(model):
+    """The part of a transformers model before its head, with towers if it has any, or None."""
+    name = getattr(model, "base_model_prefix", "")
+    # The prefix of Llama 4's decoder is that of the model of images.
+    return model._modules.get(name, model._modules.get("model")) if name else None
+
+
+def backbone_of(model):
+    """The part of a transformers model before its head, or None.
+
+    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
+    """
+    base = base_of(model)
+    config = getattr(base, "config", None)
+    if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
+        return base
+    return next((part for part in base._modules.values() if type(getattr(part, "config", None)) is type(text)), base)
+
+
+def bound_backbone(model) -> BackboneBinding | None:
+    """By which calls of `model` go through its backbone on real tokens; None where they do not, or are traced."""
+    backbone = None if torch.compiler.is_compiling() else backbone_of(model)
+    return None if backbone is None else BackboneBinding.of(backbone)
 
 
 def plan_of_call(
-    model, args: tuple, call: dict[str, Any], shown: str | None, unfit: Callable[[Plan], str | None]
-) -> Plan | None:
+    model, bound: BackboneBinding, args: tuple, call: dict[str, Any], shown: str | None,
+    unfit: Callable[[Plan], str | None],
+) -> Plan | None:  # fmt: skip
     """Plan how a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): One for which `leaves_padding_out`.
+        model ([`~transformers.PreTrainedModel`]): The model.
+        bound (`BackboneBinding`): `bound_backbone(model)`.
         args (`tuple`): Its arguments by position.
         call (`dict`): Its arguments by name.
         shown (`str`, *optional*): What the answer has of every position. A packed row has no padding.
@@ -72,16 +85,14 @@ def plan_of_call(
     Raises:
         ValueError: The rows of a packed row would see each other in the model's own code, which has to run.
     """
-    backbone = backbone_of(model)
-    bound = BackboneBinding.of(backbone)
-    if bound is None or bound.aside or args:
+    backbone, proven = bound.module.to(), bound.proven
+    if bound.aside or args:
         return None
-    proven = bound.proven
     plan = plan_of(model.config, call, proven.attention, proven.is_local)
     full = plan is not None and plan.rows.full and not plan.leaves_out  # a batch of one padded row is not
     if shown is not None and call.get("attention_mask") is not None and not full:
         if model.training and torch.is_grad_enabled():  # evaluation and generation want logits, which is no news
-            computes_padding(backbone, shown)
+            bound.tell(shown, COMPUTES_PADDING)
         return None
     if plan is None or (proven.keeps_padding is not None and not full):
         return None
@@ -98,14 +109,14 @@ def plan_of_call(
             f"Packed rows would see each other in {type(backbone).__name__}, whose own attention has to run: {why}. "
             "Take that away, or switch packing off."
         )
-    computes_padding(backbone, why, "attends with masks" if full else "computes padding too")
+    bound.tell(why, "attends with masks" if full else COMPUTES_PADDING)
     return None
 
 
 # Who reads what a model computes
 
 
-def states_shown(model, call: dict[str, Any]) -> str | None:
+def states_shown(model, bound: BackboneBinding, call: dict[str, Any]) -> str | None:
     """Name what the model's forward returns of every position, or hands to the user's loss function, or return None."""
     if call.get("labels") is None and call.get("shift_labels") is None:
         return "a call without labels returns logits"
@@ -115,8 +126,8 @@ def states_shown(model, call: dict[str, Any]) -> str | None:
             return f"{name} asks for what it computes for padding"
     if call.get("return_dict") is False:
         return "with return_dict=False, it returns logits"
-    loss, bound = loss_of(model), BackboneBinding.of(backbone_of(model))
-    if bound is not None and loss is not bound.proven.loss:
+    loss = model.__dict__.get("_loss_function", own_loss_of(model))  # what its forward calls
+    if loss is not bound.proven.loss:
         return f"the loss function {getattr(loss, '__qualname__', loss)} may read logits of padding"
     return None
 
@@ -127,13 +138,8 @@ def _of_config(config, name: str) -> Any:
     return getattr(config.get_text_config(), name, None) if found is None or found is False else found
 
 
-def loss_of(model) -> Callable:
-    """The function that transformers' models call for their loss."""
-    return model.__dict__.get("_loss_function", own_loss_of(model))
-
-
 def own_loss_of(model) -> Callable:
-    """The same, while no other one is set."""
+    """The function that a model of transformers calls for its loss, while no other one is set."""
     return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
 
 

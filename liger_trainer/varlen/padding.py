@@ -19,9 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.utils import ModelOutput
 
-from liger_trainer._logging import logger
-from liger_trainer.instance.binding import Binding, bind, call_previous
-from liger_trainer.instance.report import Place
+from liger_trainer.instance.binding import Binding, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
@@ -31,6 +29,9 @@ _PER_IMAGE_TOKEN = "deepstack_visual_embeds"  # in the order of the tokens, of w
 _KNOWN_TENSORS = (
     "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", _PER_IMAGE_TOKEN, *_PER_TOKEN,
 )  # fmt: skip
+
+
+COMPUTES_PADDING = "computes padding too"  # what a backbone does without a plan
 
 
 class Proven(NamedTuple):
@@ -63,8 +64,8 @@ class BackboneBinding(Binding):
 
     key = "_liger_varlen"
 
-    def __init__(self, function: Callable, proven: Proven, place: Place | None):
-        super().__init__(function, place=place)
+    def __init__(self, function: Callable, proven: Proven):
+        super().__init__(function)
         self.proven = proven
         self.known = dict(proven.forwards)  # other modules that turn out to be harmless are added
 
@@ -183,30 +184,11 @@ def cache_of(call: dict[str, Any]) -> Any:
     return call.get("past_key_values") if call.get("cache") is None else call["cache"]
 
 
-def base_of(model):
-    """The part of a transformers model before its head, with towers if it has any, or None."""
-    name = getattr(model, "base_model_prefix", "")
-    # The prefix of Llama 4's decoder is that of the model of images.
-    return model._modules.get(name, model._modules.get("model")) if name else None
-
-
-def backbone_of(model):
-    """The part of a transformers model before its head, or None.
-
-    In a model of images and text it is the decoder of text inside that part, which sees images as embeddings.
-    """
-    base = base_of(model)
-    config = getattr(base, "config", None)
-    if config is None or config.is_encoder_decoder or (text := config.get_text_config()) is config:
-        return base
-    return next((part for part in base._modules.values() if type(getattr(part, "config", None)) is type(text)), base)
-
-
 @functools.cache
 def _forward_of(backbone_class):
     names = list(inspect.signature(backbone_class.forward).parameters)[1:]
 
-    @functools.wraps(backbone_class.forward)
+    @in_place_of(backbone_class.forward)
     def forward(self, *args, **kwargs):
         plan = None if torch.compiler.is_compiling() else _plan.get()
         bound = BackboneBinding.of(self)
@@ -217,33 +199,21 @@ def _forward_of(backbone_class):
             call["use_cache"] = False
         if len(args) > len(names) or not plan.fits(call):
             if plan.leaves_out:
-                computes_padding(self, "its mask or other inputs are made by the model around it")
+                bound.tell("its mask or other inputs are made by the model around it", COMPUTES_PADDING)
             return call_previous(self, BackboneBinding, args, kwargs)
         try:
             with running(None), rows_known(plan.rows):
                 outputs = call_previous(self, BackboneBinding, (), plan.packed(call))
         except NotForRows as error:
             bound.aside = True
-            computes_padding(self, str(error))
+            bound.tell(str(error), COMPUTES_PADDING)
             return call_previous(self, BackboneBinding, args, kwargs)
         plan.used = True
         return plan.padded(outputs)
 
-    forward.__name__ = "forward"
-    forward.__signature__ = inspect.signature(backbone_class.forward)
-    del forward.__wrapped__
     return forward
 
 
-def install(backbone, proven: Proven, place: Place | None = None) -> None:
-    """Have `backbone` leave out padding, and its layers attend to rows of uneven length, in calls that have a plan."""
-    forward = _forward_of(type(backbone))  # type: ignore[arg-type]
-    bind(backbone, BackboneBinding(forward, proven, place))
-
-
-def computes_padding(backbone, reason: str, what: str = "computes padding too") -> None:
-    """Say in the log and in the report that a batch goes through `backbone` as it is, and why."""
-    bound = BackboneBinding.of(backbone)
-    if bound is not None and bound.place is not None:
-        bound.place.keeps_its_code(reason)
-    logger.warning_once(f"{type(backbone).__name__} {what}: {reason}.")
+def binding_of(backbone, proven: Proven) -> BackboneBinding:
+    """With it, calls of `backbone` that have a plan leave out padding, and layers attend to rows of uneven length."""
+    return BackboneBinding(_forward_of(type(backbone)), proven)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from liger_trainer.varlen.attention import _kernel_takes, varlen_attention
+from liger_trainer.varlen.attention import as_autocast, by_kernel, kernel_takes, varlen_attention
 from liger_trainer.varlen.host_copies import sent, values_of
 
 _ATTRIBUTE = "_liger_segments"
@@ -104,28 +104,15 @@ def attention(
         raise NotInSegments("its attention is more than that within segments")
     if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == value.shape[2] == segments.tokens:
         raise NotInSegments("it attends to more than the tokens of its segments")
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # as of PyTorch's SDPA
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    attend = _by_kernel if _kernel_takes(query, key, value, dropout) else _length_by_length
-    return attend(query, key, value, segments, dropout, scaling), None
+    query, key, value = as_autocast(query, key, value)
+    if not kernel_takes(query, key, value, dropout):
+        return _length_by_length(query, key, value, segments, dropout, scaling), None
+    out = by_kernel(query, key, value, segments.offsets, segments.longest, scaling, causal=False)
+    return out.unsqueeze(0), None
 
 
 class NotInSegments(Exception):
     """A layer wants attention that is more than that within the segments of a sequence."""
-
-
-def _by_kernel(query, key, value, segments: Segments, dropout, scaling):
-    width = value.shape[-1]
-    if width < query.shape[-1]:  # the kernel wants one size
-        value = F.pad(value, (0, query.shape[-1] - width))
-    query, key, value = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
-    offsets, longest = segments.offsets.to(query.device), segments.longest
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, offsets, offsets, longest, longest, 0.0, False, False, scale=scaling
-    )
-    return (out if width == out.shape[-1] else out[..., :width]).unsqueeze(0)
 
 
 def _length_by_length(query, key, value, segments: Segments, dropout, scaling):

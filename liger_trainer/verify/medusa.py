@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_trainer.head.find import output_head
+from liger_trainer.head.module import output_head
 from liger_trainer.medusa.config import schedule_of
 from liger_trainer.medusa.heads import MedusaHead, heads_of
 from liger_trainer.medusa.labels import head_targets

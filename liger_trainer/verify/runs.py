@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, set_seed
 
-from liger_trainer.head.find import output_head
+from liger_trainer.head.module import output_head
 from liger_trainer.instance.report import OPERATIONS
 from liger_trainer.medusa.trainer import LigerMedusaTrainer
 from liger_trainer.verify.medusa import PlainMedusaTrainer

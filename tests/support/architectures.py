@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from liger_trainer.head.find import output_head
+from liger_trainer.head.module import output_head
 from liger_trainer.patching import apply_liger
 
 LIMIT = 2e-4  # fp32, of the largest element of a gradient; a wrong stand-in is off by 1e-2 and more

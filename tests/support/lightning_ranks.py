@@ -13,7 +13,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from liger_trainer.head.find import has_fused_head
+from liger_trainer.head.module import has_fused_head
 from liger_trainer.patching import apply_liger
 
 

@@ -7,7 +7,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from writing_gate import Gate
 
 from liger_trainer import apply_liger
-from liger_trainer.patching import apply, gates, mlps
+from liger_trainer.patching import gates, mlps
 
 CHECKPOINTING = {"kept": None, "checkpoint": False, "reentrant": True}  # to use_reentrant
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,8 +34,6 @@ def as_at_real_size(monkeypatch):
     in the backward pass as on a GPU where a model is patched with `REBUILT`."""
     monkeypatch.setitem(gates.GATES, ("swiglu", ""), lambda a, b, reuse_inputs=False: Gate.apply(a, b, reuse_inputs))
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
-    kinds = [kind._replace(build=mlps.build) if kind.prove is mlps.prove else kind for kind in apply.KINDS]
-    monkeypatch.setattr(apply, "KINDS", tuple(kinds))
 
 
 def model_of(setting, model_type="llama", wrap=None):

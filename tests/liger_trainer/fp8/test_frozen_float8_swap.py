@@ -201,7 +201,7 @@ def test_x_of_another_kind_runs_peft_s_code():
 
 def test_the_proof_is_of_a_layer_in_eight_bits():
     layer = frozen().get_base_model().model.layers[0].self_attn.q_proj
-    assert lora.prove(layer) == (LoRA(("default",), False, "in eight bits"), None)
+    assert lora.prove(layer) == (("lora", LoRA(("default",), False, "in eight bits"), lora.forward), None)
     copied = lora._small_copy(layer, torch.Generator().manual_seed(0), torch.float32, (16, 32))
     assert type(copied._modules["base_layer"]) is FrozenFloat8Linear
 

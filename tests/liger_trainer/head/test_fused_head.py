@@ -13,9 +13,9 @@ from largest_tensor import LargestTensor
 from tiny_models import VOCAB, collate, ragged_rows, tiny_model
 
 from liger_trainer._logging import logger
-from liger_trainer.head.calls import install_fused_head, remove_fused_head
+from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.deferred import DeferredLogits
-from liger_trainer.head.find import has_fused_head
+from liger_trainer.head.module import has_fused_head
 from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.patching import apply_liger, remove_liger
 
@@ -174,7 +174,7 @@ def test_no_tensor_of_tokens_times_vocabulary(model_type, call):
             }[call]
             model(**batch, **kwargs).loss.backward()
     assert largest.numel <= limit
-    remove_fused_head(model)
+    remove_liger(model)
     with LargestTensor() as control:
         model.train()(**batch).loss.backward()
     assert control.numel > limit  # the counter counts
@@ -294,7 +294,7 @@ def test_deepcopy_pickle_and_removal():
     assert not torch.allclose(model(**batch).loss, twin(**batch).loss)
     restored = pickle.loads(pickle.dumps(model))
     torch.testing.assert_close(restored(**batch).loss, model(**batch).loss, rtol=1e-5, atol=0)
-    remove_fused_head(model)
+    remove_liger(model)
     for name, module in model.named_modules():
         assert vars(module).keys() == before[name].keys(), name
     assert model(**batch).logits is not None
@@ -372,7 +372,7 @@ def test_removed_and_installed_again_inside_a_wrapper():
     model, batch = fused(), collate(ragged_rows(4))
     want, ours = model(**batch).loss, model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
-    remove_fused_head(model)
+    remove_liger(model)
     assert model(**batch).logits is not None
     assert install_fused_head(model) is None
     output = model(**batch)

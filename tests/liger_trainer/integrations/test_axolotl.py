@@ -15,7 +15,7 @@ import yaml
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
-from liger_trainer.head.find import has_fused_head
+from liger_trainer.head.module import has_fused_head
 
 pytest.importorskip("axolotl.integrations.base", reason="axolotl is not installed")
 PLUGIN = "liger_trainer.integrations.axolotl.LigerTrainerPlugin"

@@ -7,7 +7,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from transformers import Trainer, TrainingArguments
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.head.find import has_fused_head
+from liger_trainer.head.module import has_fused_head
 from liger_trainer.integrations.callback import LigerCallback
 
 

@@ -10,7 +10,7 @@ from tiny_models import collate, ragged_rows, tiny_model
 from torch import nn
 
 from liger_trainer import apply_liger, remove_liger
-from liger_trainer.instance import probe
+from liger_trainer.instance import kind
 from liger_trainer.lora import layers as lora
 from liger_trainer.lora.layers import LoRA
 from liger_trainer.patching import mlps
@@ -398,7 +398,7 @@ def test_a_base_that_is_no_plain_linear_layer(calls):
 
 def test_a_proof_finds_another_formula(monkeypatch):
     layer = part("layer")(peft_model())
-    assert lora.prove(layer) == (LoRA(("default",), False), None)
+    assert lora.prove(layer) == (("lora", LoRA(("default",), False), lora.forward), None)
 
     own = type(layer).forward
     monkeypatch.setattr(type(layer), "forward", lambda self, x: own(self, x) * 1.001)
@@ -485,11 +485,11 @@ def test_compiled_models_trace_the_layer_s_own_code():
 def test_layers_of_one_shape_share_one_proof(monkeypatch):
     """PEFT's layers know their names, which is no reason to prove each: a model of 32 layers would take minutes."""
     proven = []
-    attempt = probe.attempt
-    monkeypatch.setattr(probe, "attempt", lambda prove, module: proven.append(prove) or attempt(prove, module))
+    attempt = kind.attempt
+    monkeypatch.setattr(kind, "attempt", lambda prove, module: proven.append(prove) or attempt(prove, module))
     apply_liger(peft_model())
     assert proven.count(lora.prove) <= 5, "q and o, k and v, gate and up, down"
-    assert proven.count(mlps.prove) == 1
+    assert [getattr(prove, "func", None) for prove in proven].count(mlps.prove) == 1
 
 
 @pytest.mark.parametrize("more_than_there_is, ours", [(0, 14), (1, 2), (2**35, 0)])

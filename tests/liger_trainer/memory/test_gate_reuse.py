@@ -14,7 +14,7 @@ from writing_gate import Gate
 
 from liger_trainer import apply_liger
 from liger_trainer.memory.rebuild import only_caller_reads
-from liger_trainer.patching import apply, gates, mlps
+from liger_trainer.patching import gates, mlps
 from liger_triton.halves import halves
 
 
@@ -27,8 +27,6 @@ def patched(monkeypatch):
 
     monkeypatch.setitem(gates.GATES, ("swiglu", ""), gate)
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
-    kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply.KINDS]
-    monkeypatch.setattr(apply, "KINDS", tuple(kinds))
 
     def patch(model, reuse):
         patch.reuse = reuse

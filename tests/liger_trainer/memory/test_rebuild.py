@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_trainer import apply_liger
 from liger_trainer.memory import rebuild
-from liger_trainer.patching import apply, gates, mlps, norms
+from liger_trainer.patching import gates, mlps, norms
 from liger_triton import geglu, swiglu
 
 ALL = {"rebuild_above_mib": 0}  # however small
@@ -118,8 +118,6 @@ def test_a_patched_model_keeps_no_product(monkeypatch):
     gate = Watched()
     monkeypatch.setitem(gates.GATES, ("swiglu", ""), gate)
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
-    kinds = [k._replace(build=mlps.build) if k.prove is mlps.prove else k for k in apply.KINDS]
-    monkeypatch.setattr(apply, "KINDS", tuple(kinds))
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
     apply_liger(model, ALL)
     gate.calls, gate.product = 0, None

@@ -14,7 +14,7 @@ from liger_trainer import (
     LigerSFTTrainer,
     apply_liger,
 )
-from liger_trainer.head.find import head_options
+from liger_trainer.head.module import head_options
 
 NAMES = ("add_fused_lm_head", "BaseTunerLayer")
 

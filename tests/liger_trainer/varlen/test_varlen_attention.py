@@ -153,7 +153,7 @@ def test_the_kernel_is_asked_for_what_it_knows(monkeypatch):
         returned.append((is_causal, window_size_left, window_size_right))
         return 2 * query, 3 * key, 4 * value
 
-    monkeypatch.setattr(attention, "_kernel_takes", lambda *given: True)
+    monkeypatch.setattr(attention, "kernel_takes", lambda *given: True)
     for window, asked in ((3, (False, 2, 0)), (None, (True, -1, 0))):
         with torch.library._scoped_library("aten", "IMPL") as library:
             library.impl("_flash_attention_forward", forward, "CPU")
