@@ -152,9 +152,7 @@ def _read_hqq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
 
 
 def _why_not_hqq(layer: Any) -> str | None:
-    if not layer.ready:
-        return "its base has no quantised weight yet"
-    return None if layer.bias is None else "its base, a HQQLinear, has a bias"
+    return None if layer.ready else "its base has no quantised weight yet"
 
 
 def _copy_hqq(layer: Any, linear: nn.Linear) -> nn.Module:
