@@ -146,7 +146,7 @@ def _small_copy(layer: nn.Module, source: torch.Generator, dtype: torch.dtype, w
         base = library.copy(of_layer, base)
     elif type(of_layer) is FrozenFloat8Linear:
         base = FrozenFloat8Linear.of(base)
-    children = {"base_layer": base}
+    children = {name: base for name, child in layer._modules.items() if child is of_layer}  # GPTQ's has two names
     for name, of_adapter in (("lora_A", (widths[0], _RANK)), ("lora_B", (_RANK, widths[1]))):
         adapters = layer._modules[name]._modules
         children[name] = nn.ModuleDict({key: linear(*of_adapter, False, torch.float32) for key in adapters})

@@ -149,4 +149,5 @@ def tensors_of(base: nn.Module, parts: list[Part], x: torch.Tensor) -> Tensors:
     elif parts:
         a = torch.cat([part.a.weight for part in parts])
         adapter = a, torch.cat([part.scaling * part.b.weight for part in parts], 1), 1.0
-    return weight, base._parameters.get("bias"), adapter  # type: ignore[return-value]  # none of them is None
+    bias = base._parameters["bias"] if type(base) is nn.Linear else base.bias  # HQQ's is no parameter
+    return weight, bias, adapter  # type: ignore[return-value]  # none of them is None

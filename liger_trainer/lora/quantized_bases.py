@@ -152,9 +152,7 @@ def _read_hqq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
 
 
 def _why_not_hqq(layer: Any) -> str | None:
-    if not layer.ready:
-        return "its base has no quantised weight yet"
-    return None if layer.bias is None else "its base, a HQQLinear, has a bias"
+    return None if layer.ready else "its base has no quantised weight yet"
 
 
 def _copy_hqq(layer: Any, linear: nn.Linear) -> nn.Module:
@@ -196,6 +194,70 @@ def _copy_torchao(layer: Any, linear: nn.Linear) -> nn.Module:
     return linear
 
 
+# gptqmodel: GPTQ of any bits, groups and order, by its own code
+
+
+def _read_gptq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
+    buffers = layer._buffers
+    if buffers["g_idx"].numel() != layer.in_features or not (layer.training or type(layer).__name__ == "TorchLinear"):
+        return None  # out of training, TritonV2Linear rounds its weight to the dtype of x alone
+
+    def unpack(dtype: torch.dtype) -> torch.Tensor:
+        return layer.dequantize_weight().to(dtype).t()
+
+    packed = buffers["qweight"]
+    shape = torch.Size((layer.out_features, layer.in_features))
+    return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, buffers["scales"]))
+
+
+def _why_not_gptq(layer: Any) -> str | None:
+    if layer.adapter is not None or layer.online_full_had or layer.online_partial_had:
+        return "its base rotates its input, or has an adapter of gptqmodel"
+    return None
+
+
+def _copy_gptq(layer: Any, linear: nn.Linear) -> nn.Module:
+    library = importlib.import_module("gptqmodel.nn_modules.qlinear.torch")
+    settings = layer.bits, 32, layer.sym, layer.desc_act, *_widths(linear), linear.bias is not None
+    return _with_random_numbers(library.TorchLinear(*settings, format=layer.format), linear)
+
+
+def _with_random_numbers(copy: Any, linear: nn.Linear) -> nn.Module:
+    """`copy` with some weight, since packing that of `linear` has gptqmodel compile an extension."""
+    source = torch.Generator().manual_seed(0)
+    for name in ("qweight", "qzeros"):
+        copy._buffers[name].random_(-(2**31), 2**31, generator=source)
+    copy.scales.uniform_(0.5 / 2**copy.bits, 1 / 2**copy.bits, generator=source)
+    if linear.bias is not None:
+        copy.bias.copy_(linear.bias.detach())
+    return copy
+
+
+# gptqmodel: AWQ, by its own code
+
+
+def _read_awq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return None  # it casts
+    packed, zeros, scales = (layer._buffers[name] for name in ("qweight", "qzeros", "scales"))
+
+    def unpack(dtype: torch.dtype) -> torch.Tensor:
+        library = importlib.import_module(type(layer).__module__)
+        return library.dequantize_gemm(packed, zeros, scales.to(dtype), layer.bits, layer.group_size).t()
+
+    shape = torch.Size((layer.out_features, layer.in_features))
+    return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, scales))
+
+
+def _why_not_awq(layer: Any) -> str | None:
+    return None if layer.adapter is None else "its base has an adapter of gptqmodel"
+
+
+def _copy_awq(layer: Any, linear: nn.Linear) -> nn.Module:
+    settings, bias = (layer.bits, 32, layer.sym, layer.desc_act, *_widths(linear)), linear.bias is not None
+    return _with_random_numbers(type(layer)(*settings, bias, register_buffers=True, dtype=torch.bfloat16), linear)
+
+
 def _widths(linear: nn.Linear) -> tuple[int, int]:
     return linear.in_features, linear.out_features
 
@@ -206,6 +268,8 @@ def _frozen(bias: nn.Parameter | None) -> nn.Parameter | None:
 
 _PARAMETER_4BIT = ("bitsandbytes.nn.modules", "Params4bit")
 _PARAMETER_8BIT = ("bitsandbytes.nn.modules", "Int8Params")
+_GPTQ = Library(("peft.tuners.lora.gptq", "GPTQLoraLinear"), _read_gptq, _why_not_gptq, _copy_gptq)
+_AWQ = Library(("peft.tuners.lora.awq", "AwqLoraLinear"), _read_awq, _why_not_awq, _copy_awq)
 _4BIT = Library(("peft.tuners.lora.bnb", "Linear4bit"), _read_4bit, _why_not_4bit, _copy_4bit)
 _LIBRARIES = {
     **{("bitsandbytes.nn.modules", name): _4BIT for name in ("Linear4bit", "LinearNF4", "LinearFP4")},
@@ -215,6 +279,9 @@ _LIBRARIES = {
     ("hqq.core.quantize", "HQQLinear"): Library(
         ("peft.tuners.lora.hqq", "HqqLoraLinear"), _read_hqq, _why_not_hqq, _copy_hqq
     ),
+    ("gptqmodel.nn_modules.qlinear.torch", "TorchLinear"): _GPTQ,
+    ("gptqmodel.nn_modules.qlinear.tritonv2", "TritonV2Linear"): _GPTQ,
+    ("gptqmodel.nn_modules.qlinear.torch_awq", "AwqTorchLinear"): _AWQ,
     ("torchao.quantization", "Int8Tensor"): Library(
         ("peft.tuners.lora.torchao", "TorchaoLoraLinear"), _read_torchao, _why_not_torchao, _copy_torchao
     ),

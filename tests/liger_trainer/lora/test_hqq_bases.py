@@ -46,6 +46,11 @@ def test_a_step_is_that_of_stock(bits, axis, dtype, monkeypatch):
         assert (got - want).norm() <= RTOL[dtype] * want.norm()
 
 
-def test_a_bias_keeps_its_code():
-    report = apply_liger(quantised(4, 1, torch.float32, bias=True))["lora"]
-    assert len(report.swapped) == 6 and set(report.skipped.values()) == {"its base, a HQQLinear, has a bias"}
+@pytest.mark.parametrize("mlp", [False, True], ids=["layers", "mlps"])
+def test_with_a_bias(mlp, monkeypatch):
+    monkeypatch.setattr(lora, "LEAST_WORK", 0)
+    stock, model = (quantised(4, 1, torch.float32, bias=True) for _ in range(2))
+    report = apply_liger(model, {"rms_norm": False, "rope": False, "swiglu": mlp})["lora"]
+    assert sum("with bias" in variant for variant in report.swapped.values()) == 8
+    for got, want in zip(step(model), step(stock), strict=True):
+        assert (got - want).norm() <= RTOL[torch.float32] * want.norm()
