@@ -5,6 +5,7 @@ They need torch, and Triton if the tensors are on a GPU. A file holds one operat
 """
 
 from .cross_entropy import cross_entropy
+from .dequantize import MXFP4Weight, dequantize_mxfp4
 from .experts import ExpertLoRA, experts
 from .float8_cast import Float8, float8_cast
 from .float8_linear import Float8Form, Float8RowwiseForm, float8_linear
@@ -45,9 +46,11 @@ __all__ = [
     "LigerRMSNorm",
     "LigerSwiGLUMLP",
     "LogProbs",
+    "MXFP4Weight",
     "TokenRanks",
     "add_rms_norm",
     "cross_entropy",
+    "dequantize_mxfp4",
     "experts",
     "float8_cast",
     "float8_linear",

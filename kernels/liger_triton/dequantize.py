@@ -2,11 +2,13 @@
 
     w_i = code[q_i] * m_b                            b = i // blocksize, each code of four bits
     m_b = nested.code[absmax_b] * nested.absmax_c + nested.offset     c = b // nested.blocksize, if there is a `nested`
+    w_i = e2m1(q_i) * 2^(s_b - 127)                  MXFP4, b = i // 32
 
 in fp32, each operation rounded by itself, and w rounded once to the dtype that is asked for: to the bit what
-bitsandbytes makes of NF4 and FP4, with double quantisation or without.
+bitsandbytes makes of NF4 and FP4, with double quantisation or without, and transformers of MXFP4.
 
 Shapes  packed (N * K / 2,) bytes, the first number of each in its upper half; absmax (blocks,); code (16,).
+        MXFP4: blocks (E, N, K / 2) bytes, the first number of each in its lower half; scales (E, N, K / 32) bytes.
 Dtypes  bf16, fp16, fp32.
 Bytes   read half a byte a number, and one or four a block; write b a number. Nothing is kept.
 """
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._dispatch import jit, runs_triton, tl
+from ._dispatch import KERNEL_DTYPES, jit, runs_triton, tl, use_triton
 from ._launch import MAX_INT32, cdiv, launch
 
 BLOCK, WARPS = 512, 8  # words of eight numbers each
@@ -54,6 +56,33 @@ class PackedWeight(NamedTuple):
     def of_gradient(self, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors of dy W. A scale multiplies dy (T, N), so that no weight is rounded."""
         return (dy if self.scale is None else dy * self.scale.to(dy.dtype)), self.unpack(dy.dtype)
+
+
+class MXFP4Weight(NamedTuple):
+    """Frozen matrices W (E, N, K), such as those of experts, as MXFP4 stores them: 4.25 bits a number.
+
+    Attributes:
+        blocks (`torch.Tensor`): (E, N, K / 2), uint8, contiguous.
+        scales (`torch.Tensor`): (E, N, K / 32), uint8, contiguous.
+        dtype (`torch.dtype`): Of the numbers that it stands for, in which products with them are computed.
+    """
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        *rows, half = self.blocks.shape
+        return torch.Size((*rows, 2 * half))
+
+    @property
+    def ndim(self) -> int:
+        return self.blocks.ndim
+
+    def unpack(self) -> torch.Tensor:
+        """Return W (E, N, K) in new memory."""
+        return dequantize_mxfp4(*self)
 
 
 class Nested(NamedTuple):
@@ -133,5 +162,60 @@ def dequantize_4bit(
         packed.view(torch.int32), code, absmax, *tensors, out, count // 8,
         BLOCKSIZE=blocksize, NESTED_BLOCKSIZE=0 if nested is None else nested.blocksize, BLOCK=BLOCK,
         num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _dequantize_mxfp4_kernel(BLOCKS, SCALES, OUT, words, BLOCK: tl.constexpr):
+    """OUT = the eight numbers of each word of BLOCKS. Bits of fp32 are put together, since a fast exp2 loses 2^-127."""
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = word < words
+    packed = tl.load(BLOCKS + word, mask=mask, other=0)
+    exponent = tl.load(SCALES + word // 4, mask=mask, other=0).to(tl.int32)
+    scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+    k = tl.arange(0, 8)
+    number = (packed[:, None] >> (k * 4)[None]) & 15  # the lower half of a byte comes first
+    size = number & 7
+    bits = tl.where(size > 1, ((size >> 1) + 126 << 23) | ((size & 1) << 22), size * (126 << 23))
+    w = (bits | ((number >> 3) << 31)).to(tl.float32, bitcast=True) * scale[:, None]
+    tl.store(OUT + word[:, None] * 8 + k[None], w.to(OUT.dtype.element_ty), mask=mask[:, None])
+
+
+def _mxfp4_twin(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantize_mxfp4` in plain PyTorch."""
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=blocks.device)
+    pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+    numbers = torch.cat((sizes, -sizes))[pairs].unflatten(-1, (-1, 32))
+    return (numbers * torch.pow(2.0, scales.int() - 127).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """W (E, N, K) in `dtype`, in new memory.
+
+    Args:
+        blocks (`torch.Tensor`): (E, N, K / 2), uint8, contiguous.
+        scales (`torch.Tensor`): (E, N, K / 32), uint8, contiguous, at most 254.
+        dtype (`torch.dtype`): bf16, fp16 or fp32 (float64: the PyTorch twin).
+
+    Raises:
+        ValueError: The shapes do not belong together, or a tensor is not of bytes.
+    """
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (
+        *scales.shape[:-1], 16 * scales.shape[-1]
+    ):  # fmt: skip
+        raise ValueError(
+            f"blocks is {tuple(blocks.shape)} {blocks.dtype}, scales {tuple(scales.shape)} {scales.dtype}; expected "
+            "uint8, and 16 bytes of blocks for each scale."
+        )
+    aligned = blocks.storage_offset() % 4 == 0 and blocks.is_contiguous() and scales.is_contiguous()
+    if not (aligned and blocks.numel() and dtype in KERNEL_DTYPES and use_triton(blocks)):
+        return _mxfp4_twin(blocks, scales, dtype)
+    *rows, half = blocks.shape
+    out = torch.empty(*rows, 2 * half, dtype=dtype, device=blocks.device)
+    words = blocks.numel() // 4
+    launch(
+        _dequantize_mxfp4_kernel, (cdiv(words, BLOCK),),
+        blocks.view(torch.int32), scales, out, words, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return out

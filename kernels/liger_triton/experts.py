@@ -9,6 +9,7 @@
     dV = (s a)^T dout,  dW = x^T dh,  dx[t] = sum over k of W dh[t, k],  dc = sum of s dout,  db = sum of dh
 
     a LoRA     W + scaling B A and V + scaling B A take the places of W and V; their sum is never formed
+    MXFP4      W and V are frozen and stored in four bits; each is made once a pass, used, and freed before the other
 
 Shapes  x (T, H), ids and s (T, K), W (E, 2 I, H), V (E, H, I), b (E, 2 I), c (E, H); transposed: W (E, H, 2 I), V
         (E, I, H). A of a LoRA (E, r, in), B (E, out, r), of any strides. S = T * K pairs.
@@ -16,7 +17,7 @@ Dtypes  bf16, fp16, fp32; s in any of them. h, a and y are rounded once each, an
         of s accumulate in fp32.
 Bytes   b per element. Rows of x and dout are gathered inside the loads of a product, where a copy takes 2 S H b each.
         Kept for backward: x, s, h, and r numbers a pair of a LoRA. Not a, which is the gate of h, and no y, because the
-        gradient of s is a dot product of what the backward pass has anyway.
+        gradient of s is a dot product of what the backward pass has anyway. In MXFP4 E * 2 I * H * b more for a moment.
 Exactness  No atomics: the same inputs give the same bits. Ids outside [0, E) take no part, and their s gets a gradient
         of 0.
 """
@@ -42,6 +43,7 @@ from ._routed import (
     route,
     weight_gradient,
 )
+from .dequantize import MXFP4Weight, dequantize_mxfp4
 from .gates import UNCHANGED
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -62,20 +64,25 @@ class ExpertLoRA(NamedTuple):
     scaling: float
 
 
+def _matrix(w: torch.Tensor, scales: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """W (E, in, out), which with `scales` is made of blocks (E, in / 2, out) in the dtype of `like`."""
+    return w if scales is None else dequantize_mxfp4(w.mT, scales, like.dtype).mT
+
+
 @kernel_op("experts_fwd")
 def _forward(
     x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor | None,
     c: torch.Tensor | None, a_w: torch.Tensor | None, b_w: torch.Tensor | None, a_v: torch.Tensor | None,
-    b_v: torch.Tensor | None, act: str, limit: float, alpha: float, up_offset: float, gate_scale: float,
-    interleaved: bool, scale_w: float, scale_v: float,
+    b_v: torch.Tensor | None, w_scales: torch.Tensor | None, v_scales: torch.Tensor | None, act: str, limit: float,
+    alpha: float, up_offset: float, gate_scale: float, interleaved: bool, scale_w: float, scale_v: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     """[out, h, x A of the LoRA on W (empty without one), and the three tensors of the routing]"""
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
     routing = route(ids, w.shape[0])
     low_w = None if a_w is None else Low(product(x, a_w, routing, gathered=True, scale=scale_w), b_w)
-    h, a = gated_product(x, w, routing, form, b, low_w)
+    h, a = gated_product(x, _matrix(w, w_scales, x), routing, form, b, low_w)
     low_v = None if a_v is None else Low(product(a, a_v, routing, gathered=False, scale=scale_v), b_v)
-    y = product(a, v, routing, gathered=False, scattered=True, bias=c, low=low_v)
+    y = product(a, _matrix(v, v_scales, x), routing, gathered=False, scattered=True, bias=c, low=low_v)
     out = combine(y, ids, w.shape[0], share, x.dtype)
     return [out, h, x.new_empty(0) if low_w is None else low_w.rows, *routing]
 
@@ -92,9 +99,10 @@ def _(x, ids, share, w, v, b, c, a_w, *rest):
 def _backward(
     dout: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, w: torch.Tensor, v: torch.Tensor,
     b: torch.Tensor | None, c: torch.Tensor | None, a_w: torch.Tensor | None, b_w: torch.Tensor | None,
-    a_v: torch.Tensor | None, b_v: torch.Tensor | None, h: torch.Tensor, rows_w: torch.Tensor, pairs: torch.Tensor,
-    tokens: torch.Tensor, offsets: torch.Tensor, needed: list[bool], act: str, limit: float, alpha: float,
-    up_offset: float, gate_scale: float, interleaved: bool, scale_w: float, scale_v: float, reuse: bool,
+    a_v: torch.Tensor | None, b_v: torch.Tensor | None, w_scales: torch.Tensor | None, v_scales: torch.Tensor | None,
+    h: torch.Tensor, rows_w: torch.Tensor, pairs: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor,
+    needed: list[bool], act: str, limit: float, alpha: float, up_offset: float, gate_scale: float, interleaved: bool,
+    scale_w: float, scale_v: float, reuse: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The gradients of `_INPUTS`, empty where none is `needed`. With `reuse`, h is written over."""
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
@@ -102,7 +110,7 @@ def _backward(
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     if a_v is not None:
         low = Low(product(dout, b_v.mT, routing, gathered=True, scale=scale_v), a_v.mT)
-    a = product(dout, v.mT, routing, gathered=True, low=low)  # da, which the gate writes over
+    a = product(dout, _matrix(v, v_scales, x).mT, routing, gathered=True, low=low)  # da, which the gate writes over
     dh, d_share = gate_gradients(a, h, share, routing, form, reuse)
     if needs["share"]:
         d_share = d_share if c is None else d_share + _bias_shares(dout, c, ids)
@@ -127,25 +135,26 @@ def _backward(
     if needs["b"]:
         found["b"] = bias_gradient(dh, b, routing)
     if needs["x"]:
-        dx = product(dh, w.mT, routing, gathered=False, scattered=True, low=low)
+        dx = product(dh, _matrix(w, w_scales, x).mT, routing, gathered=False, scattered=True, low=low)
         found["x"] = combine(dx, ids, routing.experts, None, x.dtype)
     return [found.get(name, x.new_empty(0)) for name in _INPUTS]
 
 
 @_backward.register_fake
-def _(dout, x, ids, share, w, v, b, c, a_w, b_w, a_v, b_v, h, rows_w, pairs, tokens, offsets, needed, *rest):
-    inputs = (x, share, w, v, b, c, a_w, b_w, a_v, b_v)
+def _(dout, x, ids, share, w, v, b, c, a_w, b_w, a_v, b_v, w_scales, v_scales, h, rows_w, *rest):
+    inputs, needed = (x, share, w, v, b, c, a_w, b_w, a_v, b_v), rest[3]
     return [torch.empty_like(t) if need else x.new_empty(0) for t, need in zip(inputs, needed, strict=True)]
 
 
 class _Experts(torch.autograd.Function):
-    """Weights come as (E, in, out), and so do the factors of a LoRA: A (E, in, r), B (E, r, out)."""
+    """Weights come as (E, in, out), or blocks (E, in / 2, out) with their scales, and the factors of a LoRA so too: A
+    (E, in, r), B (E, r, out)."""
 
     @staticmethod
     def forward(ctx, x, ids, *rest):
         out, h, rows_w, *routing = _forward(x, ids, *rest)
-        ctx.save_for_backward(x, ids, *rest[:9], h, rows_w, *routing)
-        ctx.form = rest[9:]
+        ctx.save_for_backward(x, ids, *rest[:11], h, rows_w, *routing)
+        ctx.form = rest[11:]
         return out
 
     @staticmethod
@@ -155,7 +164,7 @@ class _Experts(torch.autograd.Function):
         reuse = not torch.compiler.is_compiling() and not graph_is_kept()
         grads = _backward(dout, *ctx.saved_tensors, needed, *ctx.form, reuse)
         dx, *others = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-        return dx, None, *others, *[None] * 8
+        return dx, None, *others, *[None] * 10
 
 
 def _bias_shares(dout: torch.Tensor, c: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -166,14 +175,22 @@ def _bias_shares(dout: torch.Tensor, c: torch.Tensor, ids: torch.Tensor) -> torc
 
 
 def _check(
-    hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    transposed: bool, biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | MXFP4Weight,
+    down: torch.Tensor | MXFP4Weight, transposed: bool, biases: tuple[torch.Tensor | None, torch.Tensor | None],
     loras: tuple[ExpertLoRA | None, ExpertLoRA | None],
 ) -> None:  # fmt: skip
     """ValueError unless the shapes belong together."""
     if gate_up.ndim != 3 or down.ndim != 3:
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}, down {tuple(down.shape)}; expected three dimensions.")
-    (experts, width, two), (_, inner, out) = (t.shape if transposed else t.mT.shape for t in (gate_up, down))
+    packed = [isinstance(t, MXFP4Weight) for t in (gate_up, down)]
+    if any(packed) and (transposed or not all(packed)):
+        raise ValueError(
+            f"gate_up is a {type(gate_up).__name__}, down a {type(down).__name__}, transposed {transposed}; expected "
+            "both in MXFP4, and not transposed."
+        )
+    (experts, width, two), (_, inner, out) = (
+        (e, *(sizes if transposed else sizes[::-1])) for e, *sizes in (gate_up.shape, down.shape)
+    )
     if two != 2 * inner or down.shape[0] != experts or out != width:
         stored = "(E, H, 2 I) and (E, I, H)" if transposed else "(E, 2 I, H) and (E, H, I)"
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}, down {tuple(down.shape)}; expected {stored}.")
@@ -203,8 +220,8 @@ def experts(
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | MXFP4Weight,
+    down: torch.Tensor | MXFP4Weight,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     *,
@@ -225,8 +242,8 @@ def experts(
             `gate_up`, in which everything is computed, as the grouped products of transformers do.
         expert_ids (`torch.Tensor`): (T, K), integers. Pairs with an id outside [0, E) count as 0.
         weights (`torch.Tensor`): (T, K), floating point: the routing weights.
-        gate_up (`torch.Tensor`): (E, 2 I, H), or (E, H, 2 I) if `transposed`.
-        down (`torch.Tensor`): (E, H, I), or (E, I, H) if `transposed`; dtype of `gate_up`.
+        gate_up (`torch.Tensor` or `MXFP4Weight`): (E, 2 I, H), or (E, H, 2 I) if `transposed`.
+        down (`torch.Tensor` or `MXFP4Weight`): (E, H, I), or (E, I, H) if `transposed`; dtype and kind of `gate_up`.
         gate_up_bias, down_bias (`torch.Tensor`, *optional*): (E, 2 I) and (E, H).
         activation (`str`, *optional*, defaults to `"silu"`): `"silu"`, `"gelu_tanh"` or `"gelu"`.
         limit, alpha, up_offset, gate_scale: As in `swiglu`; with other than the defaults `activation` must be "silu".
@@ -254,8 +271,12 @@ def experts(
         lora if lora is None else ExpertLoRA(lora.lora_a.to(dtype), lora.lora_b.to(dtype), lora.scaling)
         for lora in (gate_up_lora, down_lora)
     ]
-    others = (gate_up_bias, down_bias, *(t for lora in loras if lora is not None for t in lora[:2]))
-    if not runs_triton(x, gate_up, down, weights, *others) or expert_ids.numel() == 0 or is_wrapped(expert_ids):
+    matrices, scales = (gate_up, down), (None, None)
+    if isinstance(gate_up, MXFP4Weight):
+        matrices, scales = zip(gate_up[:2], down[:2], strict=True)
+    floats = [] if isinstance(gate_up, MXFP4Weight) else [gate_up, down]
+    floats += [gate_up_bias, down_bias, *(t for lora in loras if lora is not None for t in lora[:2])]
+    if not runs_triton(x, *floats, weights) or expert_ids.numel() == 0 or any(map(is_wrapped, (expert_ids, *scales))):
         out = reference.experts(
             x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, limit=limit,
             alpha=alpha, up_offset=up_offset, gate_scale=gate_scale, interleaved=interleaved, transposed=transposed,
@@ -263,9 +284,9 @@ def experts(
         )  # fmt: skip
         return out.to(hidden.dtype)
     form = (activation if numbers == UNCHANGED else "clamped", *numbers, interleaved)
-    w, v = (gate_up, down) if transposed else (gate_up.mT, down.mT)
+    w, v = matrices if transposed else (t.mT for t in matrices)
     factors = [t for lora in loras for t in ((None, None) if lora is None else (lora.lora_a.mT, lora.lora_b.mT))]
-    scales = [0.0 if lora is None else float(lora.scaling) for lora in loras]
+    scalings = [0.0 if lora is None else float(lora.scaling) for lora in loras]
     x = x if x.stride(1) == 1 else x.contiguous()
-    given = expert_ids.contiguous(), weights.contiguous()
-    return _Experts.apply(x, *given, w, v, gate_up_bias, down_bias, *factors, *form, *scales).to(hidden.dtype)
+    given = (x, expert_ids.contiguous(), weights.contiguous(), w, v, gate_up_bias, down_bias, *factors, *scales)
+    return _Experts.apply(*given, *form, *scalings).to(hidden.dtype)

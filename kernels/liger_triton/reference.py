@@ -149,6 +149,7 @@ def experts(
     alpha=1.0, up_offset=0.0, gate_scale=1.0, interleaved=False, transposed=False, gate_up_lora=None, down_lora=None,
 ):  # fmt: skip
     """See `liger_triton.experts`. One expert after the other."""
+    gate_up, down = (t if isinstance(t, torch.Tensor) else t.unpack() for t in (gate_up, down))
 
     def linear(x, e, weight, bias, lora):
         y = F.linear(x, weight[e].t() if transposed else weight[e], None if bias is None else bias[e])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from liger_triton import lora_linear, lora_mlp
+from liger_triton import MXFP4Weight, dequantize_mxfp4, lora_linear, lora_mlp
+from liger_triton._dispatch import INTERPRET
 from liger_triton.dequantize import Nested, PackedWeight, dequantize_4bit
 
 NF4 = [
@@ -156,3 +157,45 @@ def test_bits_of_bitsandbytes(blocksize, kind, nested, dtype):
     of_scales = Nested(state.state2.code, state.state2.absmax, state.state2.blocksize, state.offset) if nested else None
     got = dequantize_4bit(packed, state.code, state.absmax, blocksize, state.shape, of_scales, dtype)
     assert torch.equal(got, functional.dequantize_4bit(packed, state))
+
+
+SIZES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # of an e2m1, without the sign
+
+
+def mxfp4(shape, device, dtype=torch.bfloat16, least=100, most=140):
+    experts, n, k = shape
+    blocks = torch.randint(256, (experts, n, k // 2), dtype=torch.uint8, device=device)
+    return MXFP4Weight(
+        blocks, torch.randint(least, most, (experts, n, k // 32), dtype=torch.uint8, device=device), dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 32), (3, 5, 96), (2, 40, 544)])
+def test_mxfp4_is_what_was_stored(shape, dtype, device):
+    w = mxfp4(shape, device, dtype)
+    code = torch.tensor(SIZES + [-size for size in SIZES], dtype=torch.float64)
+    want = code[torch.stack((w.blocks & 15, w.blocks >> 4), -1).flatten(-2).long().cpu()]
+    want *= (w.scales.double().cpu() - 127).exp2().repeat_interleave(32, -1)
+    assert w.unpack().dtype == dtype and w.shape == torch.Size(shape)
+    assert torch.equal(w.unpack().cpu(), want.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_mxfp4_of_all_scales_is_that_of_transformers(dtype, device):
+    """Every scale but 255, which is no number, with every number: zeros of both signs, subnormal and infinite ones."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    least = 2 if INTERPRET and dtype == torch.bfloat16 else 0  # the interpreter has no subnormal bf16
+    scales = torch.arange(least, 255, dtype=torch.uint8, device=device).view(1, -1, 1).repeat(1, 1, 16)
+    blocks = torch.arange(256, dtype=torch.uint8, device=device).view(1, 1, 16, 16).repeat(1, scales.shape[1], 1, 1)
+    want = convert_moe_packed_tensors(blocks, scales, dtype=dtype).mT
+    got = dequantize_mxfp4(blocks.flatten(-2), scales, dtype)
+    assert torch.equal(got, want) and torch.equal(got.signbit(), want.signbit())
+
+
+def test_mxfp4_refuses_what_does_not_belong_together(device):
+    w = mxfp4((2, 3, 64), device)
+    for blocks, scales in ((w.blocks, w.scales[..., :1]), (w.blocks.int(), w.scales), (w.blocks[:1], w.scales)):
+        with pytest.raises(ValueError, match="16 bytes of blocks for each scale"):
+            dequantize_mxfp4(blocks, scales, torch.float32)

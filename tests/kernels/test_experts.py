@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from liger_triton import reference
+from liger_triton import MXFP4Weight, reference
+from liger_triton._dispatch import runs_triton
 from liger_triton.experts import ExpertLoRA, experts
 
 DTYPES = [
@@ -174,3 +175,36 @@ def test_bad_options():
         experts(x, ids, shares, w, v, limit=0)
     with pytest.raises(ValueError, match="activation is 'gelu', which has no limit"):
         experts(x, ids, shares, w, v, activation="gelu", limit=7.0)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, id="plain"), pytest.param(3, id="lora")])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_weights_in_mxfp4(interleaved, rank, device):
+    """The same as with the matrices that they stand for, and nothing of their size is kept."""
+    ids, given = inputs(device, torch.float32, hidden=64, inner=32, bias=True, rank=rank)
+    packed = [
+        MXFP4Weight(
+            torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=device),
+            torch.randint(122, 126, (*size[:2], size[2] // 32), dtype=torch.uint8, device=device),
+            torch.float32,
+        )
+        for size in (given[2].shape, given[3].shape)
+    ]
+    results, kept = [], []
+    for w, v in ([t.unpack() for t in packed], packed):
+        kept.clear()
+        leaves = [t.detach().requires_grad_() for i, t in enumerate(given) if i not in (2, 3)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = call(experts, ids, {"interleaved": interleaved})(*leaves[:2], w, v, *leaves[2:])
+        results.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    if runs_triton(given[0]):
+        assert not any(t.is_floating_point() and t.numel() == packed[0].shape.numel() for t in kept)
+
+
+def test_mxfp4_is_both_or_neither(device):
+    ids, given = inputs(device, torch.float32, hidden=64, inner=32)
+    w = MXFP4Weight(given[2].new_zeros(5, 64, 32, dtype=torch.uint8), ids.new_zeros(5, 64, 2).byte(), torch.float32)
+    with pytest.raises(ValueError, match="both in MXFP4, and not transposed"):
+        experts(given[0], ids, given[1], w, given[3])
