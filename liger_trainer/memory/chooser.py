@@ -21,6 +21,7 @@ from liger_trainer.memory.memory import GIB, is_out_of_memory, limit_of
 from liger_trainer.memory.offload import Offload
 from liger_trainer.memory.plan import NOTHING, Call, Link, Measurement, Plan, Size, Sizes, choose, sizes_of
 
+_REAL_TOKENS = "real tokens"  # their place among the sizes of a batch
 LESS = 0.98  # of the limit, after the allocator had to release its cache
 
 
@@ -119,8 +120,14 @@ class Chooser:
 
     # Running micro-batches
 
-    def run(self, model: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `step(*args, **kwargs)`, which runs the forward and the backward pass of a micro-batch of `model`."""
+    def run(
+        self, model: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        tokens: int | None = None,
+    ) -> Any:  # fmt: skip
+        """Return `step(*args, **kwargs)`, which runs the forward and the backward pass of a micro-batch of `model`.
+
+        `tokens` are those of the row that layers get in place of a padded batch, where that is known.
+        """
         if self._model is None:  # only now the model is sharded and wrapped
             self._model, self._parameters = model, list(model.parameters())
         learn = [parameter.requires_grad for parameter in self._parameters]
@@ -128,7 +135,10 @@ class Chooser:
             switches.install(model, self._call)
             self._measurements, self._learn = [], learn
         accumulates = any(parameter.grad is not None for parameter in self._parameters)
-        self._now = now = _MicroBatch(sizes_of((args, kwargs)), accumulates)
+        sizes = sizes_of((args, kwargs))
+        if tokens is not None:
+            sizes[_REAL_TOKENS] = Size(1, tokens)
+        self._now = now = _MicroBatch(sizes, accumulates)
         try:
             result = step(*args, **kwargs)
         except RuntimeError as error:

@@ -102,7 +102,9 @@ class Checkpointing(Feature):
             chooser = Chooser(memory, args.memory_budget, args.host_memory_budget)
             trainer.checkpointing = chooser.summary
             try:
-                yield lambda step, *given, **named: chooser.run(trainer.model, step, given, named)
+                yield lambda step, *given, **named: chooser.run(
+                    trainer.model, step, given, named, trainer.real_tokens(*given, **named)
+                )
             finally:
                 chooser.end()
         elif trainer.uses_liger and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):

@@ -6,7 +6,7 @@ returns a `HostBatch` in place of a plain `dict` (`remembering`). accelerate cal
 whose tensors remember their values on the host. `values_of` finds them, or else waits for the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,15 @@ def values_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _known(x: torch.Tensor) -> torch.Tensor | None:
     copy = getattr(x, _ATTRIBUTE, None)
     return None if copy is None or copy.version != x._version else copy.values
+
+
+def real_tokens(batch: Any) -> int | None:
+    """How many tokens a batch has without its padding; None where the host does not know it."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return None
+    values = values_of(mask)[0]
+    return int((values != 0).sum()) if values.device.type == "cpu" else None
 
 
 def remember(x: torch.Tensor, values: torch.Tensor) -> None:

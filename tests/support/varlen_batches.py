@@ -1,5 +1,7 @@
 """Batches with padding, and one step of a tiny model on them, for tests of `liger_trainer.varlen`."""
 
+import warnings
+
 import torch
 from step_parity import assert_same_gradients
 from tiny_models import VOCAB, tiny_model
@@ -53,3 +55,15 @@ def rows_of(call):
         {"input_ids": ids[keep].tolist(), "labels": labels[keep].tolist()}
         for ids, labels, keep in zip(call["input_ids"], call["labels"], real, strict=True)
     ]
+
+
+def waits_for_gpu(function):
+    """Where `function` waits for the GPU, forward and backward: a file and a line for each time."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [f"{x.filename}:{x.lineno}" for x in found if "synchronizing CUDA operation" in str(x.message)]

@@ -1,10 +1,13 @@
 """`activation_checkpointing: auto` with batches that differ in what they hold: the budget and the bits of `true`."""
 
+import copy
+
 import auto_runs
 import pytest
 import torch
 from auto_runs import build, frozen_model, rows_of_one_length, same_bits, train
 from counted_memory import CountedMemory
+from image_models import image_batch, image_model
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -109,6 +112,31 @@ def test_no_batch_exceeds_the_budget(case, share, tmp_path):
     assert highest <= 1.005 * budget
     assert 0 <= chosen.kept <= chosen.layers <= 12
     assert chosen.most > 0 or share < 0.3
+
+
+@pytest.mark.parametrize("share, kept", [(0.0, 0), (0.6, 1), (1.02, 4)])
+def test_a_tower_before_a_decoder_that_leaves_padding_out(share, kept, tmp_path):
+    """How many real tokens a batch has is known, so that the tower may keep what it needs too."""
+    model, found = image_model("qwen2_5_vl"), {}
+    lengths = [(40, 9, 30), (40, 9, 30), (40, 9, 30), (20, 40, 8), (40, 40, 40), (40, 39, 40), (40, 40, 40), (40, 3, 4)]
+    batches = [image_batch(model, (1, 0, 1), text) for text in lengths]
+
+    def run(checkpointing, budget=None):
+        memory = CountedMemory()
+        trainer = build(
+            tmp_path, checkpointing, memory, model=copy.deepcopy(model), trainer_class=OneAfterTheOther, optim="sgd",
+            memory_budget=budget, gradient_accumulation_steps=1, use_liger=True,
+        )  # fmt: skip
+        trainer.batches = batches
+        found[checkpointing] = train(trainer)
+        return memory.highest, trainer.checkpointing
+
+    (least, _), (most, _) = run(True), run(False)
+    budget = least + share * (most - least)
+    highest, chosen = run("auto", budget / GIB)
+    assert same_bits(found["auto"], found[True])
+    assert highest <= 1.005 * budget
+    assert chosen.layers == 4 and chosen.most >= kept
 
 
 @pytest.mark.parametrize("layers", [2, 4, 24])

@@ -7,12 +7,14 @@ The towers run, in one attention where they take offsets, and the decoder leaves
 
 import pytest
 from architectures import LIMIT, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from checkout import ROOT
 from image_models import image_batch, image_model, image_step
 from parity_models import largest_difference
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import padding
 
+TABLE = [line.split("|") for line in (ROOT / "docs" / "padding.md").read_text().splitlines() if line.count("|") == 4]
 FED = ("qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "internvl", "smolvlm")  # which have to run
 
 
@@ -34,4 +36,7 @@ def test_one_step_with_pixels(model_type, monkeypatch):
     towers = sum("one attention" in variant for variant in report.swapped.values())
     kept = {*report.skipped.values(), *report.unsuited.values()}
     print(f"\n{model_type}: {'real tokens' if used else 'padded'}, {towers} attentions of towers in one call, {kept}")
-    assert bool(used) == ("runs on real tokens" in report.swapped.values())
+    assert bool(used) == any(text.startswith("runs on real tokens") for text in report.swapped.values())
+    rows = [row for row in TABLE if f"`{model_type}`" in row[3]]
+    cells = [(row[1].strip().startswith("one call"), row[2].strip().startswith("real tokens")) for row in rows]
+    assert cells == [(towers > 0, bool(used))], "the table of docs/padding.md"

