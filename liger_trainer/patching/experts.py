@@ -22,7 +22,7 @@ from transformers.integrations import moe
 from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding, is_bound, own_class
 from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of
-from liger_trainer.instance.hooks import comes_from, has_hooks
+from liger_trainer.instance.hooks import comes_from, has_hooks, replaced_forward
 from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
 from liger_trainer.lora.parts import is_linear
 from liger_trainer.patching.gates import SCALES, Gate, candidates
@@ -168,7 +168,7 @@ def _is_transformers_own(implementation: str) -> bool:
 def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
     """Return whether a call of `block` with `x` computes what was proven: the same implementation, on plain weights.
 
-    On a GPU weights in fp32 keep their own code, whose products of whole experts are faster.
+    These have one dtype. On a GPU weights in fp32 keep their own code, whose products of whole experts are faster.
     """
     if _implementation(block) != proven.implementation or not _is_transformers_own(proven.implementation):
         return False
@@ -176,6 +176,8 @@ def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
     if any([type(t) not in PLAIN_TENSORS or t.device != x.device for t in tensors]) or type(x) not in PLAIN_TENSORS:
         return False
     computed = tensors[0].dtype  # type: ignore[union-attr]  # all are tensors
+    if any([t.dtype != computed for t in tensors]):  # type: ignore[union-attr]
+        return False
     if proven.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
         computed = torch.get_autocast_dtype(x.device.type)
     return x.ndim == 2 and not (x.is_cuda and computed == torch.float32)
@@ -319,7 +321,9 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
     loras = {}
     for wrapper in wrappers:
         state, modules = wrapper.__dict__, wrapper._modules
-        if state["_disable_adapters"] or state["merged_adapters"] or (wrapper is not outer and has_hooks(wrapper)):
+        if state["_disable_adapters"] or state["merged_adapters"] or not state.keys().isdisjoint(_METHODS):
+            return None
+        if wrapper is not outer and (has_hooks(wrapper) or replaced_forward(wrapper, state.get("forward"))):
             return None
         active = state["_active_adapter"]
         a_of, b_of = (modules[name]._modules for name in ("lora_A", "lora_B"))
@@ -331,6 +335,8 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
             return None
         pairs = [_factors(a_of[name].weight, b_of[name].weight, block.num_experts) for name in names]
         scalings = [state["scaling"][name] for name in names]
+        if any(getattr(scaling, "requires_grad", False) for scaling in scalings):
+            return None
         if len(pairs) == 1:
             loras[state["parameter_name"]] = ExpertLoRA(*pairs[0], scalings[0])
         else:

@@ -5,10 +5,12 @@ one tensor for all. `from_pretrained` reads both forms. `Trainer` loads a checkp
 not find: a resumed run would have the experts that it began with, and the best model the experts of the last step.
 """
 
+import functools
 import json
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -40,7 +42,9 @@ class LoadsRenamedWeights(StockTrainer):
         if _names_in(checkpoint) <= model.state_dict().keys():
             return False
         model_class: Any = own_class(model)
-        saved = model_class.from_pretrained(checkpoint, dtype=model.dtype)
+        # `model.dtype` is that of the first weight, and a router in fp32, say, would be rounded to it
+        dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+        saved = model_class.from_pretrained(checkpoint, dtype=functools.reduce(torch.promote_types, dtypes))
         model.load_state_dict(saved.state_dict())
         return True
 

@@ -152,6 +152,22 @@ def other_factors(model, monkeypatch):
     monkeypatch.setattr(ParamWrapper, "get_delta_factors", doubled_factors)
 
 
+def wrappers(model):
+    """The outer and the inner wrapper of the first block."""
+    return [module for module in model.modules() if patterns.is_wrapper(module)][:2]
+
+
+def forward_on_inner_wrapper(model):
+    inner, own = wrappers(model)[1], wrappers(model)[1].forward
+    inner.forward = lambda *args: 2 * own(*args)
+
+
+def factors_on_wrapper(model):
+    """Of this instance alone."""
+    inner, own = wrappers(model)[1], wrappers(model)[1].get_delta_factors
+    inner.get_delta_factors = lambda name: (2 * own(name)[0], *own(name)[1:])
+
+
 def another_activation(model):
     blocks(model)[0].act_fn = torch.nn.ReLU()
 
@@ -165,7 +181,7 @@ def another_gate(model):
     "change",
     [
         hook_on_expert_block, hook_on_adapter, other_implementation, registered_anew, another_activation, another_gate,
-        other_factors,
+        other_factors, forward_on_inner_wrapper, factors_on_wrapper,
     ],
 )  # fmt: skip
 def test_what_users_change_is_heeded(change, monkeypatch):
@@ -178,6 +194,15 @@ def test_what_users_change_is_heeded(change, monkeypatch):
         assert_same_step(step(models[0]), step(models[1]), "fp32")
     finally:
         moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)
+
+
+def test_a_scaling_that_is_trained_is_left_to_peft():
+    """Its code raises with one adapter. The kernel would leave the scaling without a gradient."""
+    model = model_of(PLAIN, "qwen3_moe", adapted())
+    apply_liger(model)
+    wrappers(model)[0].scaling["default"] = torch.tensor(1.5, requires_grad=True)
+    with pytest.raises(TypeError, match="baddbmm"):
+        step(model)
 
 
 @pytest.mark.parametrize("wrap", [None, adapted()], ids=["plain", "adapted"])
@@ -208,6 +233,15 @@ def test_a_forward_wrapped_by_the_user_runs(of, monkeypatch):
     assert len(calls) == (4 if of == "wrapper" else 2)
     kept = report["lora" if of == "wrapper" else "experts"].skipped
     assert set(kept.values()) == {f"the forward of {cls.__name__} is not known, and may do more than compute"}
+
+
+def test_weights_of_two_dtypes_are_left_to_the_model(monkeypatch):
+    model = model_of(PLAIN, "qwen3_moe")
+    apply_liger(model)
+    blocks(model)[0].down_proj.data = blocks(model)[0].down_proj.data.bfloat16()
+    seen = count_calls(monkeypatch)
+    step(model)
+    assert len(seen) == len(blocks(model)) - 1
 
 
 def test_experts_can_be_switched_off_under_adapters(monkeypatch):

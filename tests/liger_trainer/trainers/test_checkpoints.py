@@ -100,6 +100,21 @@ def test_experts_that_are_saved_one_by_one_are_loaded_again(tmp_path):
         assert torch.equal(p, ref), name
 
 
+def test_a_router_in_another_dtype_is_loaded_again(tmp_path):
+    """To the bit, and not rounded to the dtype of the first weight."""
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.gate.float()
+    _, trainer = run_sft(tiny_sft(), model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1, bf16=True)
+    saved = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.zero_()
+    trainer._load_from_checkpoint(str(tmp_path / "LigerSFTTrainer" / "checkpoint-1"))
+    for name, p in trainer.model.state_dict().items():
+        assert torch.equal(p, saved[name]), name
+
+
 def test_the_best_model_has_its_own_experts(tmp_path):
     best = {
         "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
