@@ -4,8 +4,9 @@ Arguments or a launcher ask for accelerate's `mixed_precision: fp8`, with torcha
 `mixed_precision` on in a variable, which the trainer's own `bf16` overrides. TRL's configs set `bf16` by default, so
 fp8 would be lost without a word.
 
-With adapters, the frozen base is put into eight bits once, when the trainer is built. accelerate would convert the
-matrices of the adapters as well, so it is told the precision of autocast: bf16 unless the user has switched it off.
+With adapters, the frozen base is put into eight bits once, when the trainer is built, and so is a model that is frozen
+as a whole under Medusa heads. accelerate would convert what is trained as well, so it is told the precision of
+autocast: bf16 unless the user has switched it off.
 """
 
 import functools
@@ -21,7 +22,7 @@ from torch import nn
 
 from liger_trainer.feature import Feature
 from liger_trainer.fp8.layers import configs_of, nominated
-from liger_trainer.fp8.quantize_base import OPERATION, quantize_base, quantized_before
+from liger_trainer.fp8.quantize_base import OPERATION, prepare_for_shards, quantize_base, quantized_before
 from liger_trainer.head.module import base_model_of
 from liger_trainer.instance.report import OperationReport
 from liger_triton.float8_cast import fault_of_device as fault_of_gpu
@@ -35,15 +36,15 @@ class Fp8Fields:
         default=False,
         metadata={
             "help": "Compute most products in eight bits. Results differ from bf16. accelerate converts all linear "
-            "layers but the first and the last, the LM head, to torchao's when training starts. With adapters, the "
-            "weights of the frozen base are put into eight bits instead, which needs no torchao. It needs a GPU of "
-            "compute capability 8.9 or later."
+            "layers but the first and the last, the LM head, to torchao's when training starts. With adapters, and in "
+            "stage 1 of Medusa heads, the weights of the frozen base are put into eight bits instead, which needs no "
+            "torchao. It needs a GPU of compute capability 8.9 or later."
         },
     )
     fp8_recipe: str | None = field(
         default=None,
         metadata={
-            "help": "With fp8 and without adapters: the name of a recipe of torchao. 'tensorwise', the default: one "
+            "help": "With fp8 of all weights: the name of a recipe of torchao. 'tensorwise', the default: one "
             "scale for a tensor, gradients in e5m2. 'rowwise': scales by row, gradients in e4m3. 'rowwise_with_gw_hp': "
             "the same, with the gradients of weights computed in 16 bits."
         },
@@ -80,7 +81,8 @@ class Fp8(Feature):
     def around_accelerator(self, trainer: Any) -> Iterator[None]:
         """Decide what fp8 is for `trainer`. For a frozen base, ask the accelerator for autocast's precision alone."""
         args, model = trainer.args, getattr(trainer, "model", None)
-        asked = trainer.uses_liger and str(args.mixed_precision) == "fp8" and _has_adapters(model)
+        is_base = _has_adapters(model) or trainer.freezes_model
+        asked = trainer.uses_liger and str(args.mixed_precision) == "fp8" and is_base
         trainer.freezes_in_eight_bits = asked
         if not asked:
             if getattr(args, "fp8", False) and importlib.util.find_spec("torchao") is None:
@@ -94,7 +96,7 @@ class Fp8(Feature):
             return
         if (recipe := getattr(args, "fp8_recipe", None)) is not None:
             raise ValueError(
-                f"fp8_recipe is {recipe!r}, and the model has adapters, with which fp8 has no recipes. Remove "
+                f"fp8_recipe is {recipe!r}, and the base of the model is frozen, for which fp8 has no recipes. Remove "
                 "fp8_recipe, or train all weights."
             )
         precision = args.mixed_precision
@@ -114,9 +116,13 @@ class Fp8(Feature):
         """
         if not trainer.freezes_in_eight_bits:
             before = quantized_before(model)  # by an earlier trainer
-            return {OPERATION: before} if _has_adapters(model) and before.swapped else {}
+            if before.swapped and trainer.is_fsdp_enabled:
+                prepare_for_shards(model)
+            return {OPERATION: before} if before.swapped else {}
         _refuse_elsewhere(trainer, model)
-        report = quantize_base(model)
+        report = quantize_base(model, trainer.args.device)
+        if trainer.is_fsdp_enabled:
+            prepare_for_shards(model)
         if not report.swapped:
             reasons = "; ".join(sorted(set(report.skipped.values()))) or "it has no linear layers"
             raise ValueError(
@@ -194,11 +200,19 @@ def _refuse_elsewhere(trainer: Any, model: nn.Module) -> None:
     fault = fault_of_device(args.device)
     quantised = any(getattr(base, name, False) for name in ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit"))
     method = getattr(getattr(base, "quantization_method", None), "value", "a method of its own")
-    shards, one = "is to shard the weights of a model with adapters", "Train on one GPU or with DDP"
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     refused = (
         (fault, fault, "Use bf16, or take a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell)"),
-        (getattr(trainer, "is_fsdp_enabled", False), f"FSDP (fsdp) {shards}", one),
-        (getattr(trainer, "is_deepspeed_enabled", False), f"DeepSpeed (deepspeed) {shards}", one),
+        (
+            plugin is not None and plugin.fsdp_version != 2,
+            "fsdp_version is 1, which flattens weights of eight bits and of 16 into one tensor",
+            "Set fsdp_version to 2",
+        ),
+        (
+            getattr(trainer, "is_deepspeed_enabled", False),
+            "DeepSpeed (deepspeed) is to shard the weights of a frozen base",
+            "Train on one GPU, with DDP or with FSDP2",
+        ),
         (
             quantised,
             f"the base is quantised already ({method})",

@@ -12,6 +12,8 @@ from liger_triton.frozen_float8 import Float8Weight, dequantized, frozen_float8_
 _WRITES = ("__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")))
 _NO_WRITES = ("requires_grad_", "detach_")
 _CODES = torch.uint8  # holds the bits: converting a model to another dtype leaves it alone, and NCCL can send it
+# For FSDP2, which takes no integers before torch 2.13, and rounds other floating-point numbers where it gathers them
+_WORDS = torch.bfloat16
 
 
 class _ReadOnly(torch.Tensor):
@@ -44,9 +46,10 @@ class FrozenFloat8Linear(nn.Module):
 
     Code that reads the `weight` of a layer gets the dequantised numbers. A state dict has the bits under that name.
 
-    `bits` (N, K), uint8, and `scale` (N,), fp32, have no gradient, and the scale stays in fp32 whatever the model is
-    converted to. They are no buffers, because DDP sends the buffers of a model in every forward pass. `compute_dtype`
-    is the dtype of the weight before it was quantised.
+    `bits` (N, K), uint8, and `scale` (N,), fp32, have no gradient, and stay as they are whatever the model is converted
+    to. After `hold_words` they are (N, K / 2) and (N, 2), bf16, of the same bytes. They are no buffers, because DDP
+    sends the buffers of a model in every forward pass. `compute_dtype` is the dtype of the weight before it was
+    quantised.
     """
 
     def __init__(self, weight: Float8Weight, bias: nn.Parameter | None, compute_dtype: torch.dtype):
@@ -58,21 +61,40 @@ class FrozenFloat8Linear(nn.Module):
         self.register_parameter("bias", bias)
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> Self:
-        """Return a layer for `linear`, with its bias and its mode. On `meta` it has no values either."""
+    def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
+        """Return a layer for `linear`, with its bias and its mode. On `meta` it has no values either.
+
+        `device` is where the weight is put into eight bits. Unset, that is where it is.
+        """
         weight = linear.weight
         if weight.is_meta:
             bits = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device="meta")
             float8 = Float8Weight(bits, torch.empty(weight.shape[0], dtype=torch.float32, device="meta"))
         else:
-            float8 = quantized(weight)
+            float8 = Float8Weight(*(t.to(weight.device) for t in quantized(weight.to(device or weight.device))))
         return cls(float8, linear.bias, weight.dtype).train(linear.training)
+
+    def hold_words(self) -> None:
+        """Hold bits and scale as words of 16 bits, which FSDP2 shards by rows and gathers as they are.
+
+        From then on a state dict has the names of the parameters, by which torch's distributed checkpoints go.
+        """
+        if self.bits.dtype == _CODES:
+            self.bits = nn.Parameter(self.bits.detach().view(_WORDS), requires_grad=False)
+            self.scale = nn.Parameter(self.scale.detach()[:, None].view(_WORDS), requires_grad=False)
 
     @property
     def float8(self) -> Float8Weight:
         """The weight, for the functions of `liger_triton`."""
         bits, scale = self._parameters["bits"], self._parameters["scale"]
         assert bits is not None and scale is not None, "neither is ever taken away"
+        if hasattr(bits, "full_tensor"):
+            raise RuntimeError(
+                "A frozen layer in eight bits was read outside the calls in which FSDP2 gathers it. To merge an "
+                "adapter, save it and load it next to the model in 16 bits: liger-trainer merge."
+            )
+        if bits.dtype == scale.dtype == _WORDS:
+            return Float8Weight(bits.view(torch.float8_e4m3fn), scale.view(torch.float32).view(-1))
         if bits.dtype != _CODES or scale.dtype != torch.float32:
             raise RuntimeError(
                 f"A frozen layer in eight bits has bits of {bits.dtype} and a scale of {scale.dtype}; expected "
@@ -90,11 +112,12 @@ class FrozenFloat8Linear(nn.Module):
         return frozen_float8_linear(x, self.float8, self.bias)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Move or convert the layer, except its scale, which keeps its dtype and its values."""
-        scale = self.scale.detach()  # which `_apply` does not reach
+        """Move or convert the layer, except its bits and its scale, which keep their dtypes and their values."""
+        kept = {name: self._parameters[name].detach() for name in ("bits", "scale")}  # which `_apply` does not reach
         super()._apply(fn, recurse)
-        if self.scale.dtype != torch.float32:
-            self.scale = nn.Parameter(scale.to(self.scale.device), requires_grad=False)
+        for name, before in kept.items():
+            if (now := self._parameters[name]).dtype != before.dtype:
+                self.register_parameter(name, nn.Parameter(before.to(now.device), requires_grad=False))
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -103,16 +126,17 @@ class FrozenFloat8Linear(nn.Module):
         Its `copy_` would make a number of each byte.
         """
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = destination.pop(prefix + "bits")[None]
+        if self.bits.dtype == _CODES:
+            destination[prefix + "weight"] = destination.pop(prefix + "bits")[None]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         """Load weight and scale together. A weight of numbers is an error: `copy_` would make a byte of each."""
-        weight, scale = (state_dict.get(prefix + name) for name in ("weight", "scale"))
-        if weight is None and scale is None:
-            pass  # such as the state of an adapter
+        bits, weight, scale = (state_dict.get(prefix + name) for name in ("bits", "weight", "scale"))
+        if (weight is None and scale is None) or (bits is not None and bits.dtype == self.bits.dtype):
+            pass  # such as the state of an adapter, or of a sharded model
         elif weight is not None and scale is not None and _is_ours(weight, scale):
             state_dict = {**state_dict, prefix + "bits": weight[0]}
             del state_dict[prefix + "weight"]

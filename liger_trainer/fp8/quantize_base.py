@@ -1,4 +1,4 @@
-"""Puts the frozen linear layers of a model with adapters into eight bits, one after the other.
+"""Puts the frozen linear layers of a model with adapters, or of one that is frozen as a whole, into eight bits.
 
 Each becomes a `FrozenFloat8Linear` in its place, so half of its memory is free before the next one is looked at. What
 is trained or shared stays as it is.
@@ -32,10 +32,14 @@ _ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, an
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def quantize_base(model: nn.Module) -> OperationReport:
-    """Put the frozen linear layers of `model`, which has adapters of PEFT, into eight bits.
+def quantize_base(model: nn.Module, device: torch.device | None = None) -> OperationReport:
+    """Put the frozen linear layers of `model` into eight bits.
 
     Layers that are in eight bits already count as swapped.
+
+    Args:
+        model (`nn.Module`): A model with adapters of PEFT, or one whose trained parameters are no part of its base.
+        device (`torch.device`, *optional*): Where the weights are put into eight bits. Unset, that is where they are.
 
     Raises:
         ValueError: One of the adapters is merged into the weights.
@@ -63,11 +67,18 @@ def quantize_base(model: nn.Module) -> OperationReport:
             reason = _why_left(name, chain, linear)
         if reason is None:
             parent, _, child = name.rpartition(".")
-            base.get_submodule(parent)._modules[child] = FrozenFloat8Linear.of(linear)
+            base.get_submodule(parent)._modules[child] = FrozenFloat8Linear.of(linear, device)
         else:
             report.skipped[name] = reason
     report.swapped = quantized_before(model).swapped
     return report
+
+
+def prepare_for_shards(model: nn.Module) -> None:
+    """Have the layers of `model` that are in eight bits hold them as FSDP2 takes them."""
+    for module in base_model_of(model).modules():
+        if type(module) is FrozenFloat8Linear:
+            module.hold_words()
 
 
 def quantized_before(model: nn.Module) -> OperationReport:

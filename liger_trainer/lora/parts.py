@@ -108,11 +108,10 @@ def computes(x: torch.Tensor, base: nn.Module, parts: list[Part], width: int | N
     if type(x) not in PLAIN_TENSORS or not x.is_floating_point():
         return False
     device, dtype = x.device, x.dtype
-    float8 = type(base) is FrozenFloat8Linear
-    weight = base._parameters["bits"] if float8 else weight_now(base, x)
+    weight = weight_now(base, x)
     if weight is None or (x.shape[-1] if width is None else width) != weight.shape[1]:
         return False
-    packed = float8 or not isinstance(weight, torch.Tensor)
+    packed = not isinstance(weight, torch.Tensor)
     tensors = [] if packed else [weight]
     for part in parts:
         tensors += (part.a._parameters["weight"], part.b._parameters["weight"])

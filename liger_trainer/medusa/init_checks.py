@@ -50,7 +50,10 @@ def check_setup(model: nn.Module, args: LigerMedusaConfig, accelerator: Any) -> 
     if args.medusa_stage == 2 and not any(own):
         raise ValueError("medusa_stage is 2, but all parameters of the model are frozen. Set medusa_stage: 1.")
     if fp8_fields.handler_of(accelerator) is not None:
-        raise ValueError("fp8 is asked for, but the Medusa loss needs the weights of all heads in 16 bits. Remove fp8.")
+        raise ValueError(
+            "fp8 is asked for, and the model is trained without adapters, but the Medusa loss needs the weights of all "
+            "heads in 16 bits. Remove fp8, set medusa_stage to 1, or train adapters."
+        )
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         raise ValueError(

@@ -15,6 +15,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import base_model_of, head_reason
+from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.medusa.config import LigerMedusaConfig, schedule_of
 from liger_trainer.medusa.files import HEADS_FOLDER
 from liger_trainer.medusa.heads import HEADS_NAME, MedusaHeads, attach_heads, heads_detached, heads_of
@@ -34,7 +35,8 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     `output_dir` and every checkpoint get the heads, as `medusa_heads/config.json` and
     `medusa_heads/medusa_lm_head.safetensors`. In stage 2 they also get the model, or its adapter, as plain transformers
-    and PEFT load it. In stage 1 the model stays as it was, and is not saved again.
+    and PEFT load it. In stage 1 the model stays as it was, and is not saved again. With `fp8`, its linear layers except
+    the LM head are put into eight bits.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model, with or without heads.
@@ -69,11 +71,20 @@ class LigerMedusaTrainer(LigerSFTTrainer):
 
     # What is trained
 
+    @property
+    def freezes_model(self) -> bool:  # type: ignore[override]  # it depends on the arguments
+        return self.args.medusa_stage == 1
+
+    def _apply_liger(self, model: nn.Module, options: HeadOptions | None = None) -> None:
+        if self.freezes_model:
+            model.requires_grad_(False)
+            if (heads := heads_of(model)) is not None:
+                heads.requires_grad_(True)
+        super()._apply_liger(model, options)
+
     def _finish_init(self) -> None:
         super()._finish_init()
         check_setup(self.model, self.args, self.accelerator)
-        if self.args.medusa_stage == 1:
-            self.model.requires_grad_(False)
         attach_heads(self.model, self._initial_heads())
 
     def _initial_heads(self) -> MedusaHeads:

@@ -56,7 +56,8 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         gives_token_predictions (`bool`): Whether `compute_loss` calls its model through `_gathering_predictions`, as
             `eval_predictions="tokens"` needs.
         liger_report (`LigerReport` or `None`): What was patched, or `None` with `use_liger=False`.
-        freezes_in_eight_bits (`bool`): Whether the base of a model with adapters is put into eight bits, as `fp8` asks.
+        freezes_model (`bool`): Whether the model is frozen as a whole, under something of the trainer's own.
+        freezes_in_eight_bits (`bool`): Whether the frozen base of the model is put into eight bits, as `fp8` asks.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
         device_memory (`GpuMemory` or `None`): Another memory than the GPU's, by which it chooses.
         grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
@@ -70,6 +71,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     _patched: PatchedModels
     _needs_heads: bool = False  # whether the loss is computed by fused heads alone
     liger_report: LigerReport | None = None
+    freezes_model: bool = False
     freezes_in_eight_bits: bool = False
     checkpointing: CheckpointingSummary | None = None
     device_memory: GpuMemory | None = None

@@ -13,9 +13,9 @@ from liger_trainer.paths import shipped
 HERE = Path(__file__).parent
 
 
-def torchrun(script, *arguments, **variables):
-    """Run `script` of this folder in two processes."""
-    options = ("--nproc_per_node", "2", "--standalone")
+def torchrun(script, *arguments, processes=2, **variables):
+    """Run `script` of this folder in two processes, or in one."""
+    options = ("--nproc_per_node", str(processes), "--standalone")
     return _run("torch.distributed.run", *options, HERE / script, *arguments, **variables)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -104,26 +105,33 @@ def test_without_a_gpu_it_is_refused_at_construction(tmp_path):
     assert not layers_of(model)
 
 
-class Sharding:
-    """Says after the accelerator is made that it would shard the model."""
+class FullySharding(LigerTrainer):
+    """Says after the accelerator is made that FSDP1 would shard the model."""
 
     def _apply_liger(self, *args, **kwargs):
-        setattr(self, self.flag, True)
+        self.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)
+        try:
+            super()._apply_liger(*args, **kwargs)
+        finally:
+            self.accelerator.state.fsdp_plugin = None
+
+
+class Speeding(LigerTrainer):
+    def _apply_liger(self, *args, **kwargs):
+        self.is_deepspeed_enabled = True
         super()._apply_liger(*args, **kwargs)
 
 
-class FullySharding(Sharding, LigerTrainer):
-    flag = "is_fsdp_enabled"
-
-
-class Speeding(Sharding, LigerTrainer):
-    flag = "is_deepspeed_enabled"
-
-
-@pytest.mark.parametrize("trainer_class, name", [(FullySharding, r"FSDP \(fsdp\)"), (Speeding, r"DeepSpeed \(deepsp")])
-def test_sharded_weights_are_refused(trainer_class, name, any_device, tmp_path):
+@pytest.mark.parametrize(
+    "trainer_class, message",
+    [
+        (FullySharding, "fsdp_version is 1.*Set fsdp_version to 2, or leave out fp8"),
+        (Speeding, r"DeepSpeed \(deepspeed\).* is to shard the weights.*one GPU, with DDP or with FSDP2, or leave out"),
+    ],
+)
+def test_other_shards_are_refused(trainer_class, message, any_device, tmp_path):
     model = adapted()
-    with pytest.raises(ValueError, match=f"{name}.* is to shard the weights.*one GPU or with DDP, or leave out fp8"):
+    with pytest.raises(ValueError, match=message):
         built(model, tmp_path, trainer_class)
     assert not layers_of(model)
 
