@@ -27,7 +27,7 @@ from liger_trainer.trainers.features import FEATURES
 from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
-from liger_trainer.varlen.decide import leaves_padding_out
+from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.host_copies import real_tokens, remembering
 from liger_trainer.world import fault_of_world
 
@@ -157,7 +157,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
 
     def real_tokens(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> int | None:
         """How many tokens a step of `inputs` computes, where the model leaves padding out and the host knows it."""
-        return real_tokens(inputs) if leaves_padding_out(base_model_of(self.model)) else None
+        return None if bound_backbone(base_model_of(self.model)) is None else real_tokens(inputs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = self.grad_norm_of_step
