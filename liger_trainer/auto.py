@@ -16,9 +16,6 @@ _PREFIX = "apply_liger_kernel_to_"
 class AutoLigerKernelForCausalLM:
     """[`~transformers.AutoModelForCausalLM`] that patches its models. Takes the same arguments, and `liger_config`."""
 
-    def __init__(self) -> None:
-        raise OSError(f"{type(self).__name__} is not instantiated; call its from_pretrained or from_config.")
-
     @classmethod
     def from_pretrained(cls, *args: Any, liger_config: dict | None = None, **kwargs: Any) -> PreTrainedModel:
         """`AutoModelForCausalLM.from_pretrained(...)`, then `apply_liger(model, liger_config)`."""

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from liger_trainer.command.medusa import add_command
 from liger_trainer.command.model_source import dequantised, find_model
 from liger_trainer.errors import RecipeError
 from liger_trainer.paths import find_beside
@@ -10,9 +11,8 @@ from liger_trainer.paths import find_beside
 
 def add_merge_command(commands) -> None:
     """Add `merge` to the subparsers of `liger-trainer`."""
-    parser = commands.add_parser(
-        "merge", help="merge a LoRA into its base model, and save model and tokenizer", allow_abbrev=False
-    )
+    about = "merge a LoRA into its base model, and save model and tokenizer"
+    parser = add_command(commands, "merge", _merge, about)
     parser.add_argument(
         "adapter", metavar="ADAPTER_DIR", help="the output_dir of a training with use_peft, or one of its checkpoints"
     )
@@ -22,10 +22,9 @@ def add_merge_command(commands) -> None:
                         "computed in float32, which needs 4 bytes of memory for each parameter")  # fmt: skip
     parser.add_argument("--model", help="the base model, if it is not where the adapter says")
     parser.add_argument("--trust_remote_code", action="store_true", help="run model code that comes with the base")
-    parser.set_defaults(run=_merge)
 
 
-def _merge(args) -> int:
+def _merge(args) -> None:
     import torch
     from peft import PeftConfig
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
@@ -33,7 +32,8 @@ def _merge(args) -> int:
     from liger_trainer.fitting.hollow import auto_class_of
     from liger_trainer.head.merge import merge
 
-    _check_folders(args.adapter, args.output)
+    if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
+        raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
     config = PeftConfig.from_pretrained(args.adapter)
     if config.is_prompt_learning:
         kind = config.peft_type.value
@@ -64,7 +64,6 @@ def _merge(args) -> int:
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"
     )
-    return 0
 
 
 def with_adapter(model, adapter: str):
@@ -89,13 +88,6 @@ def tokenizer_of(adapter: str, trust_remote_code: bool = False):
         return None
     sees = any(os.path.isfile(os.path.join(adapter, f"{name}_config.json")) for name in ("processor", "preprocessor"))
     return (AutoProcessor if sees else AutoTokenizer).from_pretrained(adapter, trust_remote_code=trust_remote_code)
-
-
-def _check_folders(adapter: str, output: str) -> None:
-    if not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
-        raise RecipeError(f"ADAPTER_DIR is {adapter!r}, which has no adapter_config.json. Train with use_peft: true.")
-    if os.path.exists(output) and (not os.path.isdir(output) or any(Path(output).iterdir())):
-        raise RecipeError(f"OUTPUT_DIR is {output!r}, which is not empty. Give the path of a new folder.")
 
 
 def find_base(name: str | None, adapter: str) -> str:

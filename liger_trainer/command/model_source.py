@@ -25,22 +25,19 @@ class ModelSource:
     def is_gguf(self) -> bool:
         return "gguf_file" in self.options
 
-    def check_files(self) -> None:
-        """RecipeError if this is a folder without weights or without a tokenizer. Its config has been read."""
+    def check_tokenizer(self) -> None:
+        """Refuse a folder without a tokenizer, since transformers would speak of its backends."""
         if self.is_gguf or not os.path.isdir(self.path):
             return
-        files, has = os.listdir(self.path), f"model_name_or_path is {self.path!r}, a folder with a config and"
-        if not any(name.endswith((".safetensors", ".bin")) for name in files):
-            raise RecipeError(f"{has} no weights (*.safetensors or *.bin). Copy them there too, or name another model.")
-        if not any(name.startswith("tokenizer") for name in files):
+        if not any(name.startswith("tokenizer") for name in os.listdir(self.path)):
             from transformers import AutoTokenizer
 
             try:
                 self.load(AutoTokenizer)  # of some models it has files of other names
             except RecipeError as error:
                 raise RecipeError(
-                    f"{has} no tokenizer. Save one there, such as that of the model it came from: "
-                    f"AutoTokenizer.from_pretrained(NAME).save_pretrained({self.path!r})."
+                    f"model_name_or_path is {self.path!r}, a folder without a tokenizer. Save one there, such as that "
+                    f"of its base: AutoTokenizer.from_pretrained(NAME).save_pretrained({self.path!r})."
                 ) from error
 
     def load(self, auto_class, **kwargs):

@@ -79,12 +79,6 @@ def settle(
             epochs = value("num_train_epochs")
             raise RecipeError(f"num_train_epochs is {epochs}, and max_steps {value('max_steps')}. Remove one of them.")
         del chosen["num_train_epochs"]
-    rows = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
-    if _on(value("eval_strategy")) and not any(value(key) for key in rows):
-        raise RecipeError(
-            f"eval_strategy is {value('eval_strategy')!r}, but there are no rows to evaluate on. Set "
-            f"{' or '.join(rows)}."
-        )
     if value("save_strategy") == "best" and value("eval_strategy") == "no":
         raise RecipeError("save_strategy is 'best', which saves nothing without eval_strategy: steps or epoch.")
     if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":

@@ -45,7 +45,7 @@ def find_sources(recipe: Recipe) -> Sources:
     training, source = recipe.training, model_of(recipe)
     config = source.load(AutoConfig)
     if "subfolder" not in (training.model_init_kwargs or {}):
-        source.check_files()
+        source.check_tokenizer()
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
     check_rows(recipe, train_rows.column_names)

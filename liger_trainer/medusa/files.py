@@ -78,7 +78,7 @@ def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]
     """The shape of the heads, read off their tensors, and the tensors by the names of `MedusaHeads.state_dict()`.
 
     Raises:
-        ValueError: A file is missing, a tensor belongs to no head, or the config contradicts the tensors.
+        ValueError: The weights are missing, a tensor belongs to no head, or the config contradicts the tensors.
     """
     folder = heads_folder(folder)
     blocks: dict[str, torch.Tensor] = {}
@@ -94,8 +94,6 @@ def read_heads(folder: str) -> tuple[MedusaHeadsConfig, dict[str, torch.Tensor]]
     tensors = blocks | {f"{k}.{num_layers}.weight": tensor for k, tensor in projections.items()}
 
     path = os.path.join(folder, CONFIG_FILE)
-    if not os.path.isfile(path):
-        raise ValueError(f"{folder!r} has no {CONFIG_FILE}, which belongs next to the weights.")
     with open(path, encoding="utf-8") as file:
         values = json.load(file)
     vocab_size = next(iter(projections.values())).shape[0] if projections else values.get("vocab_size")

@@ -72,8 +72,6 @@ def refuse_a_second_loss(trainer: Any) -> None:
 def refuse_unfit_for_own_loss(trainer: Any) -> None:
     """ValueError for unknown `token_outputs`, for a head that stays plain, and for labels that are no next tokens."""
     names, known = trainer.token_outputs, (*TOKEN_OUTPUTS, *EXTRA_OUTPUTS)
-    if isinstance(names, str):
-        raise ValueError(f"token_outputs is {names!r}; expected a tuple of names, such as ({names!r},).")
     for name in names:
         if name not in known:
             raise ValueError(f"token_outputs has the unknown name {name!r}; expected names of: {', '.join(known)}.")

@@ -86,8 +86,9 @@ def test_evaluation(folder, capsys):
     assert code == 0, err
     history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [2, 4]
+    shutil.rmtree(folder / "out")
     code, _, err = command(capsys, "train", write_recipe(folder, eval_strategy="steps", eval_steps=2))
-    assert code == 2 and "there are no rows to evaluate on" in err
+    assert code == 2 and "you didn't pass an `eval_dataset`" in err
     code, _, err = command(capsys, "train", write_recipe(folder, eval_fraction=0.25))
     assert code == 2 and "eval_fraction is 0.25, which has no effect without eval_strategy" in err
 

@@ -138,7 +138,7 @@ def test_refusals(model, tmp_path):
     with pytest.raises(ValueError, match="has no medusa_lm_head.safetensors"):
         load_heads(tmp_path)
     (tmp_path / "out" / "config.json").unlink()
-    with pytest.raises(ValueError, match="has no config.json"):
+    with pytest.raises(FileNotFoundError, match="config.json"):
         load_heads(tmp_path / "out")
 
 

@@ -160,7 +160,7 @@ def test_what_a_token_loss_says_of_places_without_label_does_not_count(trainer_c
     [
         (("entropi",), "token_outputs has the unknown name 'entropi'; expected names of: .*entropy"),
         (("is_top1", "hidden_state"), "unknown name 'hidden_state'; expected names of: .*hidden_states"),
-        ("entropy", r"token_outputs is 'entropy'; expected a tuple of names, such as \('entropy',\)"),
+        ("entropy", "token_outputs has the unknown name 'e'; expected names of: .*entropy"),
     ],
 )
 def test_unknown_token_outputs_are_refused_at_construction(trainer_class, run, names, message, tmp_path):
