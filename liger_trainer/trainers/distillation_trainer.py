@@ -42,8 +42,6 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
         ValueError: The LM head of student or teacher cannot be fused, or an option would have no effect.
     """
 
-    loss_hook = None
-
     def _replaced_globals(self) -> dict[str, Any]:
         if not self.uses_liger:
             return {}

@@ -28,7 +28,6 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
         ValueError: An option would have no effect.
     """
 
-    loss_hook = None
     gives_token_predictions = True
     args: DPOConfig
 

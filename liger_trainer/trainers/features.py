@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from liger_trainer._logging import logger
 from liger_trainer.feature import Feature
@@ -77,22 +77,18 @@ class _ReportCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Swap the fp8 layers that accelerate has made of linear ones since (`mixed_precision: fp8`), and write."""
         report = self.trainer.liger_report
         if swap_converted(self.trainer.model, report) and args.process_index == 0:
             logger.info(report.one_line())
         self._write(args, state)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.checkpointing is not None:
             self._write(args, state)
 
-    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _write(self, args: Any, state: Any) -> None:
         report, chosen = self.trainer.liger_report, self.trainer.checkpointing
         if state.is_world_process_zero and args.output_dir is not None:
             report.checkpointing = None if chosen is None else chosen.to_dict()

@@ -26,7 +26,6 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
         ValueError: An option would have no effect, or `cast_lm_head_to_fp32` is set with an adapter on `lm_head`.
     """
 
-    loss_hook = None
     args: GRPOConfig
 
     def _finish_init(self) -> None:

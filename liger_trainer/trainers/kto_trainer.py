@@ -26,5 +26,4 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
         ValueError: An option would have no effect.
     """
 
-    loss_hook = None
     gives_token_predictions = True

@@ -22,5 +22,3 @@ class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
     Raises:
         ValueError: An option would have no effect.
     """
-
-    loss_hook = None

@@ -29,6 +29,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     packed for training.
     """
 
+    loss_hook: str | None = "token_loss"
     gives_token_predictions = True
     ignored_fields = ()
     args: SFTConfig

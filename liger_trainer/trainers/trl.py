@@ -79,7 +79,7 @@ class LigerTRLMixin(LigerTrainerMixin):
 
     ```python
     class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
-        loss_hook = None  # there is no method by which a subclass changes the loss
+        gives_token_predictions = True
     ```
 
     A trainer that calls `add_fused_lm_head` for the models it scores with needs nothing more. One that does not call it
@@ -92,6 +92,7 @@ class LigerTRLMixin(LigerTrainerMixin):
             one is an error.
     """
 
+    loss_hook: str | None = None
     ignored_fields: tuple[str, ...] = ("label_smoothing_factor",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
