@@ -11,6 +11,7 @@ import argparse
 import random
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -130,7 +131,7 @@ def main(argv=None):
     print(f"{after.chain - 1:.0%} more tokens a forward pass")
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
     found = {"options": vars(options), "seconds": seconds, "answers": counts, "losses": losses}
-    record.write(found | {"before": before.to_dict(), "after": after.to_dict()})
+    record.write(found | {"before": asdict(before), "after": asdict(after)})
     record.say_where()
 
 

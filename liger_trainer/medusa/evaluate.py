@@ -6,7 +6,7 @@ it: walk the text as a decoder would; if at t the first a heads are right and th
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -32,9 +32,6 @@ class MedusaReport:
     accuracy: list[float]
     accepted: list[float | None]
     chain: float
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
     def __str__(self) -> str:
         kind = "tied" if self.heads["medusa_tied"] else "untied"

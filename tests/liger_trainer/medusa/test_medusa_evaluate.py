@@ -1,7 +1,5 @@
 """The numbers of `medusa-eval`: against brute force and by hand."""
 
-import json
-
 import pytest
 import torch
 from medusa_fixtures import ENDS, model_with_heads, prompts_of
@@ -77,7 +75,6 @@ def test_report(fitted):
     assert report.tokens == sum(len(text) for text in answer(model, prompts, ENDS, 24))
     assert 1 < report.chain <= 4
     assert all(0 <= right <= 1 for right in report.accuracy) and len(report.accuracy) == 3
-    assert json.loads(json.dumps(report.to_dict()))["chain"] == report.chain
     printed = str(report)
     assert f"tokens per forward pass  {report.chain:.3f}" in printed and f"1      {report.accuracy[0]:.3f}" in printed
 
