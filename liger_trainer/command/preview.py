@@ -33,7 +33,7 @@ def show_rows(trainer, given, total: int) -> str | None:
         return None
     counts, rows = count_rows(trainer, given, "train"), trainer.train_dataset
     lines = [f"Preview of {len(given)} of {total} rows: {counts}.", _LEGEND]
-    if "ORPO" in type(trainer).__name__:
+    if getattr(trainer, "learns_prompts", False):
         lines[1] += " The likelihood term of ORPO counts the prompt of chosen as well."
     lines += [f"Columns of the rows: {', '.join(given.column_names)}.", ""]
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)

@@ -25,4 +25,4 @@ class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
     """
 
     loss_hook = "odds_ratio_loss"
-    likes_prompts = True
+    learns_prompts = True

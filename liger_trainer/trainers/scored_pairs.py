@@ -122,10 +122,10 @@ class LigerPairMixin(LigerTRLMixin):
     """Goes before a TRL trainer whose `concatenated_forward` scores chosen and rejected rows in one batch.
 
     Attributes:
-        likes_prompts (`bool`): Whether the likelihood term covers the prompts of chosen rows too.
+        learns_prompts (`bool`): Whether the likelihood term covers the prompts of chosen rows too.
     """
 
-    likes_prompts: bool = False
+    learns_prompts: bool = False
     padding_value: int | None
 
     def __init__(self, model: nn.Module | str | None = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
@@ -162,7 +162,7 @@ class LigerPairMixin(LigerTRLMixin):
         def scored(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> ModelOutput:
             labels = self.concatenated_inputs(batch)["concatenated_labels"].to(input_ids.device)
             chosen = batch["chosen_labels"].shape[0]
-            if self.likes_prompts:
+            if self.learns_prompts:
                 is_prompt = (labels[:chosen] == -100) & (attention_mask[:chosen] == 1)
                 labels[:chosen] = torch.where(is_prompt, input_ids[:chosen], labels[:chosen])
             outputs = model(
