@@ -46,8 +46,7 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     The `instruction` and `input` of an Alpaca row become one message with `chat`, and Alpaca's template without.
 
     Raises:
-        ValueError: The row has no such column, has nothing before the first answer, or has messages for a model without
-            a chat template.
+        ValueError: The row has no such column, or nothing before the first answer.
     """
     if row.get("prompt"):
         prompt = row["prompt"]
@@ -65,16 +64,14 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
         return [{"role": "user", "content": "\n\n".join(filter(None, (row["instruction"], row.get("input"))))}]
     else:
         raise ValueError(f"Row {index} of the prompts has {', '.join(row)}; expected one of: {_COLUMNS}.")
-    if not isinstance(prompt, str) and not chat:
-        raise ValueError(
-            f"Row {index} of the prompts is a list of messages, and the tokenizer of the model has no chat template. "
-            "Give rows whose prompt is a text, or rows with instruction."
-        )
     return prompt
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Return the token ids of a prompt. Messages go through the chat template, with the header of an answer."""
+    """Return the token ids of a prompt. Messages go through the chat template, with the header of an answer.
+
+    transformers raises a ValueError where there is no chat template.
+    """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])

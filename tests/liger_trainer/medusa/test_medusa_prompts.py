@@ -35,17 +35,16 @@ def test_alpaca_without_a_chat_template():
 
 
 BAD = {
-    "no prompt": ({"text": "w3"}, True, "Row 4 of the prompts has text; expected one of: prompt; messages"),
-    "answer first": ({"messages": [ANSWER, USER]}, True, "Row 4 of the prompts starts with an answer"),
-    "no template": ({"messages": [USER]}, False, "list of messages, and the tokenizer of the model has no chat"),
-    "speaker": ({"conversations": [{"from": "bing", "value": "w3"}]}, True, "Row 4 .*'bing'.* expected from"),
+    "no prompt": ({"text": "w3"}, "Row 4 of the prompts has text; expected one of: prompt; messages"),
+    "answer first": ({"messages": [ANSWER, USER]}, "Row 4 of the prompts starts with an answer"),
+    "speaker": ({"conversations": [{"from": "bing", "value": "w3"}]}, "Row 4 .*'bing'.* expected from"),
 }
 
 
-@pytest.mark.parametrize("row, chat, message", BAD.values(), ids=BAD)
-def test_row_without_a_prompt(row, chat, message):
+@pytest.mark.parametrize("row, message", BAD.values(), ids=BAD)
+def test_row_without_a_prompt(row, message):
     with pytest.raises(ValueError, match=message):
-        prompt_of(row, chat, 4)
+        prompt_of(row, True, 4)
 
 
 def test_files(tmp_path):
@@ -66,6 +65,8 @@ def test_files(tmp_path):
 def test_chat_template_is_applied_with_the_header_of_the_answer():
     tokenizer = tiny_tokenizer()
     assert encode(tokenizer, "w3 w4") == [3, 4]
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        encode(tokenizer, [USER])
     tokenizer.chat_template = (
         "{% for m in messages %}w10 {{ m['content'] }} </s> {% endfor %}{% if add_generation_prompt %}w11{% endif %}"
     )
