@@ -109,15 +109,17 @@ def install_fused_head(model: nn.Module, options: HeadOptions | None = None, pla
     head = output_head(model)
     if unknown := set(options.outputs) - {*TOKEN_OUTPUTS, *EXTRA_OUTPUTS}:
         raise ValueError(f"outputs has {sorted(unknown)}; expected names from {[*TOKEN_OUTPUTS, *EXTRA_OUTPUTS]}.")
-    bound = FusedHeadBinding.of(model)
-    binding = bound or FusedHeadBinding(_forward_of(type(model)))  # type: ignore[arg-type] # a class is hashable
-    binding.options, binding.place, binding.aside = options, place or binding.place, False
     reason = head_reason(model, options)
+    if head is None:
+        return reason
+    binding = FusedHeadBinding.of(model)
+    if binding is None:
+        forward = _forward_of(type(model))  # type: ignore[arg-type] # mypy takes no class for hashable
+        binding = bind(model, FusedHeadBinding(forward))
+    binding.options, binding.place, binding.aside = options, place or binding.place, False
     if reason is None:
         bind_all(head)
         masks.install()
-    if bound is None and head is not None:
-        bind(model, binding)
     return reason
 
 

@@ -85,7 +85,7 @@ def find(kinds: Iterable[Kind], modules: Iterable[tuple[str, nn.Module]]) -> Ite
             if not kind.nominated(module):
                 continue
             proof = guards = None
-            slot, reason = slot_of(module, kind.method)
+            slot, reason = slot_of(module, kind.method, around=kind.binding is not Binding)
             if reason is None:
                 key = (kind, fingerprint(module))
                 if key not in proofs:
@@ -123,16 +123,17 @@ def attempt(prove: Callable[[Any], tuple[Any, str | None]], subject: Any) -> tup
         return None, f"it raised {type(error).__name__} on random inputs: {text}"
 
 
-def slot_of(module: nn.Module, method: str = "forward") -> tuple[str, str | None]:
+def slot_of(module: nn.Module, method: str = "forward", around: bool = False) -> tuple[str, str | None]:
     """(the attribute that is to hold our method, None), or (that attribute, why we cannot put a method there).
 
-    accelerate's hooks (`device_map`) call `_old_forward`. A method that others have put on the instance stays.
+    accelerate's hooks (`device_map`) call `_old_forward`. A method that was put on the instance stays. With `around`,
+    ours may stand around another one of ours.
     """
     hooked = method == "forward" and "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
     slot = "_old_forward" if hooked else method
     present = module.__dict__.get(slot)  # unpickling leaves the class's own there
     own = getattr(present, "__func__", None) is getattr(type(module), method)
-    if present is None or own or isinstance(present, Binding):
+    if present is None or own or (around and isinstance(present, Binding)):
         return slot, None
     return slot, f"its {method} was replaced on the instance by {getattr(present, '__qualname__', present)!s}"
 

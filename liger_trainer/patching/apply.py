@@ -2,7 +2,7 @@
 
 Each pattern that is recognised has a file in this folder. Where it is one kind of module, the file has a `KIND`, which
 `kinds_of` lists. Rotary functions and rows without padding need more of the model than one module, so their files have
-a function `find(model)`. All of them return what they have found, and what is to be bound to it.
+a function that gets the model. All of them return what they have found, and what is to be bound to it.
 """
 
 import difflib
