@@ -24,10 +24,11 @@ from pair_parity import (
     step,
     without_times,
 )
-from peft import LoraConfig, PromptTuningConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from recipe_fixtures import command, losses, write_model, write_recipe
 from tiny_models import tiny_model, tiny_tokenizer
 from trainer_runs import LLAMA_AND_SLOWLY_QWEN3, lora
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.base_config import _BaseConfig
 
@@ -223,6 +224,23 @@ def test_a_recipe_in_four_bits(trainer, tmp_path, capsys):
         assert code == 0, err
         logged.append(list(losses(folder).values()))
     assert logged[0] == pytest.approx(logged[1], rel=1e-5)
+
+
+def test_a_base_in_four_bits_with_adapters_already_stays_in_16_bits(tmp_path, monkeypatch):
+    """With `peft_config`, TRL would put its norms into fp32, with which most layers keep PEFT's code."""
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr("liger_trainer.lora.layers.LEAST_WORK", 0)
+    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+    ours, stock = pair(model, tmp_path, bf16=True)
+    assert len(ours.liger_report["lora"].swapped) == 14
+    assert {p.dtype for n, p in ours.model.named_parameters() if "lora_" not in n} == {torch.bfloat16, torch.uint8}
+    for trainer in (ours, stock):
+        trainer.train()
+    got, want = ([log["loss"] for log in t.state.log_history if "loss" in log] for t in (ours, stock))
+    assert len(want) > 1 and got == pytest.approx(want, rel=1e-3)
 
 
 REFUSED = {
