@@ -63,6 +63,7 @@ class Run:
     optimizer_in_backward: bool = False  # of our trainers; none clips gradients then
     lora: int | None = None  # rank, on every linear layer but the head
     nf4: bool = False  # with lora: the frozen layers in 4 bits, with double quantisation
+    mxfp4: bool = False  # with lora: the experts of gpt-oss in the 4 bits of their checkpoint
     offload: bool = False  # with checkpointing: the layers' inputs wait on the host, in our trainers
     lora_experts: bool = False  # on the parameters of experts too
     autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
@@ -80,9 +81,30 @@ def build(run, dtype=torch.bfloat16):
     shape = shape | ({"vocab_size": run.vocab} if run.vocab else {})
     config = AutoConfig.for_model(model_type, **shape, use_cache=False)
     torch.manual_seed(0)
-    with torch.device(DEVICE):
+    with torch.device("meta" if run.mxfp4 else DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if run.mxfp4:
+        return in_mxfp4(model)
     return in_nf4(model) if run.nf4 else model
+
+
+def in_mxfp4(model):
+    """`model`, a gpt-oss on the meta device, with random weights. Its experts never exist in 16 bits."""
+    from liger_trainer.mxfp4 import pack_experts
+
+    pack_experts(model)
+    model.to_empty(device=DEVICE)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(DEVICE)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1)
+        elif parameter.is_floating_point():
+            parameter.data.normal_(std=0.02)
+        elif name.endswith("_blocks"):
+            parameter.random_(0, 256)
+        else:
+            parameter.fill_(120)  # times 2^-7: a standard deviation of 0.02
+    return model
 
 
 def in_nf4(model):
@@ -312,6 +334,8 @@ def flop_per_token(model, run, length):
     config = model.config.get_text_config()
     experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.ndim == 3]
     weights += sum((6 if p.requires_grad else 4) * p[0].numel() * config.num_experts_per_tok for p in experts)
+    packed = [p for name, p in model.named_parameters() if name.endswith("_proj_blocks")]
+    weights += sum(4 * 2 * p[0].numel() * config.num_experts_per_tok for p in packed)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
     if run.trainer == "dpo":

@@ -2,7 +2,7 @@
 steps.
 
     python benchmarks/training.py --model Llama-3.2-1B --batch 16 --length 1024 --data rows.npz
-        [--checkpointing [--offload]] [--lora 16 [--nf4]] [--no_autocast] [--no_waits]
+        [--checkpointing [--offload]] [--lora 16 [--nf4 | --mxfp4]] [--no_autocast] [--no_waits]
         [--arms LigerTrainer "Trainer + compile" "LigerTrainer + compile"]
     python benchmarks/training.py --trainer dpo --model Llama-3.2-1B --batch 4 --length 1024 --data pairs.npz
     python benchmarks/training.py --model Llama-3.2-1B --batch 8 --length 2048 --rows padded --data rows.npz
@@ -94,7 +94,8 @@ def one_arm(options):
         options.model, options.batch, options.length, options.trainer, options.steps, data=options.data,
         checkpointing=options.checkpointing, auto=options.auto, memory_budget=options.memory_budget,
         optimizer_in_backward=options.optimizer_in_backward,
-        lora=options.lora, lora_experts=options.lora_experts, nf4=options.nf4, offload=options.offload,
+        lora=options.lora, lora_experts=options.lora_experts, nf4=options.nf4, mxfp4=options.mxfp4,
+        offload=options.offload,
         workers=4 if DEVICE == "cuda" else 0,
         autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
         skip=skip_of(options),
@@ -124,7 +125,7 @@ def case_of(options):
     parts = [options.trainer, options.model.lower(), f"{options.batch}x{options.length}"]
     parts += [options.rows] * (options.rows != "full")
     parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
-    parts += ["nf4"] * options.nf4 + ["offload"] * options.offload
+    parts += ["nf4"] * options.nf4 + ["mxfp4"] * options.mxfp4 + ["offload"] * options.offload
     parts += ["experts"] * options.lora_experts
     parts += ["no_autocast"] * options.no_autocast
     if options.auto:
@@ -163,6 +164,7 @@ def main():
     parser.add_argument("--no_waits", action="store_true", help="non_blocking=True, logging_nan_inf_filter=False")
     parser.add_argument("--lora", type=int, nargs="?", const=16, help="rank (16 if not given)")
     parser.add_argument("--nf4", action="store_true", help="with --lora: the frozen layers in 4 bits (bitsandbytes)")
+    parser.add_argument("--mxfp4", action="store_true", help="with --lora and gpt-oss: the experts in 4 bits")
     parser.add_argument(
         "--offload", action="store_true", help="with --checkpointing: ours have layers' inputs on the host"
     )
@@ -187,8 +189,8 @@ def main():
         parser.error(f"--skip is {options.skip}; expected 1 or more, and --rows full")
     if options.auto > options.checkpointing or (options.memory_budget is not None) > options.auto:
         parser.error("--auto needs --checkpointing, for the other trainers, and --memory_budget needs --auto")
-    if options.nf4 > bool(options.lora) or options.offload > options.checkpointing:
-        parser.error("--nf4 needs --lora, and --offload needs --checkpointing")
+    if (options.nf4 or options.mxfp4) > bool(options.lora) or options.offload > options.checkpointing:
+        parser.error("--nf4 and --mxfp4 need --lora, and --offload needs --checkpointing")
     if options.rows == "packed" and options.trainer == "dpo":
         parser.error("--rows packed is for --trainer sft: TRL's DPOTrainer does not pack. Take --rows padded")
     arms = default_arms(options) if options.arms is None else options.arms
@@ -219,7 +221,7 @@ def main():
     shape = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
     shape += f", {options.rows} rows" if options.rows != "full" else ""
     shape += f", LoRA r={options.lora}" if options.lora else ""
-    shape += ", NF4" if options.nf4 else ""
+    shape += ", NF4" * options.nf4 + ", MXFP4" * options.mxfp4
     shape += ", inputs on the host" if options.offload else ""
     shape += ", bf16=False" if options.no_autocast else ""
     shape += ", no waits" if options.no_waits else ""

@@ -80,6 +80,10 @@ class MXFP4Weight(NamedTuple):
     def ndim(self) -> int:
         return self.blocks.ndim
 
+    def to(self, dtype: torch.dtype) -> "MXFP4Weight":
+        """Return the same weight, which is to be computed with in another dtype."""
+        return self._replace(dtype=dtype)
+
     def unpack(self) -> torch.Tensor:
         """Return W (E, N, K) in new memory."""
         return dequantize_mxfp4(*self)

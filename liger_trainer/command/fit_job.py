@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from liger_trainer.command.model_source import quantization_of
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.sources import model_of
 from liger_trainer.errors import RecipeError
@@ -42,7 +43,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     return Job(
         shape=Shape(
             config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
-            four_bits=trl.get_quantization_config(model),
+            four_bits=quantization_of(config, model),
             liger_config=training.liger_config,
             trust_remote_code=source.options.get("trust_remote_code", False),
         ),

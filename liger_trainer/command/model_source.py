@@ -61,8 +61,26 @@ def dequantised(config: Any) -> dict[str, Any]:
     """
     from transformers import Mxfp4Config
 
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
+
+
+def quantization_of(config: Any, args: Any) -> Any:
+    """The `quantization_config` that TRL's keys in `args` ask for, or None.
+
+    `load_in_4bit` with a checkpoint in MXFP4 keeps its four bits.
+    """
+    import trl
+
+    if args.load_in_4bit and _is_mxfp4(config):
+        from liger_trainer.mxfp4 import Mxfp4Config
+
+        return Mxfp4Config()
+    return trl.get_quantization_config(args)
+
+
+def _is_mxfp4(config: Any) -> bool:
     stored = getattr(config, "quantization_config", None) or {}
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if stored.get("quant_method") == "mxfp4" else {}
+    return stored.get("quant_method") == "mxfp4"
 
 
 def find_model(name: str | None, gguf_file: str | None = None, **options) -> ModelSource:

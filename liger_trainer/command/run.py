@@ -14,7 +14,7 @@ import liger_trainer
 from liger_trainer.command.chat_template import answers_marked
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.manifest import facts_of
-from liger_trainer.command.model_source import ModelSource, dequantised, find_model
+from liger_trainer.command.model_source import ModelSource, dequantised, find_model, quantization_of
 from liger_trainer.command.output_dir import find_beginning, own_folder
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import show_rows
@@ -99,7 +99,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         given["reward_funcs"] = rewards
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
-    quantization = trl.get_quantization_config(recipe.model)
+    quantization = quantization_of(config, recipe.model)
     init = (dequantised(config) if quantization is None else {"quantization_config": quantization}) | init
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     try:
@@ -133,6 +133,13 @@ def _check_adapter(args: Any, model: Any) -> None:
         for name in names if isinstance(names, list) else ():
             if not any(f".{name}." in path for path in paths):
                 raise RecipeError(f"{key} names {name!r}, but the model has no module of that name.")
+    wrapped = {getattr(module, "parameter_name", None) for _, module in model.named_modules()}  # by PEFT's ParamWrapper
+    for name in (args.lora_target_parameters or ()) if args.use_peft else ():
+        if name.rpartition(".")[2] not in wrapped:
+            raise RecipeError(
+                f"lora_target_parameters names {name!r}, but the model has no parameter of that name. Experts that "
+                "load_in_4bit keeps in MXFP4 get no adapters: set it to false for these."
+            )
 
 
 def _needs_reference(recipe: Recipe) -> bool:

@@ -1,4 +1,5 @@
-"""A base in four bits without values: layers of bitsandbytes, whose packed weights have the sizes of real ones."""
+"""A base in four bits without values: layers of bitsandbytes, or experts, whose packed weights have the sizes of real
+ones."""
 
 import copy
 from typing import Any
@@ -10,7 +11,13 @@ _NESTED_BLOCK = 256  # scales with a scale of their own, as bitsandbytes quantis
 
 
 def quantize(model: Any, config: Any) -> None:
-    """Put the linear layers of `model`, which is on the meta device, into four bits as `from_pretrained` does."""
+    """Put the linear layers of `model`, which is on the meta device, or its experts in MXFP4 into four bits as
+    `from_pretrained` does."""
+    from liger_trainer.mxfp4 import Mxfp4Config, pack_experts
+
+    if isinstance(config, Mxfp4Config):
+        pack_experts(model)
+        return
     from bitsandbytes.nn import Linear4bit  # type: ignore[import-not-found]
     from transformers.quantizers.auto import AutoHfQuantizer
 

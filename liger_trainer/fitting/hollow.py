@@ -22,7 +22,7 @@ class Shape:
     dtype: torch.dtype  # of its weights
     peft_config: Any = None  # of the adapter that is trained in its place
     fp8: bool = False  # whether the frozen layers under the adapter are in eight bits
-    four_bits: Any = None  # a `BitsAndBytesConfig` that puts them into four
+    four_bits: Any = None  # a `BitsAndBytesConfig` that puts them into four, or a `Mxfp4Config` that keeps them there
     liger_config: dict[str, bool] | None = None  # as in `apply_liger`
     trust_remote_code: bool = False
 
@@ -59,7 +59,7 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
             if shape.fp8:
                 quantize_base(model)
             for parameter in model.parameters():
-                if shape.four_bits is not None and parameter.requires_grad:
+                if getattr(model, "is_loaded_in_4bit", False) and parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)  # as TRL does it
     apply_liger(model, shape.liger_config)
     return model.train()

@@ -35,6 +35,8 @@ _FLAGS = (
     "num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm",
     "_is_expert_parallel", "_apply_gate",
 )  # fmt: skip
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_PACKED = ("liger_trainer.mxfp4", "PackedGptOssExperts")
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
 _METHODS = ("_activate_lora", "get_delta_factors", "get_delta_weight")  # of it
 _EXPERTS, _WIDTH, _INNER, _TOKENS, _RANK = 4, 16, 8, 7, 2  # of the small copy
@@ -69,6 +71,9 @@ class Experts:
         names = {"limit": self.gate.limit, "alpha": self.gate.alpha, "gate_scale": self.gate.scale}
         numbers = {option: getattr(block, name) for option, name in names.items() if name is not None}
         tensors = [block._parameters[name] for name in _tensor_names(block)]
+        is_packed = _is_packed(block)
+        if is_packed:
+            tensors = [*map(block.packed, _WEIGHTS), *tensors[-2:]]
         dtype = tensors[0].dtype
         if self.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -76,14 +81,21 @@ class Experts:
         with torch.autocast(x.device.type, enabled=False):
             return experts(
                 x, ids, weights, *tensors, activation=_ACTIVATIONS[self.gate.operation, self.gate.approximate],
-                up_offset=self.gate.up_offset, interleaved=self.interleaved, transposed=block.is_transposed,
+                up_offset=self.gate.up_offset, interleaved=self.interleaved,
+                transposed=block.is_transposed and not is_packed,
                 gate_up_lora=loras.get("gate_up_proj"), down_lora=loras.get("down_proj"), **numbers,
             )  # fmt: skip
 
 
+def _is_packed(block: nn.Module) -> bool:
+    """Return whether its weights are in four bits: `packed` gives them, and no parameters have their names."""
+    return names_of(own_class(block)) == _PACKED
+
+
 def _tensor_names(block: nn.Module) -> list[str]:
-    names = ["gate_up_proj", "down_proj"]
-    return names + [f"{name}_bias" for name in names] if block.has_bias else names
+    is_packed = _is_packed(block)
+    names = [f"{name}_{part}" for name in _WEIGHTS for part in ("blocks", "scales")] if is_packed else [*_WEIGHTS]
+    return names + [f"{name}_bias" for name in _WEIGHTS] if block.has_bias else names
 
 
 def nominated(module: nn.Module) -> bool:
@@ -96,7 +108,7 @@ def nominated(module: nn.Module) -> bool:
 def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
     """(what this block computes, None), or (None, why it is none of ours)."""
     weight = module._parameters.get("gate_up_proj")
-    if weight is None or len(probe.full_shape(weight)) != 3:
+    if not _is_packed(module) and (weight is None or len(probe.full_shape(weight)) != 3):
         return None, "it has no gate_up_proj of three dimensions"
     implementation = _implementation(module)
     if not _is_transformers_own(implementation):
@@ -141,15 +153,16 @@ def _trained(
 
 
 def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:
-    """A block with the attributes of `module` and few small experts with random weights."""
+    """A block with the attributes of `module` and few small experts with random weights, not in four bits."""
     block = probe.clone(module, source, parameters=False)
+    block.__class__ = getattr(module, "unpacked_class", type(block))
     for name, value in vars(module).items():
         for word, size in (("num_experts", _EXPERTS), ("hidden", _WIDTH), ("intermediate", _INNER)):
             if word in name and type(value) is int:
                 block.__dict__[name] = size
     shapes: list[tuple[int, ...]] = [(2 * _INNER, _WIDTH), (_WIDTH, _INNER)]
     shapes = [shape[::-1] if module.is_transposed else shape for shape in shapes] + [(2 * _INNER,), (_WIDTH,)]
-    for name, shape in zip(_tensor_names(module), shapes, strict=False):
+    for name, shape in zip(_tensor_names(block), shapes, strict=False):
         scale = 1.0 if len(shape) == 1 else shape[0 if module.is_transposed else 1] ** -0.5
         block._parameters[name] = nn.Parameter(scale * probe.randn((_EXPERTS, *shape), source, dtype))
     return block
@@ -175,9 +188,10 @@ def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
     tensors = [block._parameters.get(name) for name in _tensor_names(block)]
     if any([type(t) not in PLAIN_TENSORS or t.device != x.device for t in tensors]) or type(x) not in PLAIN_TENSORS:
         return False
-    computed = tensors[0].dtype  # type: ignore[union-attr]  # all are tensors
-    if any([t.dtype != computed for t in tensors]):  # type: ignore[union-attr]
+    dtypes = {t.dtype for t in tensors} - {torch.uint8}  # type: ignore[union-attr]  # of packed weights, beside biases
+    if len(dtypes) != 1:
         return False
+    (computed,) = dtypes
     if proven.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
         computed = torch.get_autocast_dtype(x.device.type)
     return x.ndim == 2 and not (x.is_cuda and computed == torch.float32)
@@ -258,7 +272,7 @@ def prove_wrapper(wrapper: nn.Module) -> tuple[Proof | None, str | None]:
     if found is None:
         return None, reason
     names = [one.parameter_name for one in wrappers]
-    if len(set(names)) != len(names) or not set(names) <= {"gate_up_proj", "down_proj"}:
+    if len(set(names)) != len(names) or not {*names} <= {*_WEIGHTS}:
         return None, f"its adapters are on {', '.join(names)}, and not on gate_up_proj and down_proj, each once"
     import peft
 

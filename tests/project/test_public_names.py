@@ -30,6 +30,7 @@ MODULES = {  # where else something public is imported from
     "liger_trainer.rewards": {"boxed_answer", "REWARDS"},
     "liger_trainer.patching": {"OPERATIONS", "LigerReport", "apply_liger", "check_config", "remove_liger"},
     "liger_trainer.medusa.export": {"load_heads"},
+    "liger_trainer.mxfp4": {"Mxfp4Config"},
 }  # fmt: skip
 KERNELS = {
     "Divergence", "ExpertLoRA", "Float8", "Float8Form", "Float8RowwiseForm", "Float8Weight", "HeadsLoss", "LogProbs",
@@ -61,7 +62,7 @@ RECIPES = {
     "llama3_8b/sft_alpaca_qlora", "llama3_8b/sft_qlora_16gb", "llama3_8b/sft_qlora_24gb",
     "llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto", "llama3_8b/grpo", "llama3_8b/medusa_stage1",
     "llama3_8b/medusa_stage2", "llama3_2_3b/sft_lora_24gb", "qwen2_5_vl_3b/sft",
-    "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora",
+    "qwen3_30b_a3b/sft_lora", "gpt_oss_20b/sft_lora", "gpt_oss_20b/sft_lora_16gb",
 }  # fmt: skip
 CONFIGS = {
     "configs/single_gpu",

@@ -10,7 +10,7 @@ from checkout import ROOT
 LAYERS = (  # a module imports from its own layer and from those before it
     ("liger_triton",),
     ("_logging", "errors", "feature", "paths", "world"),
-    ("rewards", "templates"),
+    ("rewards", "templates", "mxfp4"),
     ("instance",),
     ("memory", "optimizer_in_backward"),
     ("varlen",),

@@ -8,16 +8,17 @@ from mxfp4 import write_gpt_oss
 from recipe_fixtures import command, losses, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from liger_trainer.command import run
 from liger_trainer.command.model_source import dequantised
 
 IDS = torch.arange(3, 27).reshape(2, 12)
 
 
-def train(folder, capsys, use_liger, dtype):
+def train(folder, capsys, use_liger, dtype, recipe="gpt_oss_20b/sft_lora", name=None):
     """The folder of what the recipe makes of the checkpoint in four steps, by our trainer or by the stock one."""
-    out, ours = folder / f"out_{use_liger}", str(use_liger).lower()
+    out, ours = folder / (name or f"out_{use_liger}"), str(use_liger).lower()
     code, _, err = command(
-        capsys, "train", "gpt_oss_20b/sft_lora", "--model_name_or_path", folder / "base", "--output_dir", out,
+        capsys, "train", recipe, "--model_name_or_path", folder / "base", "--output_dir", out,
         "--dataset_name", folder / "rows.jsonl", "--max_length", 64, "--max_steps", 4, "--warmup_steps", 0,
         "--learning_rate", 3e-2, "--bf16", "false", "--dtype", dtype, "--logging_steps", 1, "--packing", "false",
         "--use_liger", ours, "--activation_checkpointing", ours, "--gradient_accumulation_steps", 1,
@@ -49,6 +50,35 @@ def test_trained_and_merged(tmp_path, capsys):
         assert (adapted - before).abs().max() > 0.05
         torch.testing.assert_close(model(IDS).logits, adapted, rtol=1e-4, atol=1e-4)
     assert not hasattr(model.config, "quantization_config")
+
+
+def test_kept_in_four_bits(tmp_path, capsys, monkeypatch):
+    """The recipe for 16 GiB begins with the loss of TRL, whose base is in 16 bits, and what it saves is merged.
+
+    Loading draws other random numbers, so that the adapters begin with others.
+    """
+    write_gpt_oss(tmp_path / "base")
+    write_rows(tmp_path / "rows.jsonl")
+    small = "gpt_oss_20b/sft_lora_16gb"
+    out = train(tmp_path, capsys, True, "float32", small)
+    monkeypatch.setattr(run, "quantization_of", lambda config, args: None)
+    stock = train(tmp_path, capsys, False, "float32", small)
+    assert losses(out)[1] == pytest.approx(losses(stock)[1], rel=1e-2)
+    assert losses(out)[4] < losses(out)[1]
+    code, _, err = command(capsys, "merge", out, tmp_path / "merged")
+    assert code == 0, err
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "merged"), "quantization_config")
+
+
+def test_experts_in_four_bits_get_no_adapter(tmp_path, capsys):
+    write_gpt_oss(tmp_path / "base")
+    write_rows(tmp_path / "rows.jsonl")
+    code, _, err = command(
+        capsys, "train", "gpt_oss_20b/sft_lora", "--model_name_or_path", tmp_path / "base", "--load_in_4bit", "true",
+        "--dataset_name", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "out", "--use_cpu", "true",
+        "--bf16", "false", "--dataloader_pin_memory", "false",
+    )  # fmt: skip
+    assert code == 2 and "lora_target_parameters names 'mlp.experts.gate_up_proj'" in err, err
 
 
 def test_chat_with_an_adapter(tmp_path, monkeypatch, capsys):

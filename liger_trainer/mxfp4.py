@@ -1,0 +1,108 @@
+"""Experts of gpt-oss that stay in the four bits of their checkpoint (MXFP4) while adapters are trained around them.
+
+transformers trains such a checkpoint only in 16 bits. With our `Mxfp4Config` it loads the blocks and scales as they
+are stored, and their numbers are made in 16 bits each time that a layer uses them: to the bit those that transformers
+would have made once for all.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import QuantizationMethod
+
+from liger_triton import MXFP4Weight
+
+_METHOD = "liger_mxfp4"
+
+
+class Mxfp4Config(transformers.Mxfp4Config):
+    """The `quantization_config` that keeps the experts of an MXFP4 checkpoint in four bits, frozen, for training.
+
+    It has the name of the class of transformers, which takes no other for such a checkpoint.
+
+        AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", quantization_config=Mxfp4Config())
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = _METHOD  # type: ignore[assignment]  # by which transformers finds the quantizer
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method, "dequantize": False}
+
+
+class PackedGptOssExperts(GptOssExperts):
+    """Experts with `gate_up_proj_blocks` (E, 2 I, H / 32, 16) and `gate_up_proj_scales` (E, 2 I, H / 32), and the same
+    of `down_proj`, in uint8. The code of transformers reads the weights that they stand for, made anew each time."""
+
+    unpacked_class = GptOssExperts
+
+    def packed(self, name: str) -> MXFP4Weight:
+        """Return `gate_up_proj` (E, 2 I, H) or `down_proj` (E, H, I)."""
+        blocks, scales, bias = (self._parameters[f"{name}_{part}"] for part in ("blocks", "scales", "bias"))
+        return MXFP4Weight(blocks.flatten(-2), scales, bias.dtype)  # type: ignore[union-attr]  # none is None
+
+    @property
+    def gate_up_proj(self) -> torch.Tensor:
+        return self.packed("gate_up_proj").unpack().mT
+
+    @property
+    def down_proj(self) -> torch.Tensor:
+        return self.packed("down_proj").unpack().mT
+
+
+def pack_experts(model: nn.Module, kept: list[str] | None = None) -> int:
+    """Give the experts of `model`, which is on the meta device, the parameters of an MXFP4 checkpoint.
+
+    Modules that `kept` names, as `modules_to_not_convert`, stay as they are. Returns how many were changed.
+    """
+    found = [
+        module
+        for name, module in model.named_modules()
+        if type(module) is GptOssExperts and should_convert_module(name, kept)
+    ]
+    for module in found:
+        for name in ("gate_up_proj", "down_proj"):
+            experts, inputs, outputs = module._parameters.pop(name).shape  # type: ignore[union-attr]
+            for part, size in (("blocks", (inputs // 32, 16)), ("scales", (inputs // 32,))):
+                tensor = torch.empty(experts, outputs, *size, dtype=torch.uint8, device="meta")
+                module.register_parameter(f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+        module.__class__ = PackedGptOssExperts
+    return len(found)
+
+
+@register_quantizer(_METHOD)
+class _Quantizer(HfQuantizer):
+    """Loads the blocks and scales by the names that the checkpoint gives them."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            raise ValueError(
+                "quantization_config is the Mxfp4Config of liger_trainer, but the checkpoint is not in MXFP4. Load it "
+                "without."
+            )
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        if not pack_experts(model, self.quantization_config.modules_to_not_convert):
+            raise ValueError(
+                f"quantization_config is the Mxfp4Config of liger_trainer, which knows experts of gpt-oss, and "
+                f"{type(model).__name__} has none in MXFP4. Load it with transformers.Mxfp4Config(dequantize=True)."
+            )
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.quantization_config.quant_method = QuantizationMethod.MXFP4  # what the model is saved as
+        model.quantization_method = QuantizationMethod.MXFP4
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
