@@ -8,6 +8,7 @@ from transformers import AutoModelForImageTextToText
 
 IMAGE, VIDEO, START, END = 100, 101, 102, 103  # of the 131 tokens of `architectures.SMALL`
 GRIDS = ((1, 12, 20), (1, 4, 6), (1, 8, 8))  # patches of each image; Qwen2.5-VL's windows have 8 x 8
+_VIDEOS = ("pixel_values_videos", "video_grid_thw")
 _TOKENS = {
     "image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START,
     "vision_end_token_id": END, "image_start_token_id": START, "image_end_token_id": END,
@@ -86,12 +87,18 @@ def image_batch(model, images=(2, 0, 1), text=(9, 5, 14), side="right", seed=1):
     return batch | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in names}
 
 
-def as_videos(batch):
-    """`batch` of a Qwen-VL with a video of one frame, or of two in a patch, in the place of each image."""
-    ids, kinds = batch["input_ids"], batch["mm_token_type_ids"]
-    names = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
-    batch = {names.get(name, name): x for name, x in batch.items()}
-    return batch | {"input_ids": ids.masked_fill(ids == IMAGE, VIDEO), "mm_token_type_ids": 2 * kinds}
+def as_videos(batch, some=None):
+    """`batch` of a Qwen-VL with a video in the place of each image, or of those with a number in `some`."""
+    ids, grids = batch["input_ids"].clone(), batch["image_grid_thw"]
+    patches = grids.prod(1)
+    chosen = torch.tensor([some is None or number in some for number in range(len(grids))])
+    ids[ids == IMAGE] = torch.where(chosen.repeat_interleave(patches // 4), VIDEO, IMAGE)
+    found = batch | {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+    pixels = found.pop("pixel_values"), found.pop("image_grid_thw")
+    for names, kept in ((("pixel_values", "image_grid_thw"), ~chosen), (_VIDEOS, chosen)):
+        if kept.any():
+            found |= {names[0]: pixels[0][kept.repeat_interleave(patches)], names[1]: pixels[1][kept]}
+    return found
 
 
 def _pixels(model, count, source):

@@ -81,6 +81,7 @@ class _NoVideos:
     """In the place of a processor of videos, which needs torchvision, for rows that have none."""
 
     model_input_names = ()
+    num_frames = fps = None  # the processor of SmolVLM asks for them
 
     def to_dict(self):
         return {}
