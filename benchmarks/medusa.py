@@ -7,9 +7,10 @@
 
 `unfused` is the plain way: transformers' Trainer, all logits of each head, F.cross_entropy of each in fp32, and in
 stage 1 no graph through the frozen model. `unfused + patched` also has our layers in the model, so that only the loss
-differs. Weights are random, also in the residual blocks, which would do nothing otherwise. The learning rate is 0, so
-that every arm sees the same weights at every step. The losses and gradient norms of all steps are compared, and an arm
-that differs is flagged. An arm that runs out of memory is a row that says so.
+differs. `LigerMedusaTrainer + fp8` has the frozen model of stage 1 in eight bits, and its peak is that of training.
+Weights are random, also in the residual blocks, which would do nothing otherwise. The learning rate is 0, so that every
+arm sees the same weights at every step. The losses and gradient norms of all steps are compared, and an arm that
+differs is flagged, with six times the room for eight bits. An arm that runs out of memory is a row that says so.
 
 Weights and gradients are bf16, as is the fused AdamW. Rows are full, padded or packed (see training.py), and tokens/s
 those of real tokens alone. With padded and packed rows half of the steps come before the clock and train on the same
@@ -33,8 +34,8 @@ from _rows import KINDS, sft_rows
 from _steps import Run, build, clock_of, counting_step, tokenizer_of
 from training import STEPS, profiler
 
-OURS, UNFUSED, PATCHED = "LigerMedusaTrainer", "unfused", "unfused + patched"
-ARMS = (OURS, UNFUSED, PATCHED)
+OURS, FP8, UNFUSED, PATCHED = "LigerMedusaTrainer", "LigerMedusaTrainer + fp8", "unfused", "unfused + patched"
+ARMS = (OURS, FP8, UNFUSED, PATCHED)
 DECAY = 0.8
 COEFFICIENT = {1: 1.0, 2: 0.2}
 SKIP = 2  # steps before the clock starts, where rows are full
@@ -117,7 +118,7 @@ def make_trainer(arm, case, options, callbacks):
         gradient_checkpointing_kwargs={"use_reentrant": False}, remove_unused_columns=False, dataloader_drop_last=True,
         train_sampling_strategy="random" if run.rows == "full" else "sequential",
     )  # fmt: skip
-    if arm == OURS:
+    if arm in (OURS, FP8):
         from datasets import Dataset
 
         from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
@@ -125,7 +126,7 @@ def make_trainer(arm, case, options, callbacks):
         args = LigerMedusaConfig(
             **common, medusa_num_heads=case["heads"], medusa_tied=case["tied"], medusa_stage=case["stage"],
             medusa_decay=DECAY, max_length=case["length"], dataset_kwargs={"skip_prepare_dataset": True},
-            packing=run.rows == "packed",
+            packing=run.rows == "packed", fp8=arm == FP8,
         )  # fmt: skip
         return counting(LigerMedusaTrainer)(
             model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=callbacks
@@ -165,6 +166,9 @@ def measure(arm, case, options):
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = make_trainer(arm, case, options, [clock, *([profiler(run.skip)] if options.profile else [])])
+    if DEVICE == "cuda" and arm == FP8:
+        release()
+        torch.cuda.reset_peak_memory_stats()  # that of quantising
     trainer.train()
     tokens, _, positions = zip(*(map(int, step) for step in trainer.counted[run.skip :]), strict=True)
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -210,7 +214,8 @@ def flag(rows):
         against = ours.get(key_of(row)[1:])
         if against is None or row["arm"] == OURS or "losses" not in row:
             continue
-        for name, allowed in (("losses", 0.005), ("grad_norms", 0.03), ("step_tokens", 0)):
+        times = 6 if row["arm"] == FP8 else 1
+        for name, allowed in (("losses", 0.005 * times), ("grad_norms", 0.03 * times), ("step_tokens", 0)):
             for got, want in zip(row[name], against[name], strict=True):
                 if not abs(got - want) <= allowed * abs(want):
                     row["wrong"] = f"{name} {got:.4f}, ours {want:.4f}"

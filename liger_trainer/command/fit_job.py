@@ -101,7 +101,6 @@ def _refuse_unknown(recipe: Recipe, gpus: int) -> None:
         "load_in_8bit: true": model.load_in_8bit,
         "torch_compile: true": training.torch_compile,
         "fp8: true and use_peft: false": training.fp8 and not model.use_peft,
-        "fp8: true where FSDP shards the weights": training.fp8 and sharded,
         "offload: true where FSDP shards the weights": sharded and bool(_options_of_checkpointing(recipe).get(OPTION)),
         "activation_offloading: true": getattr(training, "activation_offloading", False),
         "DeepSpeed": training.deepspeed or recipe.sharding == "DEEPSPEED",

@@ -21,6 +21,7 @@ from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_v
 from liger_trainer.fitting.losses import without_adapter
 from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
+from liger_trainer.fp8.quantize_base import prepare_for_shards
 from liger_trainer.memory import switches
 from liger_trainer.memory.chooser import Chooser
 from liger_trainer.memory.feature import AUTO
@@ -113,6 +114,8 @@ class _Run:
         self.job, self.model, self.memory = job, model, memory
         sharding = job.sharding
         compute = sharding.compute if sharding.kind == "fsdp2" else None
+        if sharding.kind == "fsdp2":
+            prepare_for_shards(model)
         self.weights = without_values(model, compute)
         self.trained = [weight for weight in self.weights if weight.trained]
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -121,7 +124,7 @@ class _Run:
             gradients=sharding.stored(self.trained),
             others=WORKSPACE + (sharding.stored(self.trained) if sharding.kind == "ddp" else 0),
         )
-        if freed := freed_by_fp8(model):
+        if (freed := freed_by_fp8(model)) and sharding.kind != "fsdp2":  # it is sharded when all is in eight bits
             self.need.loaded = self.need.weights + freed
         self.units = None
         self.masters = [weight.fake for weight in self.trained]

@@ -54,15 +54,18 @@ def heads_loss(
 
     def score_alone(k: int, x: torch.Tensor, projection: torch.Tensor | None) -> HeadsLoss:
         own = weight if projection is None else [projection[: len(weight)]]
-        rows, of_head = x.flatten(0, 1).to(hidden.dtype).unsqueeze(0), slice(k, k + 1)
+        rows, of_head = x.to(hidden.dtype).unsqueeze(0), slice(k, k + 1)
         found = linear_heads_cross_entropy(rows, own, target[of_head], row_weight=row_weight[of_head], **options)
         return found._replace(loss=_settled(found.loss, list(heads[k].parameters())))
 
     if not (soft or joint or any(hasattr(p, "ds_id") for p in heads.parameters())):
         # On a frozen model the heads have nothing in common. Each is scored alone, with its backward pass, so that
         # memory does not grow with their number. ZeRO-3 does not allow that: parameters are whole only while the
-        # backward pass of their own module runs.
-        alone = [head(hidden, partial(score_alone, k)) for k, head in enumerate(heads)]
+        # backward pass of their own module runs. Rows from which no head guesses, such as padding, are left out.
+        any_row = torch.compiler.is_compiling()  # how many rows there are would end its graph
+        guessing = slice(None) if any_row else (target != -100).any(0).nonzero().squeeze(1)
+        target, guessed_from = target[:, guessing], hidden.flatten(0, 1)[guessing]
+        alone = [head(guessed_from, partial(score_alone, k)) for k, head in enumerate(heads)]
         loss, *sums = zip(*alone, strict=True)
         return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
     found = heads(hidden, score)

@@ -169,16 +169,16 @@ class LigerMedusaTrainer(LigerSFTTrainer):
             also `aux_loss` () where the model has one.
         """
         args, joint = self.args, self.args.medusa_stage == 2
+        by_head = torch.tensor(  # now, since it waits for the device
+            [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
+            device=targets.device,
+        )
         with nullcontext() if joint else _as_served(base_model_of(self.model)):
             outputs = run()
         logits = outputs.logits
         if not isinstance(logits, DeferredLogits) or logits.is_materialized:
             raise ValueError(f"Medusa heads need the input of the LM head, but {head_reason(self.model)}.")
-        by_head = torch.tensor(
-            [1.0] * joint + [weight * args.medusa_decay**k for k in range(1, args.medusa_num_heads + 1)],
-            device=logits.device,
-        )
-        score = partial(heads_loss, self._heads, args.medusa_targets == "soft", row_weight=by_head)
+        score = partial(heads_loss, self._heads, args.medusa_targets == "soft", row_weight=by_head.to(logits.device))
         loss, *sums = logits.fused(score, targets if joint else targets[1:])
         scores = {"loss": loss, "sums": torch.stack([s.float() for s in sums])}
         if joint and outputs.get("aux_loss") is not None:

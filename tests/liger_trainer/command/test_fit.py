@@ -126,7 +126,6 @@ def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
             "load_in_4bit: true and LigerORPOTrainer",
         ),
         ({"fp8": True}, (), "fp8: true"),
-        ({"fp8": True, "use_peft": True}, ("--accelerate_config", "fsdp2"), "FSDP shards the weights"),
         ({"use_liger": False}, (), "use_liger: false"),
         ({}, ("--accelerate_config", "context_parallel"), "context parallelism"),
         ({"activation_checkpointing_kwargs": {"every_n_layers": 2}}, (), "kwargs: every_n_layers: 2"),

@@ -194,6 +194,23 @@ def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
     assert plain.peak - (of_base - scales) <= fp8.peak < plain.peak + 8 * 512 * 512 * 2
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_frozen_base_in_eight_bits_is_sharded(autocast):
+    """What a GPU holds of it is halved, and so is what it gathers."""
+    shards = Sharding("fsdp2", 2, autocast, autocast and torch.float32)
+    found = {
+        on: [
+            need(with_adapters(on, autocast=autocast, sharding=way), 2, 64, True, PLENTY)
+            for way in (Sharding(), shards)
+        ]
+        for on in (True, False)
+    }
+    (one, two), (_, plain) = found[True], found[False]
+    widened = two.gradients * 2 - one.gradients if autocast else 0  # accelerate trains in fp32
+    assert two.weights == (one.weights + widened) // 2 and two.loaded == 0
+    assert plain.peak - two.peak > plain.weights - two.weights > 0
+
+
 def test_the_peak_may_be_when_the_base_is_loaded():
     found = need(with_adapters(True, changes={"hidden_size": 1024, "intermediate_size": 8192}), 1, 16, True, PLENTY)
     assert found.peak == found.loaded > found.micro_batch
