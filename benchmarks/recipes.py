@@ -12,7 +12,8 @@ the first rows, which an adapter must change. What follows `--` are options of a
 
 Recipes run in the order of `RECIPES`, short ones first. A model is deleted after the last recipe that needs it. After
 `--limit` seconds the command that runs is ended, and nothing new begins. `--folder` needs room for one model, and for
-two with medusa_stage2. `--tiny` makes each model small, for a trial on a CPU.
+two with medusa_stage2. tokens/s leave out the first two steps, in which kernels are compiled. `--tiny` makes each
+model small, for a trial on a CPU.
 """
 
 import argparse
@@ -72,6 +73,7 @@ ROWS = {
     "medusa": ("answers.jsonl", []),
 }
 IMAGES = "images.parquet"
+WARM = 2  # steps before the clock of tokens/s starts
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
     "num_key_value_heads": 2, "moe_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8, "vocab_size": 2048,
@@ -93,8 +95,11 @@ def out_of_time(*_):
     raise OutOfTime("out of time")
 
 
-def command(words, log, processes=1, config="fsdp2"):
-    """Run `liger-trainer` with `words`, its output in the file `log`, and return its exit code."""
+def command(words, log, processes=1, config="fsdp2", steps=None):
+    """Run `liger-trainer` with `words`, its output in the file `log`, and return its exit code.
+
+    For each step that it logs, the time and the tokens so far are appended to `steps`.
+    """
     start = ["-m", "liger_trainer"]
     if processes > 1:
         launch = ["--config_file", str(shipped("configs") / f"{config}.yaml"), "--num_processes", str(processes)]
@@ -102,9 +107,14 @@ def command(words, log, processes=1, config="fsdp2"):
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # or a lost network is waited for
     with open(log, "w") as file:
         child = subprocess.Popen(
-            [sys.executable, *start, *words], stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
+            [sys.executable, *start, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+            start_new_session=True,
+        )  # fmt: skip
         try:
+            for line in child.stdout:
+                file.write(line)
+                if steps is not None and (found := re.search(r"'num_tokens': '?([\d.e+]+)", line)):
+                    steps.append((time.time(), float(found[1])))
             return child.wait()
         except OutOfTime:
             os.killpg(child.pid, signal.SIGKILL)
@@ -361,9 +371,12 @@ def measure(recipe, options, start):
             if step("model", lambda: write_model(shape, data, model, options.tiny) or True) is not True:
                 return row
             release()
-        log = logs / "train"
-        if not step("train", lambda: command(words, log, options.processes, options.config), log):
+        log, seen = logs / "train", []
+        if not step("train", lambda: command(words, log, options.processes, options.config, seen), log):
             return row
+        if len(seen) > WARM + 1:
+            (first, before), (last, tokens) = seen[WARM - 1], seen[-1]
+            row["tokens_per_s"], row["step_s"] = (tokens - before) / (last - first), (last - first) / (len(seen) - WARM)
         said = log.read_text().rpartition("\nSummary\n")[2]
         found = dict(re.findall(r"^  (\w+) +(.+)$", said, re.MULTILINE))
         row |= {
@@ -387,7 +400,7 @@ def measure(recipe, options, start):
 
 
 COLUMNS = {
-    "recipe": ("recipe", ""), "steps": ("steps", ""), "time": ("trained", ""), "speed": ("speed", ""),
+    "recipe": ("recipe", ""), "steps": ("steps", ""), "tokens_per_s": ("tokens/s", ",.0f"), "step_s": ("s/step", ".2f"),
     "memory": ("peak", ""), "loss": ("loss", ""), "ok": ("reloaded", ""), "seconds": ("s in all", ""), "note": ("", ""),
 }  # fmt: skip
 
@@ -418,7 +431,7 @@ def main(argv=None):
     options, start = parsed(argv), time.time()
     signal.signal(signal.SIGALRM, out_of_time)
     signal.alarm(options.limit)
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     options.folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(options.folder).free / 1e9
     write_rows(options.data, options.folder, 16 if options.tiny else 256)

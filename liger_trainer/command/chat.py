@@ -25,6 +25,10 @@ def add_chat_command(commands: Any) -> None:
     parser.add_argument("--model", dest="base_model", help="the base model, if it is not where the adapter says")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument(
+        "--images", nargs="+", metavar="FILE", default=[],
+        help="pictures that go with the first line of each conversation, for a model of images",
+    )  # fmt: skip
+    parser.add_argument(
         "--prompt_template", choices=("chat", "alpaca", "none"),
         help="how your lines reach the model: by its chat template, as the instruction of prompt_template: alpaca, or "
         "as they are; by default, by the chat template if there is one, and otherwise as they are",
@@ -35,12 +39,16 @@ def add_chat_command(commands: Any) -> None:
 
 
 def _chat(args: Any) -> None:
-    model, tokenizer, is_adapter = _load(args)
-    template = args.prompt_template or ("chat" if tokenizer.chat_template else "none")
-    if template == "chat" and not tokenizer.chat_template:
+    if lost := [name for name in args.images if not os.path.isfile(name)]:
+        raise RecipeError(f"--images names {lost[0]!r}, and there is no such file.")
+    model, reader, is_adapter = _load(args)
+    template = args.prompt_template or ("chat" if reader.chat_template else "none")
+    if template == "chat" and not reader.chat_template:
         raise RecipeError(f"The tokenizer of {args.model!r} has no chat template. Pass --prompt_template none.")
     if args.base and not is_adapter:
         raise RecipeError(f"--base shows the base of an adapter, and {args.model!r} is a whole model.")
+    if args.images and (template != "chat" or not hasattr(reader, "image_processor")):
+        raise RecipeError(f"--images needs a model of images with a chat template; {args.model!r} is none. Remove it.")
     start = [{"role": "system", "content": args.system}] if args.system else []
     history, in_terminal = list(start), sys.stdin.isatty()
     if in_terminal:
@@ -60,38 +68,58 @@ def _chat(args: Any) -> None:
         if line.strip() in ("", "/new"):
             history = list(start) if line.strip() else history
             continue
-        history.append({"role": "user", "content": line})
+        shown = [{"type": "image", "path": name} for name in args.images if len(history) == len(start)]
+        history.append({"role": "user", "content": [*shown, {"type": "text", "text": line}] if shown else line})
         prompt: Any = history if template == "chat" else line
         if template == "alpaca":
             prompt = alpaca_row({"instruction": line, "output": ""})["prompt"]
         if args.base:
             print("base:")
             with model.disable_adapter():
-                _answer(model, tokenizer, prompt, args)
+                _answer(model, reader, prompt, args)
             print("adapter:")
-        history.append({"role": "assistant", "content": _answer(model, tokenizer, prompt, args)})
+        history.append({"role": "assistant", "content": _answer(model, reader, prompt, args)})
 
 
 def _load(args: Any) -> tuple[Any, Any, bool]:
-    """The model, its tokenizer, and whether it is an adapter on its base."""
+    """The model, its tokenizer or its processor of images, and whether it is an adapter on its base."""
     if not os.path.isfile(os.path.join(args.model, "adapter_config.json")):
-        return *load_to_answer(args.model, args), False
+        return *load_to_answer(args.model, args, shows_images=True), False
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(args.model)
     base = args.base_model or find_base(config.base_model_name_or_path, args.model)
-    model, tokenizer = load_to_answer(base, args, gets_adapter=True, revision=config.revision)
+    model, reader = load_to_answer(base, args, gets_adapter=True, shows_images=True, revision=config.revision)
     model = with_adapter(model, args.model).eval()
-    return model, tokenizer_of(args.model, args.trust_remote_code) or tokenizer, True
+    return model, tokenizer_of(args.model, args.trust_remote_code) or reader, True
 
 
-def _answer(model: Any, tokenizer: Any, prompt: Any, args: Any) -> str:
-    """Print an answer as it is written, until Ctrl-C, and return it."""
+def _read(reader: Any, prompt: Any) -> Any:
+    """The inputs of the model for a text, or for messages and the pictures in them: a batch of one row."""
     import torch
+
+    from liger_trainer.medusa.prompts import encode
+
+    if isinstance(prompt, str) or not hasattr(reader, "image_processor"):
+        ids = torch.tensor([encode(getattr(reader, "tokenizer", reader), prompt)])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    turns = [
+        turn | {"content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
+        for turn in prompt
+    ]
+    return reader.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+
+
+def _answer(model: Any, reader: Any, prompt: Any, args: Any) -> str:
+    """Print an answer as it is written, until Ctrl-C, and return it."""
     from jinja2 import TemplateError
     from transformers import TextStreamer
 
-    from liger_trainer.medusa.prompts import encode, end_tokens
+    from liger_trainer.medusa.prompts import end_tokens
+
+    tokenizer = getattr(reader, "tokenizer", reader)
 
     class Printed(TextStreamer):
         text = ""
@@ -101,9 +129,10 @@ def _answer(model: Any, tokenizer: Any, prompt: Any, args: Any) -> str:
             super().on_finalized_text(text, stream_end)
 
     try:
-        ids = torch.tensor([encode(tokenizer, prompt)], device=model.device)
+        inputs = _read(reader, prompt)
     except TemplateError as error:
         raise RecipeError(f"The chat template of {args.model!r} refuses the conversation: {error}.") from error
+    inputs = {name: x.to(model.device, model.dtype if x.is_floating_point() else None) for name, x in inputs.items()}
     ends = sorted(end_tokens(model, tokenizer))
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "eos_token_id": ends or None}
     options["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
@@ -113,7 +142,7 @@ def _answer(model: Any, tokenizer: Any, prompt: Any, args: Any) -> str:
         options |= {"do_sample": True, "temperature": args.temperature}
     streamer = Printed(tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
+        model.generate(**inputs, streamer=streamer, **options)
     except KeyboardInterrupt:
         print(" ...", flush=True)
     return streamer.text

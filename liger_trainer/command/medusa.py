@@ -68,22 +68,29 @@ def _run(command, args) -> int:
     return 0
 
 
-def load_to_answer(name: str, args, gets_adapter: bool = False, **options):
-    """The model, in eval mode and on the GPU if there is one, and its tokenizer."""
+def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bool = False, **options):
+    """The model, in eval mode and on the GPU if there is one, and its tokenizer.
+
+    With `shows_images`, a model of images keeps its towers, and its processor takes the tokenizer's place.
+    """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig
 
     from liger_trainer.command.model_source import dequantised, find_model
+    from liger_trainer.fitting.hollow import auto_class_of
 
     source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
+    config = source.load(AutoConfig)
     init: dict[str, Any] = {"dtype": args.dtype}
     if source.is_gguf:  # the dtype that it is saved in is that of quantised blocks
         init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}
         init["quantization_config"] = GgufConfig(dequantize=True)
     elif gets_adapter:
-        init |= dequantised(source.load(AutoConfig))
-    model = source.load(AutoModelForCausalLM, **init)
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), source.load(AutoTokenizer)
+        init |= dequantised(config)
+    sees = shows_images and getattr(config, "vision_config", None) is not None
+    model = source.load(auto_class_of(config) if sees else AutoModelForCausalLM, **init)
+    reader = source.load(AutoProcessor if sees else AutoTokenizer)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), reader
 
 
 def _eval(args) -> None:

@@ -20,6 +20,8 @@ TEXT, MESSAGES, LABEL, TOKENS = (
     "a list of token ids",
 )  # fmt: skip
 _KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
+# What trainers read besides the columns that they need
+_READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
 _EITHER = ("prompt", "completion", "chosen", "rejected")
 
 
@@ -87,12 +89,7 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
         _rows_of(args, key, name, mapping, folder, split, columns, max_rows)
         for name, mapping in zip(names, mappings, strict=True)
     ]
-    for name, part in zip(names, parts, strict=True):
-        # datasets itself would fill a column that is missing with nulls
-        if set(part.column_names) != set(parts[0].column_names):
-            raise RecipeError(
-                f"{key} {names[0]!r} has the columns {parts[0].column_names}, and {name!r} {part.column_names}."
-            )
+    parts = _with_shared_columns(key, names, parts, columns, args.reward_funcs is not None)
     weights = None if seed is None else args.dataset_weights
     try:
         if weights is not None:
@@ -103,6 +100,25 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
     except (ValueError, TypeError, OSError) as error:
         raise RecipeError(f"{key} {names}: their rows cannot be joined: {error}") from error
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
+
+
+def _with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...], rewarded: bool):
+    """The parts with the columns that all of them have. RecipeError if another one may be read in training."""
+    shared = set.intersection(*(set(part.column_names) for part in parts))
+    read = {*_READ, *(column for needed in columns for column in needed)}
+    # Token ids come with columns of masks and labels, and rewards read any column.
+    exact = rewarded or "input_ids" in shared or not any(set(needed) <= shared for needed in columns)
+    for name, part in zip(names, parts, strict=True):
+        # datasets itself would fill a column that is missing with nulls
+        if (more := set(part.column_names) - shared) and (exact or more & read):
+            other, has = next(
+                (n, p.column_names) for n, p in zip(names, parts, strict=True) if not more <= {*p.column_names}
+            )
+            raise RecipeError(
+                f"{key} {name!r} has the columns {part.column_names}, and {other!r} {has}. Name the same ones in "
+                f"columns, or remove {', '.join(sorted(more))} from {name!r}."
+            )
+    return [part.select_columns([column for column in part.column_names if column in shared]) for part in parts]
 
 
 def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder: Path, split: str, columns, max_rows):

@@ -7,12 +7,24 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from checkout import ROOT
 from medusa_readers import vllm
 from recipe_fixtures import losses
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPImageProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 from two_machines import ADDRESSES, on_both, two_machines
 
 from liger_trainer.command.model_source import find_model
@@ -146,6 +158,92 @@ def test_from_answers_to_heads(tmp_path):
         want = heads.logits(states, model.lm_head)
     assert not torch.allclose(want[0], model.lm_head(states)), "trained heads are not the LM head"
     torch.testing.assert_close(vllm(tmp_path / "heads_for_servers", states), want, rtol=1e-4, atol=1e-4)
+
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (40, 60, 220), "yellow": (230, 220, 40)}
+
+
+def photo(colour, source):
+    """A picture of 40 x 32 of one colour, in any light, under noise."""
+    from PIL import Image
+
+    noise = source.normal(0, 40, (32, 40, 3))
+    return Image.fromarray((source.uniform(0.6, 1.2) * np.array(COLOURS[colour]) + noise).clip(0, 255).astype("uint8"))
+
+
+def write_seeing_model(folder, words, source):
+    """A LLaVA of two layers a tower that has learned to say the colour of a picture, from random weights."""
+    special = ["<pad>", "</s>", "<image>"]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate([*special, *words])}, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", extra_special_tokens={"image_token": "<image>"}
+    )
+    template = (
+        "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['content'] is string %}{{ m['content'] + ' ' }}"
+        "{% else %}{% for part in m['content'] %}{{ ('<image>' if part['type'] == 'image' else part['text']) + ' ' }}"
+        "{% endfor %}{% endif %}{{ '</s> ' if m['role'] == 'assistant' }}{% endfor %}"
+        "{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    pictures = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    processor = LlavaProcessor(
+        pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default", chat_template=template,
+        image_token="<image>", num_additional_image_tokens=1,
+    )  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"vocab_size": len(special) + len(words), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes},
+            text_config={"model_type": "llama", **ends, **sizes}, image_token_id=2,
+        )
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    for _ in range(80):
+        seen = [list(COLOURS)[i] for i in source.integers(0, 4, 16)]
+        turns = [[{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": c}] for c in seen]
+        batch = processor(
+            text=[processor.apply_chat_template(turn) for turn in turns], images=[photo(c, source) for c in seen],
+            return_tensors="pt",
+        )  # fmt: skip
+        labels = torch.full_like(batch["input_ids"], -100)
+        labels[:, -2:] = batch["input_ids"][:, -2:]
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def test_from_pictures_to_a_model(tmp_path, monkeypatch):
+    text, source = section("recipes.md", "From pictures to a model"), np.random.default_rng(0)
+    lines = block(text, "json").splitlines() * 6
+    names = [json.loads(line)["completion"][0]["content"] for line in lines[:4]]
+    words = ["user:", "assistant:", *"Which bike is this ?".split(), *COLOURS, *names]
+    write_seeing_model(tmp_path / "sees", words, source)
+    (tmp_path / "bikes").mkdir()
+    for k, line in enumerate(lines):
+        photo(list(COLOURS)[k % 4], source).save(tmp_path / "bikes" / f"{k}.png")
+        lines[k] = line.replace(f"{k % 4}.png", f"{k}.png")
+    (tmp_path / "bikes" / "metadata.jsonl").write_text("\n".join(lines))
+    (tmp_path / "bikes.yaml").write_text(block(text, "yaml"))
+    preview, train, chat, merge = block(text, "bash").splitlines()
+    small = "--bf16 false --model_name_or_path sees --learning_rate 5e-3"
+    assert f"assistant:« {names[0]} </s>»" in shell(f"{preview} {small}", tmp_path)
+    said = shell(f"{train} {small}", tmp_path)
+    assert "varlen_attention 1/1" in said
+    base, _, trained = shell(chat, tmp_path).partition("adapter:")
+    assert "blue" in base and trained.split() == [names[2]]
+    shell(merge, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(block(text, "python"), made := {})
+    for k, colour in enumerate(COLOURS):  # pictures that it has not seen
+        photo(colour, source).save("new.png")
+        made["turn"][0]["path"] = "new.png"
+        asked = [{"role": "user", "content": made["turn"]}]
+        found = made["ask"](text=asked, max_new_tokens=10, return_full_text=False)
+        assert found[0]["generated_text"].split() == [names[k]], colour
 
 
 @pytest.fixture(scope="module")

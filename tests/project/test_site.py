@@ -18,8 +18,8 @@ CUT_OFF = """() => [...document.querySelectorAll("article pre > code, article ta
     const scrolls = ["auto", "scroll"].includes(getComputedStyle(box).overflowX)
     return box.scrollWidth > box.clientWidth + 1 && !scrolls
 }).map(e => e.textContent.slice(0, 80))"""
-# Blocks of code that a reader would have to scroll.
-SCROLLING = """() => [...document.querySelectorAll("article pre > code")]
+# Blocks of code, but for what a command prints, that a reader would have to scroll.
+SCROLLING = """() => [...document.querySelectorAll("article div:not(.language-text) > pre > code")]
     .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
 
 

@@ -94,6 +94,8 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
         (("--max_new_tokens", "0"), "`max_new_tokens` must be greater than 0, but is 0."),
         (("--temperature", "-1"), "`temperature` (=-1.0) has to be a strictly positive float"),
         (("--temperature", "nan"), "`temperature` (=nan) has to be a strictly positive float"),
+        (("--images", "nothing.png"), "--images names 'nothing.png', and there is no such file."),
+        (("--images", __file__), "--images needs a model of images with a chat template;"),
     ],
 )
 def test_mistakes(words, said, folder, monkeypatch, capsys):

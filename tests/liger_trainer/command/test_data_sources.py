@@ -46,6 +46,32 @@ def test_a_configuration_of_a_file(tmp_path):
     assert rows.to_list() == [{"text": "a"}, {"text": "b"}]
 
 
+def test_a_column_that_no_trainer_reads_is_left_out_of_a_mixture(tmp_path):
+    names = [write(tmp_path / "a.jsonl", [{"text": "a", "id": 1}]), write(tmp_path / "b.jsonl", [{"text": "b"}])]
+    names.append(write(tmp_path / "c.jsonl", [{"source": "c", "text": "c"}]))
+    assert load(tmp_path, dataset_name=names)[0].to_list() == [{"text": "a"}, {"text": "b"}, {"text": "c"}]
+    mixed = load(tmp_path, dataset_name=names[:2], dataset_weights=[1, 1])[0]
+    assert mixed.column_names == ["text"]
+    assert load(tmp_path, dataset_name=names[0])[0].to_list() == [{"text": "a", "id": 1}]
+
+
+@pytest.mark.parametrize(
+    "row, more, keys",
+    [
+        ({"text": "a"}, {"images": ["a.png"]}, {}),  # which would be trained without its picture
+        ({"text": "a"}, {"tools": "[]"}, {}),
+        ({"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {}),
+        ({"input_ids": [1]}, {"labels": [1]}, {}),
+        ({"text": "a"}, {"solution": "a"}, {"reward_funcs": ["boxed_answer"]}),
+    ],
+)
+def test_a_column_that_may_be_read_is_not_left_out(row, more, keys, tmp_path):
+    names = [write(tmp_path / "a.jsonl", [row]), write(tmp_path / "b.jsonl", [row | more])]
+    (name,) = more
+    with pytest.raises(RecipeError, match=f"Name the same ones in columns, or remove {name} from 'b.jsonl'."):
+        load_rows(RecipeArguments(dataset_name=names, **keys), tmp_path, (("text",), ("messages",), ("input_ids",)), 0)
+
+
 def test_files_of_other_columns(tmp_path):
     texts = write(tmp_path / "a.jsonl", [{"text": "a", "id": 1}])
     pairs = write(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
