@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.recipe_parser import nearest
+from liger_trainer.command.row_images import find_images
 from liger_trainer.errors import RecipeError, short
 from liger_trainer.paths import find_beside
 from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row
@@ -144,7 +145,8 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     try:
-        return _prepare(_renamed(rows, mapping), args.prompt_template, columns, set(mapping))
+        rows = _prepare(_renamed(rows, mapping), args.prompt_template, columns, set(mapping))
+        return find_images(rows, [Path(), folder, *([] if path is None else [Path(path).parent])])
     except RecipeError as error:
         of_split = "" if split == "train" else f", split {split!r}"
         raise RecipeError(f"{key} {name!r}{of_split}: {error}") from error

@@ -55,10 +55,29 @@ def test_a_column_that_no_trainer_reads_is_left_out_of_a_mixture(tmp_path):
     assert load(tmp_path, dataset_name=names[0])[0].to_list() == [{"text": "a", "id": 1}]
 
 
+@pytest.mark.parametrize("column", ["images", "image"])
+def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
+    (tmp_path / "data" / "photos").mkdir(parents=True)
+    (tmp_path / "data" / "photos" / "a.png").touch()
+    monkeypatch.chdir(tmp_path / "data" / "photos")
+    (tmp_path / "data" / "photos" / "b.png").touch()
+
+    def rows(*names):
+        shown = [{"text": "a", column: [name] if column == "images" else name} for name in names]
+        name = f"data/{write(tmp_path / 'data' / 'rows.jsonl', shown)}"
+        return [row[column] for row in load(tmp_path, dataset_name=name)[0]]
+
+    found = rows("photos/a.png", "b.png", "https://c.d/e.png", "iVBORw0KGgo")
+    expected = [str(tmp_path / "data" / "photos" / "a.png"), "b.png", "https://c.d/e.png", "iVBORw0KGgo"]
+    assert found == ([[name] for name in expected] if column == "images" else expected)
+    with pytest.raises(RecipeError, match="Row 1 of the dataset has the picture 'no.png', a file that is not in "):
+        rows("photos/a.png", "no.png")
+
+
 @pytest.mark.parametrize(
     "row, more, keys",
     [
-        ({"text": "a"}, {"images": ["a.png"]}, {}),  # which would be trained without its picture
+        ({"text": "a"}, {"images": ["https://a.b/c.png"]}, {}),  # which would be trained without its picture
         ({"text": "a"}, {"tools": "[]"}, {}),
         ({"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {}),
         ({"input_ids": [1]}, {"labels": [1]}, {}),
