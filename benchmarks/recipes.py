@@ -12,8 +12,8 @@ the first rows, which an adapter must change. What follows `--` are options of a
 
 Recipes run in the order of `RECIPES`, short ones first. A model is deleted after the last recipe that needs it. After
 `--limit` seconds the command that runs is ended, and nothing new begins. `--folder` needs room for one model, and for
-two with medusa_stage2. tokens/s leave out the first two steps, in which kernels are compiled. `--tiny` makes each
-model small, for a trial on a CPU.
+two with medusa_stage2. Kernels are compiled in the first two steps, which the warm tokens/s leave out. `--tiny` makes
+each model small, for a trial on a CPU.
 """
 
 import argparse
@@ -58,6 +58,7 @@ RECIPES = {
     "llama3_8b/grpo": ("Llama-3-8B", ["--save_strategy", "no"]),
     "qwen2_5_vl_3b/sft": ("Qwen2.5-VL-3B", ["--save_strategy", "no"]),
     "gpt_oss_20b/sft_lora": ("gpt-oss-20b", []),
+    "gpt_oss_20b/sft_lora_16gb": ("gpt-oss-20b", []),
     "qwen3_30b_a3b/sft_lora": ("Qwen3-30B-A3B", []),
 }
 # What a recipe for 8 GPUs is given on one, by its header. Those without a line here have no room on one.
@@ -376,12 +377,17 @@ def measure(recipe, options, start):
             return row
         if len(seen) > WARM + 1:
             (first, before), (last, tokens) = seen[WARM - 1], seen[-1]
-            row["tokens_per_s"], row["step_s"] = (tokens - before) / (last - first), (last - first) / (len(seen) - WARM)
+            row["warm_tokens_per_s"], row["step_s"] = (
+                (tokens - before) / (last - first),
+                (last - first) / (len(seen) - WARM),
+            )
         said = log.read_text().rpartition("\nSummary\n")[2]
         found = dict(re.findall(r"^  (\w+) +(.+)$", said, re.MULTILINE))
         row |= {
             key: found.get(key) for key in ("steps", "rows", "time", "loss", "speed", "memory", "layers", "patched")
         }
+        for key, text in ("tokens_per_s", row["speed"]), ("gib", row["memory"]):
+            row[key] = float(text.split()[0]) if text and text[0].isdigit() else None
         print(f"Summary\n{said.rstrip()}", flush=True)
         for words in after(given, out, model, options.folder):
             log = logs / words[0]
@@ -400,8 +406,9 @@ def measure(recipe, options, start):
 
 
 COLUMNS = {
-    "recipe": ("recipe", ""), "steps": ("steps", ""), "tokens_per_s": ("tokens/s", ",.0f"), "step_s": ("s/step", ".2f"),
-    "memory": ("peak", ""), "loss": ("loss", ""), "ok": ("reloaded", ""), "seconds": ("s in all", ""), "note": ("", ""),
+    "recipe": ("recipe", ""), "steps": ("steps", ""), "tokens_per_s": ("tokens/s", ",.0f"),
+    "warm_tokens_per_s": ("warm", ",.0f"), "step_s": ("s/step", ".2f"), "gib": ("GiB", ".2f"), "loss": ("loss", ""),
+    "ok": ("reloaded", ""), "seconds": ("s in all", ""), "note": ("", ""),
 }  # fmt: skip
 
 
