@@ -9,8 +9,9 @@
 stage 1 no graph through the frozen model. `unfused + patched` also has our layers in the model, so that only the loss
 differs. `LigerMedusaTrainer + fp8` has the frozen model of stage 1 in eight bits, and its peak is that of training.
 Weights are random, also in the residual blocks, which would do nothing otherwise. The learning rate is 0, so that every
-arm sees the same weights at every step. The losses and gradient norms of all steps are compared, and an arm that
-differs is flagged, with six times the room for eight bits. An arm that runs out of memory is a row that says so.
+arm sees the same weights at every step. The losses of all steps and the gradient norms of those that are logged are
+compared, and an arm that differs is flagged, with six times the room for eight bits. An arm that runs out of memory is
+a row that says so. As in training.py, a log of every fifth step waits for the GPU, and four processes read the rows.
 
 Weights and gradients are bf16, as is the fused AdamW. Rows are full, padded or packed (see training.py), and tokens/s
 those of real tokens alone. With padded and packed rows half of the steps come before the clock and train on the same
@@ -39,6 +40,7 @@ ARMS = (OURS, FP8, UNFUSED, PATCHED)
 DECAY = 0.8
 COEFFICIENT = {1: 1.0, 2: 0.2}
 SKIP = 2  # steps before the clock starts, where rows are full
+LOG = 5  # steps from one log, which waits for the GPU, to the next; the first is logged too
 
 
 def cases_of(options):
@@ -112,7 +114,8 @@ def make_trainer(arm, case, options, callbacks):
     rows, collator = sft_rows(run, model.config.vocab_size, tokenizer_of())
     common = dict(
         output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=options.batch,
-        logging_steps=1, learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant", bf16=DEVICE == "cuda",
+        logging_steps=LOG, logging_first_step=True, dataloader_num_workers=4 if DEVICE == "cuda" else 0,
+        learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant", bf16=DEVICE == "cuda",
         optim="adamw_torch_fused", report_to="none", save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
         gradient_checkpointing=case["stage"] == 2 and not options.no_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False}, remove_unused_columns=False, dataloader_drop_last=True,
@@ -251,7 +254,7 @@ def main(argv=None):
     parser.add_argument("--heads", type=int, nargs="+", default=[3, 5])
     parser.add_argument("--projection", nargs="+", default=["tied", "untied"], choices=("tied", "untied"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
-    parser.add_argument("--steps", type=int, help=f"full: 5, more than {SKIP}; padded and packed: {STEPS['padded']}")
+    parser.add_argument("--steps", type=int, help=f"full: 10, more than {SKIP}; padded and packed: {STEPS['padded']}")
     parser.add_argument("--rows", choices=KINDS, default="full", help="padded and packed are those of --data")
     parser.add_argument("--arms", nargs="+", default=[OURS, UNFUSED], choices=ARMS)
     parser.add_argument("--no-checkpointing", action="store_true", help="stage 2 without gradient checkpointing")
@@ -270,7 +273,7 @@ def main(argv=None):
     if options.tiny:
         options.model, options.batch, options.lengths, options.heads = "tiny", 2, [32, 64], [2]
     if options.steps is None:
-        options.steps = 5 if options.rows == "full" else STEPS[options.rows]
+        options.steps = 10 if options.rows == "full" else STEPS[options.rows]
     if options.arm:
         return run_arm(options)
     if options.steps <= SKIP:

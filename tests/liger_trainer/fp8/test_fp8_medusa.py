@@ -1,10 +1,13 @@
 """`fp8` for Medusa heads: in stage 1 the frozen model, in stage 2 the base of adapters. There is no GPU."""
 
+import json
+
 import pytest
 import torch
 from frozen_bases import LAYERS, fresh_state
 from medusa_brute_force import medusa_trainer, model_with_heads
 from peft import LoraConfig
+from recipe_fixtures import command, write_model, write_recipe, write_rows
 from tiny_models import tiny_model
 
 from liger_trainer import MedusaHeads
@@ -65,3 +68,19 @@ def test_stage_2_with_adapters(tmp_path):
 def test_a_recipe_of_torchao_is_refused(tmp_path):
     with pytest.raises(ValueError, match="fp8_recipe is 'rowwise', and the base of the model is frozen"):
         medusa_trainer(tiny_model("llama"), tmp_path, fp8=True, fp8_recipe="rowwise")
+
+
+def test_a_recipe(tmp_path, capsys):
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    recipe = write_recipe(tmp_path, trainer="medusa", use_cpu=True, fp8=True)
+    code, _, err = command(capsys, "train", recipe)
+    assert code == 0, err
+    report = json.loads((tmp_path / "out" / "liger_report.json").read_text())["operations"]["frozen_float8"]
+    assert report["found"] == LAYERS + 1 and "LM head" in report["skipped"][0]["reason"]
+    assert (tmp_path / "out" / "medusa_heads" / "config.json").exists()
+    code, out, err = command(
+        capsys, "medusa-eval", tmp_path / "model", tmp_path / "out", "--prompts", tmp_path / "rows.jsonl", "--dtype",
+        "float32",
+    )  # fmt: skip
+    assert code == 0 and "tokens per forward pass" in out, err
