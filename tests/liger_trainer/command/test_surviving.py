@@ -219,7 +219,7 @@ def test_sigterm_of_accelerate_launch_with_one_process(dropping):
 def test_a_finished_run_of_fsdp2_is_not_trained_on(folder):
     from launching import accelerate_fsdp2
 
-    recipe = write_recipe(folder, **SAVING, resume_from_checkpoint="auto", accelerate_config=None)
+    recipe = write_recipe(folder, **SAVING, resume_from_checkpoint="auto", use_cpu=True)
     command = (HERE / "launched_cli.py", "train", recipe)
     accelerate_fsdp2(folder, *command)
     first = losses(folder / "out")
