@@ -80,7 +80,7 @@ def load_to_answer(name: str, args, gets_adapter: bool = False, shows_images: bo
     from liger_trainer.fitting.hollow import auto_class_of
 
     source = find_model(name, args.gguf_file, trust_remote_code=args.trust_remote_code, **options)
-    config = source.load(AutoConfig)
+    config = source.load(AutoConfig) if gets_adapter or shows_images else None  # an adapter's folder has none
     init: dict[str, Any] = {"dtype": args.dtype}
     if source.is_gguf:  # the dtype that it is saved in is that of quantised blocks
         init = {"dtype": "float32" if args.dtype == "auto" else args.dtype}

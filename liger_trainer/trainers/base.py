@@ -156,7 +156,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
             return step(*args, **kwargs)
 
     def real_tokens(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> int | None:
-        """How many tokens a step of `inputs` computes, where the model leaves padding out and the host knows it."""
+        """Count the tokens that a step of `inputs` computes, where padding is left out and the host knows it."""
         return None if bound_backbone(base_model_of(self.model)) is None else real_tokens(inputs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
