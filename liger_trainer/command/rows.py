@@ -90,7 +90,7 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
         _rows_of(args, key, name, mapping, folder, split, columns, max_rows)
         for name, mapping in zip(names, mappings, strict=True)
     ]
-    parts = _with_shared_columns(key, names, parts, columns, args.reward_funcs is not None)
+    parts = _with_shared_columns(key, names, parts, columns)
     weights = None if seed is None else args.dataset_weights
     try:
         if weights is not None:
@@ -103,12 +103,12 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
-def _with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...], rewarded: bool):
+def _with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...]):
     """The parts with the columns that all of them have. RecipeError if another one may be read in training."""
     shared = set.intersection(*(set(part.column_names) for part in parts))
     read = {*_READ, *(column for needed in columns for column in needed)}
-    # Token ids come with columns of masks and labels, and rewards read any column.
-    exact = rewarded or "input_ids" in shared or not any(set(needed) <= shared for needed in columns)
+    # Token ids come with columns of masks and labels, and rewards of what is written for a prompt read any column.
+    exact = columns == (("prompt",),) or "input_ids" in shared or not any(set(needed) <= shared for needed in columns)
     for name, part in zip(names, parts, strict=True):
         # datasets itself would fill a column that is missing with nulls
         if (more := set(part.column_names) - shared) and (exact or more & read):

@@ -75,20 +75,21 @@ def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "row, more, keys",
+    "trainer, row, more",
     [
-        ({"text": "a"}, {"images": ["https://a.b/c.png"]}, {}),  # which would be trained without its picture
-        ({"text": "a"}, {"tools": "[]"}, {}),
-        ({"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {}),
-        ({"input_ids": [1]}, {"labels": [1]}, {}),
-        ({"text": "a"}, {"solution": "a"}, {"reward_funcs": ["boxed_answer"]}),
+        ("sft", {"text": "a"}, {"images": ["https://a.b/c.png"]}),  # which would be trained without its picture
+        ("sft", {"text": "a"}, {"tools": "[]"}),
+        ("sft", {"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}),
+        ("sft", {"input_ids": [1]}, {"labels": [1]}),
+        ("grpo", {"prompt": "a"}, {"solution": "a"}),
+        ("distillation", {"prompt": "a"}, {"source": "a"}),
     ],
 )
-def test_a_column_that_may_be_read_is_not_left_out(row, more, keys, tmp_path):
+def test_a_column_that_may_be_read_is_not_left_out(trainer, row, more, tmp_path):
     names = [write(tmp_path / "a.jsonl", [row]), write(tmp_path / "b.jsonl", [row | more])]
     (name,) = more
     with pytest.raises(RecipeError, match=f"Name the same ones in columns, or remove {name} from 'b.jsonl'."):
-        load_rows(RecipeArguments(dataset_name=names, **keys), tmp_path, (("text",), ("messages",), ("input_ids",)), 0)
+        load_rows(RecipeArguments(dataset_name=names), tmp_path, TRAINERS[trainer].columns, 0)
 
 
 def test_files_of_other_columns(tmp_path):
