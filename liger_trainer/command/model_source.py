@@ -70,8 +70,8 @@ def trainable(config: Any) -> dict[str, Any]:
     """
     from transformers import AwqConfig, GPTQConfig
 
-    stored = getattr(config, "quantization_config", None) or {}
-    kind = {"gptq": GPTQConfig, "awq": AwqConfig}.get(stored.get("quant_method"))
+    stored: dict[str, Any] = getattr(config, "quantization_config", None) or {}
+    kind = {"gptq": GPTQConfig, "awq": AwqConfig}.get(stored.get("quant_method", ""))
     if kind is None or "backend" in stored:
         return dequantised(config)
     return {"quantization_config": kind(bits=stored["bits"], backend="auto_trainable")}
