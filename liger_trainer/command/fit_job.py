@@ -36,6 +36,9 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     init = dict(training.model_init_kwargs or {})
     source = model_of(recipe)
     config = source.load(AutoConfig)
+    stored = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if stored not in (None, "mxfp4"):
+        raise _unknown(recipe, f"a checkpoint in {stored}")
     name = init.get("dtype", model.dtype)
     dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)
     precomputed = getattr(training, "precompute_ref_log_probs", False)

@@ -64,6 +64,19 @@ def dequantised(config: Any) -> dict[str, Any]:
     return {"quantization_config": Mxfp4Config(dequantize=True)} if _is_mxfp4(config) else {}
 
 
+def trainable(config: Any) -> dict[str, Any]:
+    """The options of `from_pretrained` with which a checkpoint can be trained: `dequantised`, and for GPTQ and AWQ
+    layers of gptqmodel that train, which it does not choose by itself on GPUs.
+    """
+    from transformers import AwqConfig, GPTQConfig
+
+    stored: dict[str, Any] = getattr(config, "quantization_config", None) or {}
+    kind = {"gptq": GPTQConfig, "awq": AwqConfig}.get(stored.get("quant_method", ""))
+    if kind is None or "backend" in stored:
+        return dequantised(config)
+    return {"quantization_config": kind(bits=stored["bits"], backend="auto_trainable")}
+
+
 def quantization_of(config: Any, args: Any) -> Any:
     """The `quantization_config` that TRL's keys in `args` ask for, or None.
 

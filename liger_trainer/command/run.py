@@ -14,7 +14,7 @@ import liger_trainer
 from liger_trainer.command.chat_template import answers_marked
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.manifest import facts_of
-from liger_trainer.command.model_source import ModelSource, dequantised, find_model, quantization_of
+from liger_trainer.command.model_source import ModelSource, find_model, quantization_of, trainable
 from liger_trainer.command.output_dir import find_beginning, own_folder
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import show_rows
@@ -100,7 +100,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     if getattr(training, "teacher_model_name_or_path", None) is not None:
         given["teacher_model"] = find_model(training.teacher_model_name_or_path).path
     quantization = quantization_of(config, recipe.model)
-    init = (dequantised(config) if quantization is None else {"quantization_config": quantization}) | init
+    init = (trainable(config) if quantization is None else {"quantization_config": quantization}) | init
     training.model_init_kwargs = None if source.is_gguf else source.options | init
     try:
         given["peft_config"] = trl.get_peft_config(recipe.model)

@@ -37,8 +37,8 @@ _TUNERS = (
     "miss", "oft", "randlora", "trainable_tokens", "tuners_utils", "vblora", "vera",
 )  # fmt: skip
 _PER_TOKEN_ROOMS = (
-    *(f"peft.tuners.{name}" for name in _TUNERS), "peft.utils.", "bitsandbytes.", "transformers.integrations.",
-    "liger_trainer.",
+    *(f"peft.tuners.{name}" for name in _TUNERS), "peft.utils.", "transformers.integrations.", "liger_trainer.",
+    "bitsandbytes.", "hqq.core.quantize", "gptqmodel.nn_modules.qlinear.",
 )  # fmt: skip
 _STATIC_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 

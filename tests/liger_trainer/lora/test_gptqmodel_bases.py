@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from recipe_fixtures import command, write_recipe
 from safetensors.torch import save_file
-from tiny_models import collate, ragged_rows, tiny_model
+from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 from liger_trainer import apply_liger
@@ -209,3 +210,16 @@ def test_a_class_with_kernels_of_its_own_keeps_its_code(saved):
     assert not report.swapped and set(report.skipped.values()) == {
         "its base is a TorchFusedLinear, for which peft.tuners.lora.gptq.GPTQLoraLinear has code of its own"
     }
+
+
+def test_a_recipe_gets_a_class_that_trains(saved, tmp_path, capsys):
+    folder = saved("gptq-8")
+    tiny_tokenizer().save_pretrained(folder)
+    row = {"instruction": "one two", "input": "", "output": "three"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    options = {"model_name_or_path": str(folder), "use_peft": True, "lora_target_modules": ["q_proj"], "max_steps": 2}
+    code, out, err = command(capsys, "train", write_recipe(tmp_path, **options))
+    assert code == 0, err
+    assert "lora 2/2" in out and "varlen_attention 1/1" in out and "not proven" not in out
+    code, _, err = command(capsys, "fit", write_recipe(tmp_path, **options))
+    assert code == 2 and "a checkpoint in gptq" in err
