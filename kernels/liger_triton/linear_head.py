@@ -57,6 +57,7 @@ from ._row_pass import ENTROPY, IS_TOP1, LOG_SUM_SQ, LOSS, MEAN_LOGITS, N_STATS,
 from .known_gradients import folded, give_away, hold, one_number, with_gradients
 from .results import HeadsLoss, LogProbs
 
+EVERY_ROW = -(2**31)  # as ignore_index: all targets count, and `counted_rows` has checked them
 _STATISTIC = {"entropy": ENTROPY, "log_sum_sq_probs": LOG_SUM_SQ, "mean_logits": MEAN_LOGITS, "is_top1": IS_TOP1}
 
 
@@ -78,7 +79,7 @@ class HeadSpec(NamedTuple):
 def _kept_rows(target, ignore_index, vocab):
     """The indices of the rows that count, or None if all do. This is the one place where the host waits for the
     device."""
-    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+    if ignore_index == EVERY_ROW or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None  # a CUDA graph cannot wait: row_pass gives ignored rows zeros and bad targets NaN
     if check_target_range(target, ignore_index, vocab) == target.shape[0]:
         return None
@@ -478,6 +479,24 @@ def _head_and_gradients(x, weight, *options):
     return with_gradients(loss.detach(), [t for t in (x, weight) if t.requires_grad], grads), stats
 
 
+def counted_rows(target: torch.Tensor, vocab: int, ignore_index: int = -100) -> list[torch.Tensor]:
+    """The rows t of each head, int64, whose target counts.
+
+    Called with these rows alone and with `ignore_index=EVERY_ROW`, `linear_heads_cross_entropy` does not wait for the
+    device. So the host waits once for all heads instead of twice for each, and hurries ahead of the first of them.
+
+    Args:
+        target (`torch.Tensor`): Class ids (K, T), integers in [0, V) or `ignore_index`.
+        vocab (`int`): V.
+
+    Raises:
+        IndexError: A target is outside [0, V).
+    """
+    check_target_range(target, ignore_index, vocab)
+    counted = target != ignore_index
+    return list(counted.nonzero()[:, 1].split(counted.sum(1).tolist()))
+
+
 def linear_heads_cross_entropy(
     hidden: torch.Tensor | Sequence[torch.Tensor],  # (K, T, H), or K of (T, H)
     weight: torch.Tensor | Sequence[torch.Tensor],  # (V, H), or K of (V, H)
@@ -516,6 +535,7 @@ def linear_heads_cross_entropy(
         row_weight (`torch.Tensor`, *optional*): fp32, (K,) or (K, T), without gradient; the factor of each row's loss.
             Unset: 1. Nothing is divided by a number of rows.
         ignore_index (`int`, *optional*, defaults to -100): Rows with this target are dropped before the product.
+            `EVERY_ROW` promises that there is none, and that no target is outside [0, V).
         softcap (`float`, *optional*): Unset: z = logit_scale * l.
         logit_scale (`float`, *optional*, defaults to 1.0): Multiplies the logits.
         accumulate (`str`, *optional*, defaults to `"fp32"`): Where the weight's gradient is summed over the chunks.

@@ -12,6 +12,7 @@ from torch import nn
 from liger_trainer.medusa.heads import MedusaHeads
 from liger_triton import HeadsLoss, linear_heads_cross_entropy, linear_heads_kl
 from liger_triton.known_gradients import with_gradients
+from liger_triton.linear_head import EVERY_ROW, counted_rows
 
 
 def heads_loss(
@@ -54,18 +55,21 @@ def heads_loss(
 
     def score_alone(k: int, x: torch.Tensor, projection: torch.Tensor | None) -> HeadsLoss:
         own = weight if projection is None else [projection[: len(weight)]]
-        rows, of_head = x.to(hidden.dtype).unsqueeze(0), slice(k, k + 1)
-        found = linear_heads_cross_entropy(rows, own, target[of_head], row_weight=row_weight[of_head], **options)
+        rows, of_rows = x.to(hidden.dtype).unsqueeze(0), target[k, counted[k]].unsqueeze(0)
+        found = linear_heads_cross_entropy(
+            rows, own, of_rows, row_weight=row_weight[k : k + 1], ignore_index=ignored, **options
+        )
         return found._replace(loss=_settled(found.loss, list(heads[k].parameters())))
 
     if not (soft or joint or any(hasattr(p, "ds_id") for p in heads.parameters())):
         # On a frozen model the heads have nothing in common. Each is scored alone, with its backward pass, so that
         # memory does not grow with their number. ZeRO-3 does not allow that: parameters are whole only while the
-        # backward pass of their own module runs. Rows from which no head guesses, such as padding, are left out.
-        any_row = torch.compiler.is_compiling()  # how many rows there are would end its graph
-        guessing = slice(None) if any_row else (target != -100).any(0).nonzero().squeeze(1)
-        target, guessed_from = target[:, guessing], hidden.flatten(0, 1)[guessing]
-        alone = [head(guessed_from, partial(score_alone, k)) for k, head in enumerate(heads)]
+        # backward pass of their own module runs. A head computes the rows that have something to guess, and no padding.
+        ignored, counted = -100, [slice(None)] * len(heads)
+        if not torch.compiler.is_compiling():  # how many rows there are would end its graph
+            ignored, counted = EVERY_ROW, counted_rows(target, len(weight))
+        flat = hidden.flatten(0, 1)
+        alone = [head(flat[counted[k]], partial(score_alone, k)) for k, head in enumerate(heads)]
         loss, *sums = zip(*alone, strict=True)
         return torch.stack(loss).sum(), *(torch.cat(s) for s in sums)
     found = heads(hidden, score)

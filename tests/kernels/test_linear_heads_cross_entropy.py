@@ -3,7 +3,8 @@ import gc
 import pytest
 import torch
 
-from liger_triton import linear_heads_cross_entropy, reference
+from liger_triton import linear_head, linear_heads_cross_entropy, reference
+from liger_triton.linear_head import EVERY_ROW, counted_rows
 
 T, H, V, CHUNK = 13, 24, 211, 7  # no size is a power of two, the last chunk is partial, a row is two blocks of 128
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -293,3 +294,26 @@ def test_fp16_takes_weights_of_any_size(tied, size, device, row_pass):
     )
     for g, ref in zip(got, want, strict=True):
         assert (g.double() - ref).norm() <= 2e-3 * ref.norm()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_rows_that_are_known_to_count(dtype, device, monkeypatch):
+    """The loss and the gradients of a call with all rows, and each row is checked once, for all heads."""
+    (x, w), y = inputs(device, dtype=dtype)
+    want = linear_heads_cross_entropy(x, w, y, chunk_rows=CHUNK)
+    want_dx = torch.autograd.grad(want.loss, x)[0]
+    checks, own = [], linear_head.check_target_range
+    monkeypatch.setattr(linear_head, "check_target_range", lambda *args: checks.append(args) or own(*args))
+    rows = counted_rows(y, V)
+    assert [r.tolist() for r in rows] == [(own_y != -100).nonzero()[:, 0].tolist() for own_y in y]
+    for k, kept in enumerate(rows):
+        found = linear_heads_cross_entropy(
+            x[k : k + 1, kept], w, y[k : k + 1, kept], ignore_index=EVERY_ROW, chunk_rows=CHUNK
+        )
+        torch.testing.assert_close(found.head_losses[0], want.head_losses[k])
+        assert found.head_rows.tolist() == [len(kept)] and torch.equal(found.head_top1[0], want.head_top1[k])
+        torch.testing.assert_close(torch.autograd.grad(found.loss, x)[0][k], want_dx[k])
+    assert len(checks) == 1
+    y[1, 2] = V
+    with pytest.raises(IndexError, match=f"is {V}"):
+        counted_rows(y, V)

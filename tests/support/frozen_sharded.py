@@ -1,7 +1,7 @@
 """One of two ranks on CPUs: `frozen_sharded.py MODE OUT_DIR` trains adapters, or Medusa heads, on a base in eight bits.
 
-MODE is fsdp2 or ddp, which of one rank is a process like any other. Saves the losses, the gradients of the first step,
-the adapter, and what of the base the first rank holds.
+MODE is fsdp2 or ddp, which of one rank is a process like any other. OUT_DIR has a folder `model`. Saves the losses, the
+gradients of the first step, the adapter, and what of the base the first rank holds.
 """
 
 import os
@@ -13,7 +13,7 @@ from datasets import Dataset
 from frozen_bases import adapted, fresh_state
 from launching import shard_on_cpus
 from tiny_models import ragged_rows, tiny_model, tiny_tokenizer
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer, LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.fp8 import feature as fp8_fields
@@ -23,6 +23,7 @@ from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 CASES = {
     "fp32": (torch.float32, {"bf16": False, "save_strategy": "steps", "save_steps": 2}),
     "resumed": (torch.float32, {"bf16": False, "resume": "fp32"}),
+    "from a file": (torch.float32, {"bf16": False}),  # which under FSDP2 the first process alone reads
     "checkpointed": (torch.float32, {"bf16": False, "gradient_checkpointing": True}),
     "bf16": (torch.bfloat16, {}),
     "medusa": (torch.float32, {"bf16": False, "save_strategy": "steps", "save_steps": 2}),
@@ -64,7 +65,10 @@ def train(out, name, world):
         max_length=64, **({"save_strategy": "no", "gradient_checkpointing": False} | options),
     )  # fmt: skip
     save = SaveGradients()
-    model = tiny_model("llama", dtype=dtype)
+    if name == "from a file":
+        model = AutoModelForCausalLM.from_pretrained(f"{out}/model", dtype=dtype, attn_implementation="eager")
+    else:
+        model = tiny_model("llama", dtype=dtype)
     trainer = (LigerMedusaTrainer if heads else LigerSFTTrainer)(
         model if heads else adapted(model=model), args, train_dataset=Dataset.from_list(ragged_rows(32)),
         processing_class=tiny_tokenizer(), callbacks=[save],
