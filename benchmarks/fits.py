@@ -21,6 +21,7 @@ SHAPES = {
 RECIPES = {  # and on how many GPUs
     "llama3_2_3b/sft_lora_24gb": 1, "llama3_8b/sft_qlora_16gb": 1, "llama3_8b/sft_qlora_24gb": 1,
     "llama3_8b/sft_alpaca_qlora": 1, "llama3_8b/sft_alpaca_lora": 1, "gpt_oss_20b/sft_lora": 1,
+    "gpt_oss_20b/sft_lora_16gb": 1,
     "qwen3_30b_a3b/sft_lora": 1, "llama3_8b/sft_alpaca": 8, "llama3_8b/orpo": 8, "llama3_8b/dpo_ultrafeedback": 8,
     "llama3_8b/kto": 8,
 }  # fmt: skip
@@ -76,6 +77,8 @@ def main():
             kind, shape = MODELS[SHAPES[name.partition("/")[0]]]
             names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
             config = AutoConfig.for_model(kind, **shape, architectures=names, dtype="bfloat16")
+            if kind == "gpt_oss":
+                config.quantization_config = {"quant_method": "mxfp4"}
             config.save_pretrained(folder)
             rows += rows_of(name, RECIPES[name], folder)
             print(json.dumps(rows[-len(CARDS) :]), flush=True)

@@ -90,11 +90,27 @@ def test_unusual_ids(change, bias, device, check_close):
         pytest.param({"tokens": 1, "experts": 3, "top_k": 3}, id="one-token-all-experts"),
         pytest.param({"tokens": 40, "experts": 1, "top_k": 1}, id="one-expert"),
         pytest.param({"tokens": 9, "experts": 70, "top_k": 2, "hidden": 8, "inner": 8}, id="more-experts-than-pairs"),
+        pytest.param({"tokens": 6, "experts": 512, "top_k": 3, "hidden": 8, "inner": 8}, id="512-experts"),
     ],
 )
 def test_sizes(sizes, device, check_close):
     ids, given = inputs(device, torch.float32, **sizes)
     check_close(call(experts, ids, {}), call(reference.experts, ids, {}), given)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(device, tokens=2_200_000):
+    """The last tokens get the same as in a call of their own, and so do weights, if no other token has a gradient."""
+    ids, given = inputs(device, torch.bfloat16, tokens=tokens, hidden=64, inner=512, experts=4, top_k=1)
+    x, shares, w, v = given[:4]
+    few = [t.detach()[-50:].clone().requires_grad_() for t in (x, shares)]
+    dy = torch.zeros_like(x)
+    dy[-50:].normal_()
+    y, want = (experts(*args, w, v) for args in ((x, ids, shares), (few[0], ids[-50:], few[1])))
+    got = [y[-50:], *torch.autograd.grad(y, [x, shares, w, v], dy)]
+    got[1:3] = [g[-50:] for g in got[1:3]]
+    for g, one in zip(got, [want, *torch.autograd.grad(want, [*few, w, v], dy[-50:])], strict=True):
+        assert (g.double() - one.double()).norm() <= 1e-2 * one.double().norm()
 
 
 def test_no_tokens(device):
