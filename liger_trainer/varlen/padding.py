@@ -95,13 +95,14 @@ class Plan:
     def fits(self, call: dict[str, Any]) -> bool:
         """Return whether the backbone is called with what the plan was made from.
 
-        A model of images and text makes the positions of its decoder, in three dimensions or four.
+        A model of images and text makes the positions of its decoder, in one dimension or several: (..., B or 1, S).
         """
         shape, positions = tokens_of(self.given).shape[:2], call.get("position_ids")
         same = call.get("attention_mask") is self.given.get("attention_mask")
         if positions is not self.given.get("position_ids"):
             known = self.leaves_out or self.rows.full
-            same = same and known and positions is not None and positions.shape[1:] == shape
+            of_tokens = positions is not None and positions.shape[-2:] in (shape, (1, shape[1]))
+            same = same and known and of_tokens
         others = tree_leaves([x for name, x in call.items() if name not in _KNOWN_TENSORS])
         same = same and tokens_of(call).shape[:2] == shape
         return same and not any(isinstance(x, torch.Tensor) and x.ndim > 0 for x in others)  # a count is of no token

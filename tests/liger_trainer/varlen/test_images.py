@@ -18,6 +18,7 @@ from liger_trainer import LigerSFTConfig, LigerSFTTrainer, LigerTrainer, LigerTr
 
 TYPES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl",
+    "exaone4_5",
 )  # fmt: skip
 WITH_PREFIXES = ("gemma3", "paligemma")
 IMAGES = {"several, none, one": (2, 0, 1), "one each": (1, 1, 1), "none": (0, 0, 0)}
