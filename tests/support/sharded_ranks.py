@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 import trl
 from datasets import Dataset
+from image_models import image_batch, image_model
 from launching import shard_on_cpus
 from medusa_sharded import ZERO3
 from pair_parity import pair_rows
@@ -20,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from step_parity import letters
 from tiny_models import collate, ragged_rows, tiny_model, tiny_tokenizer
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import liger_trainer
@@ -43,6 +44,7 @@ CASES = {
     "trainer-lora-beside-the-head": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-experts": ("", None, {"remove_unused_columns": False}, ()),
     "trainer-experts-lora": ("", None, {"remove_unused_columns": False}, ()),
+    "trainer-images": ("", None, {"remove_unused_columns": False}, ()),
     "sft": ("SFT", None, {"max_length": 64, "dataset_kwargs": {"skip_prepare_dataset": True}}, ()),
     "sft-checkpointing": (
         "SFT", None,
@@ -54,18 +56,25 @@ CASES = {
     "grpo": ("GRPO", PROMPTS, WRITES | {"num_generations": 2}, ()),
     "distillation": ("Distillation", PROMPTS, WRITES, ("teacher_model",)),
 }  # fmt: skip
-WITHOUT_EXPERTS = tuple(case for case in CASES if "experts" not in case)
+WITHOUT_EXPERTS = tuple(case for case in CASES if "experts" not in case and "images" not in case)
 ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
 DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3, "zero3-varlen": ZERO3, "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}}}
 OF_MODE = {
     "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
-    "fsdp2": tuple(CASES),
+    "fsdp2": tuple(case for case in CASES if "images" not in case),
     **dict.fromkeys(("zero3", "fsdp2-bf16"), WITHOUT_EXPERTS),  # bf16: ours, beside stock in fp32
     # With `varlen_attention`, and with other lengths on each rank.
-    **dict.fromkeys(("fsdp2-varlen", "zero3-varlen"), ("trainer", "sft-checkpointing", "dpo", "grpo")),
+    "fsdp2-varlen": ("trainer", "trainer-images", "sft-checkpointing", "dpo", "grpo"),
+    "zero3-varlen": ("trainer", "sft-checkpointing", "dpo", "grpo"),
     # DeepSpeed cannot cut trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
     "zero3-bf16": tuple(case for case in WITHOUT_EXPERTS if case != "trainer-lora-beside-the-head"),
 }
+
+
+def with_images(model, rows):
+    """A batch of as many rows, which have one image or two each, and other ones than the next rows."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    return image_batch(model, [1 + length % 2 for length in lengths], lengths, seed=sum(lengths))
 
 
 def trainer_of(case, ours, mode, out, folder):
@@ -89,9 +98,10 @@ def trainer_of(case, ours, mode, out, folder):
 
     def load(which):  # in parts under ZeRO-3, now that there are args
         attention = "sdpa" if varlen else "eager"
-        return AutoModelForCausalLM.from_pretrained(folder / which, dtype="float32", attn_implementation=attention)
+        auto = AutoModelForImageTextToText if which == "images" else AutoModelForCausalLM
+        return auto.from_pretrained(folder / which, dtype="float32", attn_implementation=attention)
 
-    model = load("tied" if "tied" in case else "experts" if "experts" in case else "policy")
+    model = load(next((which for which in ("tied", "experts", "images") if which in case), "policy"))
     given = {name: load("other") for name in models}
     if case == "trainer-experts-lora":
         torch.manual_seed(3)
@@ -108,6 +118,8 @@ def trainer_of(case, ours, mode, out, folder):
         given["reward_funcs"] = letters
     if not name:
         given |= {"train_dataset": ragged_rows(24), "eval_dataset": ragged_rows(8), "data_collator": collate}
+    if case == "trainer-images":
+        given["data_collator"] = partial(with_images, model)
     else:
         given["train_dataset"] = Dataset.from_list(rows or ragged_rows(24))
         given["eval_dataset"] = given["train_dataset"].select(range(8))
@@ -149,6 +161,7 @@ if __name__ == "__main__":
     for which, options in models.items():  # before the process group exists, which would have rank 0 alone save
         tiny_model("llama", **options).save_pretrained(folder / which)
     tiny_model("qwen3_moe").save_pretrained(folder / "experts")
+    image_model("qwen2_5_vl").save_pretrained(folder / "images")
     if mode.startswith("fsdp2"):
         shard_on_cpus()
         dist.init_process_group("gloo")
