@@ -1,6 +1,7 @@
 """`liger-trainer merge` makes one ordinary model of an adapter and its base."""
 
 import os
+import re
 from pathlib import Path
 
 from liger_trainer.command.medusa import add_command
@@ -58,12 +59,30 @@ def _merge(args) -> None:
     except (ValueError, RuntimeError, OSError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every weight that does not fit, each on a line
         raise RecipeError(f"{args.adapter} cannot be merged into {model.name_or_path!r}: {reason}") from error
-    merged.to(dtype).save_pretrained(args.output)
+    _round(merged, dtype)
+    merged.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(
         f"{args.output}: {model.name_or_path} with {args.adapter} merged into it, in "
         f"{str(dtype).removeprefix('torch.')}"
     )
+
+
+def _round(model, dtype) -> None:
+    """Round `model` to `dtype`, but for what transformers has in another dtype when it loads such a model in `dtype`.
+
+    That is the router of many mixtures of experts, in fp32.
+    """
+    import torch
+
+    with torch.device("meta"):
+        made = type(model)._from_config(model.config, dtype=dtype)
+    dtypes = {name: t.dtype for name, t in (*made.named_parameters(), *made.named_buffers())}
+    in_another = made._get_dtype_plan(dtype)  # by parts of names
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            own = (kind for part, kind in in_another.items() if re.search(part.replace("*", ".*"), name))
+            tensor.data = tensor.data.to(next(own, dtypes.get(name, dtype)))
 
 
 def with_adapter(model, adapter: str):

@@ -120,6 +120,42 @@ def test_dtype(folder, tmp_path, capsys):
     assert json.loads((tmp_path / "bfloat16" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def of_two_dtypes(model_type):
+    """A model in bf16, with a router that transformers keeps in fp32 by its name, or whose class has made it so."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if model_type == "deepseek_v3":
+        model = tiny_model(model_type, dtype=torch.bfloat16)
+    else:
+        config = AutoConfig.for_model(
+            model_type, vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, moe_topk=2, pad_token_id=0,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "mlp.gate." in name:
+            tensor.data = torch.randn(tensor.shape)
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "hunyuan_v1_moe"])
+def test_a_router_in_fp32_is_not_rounded(model_type, tmp_path, capsys):
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    of_two_dtypes(model_type).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.save_pretrained(tmp_path / "stock")
+    get_peft_model(base, LoraConfig(target_modules=["q_proj", "q_a_proj"])).save_pretrained(tmp_path / "adapter")
+    assert command(capsys, "merge", tmp_path / "adapter", tmp_path / "merged")[0] == 0
+    got, want = (load_file(tmp_path / folder / "model.safetensors") for folder in ("merged", "stock"))
+    assert {tensor.dtype for tensor in want.values()} == {torch.float32, torch.bfloat16}
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype and got[name].equal(tensor), name
+
+
 def test_a_tokenizer_with_more_tokens(folder, tmp_path, capsys):
     """Trained with embeddings resized for tokens of one's own, which the adapter holds."""
     from peft import LoraConfig, get_peft_model
