@@ -210,8 +210,8 @@ def _read_gptq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, buffers["scales"]))
 
 
-def _why_not_gptq(layer: Any) -> str | None:
-    if layer.adapter is not None or layer.online_full_had or layer.online_partial_had:
+def _why_not_gptqmodel(layer: Any) -> str | None:
+    if any(getattr(layer, name, None) for name in ("adapter", "online_full_had", "online_partial_had")):
         return "its base rotates its input, or has an adapter of gptqmodel"
     return None
 
@@ -249,10 +249,6 @@ def _read_awq(layer: Any, x: torch.Tensor) -> PackedWeight | None:
     return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, scales))
 
 
-def _why_not_awq(layer: Any) -> str | None:
-    return None if layer.adapter is None else "its base has an adapter of gptqmodel"
-
-
 def _copy_awq(layer: Any, linear: nn.Linear) -> nn.Module:
     settings, bias = (layer.bits, 32, layer.sym, layer.desc_act, *_widths(linear)), linear.bias is not None
     return _with_random_numbers(type(layer)(*settings, bias, register_buffers=True, dtype=torch.bfloat16), linear)
@@ -268,8 +264,8 @@ def _frozen(bias: nn.Parameter | None) -> nn.Parameter | None:
 
 _PARAMETER_4BIT = ("bitsandbytes.nn.modules", "Params4bit")
 _PARAMETER_8BIT = ("bitsandbytes.nn.modules", "Int8Params")
-_GPTQ = Library(("peft.tuners.lora.gptq", "GPTQLoraLinear"), _read_gptq, _why_not_gptq, _copy_gptq)
-_AWQ = Library(("peft.tuners.lora.awq", "AwqLoraLinear"), _read_awq, _why_not_awq, _copy_awq)
+_GPTQ = Library(("peft.tuners.lora.gptq", "GPTQLoraLinear"), _read_gptq, _why_not_gptqmodel, _copy_gptq)
+_AWQ = Library(("peft.tuners.lora.awq", "AwqLoraLinear"), _read_awq, _why_not_gptqmodel, _copy_awq)
 _4BIT = Library(("peft.tuners.lora.bnb", "Linear4bit"), _read_4bit, _why_not_4bit, _copy_4bit)
 _LIBRARIES = {
     **{("bitsandbytes.nn.modules", name): _4BIT for name in ("Linear4bit", "LinearNF4", "LinearFP4")},

@@ -212,6 +212,14 @@ def test_a_class_with_kernels_of_its_own_keeps_its_code(saved):
     }
 
 
+def test_a_base_that_rotates_its_input_keeps_its_code(saved):
+    model = quantised(saved("gptq"), "gptq")
+    model.base_model.model.model.layers[0].mlp.down_proj.base_layer.online_full_had = True
+    report = apply_liger(model)["lora"]
+    assert len(report.swapped) == 13
+    assert set(report.skipped.values()) == {"its base rotates its input, or has an adapter of gptqmodel"}
+
+
 def test_a_recipe_gets_a_class_that_trains(saved, tmp_path, capsys):
     folder = saved("gptq-8")
     tiny_tokenizer().save_pretrained(folder)
