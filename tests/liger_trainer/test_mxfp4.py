@@ -6,10 +6,12 @@ from mxfp4 import write_gpt_oss
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM
+from torch._subclasses import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import Mxfp4Config as Stock
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments, apply_liger
+from liger_trainer.fitting.hollow import Shape, on_meta, without_values
 from liger_trainer.mxfp4 import Mxfp4Config, PackedGptOssExperts
 
 IDS = torch.arange(3, 27).reshape(2, 12)
@@ -128,3 +130,13 @@ def test_refuses_another_checkpoint(tmp_path):
     other.save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match="LlamaForCausalLM has none in MXFP4"):
         load(tmp_path / "llama", True)
+
+
+def test_fit_counts_the_bytes_that_are_stored(folder):
+    config, lora = AutoConfig.from_pretrained(folder), LoraConfig(r=4, target_modules=["q_proj"])
+    model = on_meta(Shape(config, torch.bfloat16, lora, four_bits=Mxfp4Config()))
+    with FakeTensorMode():
+        weights = without_values(model)
+    counted = sum(weight.bytes() for weight in weights if not weight.trained)
+    assert counted == sum(p.nbytes for p in load(folder, True).parameters())
+    assert {weight.dtype for weight in weights if weight.trained} == {torch.float32}, "as PEFT makes them"
