@@ -17,12 +17,12 @@ def without_tokens(text: str) -> str:
     return re.sub(r"\bhf_\w{8,}", "hf_***", text)
 
 
-def refusal(error: Exception, **written: Any) -> str | None:
+def refusal(error: Exception, *keys: str, **written: Any) -> str | None:
     """Tell in a line what a library refuses, or return None for an error that may be a bug.
 
     Libraries raise ValueError, OSError, ImportError and errors of their own for bad input. Any other error, such as a
-    TypeError, is about input only if it names a word that the user has written. `written` has the values of fields
-    whose names no library says, so the line begins with the field.
+    TypeError, is about input only if it names a word that the user has written: one of `keys`, or of the values of
+    `written`, fields whose names no library says, so that the line begins with the field.
     """
     from jinja2 import TemplateError
     from safetensors import SafetensorError
@@ -31,7 +31,7 @@ def refusal(error: Exception, **written: Any) -> str | None:
     named = set(re.findall(word, text))
     fields = [f"{field}: " for field, value in written.items() if named & set(re.findall(word, str(value)))]
     about_input = isinstance(error, (ValueError, OSError, ImportError, TemplateError, SafetensorError))
-    return "".join(fields) + text if about_input or fields else None
+    return "".join(fields) + text if about_input or fields or named & {*keys} else None
 
 
 def short(value: Any) -> str:

@@ -116,7 +116,7 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     except RecipeError:
         raise
     except Exception as error:
-        said = refusal(error, model_init_kwargs=options, report_to=training.report_to)
+        said = refusal(error, "assistant_only_loss", model_init_kwargs=options, report_to=training.report_to)
         if said is None:
             raise
         what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""

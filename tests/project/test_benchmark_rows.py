@@ -145,6 +145,7 @@ def test_default_arms_and_the_folder_of_a_record():
         "no_autocast": False,
         "lora_experts": False,
         "nf4": False,
+        "mxfp4": False,
         "offload": False,
         "auto": False,
         "memory_budget": None,
