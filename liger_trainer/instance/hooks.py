@@ -76,7 +76,8 @@ def _function(hook: Any) -> Any:
 
 def home(function: Any) -> str:
     """The Python module in which the code of `function` stands, and not its `__module__`, which decorators copy."""
-    return str(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
+    scope = getattr(function, "__globals__", None)
+    return str(type(function).__module__ if scope is None else scope.get("__name__", ""))
 
 
 def comes_from(function: Any, rooms: str | tuple[str, ...]) -> bool:
