@@ -62,6 +62,31 @@ def mark_answers(template: str) -> str:
     return _MARKING.replace("REFUSAL", _REFUSAL).replace("TEMPLATE", template.removesuffix("\n"))
 
 
+def _check_answers(tokenizer: Any, marked: str) -> None:
+    """RecipeError if transformers marks what lies between two answers too.
+
+    Earlier versions, 5.17 among them, mark all of a row after an answer whose last character is part of no token.
+    """
+    import transformers
+    from jinja2 import TemplateError
+
+    if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        return  # a processor's rows come to TRL with their masks
+    turns = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
+    try:
+        mask = tokenizer.apply_chat_template(
+            turns, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        )["assistant_masks"]
+    except (TemplateError, ValueError):
+        return  # rows of another kind than these turns get the library's own error
+    if sum(now > before for before, now in zip([0, *mask], mask, strict=False)) == 1:
+        raise RecipeError(
+            f"assistant_only_loss would learn what lies between two answers too: the last character of an answer is "
+            f"part of no token, which transformers {transformers.__version__} does not expect. Install a later one, "
+            f"such as 5.24, or set prompt_template: last_turn to learn the last answer of each row."
+        )
+
+
 def settle_named_template(recipe: Recipe, source: ModelSource) -> None:
     """Let `chat_template_path: chatml` mean the template of that name, and its end of a turn the end of a text."""
     from transformers import AutoTokenizer
@@ -119,6 +144,7 @@ def answers_marked(recipe: Recipe, source: ModelSource) -> Iterator[Callable[[An
     if isinstance(template, dict):
         template = template["default"]
     marked = mark_answers(template)
+    _check_answers(tokenizer, marked)
     with tempfile.TemporaryDirectory() as folder:
         if own is None or os.path.isfile(own):
             training.chat_template_path = os.path.join(folder, "marked.jinja")
