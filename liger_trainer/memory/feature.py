@@ -5,6 +5,7 @@ Transformers 5.17 has the old name alone, which TRL sets to True. The new name c
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,8 +82,9 @@ class Checkpointing(Feature):
             raise _offloads("activation_offloading is true", "activation_offloading")
         if not KNOWS_NEW_NAME and value is not None:
             args.gradient_checkpointing = bool(value)
-        if not KNOWS_NEW_NAME and args.activation_checkpointing_kwargs is not None:
-            args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs
+        if not KNOWS_NEW_NAME and (given := args.activation_checkpointing_kwargs) is not None:
+            given = json.loads(given) if isinstance(given, str) else given  # as the command line has it
+            args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = given
 
     def check(self, args: Any) -> None:
         if args.activation_checkpointing == AUTO and _offloading(args):
