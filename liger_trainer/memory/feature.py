@@ -83,7 +83,14 @@ class Checkpointing(Feature):
         if not KNOWS_NEW_NAME and value is not None:
             args.gradient_checkpointing = bool(value)
         if not KNOWS_NEW_NAME and (given := args.activation_checkpointing_kwargs) is not None:
-            given = json.loads(given) if isinstance(given, str) else given  # as the command line has it
+            if isinstance(given, str):  # as the command line has it
+                try:
+                    given = json.loads(given)
+                except ValueError as error:
+                    raise ValueError(
+                        f"activation_checkpointing_kwargs is {given!r}; expected a mapping in JSON, such as "
+                        '{"use_reentrant": false}.'
+                    ) from error
             args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = given
 
     def check(self, args: Any) -> None:
