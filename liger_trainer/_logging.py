@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import sys
+from typing import TextIO
 
 
 class _Logger(logging.LoggerAdapter):
@@ -10,10 +12,21 @@ class _Logger(logging.LoggerAdapter):
         self.warning(message)
 
 
+class _StderrHandler(logging.StreamHandler):
+    """Looks `sys.stderr` up for each message, because it may have been replaced since the package was imported."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
 def _build() -> _Logger:
     base = logging.getLogger("liger_trainer")
     if not base.handlers:
-        handler = type(logging.lastResort)()  # type: ignore[misc]  # looks sys.stderr up for each message
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("[liger_trainer] %(message)s"))
         base.addHandler(handler)
         base.setLevel(logging.INFO)
