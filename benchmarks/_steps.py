@@ -44,6 +44,7 @@ ARMS = {
     "dpo": ("LigerDPOTrainer", "LigerDPOTrainer - varlen", "DPOTrainer", "DPOTrainer + Liger"),
 }
 STOCK = ("Trainer", "SFTTrainer", "DPOTrainer")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @dataclass
@@ -61,11 +62,11 @@ class Run:
     auto: bool = False  # our trainers choose the layers that are checkpointed
     memory_budget: float | None = None  # GiB, by which they choose
     optimizer_in_backward: bool = False  # of our trainers; none clips gradients then
-    lora: int | None = None  # rank, on every linear layer but the head
+    lora: int | None = None  # rank, on every linear layer but the head, and on attention alone in a mixture of experts
     nf4: bool = False  # with lora: the frozen layers in 4 bits, with double quantisation
     mxfp4: bool = False  # with lora: the experts of gpt-oss in the 4 bits of their checkpoint
     offload: bool = False  # with checkpointing: the layers' inputs wait on the host, in our trainers
-    lora_experts: bool = False  # on the parameters of experts too
+    lora_experts: bool = False  # on the parameters of experts beside attention
     autocast: bool = True  # bf16=True, under which PEFT's fp32 adapters are multiplied in bf16, and without it in fp32
     vocab: int | None = None  # instead of the model's own
     workers: int = 0
@@ -219,7 +220,9 @@ def make_trainer(arm, run, callbacks):
         options |= {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}
     if run.lora:
         experts = ["experts.gate_up_proj", "experts.down_proj"] if run.lora_experts else None
-        lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules="all-linear", target_parameters=experts)
+        # On a mixture of experts PEFT's "all-linear" is the experts and the router too.
+        modules = ATTENTION if any(n.endswith(".experts") for n, _ in model.named_modules()) else "all-linear"
+        lora = LoraConfig(r=run.lora, lora_alpha=2 * run.lora, target_modules=modules, target_parameters=experts)
         if is_trl:
             inputs["peft_config"] = lora
         else:

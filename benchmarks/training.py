@@ -7,10 +7,10 @@ steps.
     python benchmarks/training.py --trainer dpo --model Llama-3.2-1B --batch 4 --length 1024 --data pairs.npz
     python benchmarks/training.py --model Llama-3.2-1B --batch 8 --length 2048 --rows padded --data rows.npz
 
-It is full fine-tuning in bf16 with fused AdamW, or LoRA on every linear layer, of random weights. Rows have no padding
-by default: the token ids of `--data`, or random ones without it, are joined and cut into rows. Every arm runs in a
-process of its own, since Liger's patches concern the whole process. An arm that fails is a row that says why, and
-losses and rows that are not those of the stock trainer are flagged.
+It is full fine-tuning in bf16 with fused AdamW, or LoRA on every linear layer (in mixtures of experts on attention), of
+random weights. Rows have no padding by default: the token ids of `--data`, or random ones without it, are joined and
+cut into rows. Every arm runs in a process of its own, since Liger's patches concern the whole process. An arm that
+fails is a row that says why, and losses and rows that are not those of the stock trainer are flagged.
 
 `--rows padded` takes the rows of `--data` as they come, each cut to `--length`, `--batch` of them a step, padded to the
 longest; `--rows packed` packs them as TRL does under `packing=True`. Labels are on all tokens. tokens/s and MFU are
