@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._autograd import graph_is_kept, once_differentiable
+from ._autograd import graph_is_kept, once_differentiable, without_memory
 from ._dispatch import is_wrapped, kernel_op, runs_triton
 from ._launch import check_in
 from ._routed import (
@@ -69,30 +69,44 @@ def _matrix(w: torch.Tensor, scales: torch.Tensor | None, like: torch.Tensor) ->
     return w if scales is None else dequantize_mxfp4(w.mT, scales, like.dtype).mT
 
 
-@kernel_op("experts_fwd")
-def _forward(
-    x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor | None,
-    c: torch.Tensor | None, a_w: torch.Tensor | None, b_w: torch.Tensor | None, a_v: torch.Tensor | None,
-    b_v: torch.Tensor | None, w_scales: torch.Tensor | None, v_scales: torch.Tensor | None, act: str, limit: float,
-    alpha: float, up_offset: float, gate_scale: float, interleaved: bool, scale_w: float, scale_v: float,
+@kernel_op("experts_gate")
+def _gate(
+    x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, a_w: torch.Tensor | None,
+    b_w: torch.Tensor | None, w_scales: torch.Tensor | None, act: str, limit: float, alpha: float, up_offset: float,
+    gate_scale: float, interleaved: bool, scale_w: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """[out, h, x A of the LoRA on W (empty without one), and the three tensors of the routing]"""
+    """[a, h, x A of the LoRA on W (empty without one), and the three tensors of the routing]"""
     form = GateForm(act, limit, alpha, up_offset, gate_scale, interleaved)
     routing = route(ids, w.shape[0])
-    low_w = None if a_w is None else Low(product(x, a_w, routing, gathered=True, scale=scale_w), b_w)
-    h, a = gated_product(x, _matrix(w, w_scales, x), routing, form, b, low_w)
-    low_v = None if a_v is None else Low(product(a, a_v, routing, gathered=False, scale=scale_v), b_v)
-    y = product(a, _matrix(v, v_scales, x), routing, gathered=False, scattered=True, bias=c, low=low_v)
-    out = combine(y, ids, w.shape[0], share, x.dtype)
-    return [out, h, x.new_empty(0) if low_w is None else low_w.rows, *routing]
+    low = None if a_w is None else Low(product(x, a_w, routing, gathered=True, scale=scale_w), b_w)
+    h, a = gated_product(x, _matrix(w, w_scales, x), routing, form, b, low)
+    return [a, h, x.new_empty(0) if low is None else low.rows, *routing]
 
 
-@_forward.register_fake
-def _(x, ids, share, w, v, b, c, a_w, *rest):
-    pairs = ids.numel()
-    places = [ids.new_empty(size, dtype=torch.int32) for size in (pairs, pairs, w.shape[0] + 1)]
+@_gate.register_fake
+def _(x, ids, w, b, a_w, *rest):
+    pairs, (experts, _, two) = ids.numel(), w.shape
+    places = [ids.new_empty(size, dtype=torch.int32) for size in (pairs, pairs, experts + 1)]
     rows_w = x.new_empty(0) if a_w is None else x.new_empty(pairs, a_w.shape[2])
-    return [torch.empty_like(x), x.new_empty(pairs, w.shape[2]), rows_w, *places]
+    return [x.new_empty(pairs, two // 2), x.new_empty(pairs, two), rows_w, *places]
+
+
+@kernel_op("experts_down")
+def _down(
+    a: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, v: torch.Tensor, c: torch.Tensor | None,
+    a_v: torch.Tensor | None, b_v: torch.Tensor | None, v_scales: torch.Tensor | None, scale_v: float,
+    pairs: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """out"""
+    routing = Routing(pairs, tokens, offsets)
+    low = None if a_v is None else Low(product(a, a_v, routing, gathered=False, scale=scale_v), b_v)
+    y = product(a, _matrix(v, v_scales, a), routing, gathered=False, scattered=True, bias=c, low=low)
+    return combine(y, ids, routing.experts, share, a.dtype)
+
+
+@_down.register_fake
+def _(a, ids, share, v, *rest):
+    return a.new_empty(ids.shape[0], v.shape[2])
 
 
 @kernel_op("experts_bwd")
@@ -146,25 +160,46 @@ def _(dout, x, ids, share, w, v, b, c, a_w, b_w, a_v, b_v, w_scales, v_scales, h
     return [torch.empty_like(t) if need else x.new_empty(0) for t, need in zip(inputs, needed, strict=True)]
 
 
-class _Experts(torch.autograd.Function):
-    """Weights come as (E, in, out), or blocks (E, in / 2, out) with their scales, and the factors of a LoRA so too: A
-    (E, in, r), B (E, r, out)."""
+class _Gate(torch.autograd.Function):
+    """Keeps all that the backward pass needs. Returns a stub of the result, a, and the tensors of the routing.
+
+    Weights come as (E, in, out), or blocks (E, in / 2, out) with their scales, and the factors of a LoRA so too: A
+    (E, in, r), B (E, r, out).
+    """
 
     @staticmethod
     def forward(ctx, x, ids, *rest):
-        out, h, rows_w, *routing = _forward(x, ids, *rest)
+        _, w, _, b, _, a_w, b_w, _, _, w_scales, _, *form = rest
+        a, h, rows_w, *routing = _gate(x, ids, w, b, a_w, b_w, w_scales, *form[:-1])
         ctx.save_for_backward(x, ids, *rest[:11], h, rows_w, *routing)
-        ctx.form = rest[11:]
-        return out
+        ctx.form = form
+        ctx.set_materialize_grads(False)  # of a, zeros of its size would be made
+        ctx.mark_non_differentiable(a, *routing)
+        return without_memory(x.shape, x.dtype, x), a, *routing
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, dout, *_):
+        if dout is None:
+            return (None,) * 23
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:11]]
         reuse = not torch.compiler.is_compiling() and not graph_is_kept()
         grads = _backward(dout, *ctx.saved_tensors, needed, *ctx.form, reuse)
         dx, *others = (grad if need else None for grad, need in zip(grads, needed, strict=True))
         return dx, None, *others, *[None] * 10
+
+
+class _Down(torch.autograd.Function):
+    """Computes the result and keeps nothing. Its gradient goes to the stub."""
+
+    @staticmethod
+    def forward(ctx, stub, *rest):
+        ctx.others = len(rest)
+        return _down(*rest)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, *[None] * ctx.others
 
 
 def _bias_shares(dout: torch.Tensor, c: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -289,4 +324,6 @@ def experts(
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in loras]
     x = x if x.stride(1) == 1 else x.contiguous()
     given = (x, expert_ids.contiguous(), weights.contiguous(), w, v, gate_up_bias, down_bias, *factors, *scales)
-    return _Experts.apply(*given, *form, *scalings).to(hidden.dtype)
+    stub, a, *routing = _Gate.apply(*given, *form, *scalings)
+    out = _Down.apply(stub, a, *given[1:3], v, down_bias, *factors[2:], scales[1], scalings[1], *routing)
+    return out.to(hidden.dtype)

@@ -1,5 +1,9 @@
+import importlib
+import weakref
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from liger_triton import MXFP4Weight, reference
 from liger_triton._dispatch import runs_triton
@@ -153,6 +157,62 @@ def test_kept_and_repeated(device, triton_only):
     first = torch.autograd.grad(y, (x, shares, w, v), dy, retain_graph=True)
     for a, b in zip(first, torch.autograd.grad(y, (x, shares, w, v), dy), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """The calls of products in `experts`, each (name, shape of the weight), and weak references to their results."""
+    module, calls, results = importlib.import_module("liger_triton.experts"), [], []
+
+    def note(name, function):
+        def run(x, weight, *args, **named):
+            calls.append((name, weight.shape))
+            out = function(x, weight, *args, **named)
+            results.extend(weakref.ref(t) for t in (out if isinstance(out, tuple) else (out,)))
+            return out
+
+        monkeypatch.setattr(module, name, run)
+
+    for name in ("product", "gated_product", "combine"):
+        note(name, getattr(module, name))
+    return calls, results
+
+
+@pytest.mark.parametrize("rank", [0, 3], ids=["plain", "lora"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "result-is-kept"])
+def test_recomputation_ends_at_the_gate(keeps, rank, device, triton_only, noted):
+    """A checkpoint makes h again, and the result only if something keeps it. Gradients are the same bits."""
+    calls, _ = noted
+    ids, given = small(device, rank=rank)
+    leaves = [t for t in given if t is not None]
+
+    def layer(*given):
+        y = call(experts, ids, {})(*given)
+        return y.square() if keeps else 2 * y
+
+    y = layer(*given)
+    dy, forward = torch.randn_like(y), [*calls]
+    calls.clear()
+    want, backward = torch.autograd.grad(y, leaves, dy), [*calls]
+    y = checkpoint(layer, *given, use_reentrant=False)
+    calls.clear()
+    got = torch.autograd.grad(y, leaves, dy)
+    last = len(forward) if keeps else 1 + [name for name, _ in forward].index("gated_product")
+    assert calls == forward[:last] + backward
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_gated_tensor_is_not_kept(trained, device, triton_only, noted):
+    """Of what a forward pass makes, h alone is left, and nothing without gradients."""
+    ids, given = small(device)
+    with torch.set_grad_enabled(trained):
+        y = call(experts, ids, {})(*given)
+    left = [t() for t in noted[1] if t() is not None]
+    assert [t.shape for t in left if t.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()] == (
+        [(10, 16)] if trained else []
+    )
 
 
 def test_upstream_strides(device, check_upstream_strides):
