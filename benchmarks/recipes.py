@@ -1,7 +1,7 @@
 """Shipped recipes from their first line to the saved, reloaded and (Medusa) exported model: seconds, tokens/s, peak.
 
     python benchmarks/recipes.py --data DIR --folder /dev/shm/recipes [--only llama3_8b/sft_alpaca_lora ...]
-        [--limit SECONDS] [--processes 2 --config fsdp2] [--tiny] [-- --max_steps 10]
+        [--limit SECONDS] [--gpu_memory GIB | --processes 2 --config fsdp2] [--tiny] [-- --max_steps 10]
 
 Each recipe runs as it ships, by `liger-trainer train`, with another model, other rows and the options in `RECIPES`. The
 model has the shape of the recipe's and random weights, written once in the form of the published checkpoint. The folder
@@ -11,9 +11,10 @@ recipe's header run. What was saved is loaded by transformers and PEFT, or Medus
 the first rows, which an adapter must change. What follows `--` are options of all recipes.
 
 Recipes run in the order of `RECIPES`, short ones first. A model is deleted after the last recipe that needs it. After
-`--limit` seconds the command that runs is ended, and nothing new begins. `--folder` needs room for one model, and for
-two with medusa_stage2. Kernels are compiled in the first two steps, which the warm tokens/s leave out. `--tiny` makes
-each model small, for a trial on a CPU.
+`--limit` seconds the command that runs is ended, and nothing new begins. With `--gpu_memory` the training may take no
+more GiB than a smaller card has. `--folder` needs room for one model, and for two with medusa_stage2. Kernels are
+compiled in the first two steps, which the warm tokens/s leave out. `--tiny` makes each model small, for a trial on a
+CPU.
 """
 
 import argparse
@@ -96,12 +97,18 @@ def out_of_time(*_):
     raise OutOfTime("out of time")
 
 
-def command(words, log, processes=1, config="fsdp2", steps=None):
+LIMITED = """import runpy, torch
+total = torch.cuda.get_device_properties(0).total_memory
+torch.cuda.set_per_process_memory_fraction(min(1.0, {gib} * 2**30 / total))
+runpy.run_module("liger_trainer", run_name="__main__")"""
+
+
+def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None):
     """Run `liger-trainer` with `words`, its output in the file `log`, and return its exit code.
 
-    For each step that it logs, the time and the tokens so far are appended to `steps`.
+    For each step that it logs, the time and the tokens so far are appended to `steps`. `gpu_memory` is in GiB.
     """
-    start = ["-m", "liger_trainer"]
+    start = ["-m", "liger_trainer"] if gpu_memory is None else ["-c", LIMITED.format(gib=gpu_memory)]
     if processes > 1:
         launch = ["--config_file", str(shipped("configs") / f"{config}.yaml"), "--num_processes", str(processes)]
         start = ["-m", "accelerate.commands.launch", *launch, *start]
@@ -373,7 +380,8 @@ def measure(recipe, options, start):
                 return row
             release()
         log, seen = logs / "train", []
-        if not step("train", lambda: command(words, log, options.processes, options.config, seen), log):
+        given_to_train = (options.processes, options.config, seen, options.gpu_memory)
+        if not step("train", lambda: command(words, log, *given_to_train), log):
             return row
         if len(seen) > WARM + 1:
             (first, before), (last, tokens) = seen[WARM - 1], seen[-1]
@@ -420,6 +428,7 @@ def parsed(argv):
     parser.add_argument("--limit", type=int, default=0, help="seconds for all recipes; 0 means no limit")
     parser.add_argument("--processes", type=int, default=1, help="more than one: under accelerate launch")
     parser.add_argument("--config", default="fsdp2", help="of accelerate, for several processes")
+    parser.add_argument("--gpu_memory", type=float, help="GiB that PyTorch's allocator may take while a recipe trains")
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial on a CPU")
     parser.add_argument("--show", type=int, default=3000, help="characters of the output of a command that fails")
     parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
@@ -427,6 +436,8 @@ def parsed(argv):
     options = parser.parse_args(argv[:end])
     options.recipe_options = argv[end + 1 :]
     alone = options.processes == 1 and not options.tiny
+    if options.gpu_memory is not None and options.processes > 1:
+        parser.error(f"--gpu_memory is for one process; --processes is {options.processes}")
     options.recipes = [name for name in RECIPES if name in (options.only or RECIPES)]
     if not options.only and alone:
         options.recipes = [name for name in options.recipes if name not in SEVERAL_GPUS]
@@ -443,7 +454,8 @@ def main(argv=None):
     free = shutil.disk_usage(options.folder).free / 1e9
     write_rows(options.data, options.folder, 16 if options.tiny else 256)
     print(f"[{time.time() - start:6.1f} s] rows written; {free:.0f} GB free in {options.folder}", flush=True)
-    record, rows = Record("recipes", f"{options.processes}-gpus", options.json, options.tiny, argv), []
+    case = f"{options.processes}-gpus" + (f"-of-{options.gpu_memory:g}gib" if options.gpu_memory is not None else "")
+    record, rows = Record("recipes", case, options.json, options.tiny, argv), []
     for at, recipe in enumerate(options.recipes):
         if options.limit and time.time() - start > options.limit:
             rows.append({"recipe": recipe, "note": "not begun"})
