@@ -491,8 +491,8 @@ def weight_gradient(
         return weight_gradient(right, left, like.mT, routing, gathered=other, scale=scale).mT
     experts, m, n = like.shape
     out = torch.empty_like(like)
-    block_m, block_n = min(256 if n > 64 else 128, next_power_of_2(m)), min(128, next_power_of_2(n))
-    blocks = _block(left, max(16, block_n), block_m=max(16, block_m), indirect=gathered != "none")
+    block_m, block_n = (max(16, min(most, next_power_of_2(size))) for most, size in ((128, m), (256, n)))
+    blocks = _block(left, block_n, block_m=block_m, stages=3, indirect=gathered != "none")
     launch(
         _weight_gradient_kernel, (experts * cdiv(m, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
         left, right, out, routing.tokens, routing.offsets, left.stride(0), right.stride(0), *out.stride(), m, n,
