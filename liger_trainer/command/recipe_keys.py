@@ -102,6 +102,22 @@ class RecipeArguments:
         sources = ("eval_fraction", "dataset_eval_split", "eval_dataset_name")
         if len(given := [name for name in sources if getattr(self, name) is not None]) > 1:
             raise RecipeError(f"{' and '.join(given)} are both set; keep one of them.")
+        if self.eval_fraction is not None:
+            self._check_that_rows_are_there_once()
         for name in ("early_stopping_patience", "max_rows"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise RecipeError(f"{name} is {value}; expected 1 or more.")
+
+    def _check_that_rows_are_there_once(self) -> None:
+        """RecipeError if rows that are held out for evaluation would be trained on as well."""
+        twice = None
+        if self.dataset_weights is not None and self.dataset_stopping_strategy == "all_exhausted":
+            twice = "dataset_stopping_strategy is 'all_exhausted', which draws rows again"
+        names = self.dataset_name if isinstance(self.dataset_name, list) else []
+        if repeated := [name for name in names if names.count(name) > 1]:
+            twice = f"dataset_name lists {repeated[0]!r} more than once"
+        if twice is not None:
+            raise RecipeError(
+                f"eval_fraction is {self.eval_fraction}, and {twice}, so that rows that are held out would be trained "
+                "on too. Set eval_dataset_name to a file of other rows in place of eval_fraction."
+            )

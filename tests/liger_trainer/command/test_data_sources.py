@@ -36,6 +36,19 @@ def test_several_files_are_joined_in_order(tmp_path):
     assert (len(train), len(held_out)) == (3, 2)
 
 
+def test_rows_that_are_there_twice_are_not_held_out(tmp_path):
+    """They would be evaluated on and trained on."""
+    names = [write(tmp_path / f"{name}.jsonl", [{"text": f"{name}{i}"} for i in range(40)]) for name in "ab"]
+    keys = {"dataset_name": names, "dataset_weights": [9, 1], "eval_fraction": 0.25}
+    with pytest.raises(RecipeError, match="dataset_stopping_strategy is 'all_exhausted', which draws rows again"):
+        load(tmp_path, **keys, dataset_stopping_strategy="all_exhausted")
+    with pytest.raises(RecipeError, match="dataset_name lists 'a.jsonl' more than once"):
+        load(tmp_path, dataset_name=[*names, names[0]], eval_fraction=0.25)
+    for strategy in ("first_exhausted", "all_exhausted_without_replacement"):
+        train, held_out = load(tmp_path, **keys, dataset_stopping_strategy=strategy)
+        assert not {*train["text"]} & {*held_out["text"]}
+
+
 def test_a_configuration_of_a_file(tmp_path):
     name = write(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(RecipeError, match="dataset_config is 'main', which has no effect on a file. Remove it."):
