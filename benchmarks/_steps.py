@@ -339,6 +339,8 @@ def flop_per_token(model, run, length):
     weights += sum((6 if p.requires_grad else 4) * p[0].numel() * config.num_experts_per_tok for p in experts)
     packed = [p for name, p in model.named_parameters() if name.endswith("_proj_blocks")]
     weights += sum(4 * 2 * p[0].numel() * config.num_experts_per_tok for p in packed)
+    bits = [p for name, p in model.named_parameters() if name.endswith("_proj_bits")]
+    weights += sum(4 * p[0].numel() * config.num_experts_per_tok for p in bits)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
     if run.trainer == "dpo":

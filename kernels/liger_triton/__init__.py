@@ -9,7 +9,7 @@ from .dequantize import MXFP4Weight, dequantize_mxfp4
 from .experts import ExpertLoRA, experts
 from .float8_cast import Float8, float8_cast
 from .float8_linear import Float8Form, Float8RowwiseForm, float8_linear
-from .frozen_float8 import Float8Weight, frozen_float8_linear
+from .frozen_float8 import Float8Matrices, Float8Weight, frozen_float8_linear
 from .gates import geglu, swiglu
 from .layer_norm import layer_norm
 from .linear_divergence import linear_divergence
@@ -36,6 +36,7 @@ __all__ = [
     "ExpertLoRA",
     "Float8",
     "Float8Form",
+    "Float8Matrices",
     "Float8RowwiseForm",
     "Float8Weight",
     "HeadsLoss",

@@ -9,7 +9,8 @@
     dV = (s a)^T dout,  dW = x^T dh,  dx[t] = sum over k of W dh[t, k],  dc = sum of s dout,  db = sum of dh
 
     a LoRA     W + scaling B A and V + scaling B A take the places of W and V; their sum is never formed
-    MXFP4      W and V are frozen and stored in four bits; each is made once a pass, used, and freed before the other
+    packed     W and V are frozen and stored in four bits (MXFP4) or eight (e4m3 with a scale for each output); each is
+               made once a pass, used, and freed before the other
 
 Shapes  x (T, H), ids and s (T, K), W (E, 2 I, H), V (E, H, I), b (E, 2 I), c (E, H); transposed: W (E, H, 2 I), V
         (E, I, H). A of a LoRA (E, r, in), B (E, out, r), of any strides. S = T * K pairs.
@@ -17,13 +18,13 @@ Dtypes  bf16, fp16, fp32; s in any of them. h, a and y are rounded once each, an
         of s accumulate in fp32.
 Bytes   b per element. Rows of x and dout are gathered inside the loads of a product, where a copy takes 2 S H b each.
         Kept for backward: x, s, h, and r numbers a pair of a LoRA. Not a, which is the gate of h, and no y, because the
-        gradient of s is a dot product of what the backward pass has anyway. In MXFP4 E * 2 I * H * b more for a moment.
+        gradient of s is a dot product of what the backward pass has anyway. Packed: E * 2 I * H * b more for a moment.
 Exactness  No atomics: the same inputs give the same bits. Ids outside [0, E) take no part, and their s gets a gradient
         of 0.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -44,9 +45,11 @@ from ._routed import (
     weight_gradient,
 )
 from .dequantize import MXFP4Weight, dequantize_mxfp4
+from .frozen_float8 import Float8Matrices, Float8Weight, dequantized
 from .gates import UNCHANGED
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+Packed: TypeAlias = MXFP4Weight | Float8Matrices
 _INPUTS = ("x", "share", "w", "v", "b", "c", "a_w", "b_w", "a_v", "b_v")
 
 
@@ -65,8 +68,12 @@ class ExpertLoRA(NamedTuple):
 
 
 def _matrix(w: torch.Tensor, scales: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """W (E, in, out), which with `scales` is made of blocks (E, in / 2, out) in the dtype of `like`."""
-    return w if scales is None else dequantize_mxfp4(w.mT, scales, like.dtype).mT
+    """W (E, in, out), which with `scales` is made of e4m3, or of blocks (E, in / 2, out), in the dtype of `like`."""
+    if scales is None:
+        return w
+    if scales.dtype == torch.uint8:
+        return dequantize_mxfp4(w.mT, scales, like.dtype).mT
+    return dequantized(Float8Weight(w.mT, scales), like.dtype).mT
 
 
 @kernel_op("experts_gate")
@@ -163,7 +170,7 @@ def _(dout, x, ids, share, w, v, b, c, a_w, b_w, a_v, b_v, w_scales, v_scales, h
 class _Gate(torch.autograd.Function):
     """Keeps all that the backward pass needs. Returns a stub of the result, a, and the tensors of the routing.
 
-    Weights come as (E, in, out), or blocks (E, in / 2, out) with their scales, and the factors of a LoRA so too: A
+    Weights come as (E, in, out), or packed with their scales (see `_matrix`), and the factors of a LoRA so too: A
     (E, in, r), B (E, r, out).
     """
 
@@ -210,18 +217,19 @@ def _bias_shares(dout: torch.Tensor, c: torch.Tensor, ids: torch.Tensor) -> torc
 
 
 def _check(
-    hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | MXFP4Weight,
-    down: torch.Tensor | MXFP4Weight, transposed: bool, biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | Packed,
+    down: torch.Tensor | Packed, transposed: bool, biases: tuple[torch.Tensor | None, torch.Tensor | None],
     loras: tuple[ExpertLoRA | None, ExpertLoRA | None],
 ) -> None:  # fmt: skip
     """ValueError unless the shapes belong together."""
     if gate_up.ndim != 3 or down.ndim != 3:
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}, down {tuple(down.shape)}; expected three dimensions.")
-    packed = [isinstance(t, MXFP4Weight) for t in (gate_up, down)]
-    if any(packed) and (transposed or not all(packed)):
+    if isinstance(gate_up, Packed) != isinstance(down, Packed) or (
+        isinstance(gate_up, Packed) and (transposed or type(gate_up) is not type(down))
+    ):
         raise ValueError(
             f"gate_up is a {type(gate_up).__name__}, down a {type(down).__name__}, transposed {transposed}; expected "
-            "both in MXFP4, and not transposed."
+            "two tensors, or both packed alike and not transposed."
         )
     (experts, width, two), (_, inner, out) = (
         (e, *(sizes if transposed else sizes[::-1])) for e, *sizes in (gate_up.shape, down.shape)
@@ -255,8 +263,8 @@ def experts(
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor | MXFP4Weight,
-    down: torch.Tensor | MXFP4Weight,
+    gate_up: torch.Tensor | Packed,
+    down: torch.Tensor | Packed,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     *,
@@ -277,8 +285,8 @@ def experts(
             `gate_up`, in which everything is computed, as the grouped products of transformers do.
         expert_ids (`torch.Tensor`): (T, K), integers. Pairs with an id outside [0, E) count as 0.
         weights (`torch.Tensor`): (T, K), floating point: the routing weights.
-        gate_up (`torch.Tensor` or `MXFP4Weight`): (E, 2 I, H), or (E, H, 2 I) if `transposed`.
-        down (`torch.Tensor` or `MXFP4Weight`): (E, H, I), or (E, I, H) if `transposed`; dtype and kind of `gate_up`.
+        gate_up (`torch.Tensor`, `MXFP4Weight` or `Float8Matrices`): (E, 2 I, H), or (E, H, 2 I) if `transposed`.
+        down: (E, H, I), or (E, I, H) if `transposed`; dtype and kind of `gate_up`.
         gate_up_bias, down_bias (`torch.Tensor`, *optional*): (E, 2 I) and (E, H).
         activation (`str`, *optional*, defaults to `"silu"`): `"silu"`, `"gelu_tanh"` or `"gelu"`.
         limit, alpha, up_offset, gate_scale: As in `swiglu`; with other than the defaults `activation` must be "silu".
@@ -307,9 +315,9 @@ def experts(
         for lora in (gate_up_lora, down_lora)
     ]
     matrices, scales = (gate_up, down), (None, None)
-    if isinstance(gate_up, MXFP4Weight):
+    if isinstance(gate_up, Packed):
         matrices, scales = zip(gate_up[:2], down[:2], strict=True)
-    floats = [] if isinstance(gate_up, MXFP4Weight) else [gate_up, down]
+    floats = [] if isinstance(gate_up, Packed) else [gate_up, down]
     floats += [gate_up_bias, down_bias, *(t for lora in loras if lora is not None for t in lora[:2])]
     if not runs_triton(x, *floats, weights) or expert_ids.numel() == 0 or any(map(is_wrapped, (expert_ids, *scales))):
         out = reference.experts(

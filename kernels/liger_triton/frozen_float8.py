@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from ._autograd import in_shape, once_differentiable, records_graph
-from ._dispatch import KERNEL_DTYPES, is_wrapped, no_autocast, result_dtype
+from ._dispatch import KERNEL_DTYPES, is_wrapped, jit, no_autocast, result_dtype, tl, use_triton
 from ._float8_product import row_product
-from ._launch import as_matrix
-from .float8_cast import MOST_PARTS, MULTIPLE, fault_of_device, row_cast, transposed
+from ._launch import as_matrix, cdiv, launch, next_power_of_2
+from .float8_cast import E4M3, MOST_PARTS, MULTIPLE, fault_of_device, row_cast, transposed
 from .sizes import computes_nothing
 
 # Whether the matrix units may keep sums in registers of fewer bits than fp32. On an H200 sums of 14336 products are off
@@ -59,6 +59,36 @@ class Float8Weight(NamedTuple):
         return self.bits.device
 
 
+class Float8Matrices(NamedTuple):
+    """Frozen matrices W (E, N, K), such as those of experts, in eight bits: W ~ bits * scale[:, :, None].
+
+    Attributes:
+        bits (`torch.Tensor`): (E, N, K), e4m3, contiguous.
+        scale (`torch.Tensor`): (E, N), fp32, contiguous.
+        dtype (`torch.dtype`): Of the numbers that it stands for, in which products with them are computed.
+    """
+
+    bits: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.bits.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.bits.ndim
+
+    def to(self, dtype: torch.dtype) -> "Float8Matrices":
+        """Return the same weight, which is to be computed with in another dtype."""
+        return self._replace(dtype=dtype)
+
+    def unpack(self) -> torch.Tensor:
+        """Return W (E, N, K) in new memory."""
+        return dequantized(Float8Weight(self.bits, self.scale), self.dtype)
+
+
 def quantized(weight: torch.Tensor) -> Float8Weight:
     """W (N, K) in eight bits, with a scale for each of its rows.
 
@@ -75,9 +105,41 @@ def quantized(weight: torch.Tensor) -> Float8Weight:
     return Float8Weight(bits, inverse.view(-1))
 
 
+def quantized_matrices(weight: torch.Tensor, device: torch.device | None = None) -> Float8Matrices:
+    """W (E, N, K) in eight bits, with a scale for each row of each matrix, made one matrix after the other.
+
+    `device` is where that is done. Unset, that is where `weight` is, as the result is. ValueError as in `quantized`.
+    """
+    bits = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
+    scale = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
+    if not weight.is_meta:
+        for k, matrix in enumerate(weight.detach()):
+            made = quantized(matrix.to(device or weight.device))
+            bits[k].copy_(made.bits)
+            scale[k].copy_(made.scale)
+    return Float8Matrices(bits, scale, weight.dtype)
+
+
+@jit
+def _dequantize_kernel(BITS, SCALE, OUT, k, BLOCK: tl.constexpr):
+    across = tl.cdiv(k, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(BITS + row * k + column, mask=column < k).to(tl.float32) * tl.load(SCALE + row)
+    tl.store(OUT + row * k + column, w.to(OUT.dtype.element_ty), mask=column < k)
+
+
 def dequantized(weight: Float8Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers (N, K) that the eight bits stand for."""
-    return (weight.bits.to(torch.float32) * weight.scale[:, None]).to(dtype)
+    """The numbers (..., N, K) that the eight bits stand for, in new memory. Each is multiplied in fp32 and rounded
+    once."""
+    bits, scale = weight
+    fits = bits.is_contiguous() and scale.is_contiguous() and bits.numel() and dtype in KERNEL_DTYPES
+    if torch.compiler.is_compiling() or not (fits and use_triton(bits)) or fault_of_device(bits.device) is not None:
+        return (bits.to(torch.float32) * scale[..., None]).to(dtype)
+    out, k = torch.empty(bits.shape, dtype=dtype, device=bits.device), bits.shape[-1]
+    block = min(2048, next_power_of_2(k))
+    launch(_dequantize_kernel, (scale.numel() * cdiv(k, block),), bits, scale, out, k, BLOCK=block)
+    return out
 
 
 class SharedRows:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from liger_trainer.fitting import attention, four_bits
-from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.fp8.frozen_layer import InEightBits
 from liger_trainer.fp8.quantize_base import quantize_base
 from liger_trainer.patching import apply_liger
 
@@ -66,13 +66,8 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
 
 
 def freed_by_fp8(model: nn.Module) -> int:
-    """Return how many bytes fewer the layers in eight bits take than before."""
-    layers = [module for module in model.modules() if type(module) is FrozenFloat8Linear]
-    return sum(
-        bits.numel() * layer.compute_dtype.itemsize - bits.nbytes - scale.nbytes
-        for layer in layers
-        for bits, scale in (layer.float8,)
-    )
+    """Return how many bytes fewer the layers and experts in eight bits take than before."""
+    return sum(module.freed() for module in model.modules() if isinstance(module, InEightBits))
 
 
 @dataclass(frozen=True)

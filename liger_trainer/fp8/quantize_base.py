@@ -1,7 +1,7 @@
-"""Puts the frozen linear layers of a model with adapters, or of one that is frozen as a whole, into eight bits.
+"""Puts frozen linear layers and experts of a model with adapters, or of one that is frozen as a whole, into eight bits.
 
-Each becomes a `FrozenFloat8Linear` in its place, so half of its memory is free before the next one is looked at. What
-is trained or shared stays as it is.
+Each layer becomes a `FrozenFloat8Linear` in its place, and a block of experts gets another class, so half of its memory
+is free before the next one is looked at. What is trained or shared stays as it is.
 
 PEFT must not write to such a base, since that would be lost: to merge adapters into it, or to begin another one from it
 (PiSSA, OLoRA). The weights that it reads are read-only. DoRA, which reads alone, works.
@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.fp8.frozen_experts import WEIGHTS, is_block, put_into_eight_bits
+from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear, InEightBits
 from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.instance.binding import own_class
 from liger_trainer.instance.kind import names_of, slot_of
@@ -33,9 +34,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def quantize_base(model: nn.Module, device: torch.device | None = None) -> OperationReport:
-    """Put the frozen linear layers of `model` into eight bits.
+    """Put the frozen linear layers and experts of `model` into eight bits.
 
-    Layers that are in eight bits already count as swapped.
+    Those that are in eight bits already count as swapped.
 
     Args:
         model (`nn.Module`): A model with adapters of PEFT, or one whose trained parameters are no part of its base.
@@ -70,6 +71,14 @@ def quantize_base(model: nn.Module, device: torch.device | None = None) -> Opera
             base.get_submodule(parent)._modules[child] = FrozenFloat8Linear.of(linear, device)
         else:
             report.skipped[name] = reason
+    for name, block in [(name, module) for name, module in base.named_modules() if is_block(module)]:
+        parts = name.split(".")
+        chain = [base.get_submodule(".".join(parts[:k])) for k in range(len(parts))]
+        reason = _why_block_left(chain, block, owners)
+        if reason is None:
+            put_into_eight_bits(block, device)
+        else:
+            report.skipped[name] = reason
     report.swapped = quantized_before(model).swapped
     return report
 
@@ -77,15 +86,15 @@ def quantize_base(model: nn.Module, device: torch.device | None = None) -> Opera
 def prepare_for_shards(model: nn.Module) -> None:
     """Have the layers of `model` that are in eight bits hold them as FSDP2 takes them."""
     for module in base_model_of(model).modules():
-        if type(module) is FrozenFloat8Linear:
+        if isinstance(module, InEightBits):
             module.hold_words()
 
 
 def quantized_before(model: nn.Module) -> OperationReport:
-    """Return the layers of `model` that are in eight bits."""
+    """Return the layers and experts of `model` that are in eight bits."""
     report = OperationReport()
     for name, module in base_model_of(model).named_modules():
-        if type(module) is FrozenFloat8Linear:
+        if isinstance(module, InEightBits):
             report.swapped[name] = f"e4m3 with a scale for each row, from {str(module.compute_dtype)[6:]}"
     return report
 
@@ -115,21 +124,38 @@ def _layers_of_base(base: nn.Module) -> dict[str, list[nn.Module]]:
     return found
 
 
+def _why_block_left(chain: list[nn.Module], block: nn.Module, owners: Counter) -> str | None:
+    """Return why a block of experts stays as it is, or None."""
+    weights = [block._parameters[name] for name in WEIGHTS]
+    if any(_is(around, _LAYER) for around in chain):
+        return "PEFT adapts its weights, and its code for that is for 16 bits"
+    if any(owners[id(weight)] > 1 for weight in weights):
+        return "its weights are shared with another module"
+    return _why_weights_left(chain, block, weights) or slot_of(block, around=True)[1]
+
+
+def _why_weights_left(chain: list[nn.Module], module: nn.Module, weights: list) -> str | None:
+    """Return why a module that owns the `weights` stays as it is, or None."""
+    if any(_is(around, _WRAPPER) for around in chain):
+        return "modules_to_save has a trained copy of it"
+    for weight in weights:
+        if type(weight) is not nn.Parameter:
+            return f"its weight is a {type(weight).__name__}"
+        if weight.requires_grad:
+            return "it is trained"
+        if weight.dtype not in _DTYPES:
+            return f"its weight is {str(weight.dtype)[6:]}"
+        if any(width % MULTIPLE for width in weight.shape[-2:]):
+            return f"its widths, {weight.shape[-1]} and {weight.shape[-2]}, are not both multiples of {MULTIPLE}"
+    hooked = any(hasattr(weight, "ds_id") for weight in weights) or any(getattr(module, hooks) for hooks in _HOOKS)
+    return "a hook on it gathers its weight, or would be lost" if hooked or "_hf_hook" in module.__dict__ else None
+
+
 def _why_left(name: str, chain: list[nn.Module], linear: nn.Linear) -> str | None:
     """Return why a layer that is neither the LM head nor shared stays as it is, or None."""
     weight, parent = linear.weight, chain[-1]
-    if any(_is(around, _WRAPPER) for around in chain):
-        return "modules_to_save has a trained copy of it"
-    if type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__name__}"
-    if weight.requires_grad:
-        return "it is trained"
-    if weight.dtype not in _DTYPES:
-        return f"its weight is {str(weight.dtype)[6:]}"
-    if any(width % MULTIPLE for width in weight.shape):
-        return f"its widths, {weight.shape[1]} and {weight.shape[0]}, are not both multiples of {MULTIPLE}"
-    if "_hf_hook" in linear.__dict__ or hasattr(weight, "ds_id") or any(getattr(linear, hooks) for hooks in _HOOKS):
-        return "a hook on it gathers its weight, or would be lost"
+    if (reason := _why_weights_left(chain, linear, [weight])) is not None:
+        return reason
     if (replaced := slot_of(linear)[1]) is not None:
         return replaced
     around = [module for module in chain if _is(module, _LAYER)]

@@ -36,7 +36,6 @@ _FLAGS = (
     "_is_expert_parallel", "_apply_gate",
 )  # fmt: skip
 _WEIGHTS = ("gate_up_proj", "down_proj")
-_PACKED = ("liger_trainer.mxfp4", "PackedGptOssExperts")
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
 _METHODS = ("_activate_lora", "get_delta_factors", "get_delta_weight")  # of it
 _EXPERTS, _WIDTH, _INNER, _TOKENS, _RANK = 4, 16, 8, 7, 2  # of the small copy
@@ -70,10 +69,7 @@ class Experts:
         """The result of `block`, with the LoRAs on its parameters of these names."""
         names = {"limit": self.gate.limit, "alpha": self.gate.alpha, "gate_scale": self.gate.scale}
         numbers = {option: getattr(block, name) for option, name in names.items() if name is not None}
-        tensors = [block._parameters[name] for name in _tensor_names(block)]
-        is_packed = _is_packed(block)
-        if is_packed:
-            tensors = [*map(block.packed, _WEIGHTS), *tensors[-2:]]
+        tensors = [*_weights_of(block), *(block._parameters[name] for name in _biases_of(block))]
         dtype = tensors[0].dtype
         if self.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -82,20 +78,22 @@ class Experts:
             return experts(
                 x, ids, weights, *tensors, activation=_ACTIVATIONS[self.gate.operation, self.gate.approximate],
                 up_offset=self.gate.up_offset, interleaved=self.interleaved,
-                transposed=block.is_transposed and not is_packed,
+                transposed=block.is_transposed and not _is_packed(block),
                 gate_up_lora=loras.get("gate_up_proj"), down_lora=loras.get("down_proj"), **numbers,
             )  # fmt: skip
 
 
 def _is_packed(block: nn.Module) -> bool:
-    """Return whether its weights are in four bits: `packed` gives them, and no parameters have their names."""
-    return names_of(own_class(block)) == _PACKED
+    """Return whether its weights are in few bits: `packed` gives them, and no parameters have their names."""
+    return hasattr(own_class(block), "unpacked_class")
 
 
-def _tensor_names(block: nn.Module) -> list[str]:
-    is_packed = _is_packed(block)
-    names = [f"{name}_{part}" for name in _WEIGHTS for part in ("blocks", "scales")] if is_packed else [*_WEIGHTS]
-    return names + [f"{name}_bias" for name in _WEIGHTS] if block.has_bias else names
+def _weights_of(block: nn.Module) -> list[Any]:
+    return [block.packed(name) if _is_packed(block) else block._parameters[name] for name in _WEIGHTS]
+
+
+def _biases_of(block: nn.Module) -> list[str]:
+    return [f"{name}_bias" for name in _WEIGHTS] if block.has_bias else []
 
 
 def nominated(module: nn.Module) -> bool:
@@ -162,7 +160,7 @@ def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -
                 block.__dict__[name] = size
     shapes: list[tuple[int, ...]] = [(2 * _INNER, _WIDTH), (_WIDTH, _INNER)]
     shapes = [shape[::-1] if module.is_transposed else shape for shape in shapes] + [(2 * _INNER,), (_WIDTH,)]
-    for name, shape in zip(_tensor_names(block), shapes, strict=False):
+    for name, shape in zip([*_WEIGHTS, *_biases_of(block)], shapes, strict=False):
         scale = 1.0 if len(shape) == 1 else shape[0 if module.is_transposed else 1] ** -0.5
         block._parameters[name] = nn.Parameter(scale * probe.randn((_EXPERTS, *shape), source, dtype))
     return block
@@ -185,10 +183,13 @@ def _runs(block: nn.Module, proven: Experts, x: torch.Tensor) -> bool:
     """
     if _implementation(block) != proven.implementation or not _is_transformers_own(proven.implementation):
         return False
-    tensors = [block._parameters.get(name) for name in _tensor_names(block)]
-    if any([type(t) not in PLAIN_TENSORS or t.device != x.device for t in tensors]) or type(x) not in PLAIN_TENSORS:
+    named = [*_biases_of(block), *([] if _is_packed(block) else _WEIGHTS)]
+    if any([block._parameters.get(name) is None for name in named]):
         return False
-    dtypes = {t.dtype for t in tensors} - {torch.uint8}  # type: ignore[union-attr]  # of packed weights, beside biases
+    tensors = [*block._parameters.values(), x]
+    if any([type(t) not in PLAIN_TENSORS or t.device != x.device for t in tensors if t is not None]):
+        return False
+    dtypes = {t.dtype for t in (*_weights_of(block), *(block._parameters[name] for name in _biases_of(block)))}
     if len(dtypes) != 1:
         return False
     (computed,) = dtypes

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_triton import MXFP4Weight, reference
 from liger_triton._dispatch import runs_triton
 from liger_triton.experts import ExpertLoRA, experts
+from liger_triton.frozen_float8 import quantized_matrices
 
 DTYPES = [
     torch.float32,
@@ -258,19 +259,19 @@ def test_bad_options():
         experts(x, ids, shares, w, v, activation="gelu", limit=7.0)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, id="plain"), pytest.param(3, id="lora")])
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
-def test_weights_in_mxfp4(interleaved, rank, device):
-    """The same as with the matrices that they stand for, and nothing of their size is kept."""
+def in_mxfp4(weight):
+    *rows, k = weight.shape
+    blocks = torch.randint(256, (*rows, k // 2), dtype=torch.uint8, device=weight.device)
+    scales = torch.randint(122, 126, (*rows, k // 32), dtype=torch.uint8, device=weight.device)
+    return MXFP4Weight(blocks, scales, torch.float32)
+
+
+@pytest.mark.parametrize(("rank", "interleaved"), [(0, False), (3, True)], ids=["plain-halves", "lora-pairs"])
+@pytest.mark.parametrize("pack", [in_mxfp4, quantized_matrices], ids=["mxfp4", "float8"])
+def test_packed_weights(pack, rank, interleaved, device):
+    """The same bits as with the matrices that they stand for, and nothing of their size is kept."""
     ids, given = inputs(device, torch.float32, hidden=64, inner=32, bias=True, rank=rank)
-    packed = [
-        MXFP4Weight(
-            torch.randint(256, (*size[:2], size[2] // 2), dtype=torch.uint8, device=device),
-            torch.randint(122, 126, (*size[:2], size[2] // 32), dtype=torch.uint8, device=device),
-            torch.float32,
-        )
-        for size in (given[2].shape, given[3].shape)
-    ]
+    packed = [pack(given[2]), pack(given[3])]
     results, kept = [], []
     for w, v in ([t.unpack() for t in packed], packed):
         kept.clear()
@@ -279,13 +280,14 @@ def test_weights_in_mxfp4(interleaved, rank, device):
             y = call(experts, ids, {"interleaved": interleaved})(*leaves[:2], w, v, *leaves[2:])
         results.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(got, want)
     if runs_triton(given[0]):
-        assert not any(t.is_floating_point() and t.numel() == packed[0].shape.numel() for t in kept)
+        numbers = [t for t in kept if t.is_floating_point() and t.itemsize > 1]
+        assert not any(t.numel() == packed[0].shape.numel() for t in numbers)
 
 
-def test_mxfp4_is_both_or_neither(device):
+@pytest.mark.parametrize("pack", [lambda w: w, in_mxfp4], ids=["plain", "mxfp4"])
+def test_packed_is_both_or_neither(pack, device):
     ids, given = inputs(device, torch.float32, hidden=64, inner=32)
-    w = MXFP4Weight(given[2].new_zeros(5, 64, 32, dtype=torch.uint8), ids.new_zeros(5, 64, 2).byte(), torch.float32)
-    with pytest.raises(ValueError, match="both in MXFP4, and not transposed"):
-        experts(given[0], ids, given[1], w, given[3])
+    with pytest.raises(ValueError, match="expected two tensors, or both packed alike"):
+        experts(given[0], ids, given[1], quantized_matrices(given[2]), pack(given[3]))

@@ -14,8 +14,9 @@ from liger_triton import (
     lora_mlp,
     reference,
 )
+from liger_triton._dispatch import INTERPRET
 from liger_triton.float8_cast import row_cast
-from liger_triton.frozen_float8 import dequantized, quantized
+from liger_triton.frozen_float8 import dequantized, quantized, quantized_matrices
 
 E4M3 = torch.float8_e4m3fn
 TOKENS = [(1,), (5,), (2, 17), (300,)]
@@ -288,3 +289,20 @@ def test_what_does_not_fit(device):
     odd = Float8Weight(torch.zeros(80, 40, device=device).to(E4M3), torch.ones(80, device=device))
     with pytest.raises(ValueError, match="in eight bits; expected multiples of 16"):
         lora_linear(x[:, :40], odd, lora=adapter(device, (40, 80)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_matrices(dtype, device):
+    """Each is quantised as by itself, and comes back as one fp32 product, rounded once, subnormal numbers too."""
+    if dtype == torch.bfloat16 and INTERPRET:
+        pytest.skip("the interpreter truncates bf16")
+    w = (torch.randn(2, 16, 2064, device=device) * torch.logspace(-6, 0, 16, device=device)[:, None]).to(dtype)
+    w[0, 0], w[1, 1, ::2] = 0, 1e-5 * w[1, 1, ::2]
+    matrices = quantized_matrices(w)
+    for k, matrix in enumerate(w):
+        alone = quantized(matrix)
+        assert torch.equal(matrices.bits[k].view(torch.uint8), alone.bits.view(torch.uint8))
+        assert torch.equal(matrices.scale[k], alone.scale)
+    want = (matrices.bits.float() * matrices.scale[..., None]).to(dtype)
+    assert matrices.shape == w.shape and torch.equal(matrices.unpack(), want)
+    assert (want.double() - w.double()).norm() < 0.04 * w.double().norm()

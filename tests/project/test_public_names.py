@@ -33,9 +33,9 @@ MODULES = {  # where else something public is imported from
     "liger_trainer.mxfp4": {"Mxfp4Config"},
 }  # fmt: skip
 KERNELS = {
-    "Divergence", "ExpertLoRA", "Float8", "Float8Form", "Float8RowwiseForm", "Float8Weight", "HeadsLoss", "LogProbs",
-    "MXFP4Weight", "TokenRanks", "add_rms_norm", "cross_entropy", "dequantize_mxfp4", "experts",
-    "float8_cast", "float8_linear", "frozen_float8_linear",
+    "Divergence", "ExpertLoRA", "Float8", "Float8Form", "Float8Matrices", "Float8RowwiseForm", "Float8Weight",
+    "HeadsLoss", "LogProbs", "MXFP4Weight", "TokenRanks", "add_rms_norm", "cross_entropy", "dequantize_mxfp4",
+    "experts", "float8_cast", "float8_linear", "frozen_float8_linear",
     "gated_rms_norm", "geglu", "layer_norm", "linear_cross_entropy", "linear_divergence",
     "linear_heads_cross_entropy", "linear_heads_kl", "linear_logprobs", "linear_token_ranks", "lora_linear",
     "lora_linears", "lora_mlp", "rms_norm", "rope", "row_attention", "swiglu",
