@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from liger_trainer import __version__
 
-    parser = argparse.ArgumentParser(prog="liger-trainer", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="liger-trainer", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -109,6 +109,9 @@ def _with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...],
     read = {*_READ, *(column for needed in columns for column in needed)}
     # Token ids come with columns of masks and labels, and rewards of what is written for a prompt read any column.
     exact = columns == (("prompt",),) or "input_ids" in shared or not any(set(needed) <= shared for needed in columns)
+    if not exact:
+        shared -= {name for name in shared - read if any(p.features[name] != parts[0].features[name] for p in parts)}
+        shared |= {"tools"}  # where datasets fills in nulls, which mean none
     for name, part in zip(names, parts, strict=True):
         # datasets itself would fill a column that is missing with nulls
         if (more := set(part.column_names) - shared) and (exact or more & read):
@@ -119,7 +122,23 @@ def _with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...],
                 f"{key} {name!r} has the columns {part.column_names}, and {other!r} {has}. Name the same ones in "
                 f"columns, or remove {', '.join(sorted(more))} from {name!r}."
             )
-    return [part.select_columns([column for column in part.column_names if column in shared]) for part in parts]
+    parts = [part.select_columns([column for column in part.column_names if column in shared]) for part in parts]
+    return _with_keys_of_their_own(parts)
+
+
+def _with_keys_of_their_own(parts):
+    """The parts with messages and tools as JSON where their keys are not those of another part."""
+    from datasets import Features, Json, List
+
+    for name in {name for part in parts for name in part.column_names}:
+        kinds = [part.features.get(name) for part in parts]
+        lists = all(isinstance(kind, List) and isinstance(kind.feature, (dict, Json)) for kind in kinds if kind)
+        if lists and any(kind not in (None, found) for kind in kinds for found in kinds if found):
+            for at, part in enumerate(parts):
+                if name in part.features:  # a cast would write the JSON in it, such as parameters of tools, as text
+                    made = Features(part.features | {name: List(Json())})
+                    parts[at] = part.map(lambda row, name=name: {name: row[name]}, remove_columns=[name], features=made)
+    return parts
 
 
 def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder: Path, split: str, columns, max_rows):

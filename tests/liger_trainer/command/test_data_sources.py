@@ -66,6 +66,46 @@ def test_a_column_that_no_trainer_reads_is_left_out_of_a_mixture(tmp_path):
     mixed = load(tmp_path, dataset_name=names[:2], dataset_weights=[1, 1])[0]
     assert mixed.column_names == ["text"]
     assert load(tmp_path, dataset_name=names[0])[0].to_list() == [{"text": "a", "id": 1}]
+    names[1] = write(tmp_path / "d.jsonl", [{"text": "d", "id": "d1"}])  # of another type
+    assert load(tmp_path, dataset_name=names[:2])[0].to_list() == [{"text": "a"}, {"text": "d"}]
+
+
+def test_conversations_with_and_without_tools(tmp_path):
+    """Turns, tools and their parameters reach the trainer as they were written, whichever file has more keys."""
+
+    def tool(name, **properties):
+        function = {"name": name, "description": "d", "parameters": {"type": "object", "properties": properties}}
+        return {"type": "function", "function": function}
+
+    user, answer = {"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    called = [
+        user,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        answer,
+    ]
+    rows = [
+        {"messages": called, "tools": [tool("f", a={"type": "integer"})]},
+        {"messages": called, "tools": [tool("g", b={"type": "string"})]},
+        {"messages": [user | {"name": "n"}, answer], "tools": [tool("h", c={"type": "number"})]},
+        {"messages": [user, answer]},
+    ]
+    names = [write(tmp_path / f"{k}.jsonl", part) for k, part in enumerate((rows[:2], rows[2:3], rows[3:]))]
+    for order in names, names[::-1]:
+        found = load(tmp_path, dataset_name=order)[0].to_list()
+        wanted = rows[:2] + rows[2:3] + [rows[3] | {"tools": None}]
+        assert found == (wanted if order is names else wanted[3:] + wanted[2:3] + wanted[:2])
+
+
+def test_conversations_of_a_template_with_and_without_calls(tmp_path):
+    turns = [{"from": "human", "value": "w4"}, {"from": "gpt", "value": "w5"}]
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
+    rows = [{"conversations": [turns[0], call, {"from": "observation", "value": "3"}, turns[1]]}]
+    names = [write(tmp_path / "a.jsonl", [{"conversations": turns}]), write(tmp_path / "b.jsonl", rows)]
+    plain, calls = load(tmp_path, dataset_name=names, prompt_template="sharegpt")[0]["messages"]
+    assert plain == [{"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}]
+    assert calls[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
 
 
 @pytest.mark.parametrize("column", ["images", "image"])
@@ -91,7 +131,6 @@ def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
     "trainer, row, more",
     [
         ("sft", {"text": "a"}, {"images": ["https://a.b/c.png"]}),  # which would be trained without its picture
-        ("sft", {"text": "a"}, {"tools": "[]"}),
         ("sft", {"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}),
         ("sft", {"input_ids": [1]}, {"labels": [1]}),
         ("grpo", {"prompt": "a"}, {"solution": "a"}),
