@@ -15,7 +15,7 @@ from .layer_norm import layer_norm
 from .linear_divergence import linear_divergence
 from .linear_head import linear_cross_entropy, linear_heads_cross_entropy, linear_logprobs
 from .linear_heads_kl import linear_heads_kl
-from .lora_linear import lora_linear, lora_linears
+from .lora_linear import lora_linear
 from .lora_mlp import lora_mlp
 from .modules import (
     LigerCrossEntropyLoss,
@@ -66,7 +66,6 @@ __all__ = [
     "linear_logprobs",
     "linear_token_ranks",
     "lora_linear",
-    "lora_linears",
     "lora_mlp",
     "rms_norm",
     "rope",

@@ -1,7 +1,7 @@
-"""Linear layers of one input, some of which have a LoRA, as one step of autograd.
+"""Linear layers with a LoRA: one as a step of autograd, and the parts of one with several layers of one input.
 
-`_Kept` keeps what the backward pass needs and makes the r-wide product; the stubs that it returns carry the gradient
-from each output, which is computed after them (`_autograd.py`).
+`_Kept` keeps what the backward pass needs and makes the r-wide product; the stub that it returns carries the gradient
+from the output, which is computed after it (`_autograd.py`).
 """
 
 from collections.abc import Sequence
@@ -167,7 +167,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    dys: list[torch.Tensor | None],
+    dys: list[torch.Tensor],
     h: torch.Tensor,
     layers: list[Layer],
     all_b: list[torch.Tensor | None],
@@ -180,9 +180,6 @@ def gradients(
     dh, large, ranges = torch.empty_like(h), [], _ranges(layers)
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
         own = (dh if form.parts == 1 else dh.unflatten(1, (2, -1)))[..., ranges[k]]
-        if dy is None:
-            own.zero_()
-            continue
         large.append((dy, layer.weight))
         if needs[4 * k + 1]:
             tensors[4 * k + 1] = dy.sum(0)
@@ -197,13 +194,13 @@ def gradients(
 def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[Layer], form: Form, needs) -> None:
     """Put dA and dW of a group, which need its input, into `found.tensors`. `source` is the input of the adapters."""
     for k, dy in enumerate(dys):
-        if needs[4 * k] and dy is not None:
+        if needs[4 * k]:
             found.tensors[4 * k] = torch.mm(dy.t(), rows)
     if not any(needs[2::4]):
         return
     da = sum_of_parts(wide_product(found.dh.t(), source), form.parts, 0)
     for k, own in enumerate(_ranges(layers)):
-        if needs[4 * k + 2] and dys[k] is not None:  # None, not zeros, for a layer whose output is unused
+        if needs[4 * k + 2]:
             found.tensors[4 * k + 2] = da[own]
 
 
@@ -239,29 +236,30 @@ def rounded_like(grads: list[torch.Tensor | None], tensors: list[torch.Tensor | 
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps what the backward pass of a group needs, and returns a tensor without memory in place of each output."""
+    """Keeps what the backward pass of a layer needs, and returns a tensor without memory in place of its output."""
 
     @staticmethod
     def forward(ctx, form, made, x, source, *tensors):
         layers = form.layers(tensors)
         factors = rounded(layers, form)
         h = low_rank(as_matrix(x if source is None else source, form.dtype), factors.a, form)
-        made.append((h, factors.b))
+        made.append((h, factors))
         ctx.save_for_backward(x, source, h, factors.a, *factors.b, *tensors)
         ctx.set_materialize_grads(False)
         ctx.form = form
-        return tuple([without_memory((*x.shape[:-1], layer.weight.shape[0]), form.dtype, x) for layer in layers])
+        return without_memory((*x.shape[:-1], layers[0].weight.shape[0]), form.dtype, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *dys):
-        x, source, h, a, *tensors = ctx.saved_tensors
-        all_b, tensors = tensors[: len(dys)], tensors[len(dys) :]
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 8
+        x, source, h, a, b, *tensors = ctx.saved_tensors
         form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[2:]
         layers, dx, dsource = form.layers(tensors), None, None
         with no_autocast(x.device.type):
-            dys = [None if dy is None else as_matrix(dy, form.dtype) for dy in dys]
-            found = gradients(dys, h, layers, all_b, form, needs)
+            dys = [as_matrix(dy, form.dtype)]
+            found = gradients(dys, h, layers, [b], form, needs)
             rows = as_matrix(x, form.dtype)
             source_rows = rows if source is None else as_matrix(source, form.dtype)
             add_gradients_of_factors(found, dys, rows, source_rows, layers, form, needs)
@@ -273,23 +271,20 @@ class _Kept(torch.autograd.Function):
             return None, None, dx, dsource, *rounded_like(found.tensors, tensors)
 
 
-def outputs_of(
-    x: torch.Tensor, source: torch.Tensor | None, layers: list[Layer], form: Form
-) -> tuple[torch.Tensor, ...]:
-    """The outputs y (..., N) of layers with one input. `source` is the input of the adapters, if it is another one."""
-    made: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = []
-    stubs: tuple[torch.Tensor | None, ...] = (None,) * len(layers)
+def output_of(x: torch.Tensor, source: torch.Tensor | None, layer: Layer, form: Form) -> torch.Tensor:
+    """The output y (..., N) of a layer with a LoRA. `source` is the input of the adapter, if it is another one."""
+    made: list[tuple[torch.Tensor, Rounded]] = []
+    layers, stub = [layer], None
     with no_autocast(x.device.type):
         if records_graph():
-            stubs = _Kept.apply(form, made, x, source, *flattened(layers))
+            stub = _Kept.apply(form, made, x, source, *flattened(layers))
         with torch.no_grad():
             rows = as_matrix(x, form.dtype)
             if not made:
-                a, all_b = rounded(layers, form)
-                made.append((low_rank(rows if source is None else as_matrix(source, form.dtype), a, form), all_b))
-            (h, all_b), shared = made[0], SharedRows(rows)
-        found = []
-        for layer, columns, b, stub in zip(layers, columns_of(h, layers, form), all_b, stubs, strict=True):
-            compute = partial(output, shared, layer, columns, b, form)
-            found.append(computed(compute, x.shape[:-1], stub))
-    return tuple(found)
+                factors = rounded(layers, form)
+                made.append(
+                    (low_rank(rows if source is None else as_matrix(source, form.dtype), factors.a, form), factors)
+                )
+            h, factors = made[0]
+        compute = partial(output, SharedRows(rows), layer, columns_of(h, layers, form)[0], factors.b[0], form)
+        return computed(compute, x.shape[:-1], stub)

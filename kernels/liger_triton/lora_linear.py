@@ -4,7 +4,7 @@
     dh = s dy B         dB = s dy^T h
     dx = dy W + dh A    dA = dh^T x    dW and db only where W and b are trained
 
-Shapes  x (..., K), y (..., N). In `lora_linears`, layers of one x share it: one product for all h, one dA, one dx.
+Shapes  x (..., K), y (..., N).
 Dtypes  W and x bf16, fp16, fp32 (float64: the PyTorch twin). A and B may be fp32 with a W of 16 bits. The products run
         in the dtype of W, under autocast in that of autocast, and accumulate in fp32. Without autocast, A, B and h
         keep what fp32 has beyond 16 bits (`_low_rank.py`); fp32 A and B with fp16: the PyTorch twin, since fp16 has
@@ -18,7 +18,7 @@ import torch
 
 from . import reference
 from ._dispatch import KERNEL_DTYPES, autocast_dtype, is_wrapped, result_dtype
-from ._lora import Adapter, Form, Layer, Weight, flattened, outputs_of
+from ._lora import Adapter, Form, Layer, Weight, flattened, output_of
 from .dequantize import PackedWeight
 from .float8_cast import MULTIPLE, fault_of_device
 from .frozen_float8 import Float8Weight, dequantized
@@ -52,26 +52,15 @@ def lora_linear(
     Raises:
         ValueError: A shape, dtype or device does not fit.
     """
-    return _outputs(x, [(weight, bias, lora)], lora_input)[0]
-
-
-def lora_linears(
-    x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | None, Lora | None]]
-) -> tuple[torch.Tensor, ...]:
-    """`lora_linear` of several layers with one input, such as q, k and v: x is read and kept once for all adapters.
-
-    Args:
-        x (`torch.Tensor`): As in `lora_linear`.
-        layers (`list`): (weight, bias or None, lora or None) of each layer, as in `lora_linear`. Ranks may differ, and
-            layers without a LoRA may be among them.
-
-    Returns:
-        `tuple` of `torch.Tensor`: The output of each layer.
-
-    Raises:
-        ValueError: A shape, dtype or device does not fit, or no layer has a LoRA.
-    """
-    return _outputs(x, layers, None)
+    if lora is None:
+        raise ValueError("lora is None; use torch.nn.functional.linear.")
+    if lora_input is not None and lora_input.shape != x.shape:
+        raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
+    layers = checked_layers(x, [(weight, bias, lora)])
+    if not runs_as_twin(x, layers):
+        return output_of(x, lora_input, layers[0], form_of(x, layers))
+    ((weight, bias, lora),) = as_tensors([(weight, bias, lora)], x)
+    return reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input)
 
 
 def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
@@ -141,19 +130,3 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
                 raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
         found.append(Layer(weight, bias, adapter))
     return found
-
-
-def _outputs(x, layers, lora_input):
-    if all(lora is None for _, _, lora in layers):
-        raise ValueError("no layer has a lora; use torch.nn.functional.linear.")
-    if lora_input is not None and lora_input.shape != x.shape:
-        raise ValueError(f"lora_input is {tuple(lora_input.shape)}, x {tuple(x.shape)}; expected the same shape.")
-    found = checked_layers(x, layers)
-    if not runs_as_twin(x, found):
-        return outputs_of(x, lora_input, found, form_of(x, found))
-    return tuple(
-        [
-            reference.lora_linear(x, weight, bias, lora=lora, lora_input=lora_input)
-            for weight, bias, lora in as_tensors(layers, x)
-        ]
-    )

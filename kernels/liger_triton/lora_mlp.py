@@ -3,7 +3,7 @@
     g, u = gate(x), up(x);  a = act(g) * u;  y = down(a)
 
 Shapes  x (..., K), gate and up (I, K), down (N, I); a LoRA on one of them or more, of any ranks.
-Dtypes  As in `lora_linears` and `swiglu`.
+Dtypes  As in `lora_linear` and `swiglu`.
 Bytes   b per element of the width I, apart from large products: forward reads g, u and a, and writes a. Backward reads
         da, g and u, writes dg, du and a in their place, and reads each of these once. The adapters are added in these
         passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.

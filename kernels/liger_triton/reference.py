@@ -186,20 +186,16 @@ def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
     return (y.to(wide) + scaling * low).to(y.dtype)
 
 
-def lora_linears(x, layers):
-    """See `liger_triton.lora_linears`, which runs without Triton too."""
-    return tuple(lora_linear(x, weight, bias, lora=lora) for weight, bias, lora in layers)
-
-
 def lora_mlp(x, gate, up, down, *, activation="silu"):
     """See `liger_triton.lora_mlp`, which runs without Triton too."""
-    g, u = lora_linears(x, [gate, up])
+    g, u = (lora_linear(x, weight, bias, lora=lora) for weight, bias, lora in (gate, up))
     a = (
         swiglu(g, u)
         if activation == "silu"
         else geglu(g, u, approximate="tanh" if activation == "gelu_tanh" else "none")
     )
-    return lora_linears(a, [down])[0]
+    weight, bias, lora = down
+    return lora_linear(a, weight, bias, lora=lora)
 
 
 def float8_maxima(x):

@@ -10,7 +10,6 @@ from liger_triton import (
     Float8Weight,
     frozen_float8_linear,
     lora_linear,
-    lora_linears,
     lora_mlp,
     reference,
 )
@@ -214,28 +213,6 @@ def test_lora_linear(dtype, rtol, device):
     compare([got], [want], [x, *lora[:2]], rtol)
     with torch.no_grad():
         assert apart(lora_linear(x, w8, lora=lora), want) < rtol
-
-
-@pytest.mark.parametrize("others", ["eight bits", "one in 16 bits", "one without a LoRA", "four layers"])
-def test_layers_of_one_input(others, device):
-    torch.manual_seed(0)
-    x = torch.randn(2, 9, 48, device=device).to(torch.bfloat16).requires_grad_()
-    sizes = [(48, 80), (48, 16), (48, 16)] + [(48, 32)] * (others == "four layers")
-    layers = [(quantized(layer_of(device, size)), None, adapter(device, size)) for size in sizes]
-    if others == "one in 16 bits":
-        layers[1] = (layer_of(device, sizes[1]), None, layers[1][2])
-    if others == "one without a LoRA":
-        layers[2] = (layers[2][0], None, None)
-
-    def alone(weight, bias, lora):
-        if isinstance(weight, torch.Tensor):
-            return lora_linear(x, weight, lora=lora)
-        return frozen_float8_linear(x, weight) if lora is None else with_lora(x, weight, lora)
-
-    want = [alone(*layer) for layer in layers]
-    leaves = [x, *(t for _, _, lora in layers if lora is not None for t in lora[:2])]
-    # The gradients of the layers are rounded together, with one scale for a token
-    compare(lora_linears(x, layers), want, leaves, 0.05)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -17,17 +17,24 @@ class Recorded:
     gib: float
 
 
+def of_ours(record):
+    """The rows of our trainers."""
+    return [row for row in record["rows"] if row["arm"] in ("LigerTrainer", "LigerSFTTrainer", "LigerDPOTrainer")]
+
+
 def newest():
-    """The newest run of each case, of the first of our trainers in it."""
+    """The newest run of each case that has one of our trainers, of the first of them in it."""
     found = []
     for folder in sorted(FOLDER.iterdir()):
-        record = json.loads(max(folder.glob("*.json")).read_text())
-        options = record["options"]
+        records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        runs = [(record["options"], rows) for record in records if (rows := of_ours(record))]
+        if not runs:
+            continue
+        options, rows = runs[-1]
         if options.get("rows", "full") != "full" or options.get("memory_budget") is not None or options.get("auto"):
             continue
         if "cp2" in (options.get("config_file") or ""):  # context parallelism, which `liger-trainer fit` refuses
             continue
-        rows = [row for row in record["rows"] if row["arm"] in ("LigerTrainer", "LigerSFTTrainer", "LigerDPOTrainer")]
-        if rows and rows[0].get("gib") is not None:
+        if rows[0].get("gib") is not None:
             found.append(Recorded(folder.name, options, rows[0]["gib"]))
     return found

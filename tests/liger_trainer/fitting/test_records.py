@@ -31,7 +31,7 @@ def job_of(options):
     """As `_steps.py` builds it: bf16 weights, AdamW with bf16 states, and bf16 autocast unless it says otherwise."""
     from _models import MODELS
     from peft import LoraConfig
-    from transformers import AutoConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
 
     family, shape = MODELS[options["model"]]
     rank, pairs = options.get("lora"), options.get("trainer") == "dpo"
@@ -42,8 +42,13 @@ def job_of(options):
     elif options.get("config_file"):
         sharding = Sharding("ddp", options["processes"])
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
+    four_bits = None
+    if options.get("nf4"):
+        pytest.importorskip("bitsandbytes")
+        packed = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **packed)
     return Job(
-        Shape(AutoConfig.for_model(family, **shape), torch.bfloat16, lora),
+        Shape(AutoConfig.for_model(family, **shape), torch.bfloat16, lora, four_bits=four_bits),
         losses.of_pairs if pairs else losses.of_labels,
         lambda weights: torch.optim.AdamW(weights, fused=True),
         autocast, sharding, checkpointing={"use_reentrant": False}, reference=pairs,
@@ -54,7 +59,7 @@ def job_of(options):
 def test_there_are_records_of_every_kind():
     assert len(RECORDS) >= 10
     options = [record.options for record in RECORDS]
-    for key in ("checkpointing", "lora", "config_file"):
+    for key in ("checkpointing", "lora", "config_file", "nf4"):
         assert any(each.get(key) for each in options), key
     assert {"sft", "dpo"} <= {each.get("trainer") for each in options}
 
