@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from PIL import Image
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 
 from liger_trainer.command.recipe import TRAINERS, RecipeArguments
@@ -58,9 +59,9 @@ def test_a_column_that_no_trainer_reads_is_left_out_of_a_mixture(tmp_path):
 @pytest.mark.parametrize("column", ["images", "image"])
 def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
     (tmp_path / "data" / "photos").mkdir(parents=True)
-    (tmp_path / "data" / "photos" / "a.png").touch()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / "data" / "photos" / name)
     monkeypatch.chdir(tmp_path / "data" / "photos")
-    (tmp_path / "data" / "photos" / "b.png").touch()
 
     def rows(*names):
         shown = [{"text": "a", column: [name] if column == "images" else name} for name in names]
