@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from liger_trainer.errors import RecipeError, refusal, short
-from liger_trainer.trainers.packed_images import has_images, without_limit
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -49,9 +48,14 @@ def find_images(rows: Any, folders: Sequence[Path]) -> Any:
     return rows.map(convert, with_indices=True, desc="Looking for pictures")
 
 
+def shows_pictures(rows: Any) -> bool:
+    """Tell whether rows have pictures in a column that trainers read."""
+    return not {"image", "images"}.isdisjoint(rows.column_names)
+
+
 def unread_pictures(rows: Any) -> str | None:
     """Return `columns` for a recipe whose rows have pictures in a column that no trainer reads, or None."""
-    if has_images(rows):
+    if shows_pictures(rows):
         return None
     first = rows[0]
     for name, kind in rows.features.items():
@@ -69,8 +73,10 @@ def check_first_batch(trainer: Any) -> None:
     TRL runs the processor when a batch is trained on, and drops no row that is cut to its prompt. Packed rows have all
     gone through the processor.
     """
+    from liger_trainer.trainers.packed_images import without_limit  # which imports torch
+
     rows, collate = trainer.train_dataset, trainer.data_collator
-    if not has_images(rows) or (unlimited := without_limit(collate)) is collate:
+    if not shows_pictures(rows) or (unlimited := without_limit(collate)) is collate:
         return
     rows = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     count = min(len(rows), trainer.args.per_device_train_batch_size)
