@@ -31,9 +31,13 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _on),
     ("memory_budget host_memory_budget", "activation_checkpointing", "activation_checkpointing: auto",
      lambda value: value == "auto"),
+    ("liger_config", "use_liger", "use_liger: true", _on),
     ("fp8_recipe", "fp8 use_peft", "fp8: true and use_peft: false (the base of an adapter is not torchao's)",
      lambda fp8, peft: fp8 and not peft),
 )  # fmt: skip
+
+# What PEFT refuses for adapters on experts, and the values that it takes.
+NOT_ON_EXPERTS = {"lora_dropout": "0.0", "use_dora": "false"}
 
 # Numbers that no library checks, or that it checks only when training begins: in words, their least, their largest.
 _RANGES = (
@@ -85,6 +89,11 @@ def settle(
         raise RecipeError("packing_strategy is 'wrapped', which lets rows see each other. Set packing_strategy: bfd.")
     if value("enable_jit_checkpoint"):
         raise RecipeError("enable_jit_checkpoint is true. Remove it: at SIGTERM a run saves all its processes anyway.")
+    for key, mend in NOT_ON_EXPERTS.items():
+        if value("lora_target_parameters") and value(key):
+            raise RecipeError(
+                f"{key} is {value(key)}, which PEFT refuses with lora_target_parameters. Set {key}: {mend}."
+            )
     if bool(value("reward_funcs")) != entry.rewards:
         with_rewards = ", ".join(name for name, other in TRAINERS.items() if other.rewards)
         raise RecipeError(f"reward_funcs is {value('reward_funcs')!r}; expected a list for {with_rewards} alone.")

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from liger_trainer._logging import logger
 from liger_trainer.errors import RecipeError, short
+from liger_trainer.trainers.packed_images import PackedRows
 
 _BATCH = 10_000  # rows
 _TOKENISED = (
@@ -79,6 +80,8 @@ def check_token_ids(trainer: Any, name: str) -> None:
 def count_rows(trainer: Any, given_rows: Any, name: str) -> RowCounts:
     """The counts of `trainer.train_dataset` (name `"train"`) or `trainer.eval_dataset` (`"eval"`)."""
     rows = getattr(trainer, f"{name}_dataset")
+    if isinstance(rows, PackedRows):
+        return RowCounts(len(given_rows), len(given_rows), max_length_of(trainer))
     columns, given, limit = set(rows.column_names), len(given_rows), max_length_of(trainer)
     most = np.inf if limit is None else limit
     if {"prompt_ids", "chosen_ids", "rejected_ids"} <= columns:  # DPO

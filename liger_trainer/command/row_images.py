@@ -1,22 +1,30 @@
-"""Pictures that rows name by a path."""
+"""Pictures of rows: found by their paths, and tried in a batch before training."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_trainer.errors import RecipeError
+from liger_trainer.errors import RecipeError, refusal, short
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 def find_images(rows: Any, folders: Sequence[Path]) -> Any:
     """The rows with the paths in their columns `images` and `image` as they are found in the first of `folders`.
 
     Pictures themselves, URLs and base64, which transformers reads too, stay as they are. RecipeError for a row whose
-    file is in none of them.
+    file is in none of them or is no picture, and for a column `images` without lists.
     """
     kinds = {name: rows.features[name] for name in ("images", "image") if name in rows.features}
+    if "images" in kinds and not hasattr(kinds["images"], "feature") and len(rows):
+        raise RecipeError(
+            f"the column images has {short(rows[0]['images'])}, and expected is a list of pictures in each row. If "
+            "each row has one picture, set columns: {image: images}."
+        )
     named = [name for name, kind in kinds.items() if getattr(getattr(kind, "feature", kind), "dtype", "") == "string"]
     if not named:
         return rows
+    from PIL import Image, UnidentifiedImageError
 
     def found(name: str | None, index: int) -> str | None:
         if name is None or name.startswith(("http://", "https://", "data:")) or "." not in name:  # base64 has no dot
@@ -25,6 +33,10 @@ def find_images(rows: Any, folders: Sequence[Path]) -> Any:
         if path is None:
             looked = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
             raise RecipeError(f"Row {index} of the dataset has the picture {name!r}, a file that is not in {looked}.")
+        try:
+            Image.open(path).close()  # its header alone
+        except UnidentifiedImageError as error:
+            raise RecipeError(f"Row {index} of the dataset has the picture {name!r}, a file that is none.") from error
         return str(path)
 
     def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -34,3 +46,60 @@ def find_images(rows: Any, folders: Sequence[Path]) -> Any:
         }
 
     return rows.map(convert, with_indices=True, desc="Looking for pictures")
+
+
+def shows_pictures(rows: Any) -> bool:
+    """Tell whether rows have pictures in a column that trainers read."""
+    return not {"image", "images"}.isdisjoint(rows.column_names)
+
+
+def unread_pictures(rows: Any) -> str | None:
+    """Return `columns` for a recipe whose rows have pictures in a column that no trainer reads, or None."""
+    if shows_pictures(rows):
+        return None
+    first = rows[0]
+    for name, kind in rows.features.items():
+        value = first[name]
+        one = value[0] if isinstance(value, list) and value else value
+        is_path = isinstance(one, str) and one.lower().endswith(_SUFFIXES) and " " not in one
+        if is_path or type(getattr(kind, "feature", kind)).__name__ == "Image":
+            return f"columns: {{{'images' if isinstance(value, list) else 'image'}: {name}}}"
+    return None
+
+
+def check_first_batch(trainer: Any) -> None:
+    """RecipeError if the first rows with pictures make no batch, or `max_length` cuts off what they need.
+
+    TRL runs the processor when a batch is trained on, and drops no row that is cut to its prompt. Packed rows have all
+    gone through the processor.
+    """
+    from liger_trainer.trainers.packed_images import without_limit  # which imports torch
+
+    rows, collate = trainer.train_dataset, trainer.data_collator
+    if not shows_pictures(rows) or (unlimited := without_limit(collate)) is collate:
+        return
+    rows = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
+    count = min(len(rows), trainer.args.per_device_train_batch_size)
+    whole, cut = (_batch(each, rows, count) for each in (unlimited, collate))
+    token = getattr(trainer.model.config, "image_token_id", None)
+    most, learned = collate.max_length, cut["labels"] != -100 if "labels" in cut else cut["completion_mask"].bool()
+    for row, mask in enumerate(whole["attention_mask"]):
+        if most is None or (tokens := int(mask.sum())) <= most:
+            continue
+        loses = int((whole["input_ids"][row] == token).sum()) > int((cut["input_ids"][row] == token).sum())
+        if loses or not learned[row, 1:].any():
+            what = "tokens of its pictures" if loses else "all that it would learn"
+            raise RecipeError(
+                f"max_length is {most}, and one of the first rows has {tokens} tokens with its pictures, so that "
+                f"{what} would be cut off. Set max_length: null."
+            )
+
+
+def _batch(collate: Any, rows: Any, count: int) -> Any:
+    try:
+        return collate([rows[index] for index in range(count)])
+    except Exception as error:
+        said = refusal(error)
+        if said is None:
+            raise
+        raise RecipeError(f"of the first rows with pictures no batch can be made: {said}") from error

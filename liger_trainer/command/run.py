@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import liger_trainer
+from liger_trainer._logging import logger
 from liger_trainer.command.chat_template import answers_marked
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.manifest import facts_of
@@ -19,11 +20,13 @@ from liger_trainer.command.output_dir import find_beginning, own_folder
 from liger_trainer.command.preemption import SaveOnSigterm
 from liger_trainer.command.preview import show_rows
 from liger_trainer.command.recipe import Recipe
+from liger_trainer.command.recipe_checks import NOT_ON_EXPERTS
 from liger_trainer.command.row_counts import account_for_rows, check_token_ids
+from liger_trainer.command.row_images import check_first_batch
 from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
 from liger_trainer.command.sources import Sources, find_sources
 from liger_trainer.command.summary import RunRecorder
-from liger_trainer.errors import RecipeError, refusal
+from liger_trainer.errors import RecipeError, refusal, short
 from liger_trainer.world import fault_of_world
 
 
@@ -65,6 +68,7 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
     check_token_ids(trainer, "train")
     if eval_rows is not None and trainer.eval_dataset is not None:
         check_token_ids(trainer, "eval")
+    check_first_batch(trainer)
     if preview_rows is not None:
         return show_rows(trainer, train_rows, total)
     recorder.rows = account_for_rows(trainer, train_rows, eval_rows)
@@ -116,13 +120,36 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     except RecipeError:
         raise
     except Exception as error:
-        said = refusal(error, "assistant_only_loss", model_init_kwargs=options, report_to=training.report_to)
+        if (said := _refused_adapter(error, recipe.model, config)) is not None:
+            raise RecipeError(said) from error
+        said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
         if said is None:
             raise
         what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""
         raise RecipeError(f"{what}{said}") from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
+
+
+def _refused_adapter(error: Exception, args: Any, config: Any) -> str | None:
+    """Say by the keys of the recipe what PEFT refuses of an adapter; None if it is about something else."""
+    text, targets = str(error), args.lora_target_modules
+    if not args.use_peft:
+        return None
+    if targets is None and "target_modules" in text:
+        kind = getattr(config, "model_type", None)
+        return (
+            f"lora_target_modules is unset, and PEFT knows none for model type {kind!r}. Set it to the names of linear "
+            "layers, such as [q_proj, v_proj], or to all-linear."
+        )
+    key = next((key for key in NOT_ON_EXPERTS if key in text), None)
+    if "ParamWrapper" not in text or key is None:
+        return None
+    return (
+        f"{key} is {getattr(args, key)}, which PEFT refuses for adapters on experts, and lora_target_modules: "
+        f"{short(targets)} means experts too. Set {key}: {NOT_ON_EXPERTS[key]}, or name modules of attention alone, "
+        "such as [q_proj, k_proj, v_proj, o_proj]."
+    )
 
 
 def _check_adapter(args: Any, model: Any) -> None:
@@ -134,6 +161,11 @@ def _check_adapter(args: Any, model: Any) -> None:
             if not any(f".{name}." in path for path in paths):
                 raise RecipeError(f"{key} names {name!r}, but the model has no module of that name.")
     wrapped = {getattr(module, "parameter_name", None) for _, module in model.named_modules()}  # by PEFT's ParamWrapper
+    if wrapped - {None} and args.lora_target_modules == "all-linear" and is_main_process():
+        logger.warning(
+            "lora_target_modules: all-linear has adapters on the experts too, and on the routers that choose them. For "
+            "attention alone, name its modules, such as [q_proj, k_proj, v_proj, o_proj]."
+        )
     for name in (args.lora_target_parameters or ()) if args.use_peft else ():
         if name.rpartition(".")[2] not in wrapped:
             raise RecipeError(

@@ -11,7 +11,9 @@ from liger_trainer.command.chat_template import find_template, settle_named_temp
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
+from liger_trainer.command.row_images import shows_pictures, unread_pictures
 from liger_trainer.command.rows import columns_of, load_rows
+from liger_trainer.command.trainer_table import TRAINERS
 from liger_trainer.errors import RecipeError
 from liger_trainer.rewards import REWARDS
 
@@ -49,9 +51,24 @@ def find_sources(recipe: Recipe) -> Sources:
     with training.main_process_first(desc="loading the dataset"):
         train_rows, eval_rows = load_rows(recipe.args, recipe.path.parent, columns_of(recipe), training.seed)
     check_rows(recipe, train_rows.column_names)
+    _check_pictures(recipe, config, train_rows)
     rewards = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs or ()]
     _check_template(recipe, source, train_rows)
     return Sources(source, config, train_rows, eval_rows, rewards)
+
+
+def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
+    """RecipeError if a model would be trained without the pictures of its rows, or the trainer takes none."""
+    if shows_pictures(rows) and not recipe.entry.images:
+        able = ", ".join(name for name, entry in TRAINERS.items() if entry.images)
+        raise RecipeError(
+            f"the rows have pictures, which {recipe.entry.trainer} does not read. Take one of {able}, or remove them."
+        )
+    if getattr(config, "vision_config", None) is not None and (mend := unread_pictures(rows)) is not None:
+        raise RecipeError(
+            f"the rows have the columns {', '.join(rows.column_names)}, and pictures are read from images or image. "
+            f"Set {mend}, or remove that column to train on text alone."
+        )
 
 
 def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:

@@ -13,24 +13,31 @@ class TrainerEntry:
     config: str
     trainer: str
     columns: tuple[tuple[str, ...], ...]
+    images: bool = False  # whether rows may have pictures
     rewards: bool = False  # whether the trainer needs `reward_funcs`
     experimental: bool = False  # whether TRL keeps the trainer in `trl.experimental`
 
 
 TRAINERS = {
     "sft": TrainerEntry(
-        "LigerSFTConfig", "LigerSFTTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
+        "LigerSFTConfig",
+        "LigerSFTTrainer",
+        (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
+        images=True,
     ),
-    "dpo": TrainerEntry("LigerDPOConfig", "LigerDPOTrainer", (("chosen", "rejected"),)),
+    "dpo": TrainerEntry("LigerDPOConfig", "LigerDPOTrainer", (("chosen", "rejected"),), images=True),
     "orpo": TrainerEntry("LigerORPOConfig", "LigerORPOTrainer", (("chosen", "rejected"),), experimental=True),
     "cpo": TrainerEntry("LigerCPOConfig", "LigerCPOTrainer", (("chosen", "rejected"),), experimental=True),
     "kto": TrainerEntry(
-        "LigerKTOConfig", "LigerKTOTrainer", (("prompt", "completion", "label"), ("chosen", "rejected"))
+        "LigerKTOConfig", "LigerKTOTrainer", (("prompt", "completion", "label"), ("chosen", "rejected")), images=True
     ),
-    "grpo": TrainerEntry("LigerGRPOConfig", "LigerGRPOTrainer", (("prompt",),), rewards=True),
-    "rloo": TrainerEntry("LigerRLOOConfig", "LigerRLOOTrainer", (("prompt",),), rewards=True),
+    "grpo": TrainerEntry("LigerGRPOConfig", "LigerGRPOTrainer", (("prompt",),), images=True, rewards=True),
+    "rloo": TrainerEntry("LigerRLOOConfig", "LigerRLOOTrainer", (("prompt",),), images=True, rewards=True),
     "distillation": TrainerEntry("LigerDistillationConfig", "LigerDistillationTrainer", (("prompt",),)),
     "medusa": TrainerEntry(
-        "LigerMedusaConfig", "LigerMedusaTrainer", (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
+        "LigerMedusaConfig",
+        "LigerMedusaTrainer",
+        (("messages",), ("prompt", "completion"), ("text",), ("input_ids",)),
+        images=True,
     ),
 }

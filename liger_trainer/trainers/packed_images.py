@@ -8,6 +8,7 @@ of a batch costs about `max_length` tokens.
 
 import bisect
 from collections.abc import Callable
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,12 @@ class PackedRows(Dataset):
     Args:
         rows (`datasets.Dataset`): One row after the other.
         lengths (`list[int]`): Tokens of each row, those of its images among them.
-        room (`int`): Tokens of a group. A longer row is a group of its own.
+        room (`int`): Tokens of a group.
     """
 
     def __init__(self, rows: Any, lengths: list[int], room: int):
         self.rows, self.groups = rows, best_fit(lengths, room)
+        self.column_names = rows.column_names
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -57,11 +59,17 @@ def has_images(rows: Any) -> bool:
     return not {"image", "images"}.isdisjoint(getattr(rows, "column_names", None) or ())
 
 
+def without_limit(collate: Any) -> Any:
+    """Return a collate function of TRL's for images without its `max_length`; any other one as it is."""
+    limited = is_dataclass(collate) and not isinstance(collate, type) and hasattr(collate, "max_length")
+    return replace(collate, max_length=None) if limited else collate  # type: ignore[type-var]
+
+
 def pack_images(trainer: Any) -> None:
     """Give `trainer`, an SFT trainer whose rows have images, its training rows in groups.
 
     Raises:
-        ValueError: `max_length` is None, rows are streamed, or the model computes padding.
+        ValueError: `max_length` is None or a row is longer, rows are streamed, or the model computes padding.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, trainer.data_collator
     if args.max_length is None:
@@ -73,8 +81,11 @@ def pack_images(trainer: Any) -> None:
             "packing is True for rows with images, which are streamed. Load them, or set packing to False."
         )
     if bound_backbone(base_model_of(trainer.model)) is None:
-        found = trainer.liger_report and trainer.liger_report["varlen_attention"].unsuited
-        why = "; ".join(sorted(set(found.values()))) if found else "use_liger or varlen_attention is switched off"
+        found = trainer.liger_report["varlen_attention"] if trainer.liger_report else None
+        why = "use_liger or varlen_attention is switched off"
+        if found is not None and found.enabled:
+            kept = {*found.unsuited.values(), *found.skipped.values()}
+            why = "; ".join(sorted(kept)) or "no decoder of text was found in it"
         raise ValueError(
             f"packing is True for rows with images, but {type(base_model_of(trainer.model)).__name__} computes "
             f"padding: {why}. Set packing to False."
@@ -82,10 +93,16 @@ def pack_images(trainer: Any) -> None:
     one_by_one = DataLoader(
         rows,
         1,
-        collate_fn=partial(_length, collate),
+        collate_fn=partial(_length, without_limit(collate)),
         num_workers=args.dataloader_num_workers,  # type: ignore[arg-type]
     )
-    trainer.train_dataset = PackedRows(rows, list(one_by_one), args.max_length)
+    lengths = list(one_by_one)
+    if longer := sum(length > args.max_length for length in lengths):
+        raise ValueError(
+            f"max_length is {args.max_length}, and {longer} of {len(lengths)} rows have more tokens with their images, "
+            f"so that they would be cut. Set max_length to {max(lengths)}, or leave these rows out."
+        )
+    trainer.train_dataset = PackedRows(rows, lengths, args.max_length)
     trainer.data_collator = partial(_collate, collate)
 
 

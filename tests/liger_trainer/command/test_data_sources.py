@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from PIL import Image
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 
 from liger_trainer.command.recipe import TRAINERS, RecipeArguments
@@ -111,9 +112,9 @@ def test_conversations_of_a_template_with_and_without_calls(tmp_path):
 @pytest.mark.parametrize("column", ["images", "image"])
 def test_pictures_are_found_beside_the_rows(column, tmp_path, monkeypatch):
     (tmp_path / "data" / "photos").mkdir(parents=True)
-    (tmp_path / "data" / "photos" / "a.png").touch()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / "data" / "photos" / name)
     monkeypatch.chdir(tmp_path / "data" / "photos")
-    (tmp_path / "data" / "photos" / "b.png").touch()
 
     def rows(*names):
         shown = [{"text": "a", column: [name] if column == "images" else name} for name in names]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from recipe_fixtures import command, losses, write_recipe, write_rows
+from tiny_models import tiny_model, tiny_tokenizer
 
 from liger_trainer.command.recipe import parse_recipe, recipe_names
 
@@ -25,6 +26,7 @@ WITHOUT_EFFECT = {
     "memory_budget": ({"memory_budget": 70}, "activation_checkpointing: auto"),
     "eval_fraction": ({"eval_fraction": 0.25}, "eval_strategy: steps or epoch"),
     "save_strategy": ({"save_strategy": "best"}, "eval_strategy: steps"),
+    "liger_config": ({"liger_config": {"experts": False}, "use_liger": False}, "use_liger: true"),
     "num_train_epochs": ({"num_train_epochs": 2}, "max_steps 4"),
 }
 
@@ -293,3 +295,34 @@ def test_packing_that_lets_rows_see_each_other(folder, capsys):
     code, _, err = command(capsys, "train", path)
     assert code == 2 and "packing_strategy is 'wrapped'" in err and "packing_strategy: bfd" in err
     assert command(capsys, "train", path, "--packing_strategy", "bfd")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"lora_target_parameters": ["mlp.experts.down_proj"]}, r"lora_dropout is 0.05, .* Set lora_dropout: 0.0"),
+        ({"lora_target_modules": "all-linear"}, r"lora_dropout is 0.05, .*'all-linear' means experts too. .*\[q_proj"),
+        ({"lora_target_modules": "all-linear", "lora_dropout": 0.0, "use_dora": True}, "use_dora is True, .* experts"),
+        ({}, "lora_target_modules is unset, and PEFT knows none for model type 'qwen3_moe'"),
+    ],
+)
+def test_adapters_on_experts(keys, said, experts, capsys):
+    code, _, err = command(capsys, "train", write_recipe(experts, use_peft=True, **keys))
+    assert code == 2, err
+    assert re.search(said, err.strip().splitlines()[-1])
+
+
+def test_all_linear_of_a_mixture_is_told(experts, capsys):
+    keys = {"use_peft": True, "lora_target_modules": "all-linear", "lora_dropout": 0.0, "max_steps": 1}
+    code, _, err = command(capsys, "train", write_recipe(experts, **keys))
+    assert code == 0, err
+    assert "adapters on the experts too" in err
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """A folder with a tiny mixture of experts and rows."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl")
+    return tmp_path

@@ -1,0 +1,77 @@
+"""Rows with pictures in a recipe: each fault is one line with the mend, before training; and packed rows."""
+
+import json
+import re
+
+import pytest
+import torch
+from image_models import image_model
+from image_processors import noise_image, processor_of
+from recipe_fixtures import command, write_recipe
+
+MODEL = "idefics3"  # whose processor has no part for videos
+IMAGE = {"type": "image"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model of images with its processor, a picture, and a file that is none."""
+    found, source = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
+    image_model(MODEL).save_pretrained(found / "model")
+    processor_of(MODEL).save_pretrained(found / "model")
+    noise_image(40, 60, source).save(found / "a.png")
+    (found / "text.png").write_text("a text")
+    return found
+
+
+def row(images=("a.png",), content="w3 w4", column="images"):
+    turns = {"prompt": [{"role": "user", "content": content}], "completion": [{"role": "assistant", "content": "w5"}]}
+    return turns | {column: images}
+
+
+def train(folder, capsys, rows, tmp_path, **keys):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    keys = {"prompt_template": None, "max_length": 1024, "max_steps": 1, "output_dir": str(tmp_path / "out")} | keys
+    return command(capsys, "train", write_recipe(folder, **keys))
+
+
+PAIR = {"prompt": row()["prompt"], "images": ["a.png"]} | dict.fromkeys(("chosen", "rejected"), row()["completion"])
+BAD = {
+    "another column": (
+        [row(column="picture")], {}, "pictures are read from images or image. Set columns: {images: picture}",
+    ),
+    "a column with one picture": ([row("a.png", column="photo")], {}, "Set columns: {image: photo}"),
+    "no list": ([row("a.png")], {}, "images has 'a.png', and expected is a list .* set columns: {image: images}"),
+    "no picture": ([row(), row(["text.png"])], {}, "has the picture 'text.png', a file that is none"),
+    "more places than pictures": (
+        [row(content=[IMAGE, IMAGE, {"type": "text", "text": "w3"}])], {},
+        r"no batch can be made: Number of images provided \(1\) does not match number of image placeholders \(2\)",
+    ),
+    "tokens of pictures cut": ([row()], {"max_length": 3}, "is 3, and .* tokens of its pictures would be cut"),
+    "the answer cut": ([row()], {"max_length": 33}, "max_length is 33, and .* all that it would learn would be cut"),
+    "answers of a pair cut": (
+        [PAIR],
+        {"trainer": "dpo", "max_length": 10}, "max_length is 10, and .* Set max_length: null",
+    ),
+    "a trainer without images": (
+        [{"prompt": "w3", "chosen": "w4", "rejected": "w5", "images": ["a.png"]}], {"trainer": "orpo"},
+        "the rows have pictures, which LigerORPOTrainer does not read. Take one of sft, dpo, kto",
+    ),
+    "the word set": ([row()], {"router_aux_loss_coef": 0.1}, "yaml: `router_aux_loss_coef` is set to 0.1"),
+    "packing of longer rows": ([row()], {"packing": True, "max_length": 8}, "is 8, and 1 of 1 rows have more"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, keys, said", BAD.values(), ids=BAD)
+def test_what_is_refused(rows, keys, said, folder, tmp_path, capsys):
+    code, _, err = train(folder, capsys, rows, tmp_path, **keys)
+    assert code == 2, err
+    assert re.search(said, err.strip().splitlines()[-1])
+
+
+def test_packed_rows_are_counted(folder, tmp_path, capsys):
+    code, out, err = train(
+        folder, capsys, [row(), row(["a.png", "a.png"]), row([])], tmp_path, packing=True, max_length=70
+    )
+    assert code == 0, err
+    assert "3 used of 3" in out
