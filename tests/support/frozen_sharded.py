@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer, LigerSFTConfig, LigerSFTTrainer
 from liger_trainer.fp8 import feature as fp8_fields
-from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
+from liger_trainer.fp8.frozen_layer import InEightBits
 
 # Name: the dtype in which the base is loaded, options. "resumed" goes on from a checkpoint of the second step.
 CASES = {
@@ -26,6 +26,7 @@ CASES = {
     "from a file": (torch.float32, {"bf16": False}),  # which under FSDP2 the first process alone reads
     "checkpointed": (torch.float32, {"bf16": False, "gradient_checkpointing": True}),
     "bf16": (torch.bfloat16, {}),
+    "experts": (torch.float32, {"bf16": False}),
     "medusa": (torch.float32, {"bf16": False, "save_strategy": "steps", "save_steps": 2}),
     "medusa, resumed": (torch.float32, {"bf16": False, "resume": "medusa"}),
 }
@@ -67,23 +68,28 @@ def train(out, name, world):
     save = SaveGradients()
     if name == "from a file":
         model = AutoModelForCausalLM.from_pretrained(f"{out}/model", dtype=dtype, attn_implementation="eager")
+    elif name == "experts":
+        model = tiny_model("qwen3_moe", dtype=dtype, moe_intermediate_size=32)
     else:
         model = tiny_model("llama", dtype=dtype)
+    targets = ["q_proj", "v_proj"] if name == "experts" else "all-linear"
     trainer = (LigerMedusaTrainer if heads else LigerSFTTrainer)(
-        model if heads else adapted(model=model), args, train_dataset=Dataset.from_list(ragged_rows(32)),
-        processing_class=tiny_tokenizer(), callbacks=[save],
+        model if heads else adapted(model=model, target_modules=targets), args, processing_class=tiny_tokenizer(),
+        train_dataset=Dataset.from_list(ragged_rows(32)), callbacks=[save],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=None if resume is None else f"{out}/{resume}/checkpoint-2")
     trainer.save_model(f"{out}/{name}/saved")
-    layers = [module for module in trainer.model.modules() if type(module) is FrozenFloat8Linear]
-    held = [getattr(p, "_local_tensor", p) for layer in layers for p in (layer.bits, layer.scale)]
+    layers = [module for module in trainer.model.modules() if isinstance(module, InEightBits)]
+    base = [layer.get_parameter(name) for layer in layers for names in layer.weights.values() for name in names]
+    held = [getattr(p, "_local_tensor", p) for p in base]
     return {
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
         "grads": save.grads,
-        "base": [whole(p).contiguous().view(torch.uint8) for layer in layers for p in (layer.bits, layer.scale)],
+        "base": [whole(p).contiguous().view(torch.uint8) for p in base],
         "held": sum(tensor.nbytes for tensor in held),
         "gathered": str(getattr(policy_of(trainer), "param_dtype", None)),
         "swapped": len(trainer.liger_report["frozen_float8" if heads else "lora"].swapped),
+        "blocks": len(trainer.liger_report["experts"].swapped),
     }
 
 
