@@ -281,8 +281,10 @@ def layouts_of(module: nn.Module) -> frozenset[tuple[int, str]]:
 
 
 def _layouts(cos: torch.Tensor, sin: torch.Tensor) -> list[str]:
-    """The layouts that cos and sin have; both of them where all numbers of a row are equal."""
+    """The layouts that cos and sin have; both of them where all numbers of a row are equal, none without rows."""
     half = cos.shape[-1] // 2
+    if cos.shape[:-1].numel() == 0:  # as of a rotary width of 0 for positions of three axes, in transformers 5.17
+        return []
     if cos.shape[-1] % 2 or cos.shape[-1] == 0 or cos.shape != sin.shape:
         return ["other"]
     kinds = []

@@ -89,6 +89,9 @@ def test_a_step_with_known_places_and_sizes(name, monkeypatch):
         monkeypatch.setitem(known._OWN, function, watched(function, known._OWN[function]))
     assert_same_step(image_step(model, batch), want)
     scattered, written = found.values()
+    if hasattr(model.base_model, "inputs_merger"):  # SmolVLM of transformers 5.17 has a way of its own
+        assert not scattered and not written
+        return
     assert scattered and all(x is not NotImplemented for x in scattered)
     assert len(written) == ("qwen3_vl" in name) * 2 and all(x is not NotImplemented for x in written)
     with pytest.raises(ValueError, match="do not match"):
