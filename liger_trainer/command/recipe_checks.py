@@ -39,7 +39,7 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
 _RANGES = (
     ("of 1 or more", 1, math.inf, "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "save_total_limit max_length max_completion_length lora_alpha"),
-    ("of 0 or more", 0, math.inf, "weight_decay max_grad_norm dataloader_num_workers"),
+    ("of 0 or more", 0, math.inf, "weight_decay max_grad_norm warmup_steps dataloader_num_workers"),
     ("above 0", 1e-12, math.inf, "num_train_epochs logging_steps eval_steps save_steps"),
     ("from 0 to 1", 0, 1, "label_smoothing_factor"),
 )  # fmt: skip

@@ -66,8 +66,11 @@ class RunRecorder(TrainerCallback):
         epochs = (state.epoch or 0) * (1 - self._first_step / max(1, state.global_step))
         lines.append(f"  time     {seconds} for {epochs:.2f} epochs of these rows")
         if "loss" not in self._logged:
-            mean = "not logged" if self._mean_loss is None else f"{self._mean_loss:.3f}, the mean of all steps"
-            lines.append(f"  loss     {mean}")
+            mean = self._mean_loss
+            if mean is not None and not hasattr(trainer, "_initial_global_step"):
+                # transformers 5.17 divides the losses since the resumption by the steps of the whole run
+                mean *= state.global_step / (state.global_step - self._first_step)
+            lines.append(f"  loss     {'not logged' if mean is None else f'{mean:.3f}, the mean of all steps'}")
         for key, name in _LOGGED.items():
             if logged := self._logged.get(key):
                 lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}")

@@ -51,6 +51,14 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
             "would all call the patched forwards of the first GPU's model. Start with accelerate launch or torchrun, "
             "make one GPU visible with CUDA_VISIBLE_DEVICES, or set use_liger=False."
         )
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    cap = getattr(text, "attn_logit_softcapping", None)
+    if cap is not None and getattr(text, "_attn_implementation", None) == "sdpa":  # as by default in transformers 5.17
+        raise ValueError(
+            f"attn_implementation is 'sdpa', which leaves out the model's attn_logit_softcapping of {cap}."
+            " Load the model with attn_implementation='eager', or set attn_logit_softcapping to None to train without."
+        )
     if args.use_liger_kernel:
         raise ValueError(
             "use_liger_kernel is true, which has liger-kernel patch the model once more when training starts. Remove "

@@ -7,6 +7,7 @@ moment before that rank saves its random state; the signal 0 stands for an error
 import os
 import sys
 
+from torch.serialization import register_package
 from transformers import TrainerCallback, trainer
 
 
@@ -30,6 +31,8 @@ def save(self, output_dir):
 if __name__ == "__main__":
     from liger_trainer.command.main import main
 
+    # Of two processes on CPUs, transformers 5.17 has torch restore the optimizer to cpu:0, which torch does not know.
+    register_package(0, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None)
     if "HIT" in os.environ:
         trainer.DEFAULT_CALLBACKS.append(Hit)
     if "HIT_SAVE" in os.environ:

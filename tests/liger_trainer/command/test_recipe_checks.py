@@ -79,6 +79,7 @@ OUT_OF_RANGE = {
     "logging_steps": 0,
     "weight_decay": -0.1,
     "max_grad_norm": -1.0,
+    "warmup_steps": -3,
     "lora_alpha": 0,
     "max_length": -1,
 }
@@ -98,7 +99,6 @@ LIBRARIES_SAY = {
     "learning_rate": (-1.0, "Invalid learning rate: -1.0"),
     "adam_beta2": (1.0, "Invalid beta parameter at index 1: 1.0"),
     "lr_scheduler_kwargs": ({"foo": 1}, "unexpected keyword argument 'foo'"),
-    "warmup_steps": (-3, "warmup_steps = -3"),
     "optim": ("galore_adamw", "You need to install `galore_torch`"),
 }
 
