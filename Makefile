@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # engine that is built from source.
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-kernels test-trainer test-all test-deploy check lint types format docs test-docs figures clean
+.PHONY: quickstart test test-oldest test-kernels test-trainer test-all test-deploy check lint types format docs test-docs figures clean
 
 quickstart: $(READY)
 	rm -rf outputs/quickstart
@@ -27,6 +27,14 @@ quickstart: $(READY)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test: test-kernels test-trainer
+
+# The same with the oldest torch, transformers and TRL that pyproject.toml allows.
+OLDEST := $(shell sed -nE 's/^ +"(torch|transformers|trl)>=([0-9.]+).*/\1==\2.0/p' pyproject.toml)
+
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --no-compile $(OLDEST)
+	$(MAKE) test VENV=.venv-oldest
 
 test-kernels: $(READY)
 	TRITON_INTERPRET=$(if $(GPU),0,1) $(PYTEST) tests/kernels
@@ -89,4 +97,4 @@ $(READY): pyproject.toml Makefile
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(DEPLOY) dist build site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest $(DEPLOY) dist build site .mypy_cache .pytest_cache .ruff_cache
