@@ -1,15 +1,15 @@
-"""A gated MLP whose projections have a LoRA: down(act(gate(x)) * up(x)), each of the three as in `lora_linear`.
+"""A gated MLP whose projections may have a LoRA: down(act(gate(x)) * up(x)), each of the three as in `lora_linear`.
 
     g, u = gate(x), up(x);  a = act(g) * u;  y = down(a)
 
-Shapes  x (..., K), gate and up (I, K), down (N, I); a LoRA on one of them or more, of any ranks.
+Shapes  x (..., K), gate and up (I, K), down (N, I); a LoRA on any of them, of any ranks.
 Dtypes  As in `lora_linear` and `swiglu`.
 Bytes   b per element of the width I, apart from large products: forward reads g, u and a, and writes a. Backward reads
         da, g and u, writes dg, du and a in their place, and reads each of these once. The adapters are added in these
         passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.
 Slices  If g has more than `SLICE_ABOVE` bytes, both passes go through slices of the rows, whose g has at most
-        `SLICE_BYTES`. Kept for backward: x. It computes g and u of a slice again, and adds up the gradients of the
-        projections in fp32.
+        `SLICE_BYTES`. Kept for backward: x. It computes g and u of a slice again, and adds up the gradients of
+        weights in fp32.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ import torch
 
 from . import _lora, reference
 from ._autograd import computed, once_differentiable, records_graph, without_memory
-from ._dispatch import no_autocast
+from ._dispatch import no_autocast, result_dtype
 from ._launch import as_matrix, cdiv, check_in
 from ._lora import Form, Layer, Rounded
 from .dequantize import PackedWeight
-from .frozen_float8 import SharedRows
+from .frozen_float8 import Float8Weight, SharedRows
 from .gates import TWINS, Product, gate_of_sums, gradients_of_sums, takes
 from .lora_linear import Lora, Weight, as_tensors, checked_layers, form_of, runs_as_twin
 
@@ -32,6 +32,11 @@ Factors = tuple[Rounded, Rounded]  # of the group of gate and up, and of down
 
 SLICE_ABOVE, SLICE_BYTES = 1 << 30, 256 << 20
 SLICE_UNIT = 128  # rows
+
+
+def goes_in_slices(x: torch.Tensor, width: int) -> bool:
+    """Whether an MLP of this inner width goes through slices of the rows of `x`."""
+    return x.shape[:-1].numel() * width * result_dtype(x).itemsize > SLICE_ABOVE
 
 
 class Plan(NamedTuple):
@@ -198,13 +203,15 @@ class _SlicedMLP(torch.autograd.Function):
 
 
 def _unpacked(layers: list[Layer], plan: Plan) -> list[Layer]:
-    """`layers` with matrices in place of packed weights, which each slice would unpack."""
-    return [
-        layer._replace(weight=layer.weight.to(plan.forms[0].dtype))
-        if isinstance(layer.weight, PackedWeight) and layer.weight.product is None
-        else layer
-        for layer in layers
-    ]
+    """`layers` with matrices of the products' dtype, which each slice would make of packed or fp32 weights."""
+
+    def unpacked(layer: Layer) -> Layer:
+        weight = layer.weight
+        if isinstance(weight, Float8Weight) or (isinstance(weight, PackedWeight) and weight.product is not None):
+            return layer
+        return layer._replace(weight=weight.to(plan.forms[0].dtype))
+
+    return [unpacked(layer) for layer in layers]
 
 
 def _sliced(x: torch.Tensor, layers: list[Layer], plan: Plan) -> torch.Tensor:
@@ -219,7 +226,7 @@ def _sliced(x: torch.Tensor, layers: list[Layer], plan: Plan) -> torch.Tensor:
 def lora_mlp(
     x: torch.Tensor, gate: Projection, up: Projection, down: Projection, *, activation: str = "silu"
 ) -> torch.Tensor:
-    """down(act(gate(x)) * up(x)) with a LoRA on the projections, differentiable in all tensors.
+    """down(act(gate(x)) * up(x)) with or without a LoRA on each projection, differentiable in all tensors.
 
     Args:
         x (`torch.Tensor`): (..., K); bf16, fp16 or fp32 (float64: the PyTorch twin).
@@ -232,12 +239,10 @@ def lora_mlp(
         `torch.Tensor` (..., N) in the dtype of `x`, under autocast in that of autocast. It runs without Triton too.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit, `activation` is unknown, or no projection has a LoRA.
+        ValueError: A shape, dtype or device does not fit, or `activation` is unknown.
     """
     check_in("activation", activation, TWINS)
     projections = [gate, up, down]
-    if not any(lora is not None for _, _, lora in projections):
-        raise ValueError("no projection has a lora; use torch.nn.functional.linear and liger_triton.swiglu.")
     inner = checked_layers(x, projections[:2])
     if gate[0].shape != up[0].shape or down[0].ndim != 2 or down[0].shape[1] != up[0].shape[0]:
         shapes = [tuple(weight.shape) for weight, _, _ in projections]

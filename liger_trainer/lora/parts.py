@@ -66,8 +66,8 @@ def is_linear(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not linear_is_torchs():
         return False
     parameters = module._parameters  # `module.weight` takes a call of Python
-    bias = parameters["bias"]
-    return type(parameters["weight"]) in PLAIN_TENSORS and (bias is None or type(bias) in PLAIN_TENSORS)
+    weight, bias = parameters.get("weight"), parameters.get("bias")  # FSDP1 takes them away
+    return type(weight) in PLAIN_TENSORS and (bias is None or type(bias) in PLAIN_TENSORS)
 
 
 def is_base(module: nn.Module) -> bool:

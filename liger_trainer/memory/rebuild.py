@@ -96,7 +96,7 @@ def is_rebuildable(tensor: torch.Tensor) -> bool:
 
 def _applies(tensor: torch.Tensor) -> bool:
     """Return whether autograd would keep `tensor`, and no hooks of others decide about it."""
-    return not torch.compiler.is_compiling() and tensor.requires_grad and not _other_hooks_active()
+    return not torch.compiler.is_compiling() and tensor.requires_grad and not other_hooks_active()
 
 
 def rebuilding(tensor: torch.Tensor, *consumers: torch.nn.Module) -> contextlib.AbstractContextManager:
@@ -187,7 +187,7 @@ def _hooks() -> kept.Hooks:
     return kept.hooks_in_force() or (kept.keep, kept.unchanged)
 
 
-def _other_hooks_active() -> bool:
+def other_hooks_active() -> bool:
     """Return whether saved-tensor hooks of others decide what is kept."""
     hooks = kept.hooks_in_force()
     return hooks is not None and not getattr(hooks[0], "keeps_values", False)

@@ -23,10 +23,17 @@ from liger_trainer.instance.guards import Guards, guards_of
 from liger_trainer.instance.kind import Kind, Proof
 from liger_trainer.lora.layers import tensors_now
 from liger_trainer.lora.parts import Tensors
-from liger_trainer.memory.rebuild import REBUILD_ABOVE_BYTES, call_rebuilding, only_caller_reads, rebuilding
+from liger_trainer.memory.rebuild import (
+    REBUILD_ABOVE_BYTES,
+    call_rebuilding,
+    only_caller_reads,
+    other_hooks_active,
+    rebuilding,
+)
 from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names
 from liger_triton import lora_mlp
 from liger_triton.halves import halves
+from liger_triton.lora_mlp import goes_in_slices
 
 TOKENS = (2, 3)
 ACTIVATIONS = {Gate("swiglu", ""): "silu", Gate("geglu", "tanh"): "gelu_tanh", Gate("geglu", "none"): "gelu"}
@@ -185,6 +192,11 @@ def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[
     return None, "it is not down(act(gate) * up) with silu or gelu, nor one of the known clamps and scales of that"
 
 
+def keeps_nothing() -> bool:
+    """Return whether autograd keeps nothing here, as in a checkpointed layer, which is called again backward."""
+    return not torch.is_grad_enabled() or other_hooks_active()
+
+
 @functools.cache
 def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     """The `forward` to bind to a gated MLP. A larger product than `rebuild_above` bytes is computed again backward."""
@@ -192,10 +204,14 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     names = (first, second, mlp.down) if gate_first else (second, first, mlp.down)
     activation = None if first == second else ACTIVATIONS.get(mlp.gate)  # of `lora_mlp`
 
-    def projections_with_lora(self, x: torch.Tensor) -> list[Tensors] | None:
-        """The tensors of gate, up and down where one of them has a LoRA and our function computes all three now."""
+    def tensors_of_projections(self, x: torch.Tensor) -> list[Tensors] | None:
+        """The tensors of gate, up and down where one function computes all three now: with a LoRA on one of them, or
+        where all would be computed again in the backward pass, and have so many rows that it takes them in slices."""
         projections = [self._modules[name] for name in names]
-        if torch.compiler.is_compiling() or not any("base_layer" in module._modules for module in projections):
+        if torch.compiler.is_compiling():
+            return None
+        adapted = any("base_layer" in module._modules for module in projections)
+        if not adapted and not (goes_in_slices(x, (_widths(projections[0]) or (0, 0))[1]) and keeps_nothing()):
             return None
         found: list[Tensors] = []
         for name, module in zip(names, projections, strict=True):
@@ -203,7 +219,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
             if tensors is None:
                 return None
             found.append(tensors)
-        return found if any(adapter is not None for _, _, adapter in found) else None
+        return found if not adapted or any(adapter is not None for _, _, adapter in found) else None
 
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """The two results before the gate, in the order of their calls, and whether they may be written over."""
@@ -226,9 +242,9 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
         if len(args) + len(named) != 1 and any(given is not None for given in (*args[1:], *named.values())):
             return type(self).forward(self, *args, **named)
         x = args[0] if args else next(iter(named.values()))
-        if activation is not None and (adapted := projections_with_lora(self, x)) is not None:
+        if activation is not None and (found := tensors_of_projections(self, x)) is not None:
             with rebuilding(x, self):
-                y = lora_mlp(x, *adapted, activation=activation)
+                y = lora_mlp(x, *found, activation=activation)
         else:
             y = gated(self, x)
         if mlp.factor is not None:

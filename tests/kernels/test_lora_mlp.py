@@ -213,7 +213,6 @@ def test_compiles(device):
         ({"activation": "relu"}, "activation is 'relu'; expected one of 'silu', 'gelu_tanh', 'gelu'"),
         ({"up": (torch.ones(55, K), None, None)}, r"up \(55, 24\), down \(40, 56\); expected \(I, K\)"),
         ({"down": (torch.ones(N, 55), None, None)}, r"down \(40, 55\); expected \(I, K\)"),
-        ({"gate": (torch.ones(INNER, K), None, None)}, "no projection has a lora"),
     ],
 )
 def test_bad_input(change, message):
@@ -239,6 +238,21 @@ def slices(monkeypatch):
 def test_slices_match_float64(shape, activation, device, check_close, slices):
     calls = (functools.partial(f, activation=activation) for f in (ours, oracle))
     check_close(*calls, tensors(shape, torch.float32, device, bias=True))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_slices_without_adapters(autocast, device, check_close, slices):
+    """All weights are trained. Under autocast they and their gradients are in fp32."""
+    given = tensors((21,), torch.float32, device, ranks=(0, 0, 0), bias=True)
+    given = [None if t is None else t.detach().requires_grad_() for t in given]
+    if not autocast:
+        return check_close(ours, oracle, given)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        y = ours(*given)
+    leaves, dy = [t for t in given if t is not None], torch.randn(y.shape, device=device)
+    want = torch.autograd.grad(oracle(*given), leaves, dy)
+    for got, w in zip(torch.autograd.grad(y, leaves, dy.to(y.dtype)), want, strict=True):
+        assert got.dtype == torch.float32 and (got - w).norm() <= 0.02 * w.norm()
 
 
 @pytest.mark.parametrize("trained", [(0,), (3,), (1, 8), (9,), (12,), (1, 5, 9), (11, 12)], ids=str)

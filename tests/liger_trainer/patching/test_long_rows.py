@@ -1,0 +1,91 @@
+"""Gated MLPs without adapters whose rows are many, in checkpointed layers: in slices, with the numbers of stock."""
+
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from side_by_side import assert_same_step, batch, model_of, patched, step
+
+kernel = sys.modules["liger_triton.lora_mlp"]
+
+
+@pytest.fixture
+def inner(monkeypatch):
+    """Rows are many from 8 on, and 8 make a slice. Returns a list with an entry for each slice that is computed."""
+    monkeypatch.setattr(kernel, "SLICE_ABOVE", 0)
+    monkeypatch.setattr(kernel, "SLICE_BYTES", 1)
+    monkeypatch.setattr(kernel, "SLICE_UNIT", 8)
+    called, compute = [], kernel._inner
+    monkeypatch.setattr(kernel, "_inner", lambda *given: called.append(1) or compute(*given))
+    return called
+
+
+def on_attention(model):
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("wrap", [None, on_attention], ids=["all-weights", "frozen"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_step_is_that_of_stock(model_type, dtype, wrap, inner):
+    setting = ("sdpa", "checkpoint", dtype)
+    want = step(model_of(setting, model_type, wrap))
+    assert not inner
+    model = patched(model_of(setting, model_type, wrap))
+    assert_same_step(step(model), want, dtype)
+    layers, rows = model.config.get_text_config().num_hidden_layers, batch()["input_ids"].numel()
+    passes = 3 if model_type == "gemma3_text" else 2  # its norm after the MLP wants the output again
+    assert len(inner) == passes * layers * -(-rows // 8)
+
+
+def test_not_where_layers_keep_what_they_need(inner):
+    """To compute gate and up again would be more work there. Without gradients there is none."""
+    setting = ("sdpa", "kept", "fp32")
+    want, model = step(model_of(setting)), patched(model_of(setting))
+    assert_same_step(step(model), want, "fp32")
+    assert not inner
+    with torch.no_grad():
+        loss = model(**batch()).loss
+    assert inner
+    torch.testing.assert_close(loss, want[0])
+
+
+def test_not_where_a_hook_is_on_a_projection(inner):
+    setting = ("sdpa", "checkpoint", "fp32")
+    want, model = step(model_of(setting)), patched(model_of(setting))
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert_same_step(step(model), want, "fp32")
+    assert seen and not inner
+
+
+def test_a_second_backward_pass(inner):
+    """Gradients are added to those that are there."""
+    setting = ("sdpa", "checkpoint", "fp32")
+    stock, ours = model_of(setting), patched(model_of(setting))
+    step(stock)
+    step(ours)
+    assert_same_step(step(ours, seed=2), step(stock, seed=2), "fp32")
+
+
+def test_sharded(tmp_path, inner):
+    """FSDP2 gathers the weights of a layer in its call, and again where it is recomputed."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    setting = ("sdpa", "checkpoint", "fp32")
+    want = step(model_of(setting))
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, mesh = patched(model_of(setting)), distributed.init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        loss, gradients = step(model)
+        gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    finally:
+        distributed.destroy_process_group()
+    assert inner
+    assert_same_step((loss, gradients), want, "fp32")
