@@ -18,6 +18,8 @@ def _patch_once(fn):
     if found not in _patched:
         _patched.add(found)
         _patch_lang(fn)
+        # Triton 3.6 converts an array of one dimension here, which numpy 2.4 refuses.
+        interpreter.tl.tensor.__index__ = lambda self: int(self.handle.data.item())
     return interpreter._LangPatchScope()
 
 
