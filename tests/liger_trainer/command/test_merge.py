@@ -75,6 +75,21 @@ def test_a_model_of_images(tmp_path, capsys):
     assert type(AutoProcessor.from_pretrained(tmp_path / "merged")).__name__ == "Gemma3Processor"
 
 
+def save_tied(folder, adapter):
+    """A tied base, and an adapter on it that has learned something."""
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_model("llama", tie_word_embeddings=True)
+    base.save_pretrained(folder / "base")
+    base.name_or_path = base.config._name_or_path = str(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **adapter))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter) * parameter.requires_grad
+    model.save_pretrained(folder / "adapter")
+
+
 @pytest.mark.parametrize(
     "adapter",
     [
@@ -82,28 +97,29 @@ def test_a_model_of_images(tmp_path, capsys):
         {"target_modules": ["q_proj", "embed_tokens"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
         {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5, 6], "lm_head": [5, 8]}},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
     ],
     ids=str,
 )
 def test_an_adapter_on_a_tied_head_or_on_tied_embeddings_changes_what_it_has_changed(adapter, tmp_path, capsys):
-    from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+    from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    base = tiny_model("llama", tie_word_embeddings=True)
-    base.save_pretrained(tmp_path / "base")
-    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **adapter))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn_like(parameter) * parameter.requires_grad
-    model.save_pretrained(tmp_path / "adapter")
+    save_tied(tmp_path, adapter)
     code, _, err = command(capsys, "merge", tmp_path / "adapter", tmp_path / "merged")
     assert code == 0, err
     with_adapter = logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"))
     assert (with_adapter - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))).abs().max() > 0.1
     merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     torch.testing.assert_close(merged, with_adapter, rtol=1e-4, atol=1e-4)
+
+
+def test_what_peft_leaves_unmerged_is_refused(tmp_path, capsys):
+    save_tied(tmp_path, {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [5, 6]})
+    code, _, err = command(capsys, "merge", tmp_path / "adapter", tmp_path / "merged")
+    assert code == 2 and "PEFT does not merge a LoRA and trainable_token_indices on one layer, as on lm_head" in err
+    assert not (tmp_path / "merged").exists()
 
 
 def test_dtype(folder, tmp_path, capsys):
