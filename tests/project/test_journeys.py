@@ -3,8 +3,12 @@
 import json
 import os
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 
 import numpy as np
@@ -49,33 +53,85 @@ def block(text, language):
     return found
 
 
+def environment():
+    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+
+
 def shell(line, folder):
     """What a line of a `bash` block prints, run in `folder`."""
     line = line.replace("liger-trainer", f"{sys.executable} -m liger_trainer")
     line = line.replace("accelerate launch", f"{sys.executable} -m accelerate.commands.launch")
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(line, shell=True, cwd=folder, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
-def test_from_chats_to_a_server(tmp_path):
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The folder in which the commands of the first journey have run, up to the merged model."""
+    folder = tmp_path_factory.mktemp("served")
     text = section("recipes.md", "From your chats to a server")
-    (tmp_path / "chats.jsonl").write_text(block(text, "json"))
-    (tmp_path / "chats.yaml").write_text(block(text, "yaml"))
+    (folder / "chats.jsonl").write_text(block(text, "json"))
+    (folder / "chats.yaml").write_text(block(text, "yaml"))
     preview, train, chat, merge = block(text, "bash").splitlines()
     answers = [json.loads(line)["messages"][-1]["content"] for line in block(text, "json").splitlines()]
-    assert f"«{answers[0]}" in shell(f"{preview} --bf16 false", tmp_path)
-    assert "trains" in shell(f"{train} --bf16 false", tmp_path)
-    assert answers[1] in shell(chat, tmp_path), "after twenty steps it knows its answer"
-    shell(merge, tmp_path)
-    served = tmp_path / "served"
-    assert not (served / "adapter_config.json").exists(), "servers want a whole model"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(served), AutoTokenizer.from_pretrained(served)
+    assert f"«{answers[0]}" in shell(f"{preview} --bf16 false", folder)
+    assert "trains" in shell(f"{train} --bf16 false", folder)
+    assert answers[1] in shell(chat, folder), "after twenty steps it knows its answer"
+    shell(merge, folder)
+    return folder
+
+
+def test_from_chats_to_a_server(served):
+    assert not (served / "served" / "adapter_config.json").exists(), "servers want a whole model"
+    model, tokenizer = (auto.from_pretrained(served / "served") for auto in (AutoModelForCausalLM, AutoTokenizer))
     turn = [{"role": "user", "content": "When are you open?"}]
     asked = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     said = model.generate(**asked, max_new_tokens=20, do_sample=False)
-    assert answers[1] in tokenizer.decode(said[0])
+    assert "From nine to six." in tokenizer.decode(said[0])
+
+
+SERVERS = {  # what each command of the journey needs
+    "vllm serve": lambda: shutil.which("vllm"),
+    "llama-server": lambda: shutil.which("llama-server") and os.environ.get("LLAMA_CPP"),  # the folder of its sources
+    "transformers serve": lambda: all(map(find_spec, ("fastapi", "uvicorn", "openai"))),
+}
+
+
+@pytest.mark.parametrize("program", SERVERS)
+def test_a_server_answers(program, served):
+    """The merged model answers the documented request as it was trained to."""
+    if not SERVERS[program]():
+        pytest.skip(f"{program} is not installed")
+    text = section("recipes.md", "From your chats to a server")
+    (line,) = [line for line in re.findall("^.*--port 8000$", text, re.MULTILINE) if program in line]
+    if program == "llama-server" and not (served / "llama.cpp").exists():
+        (served / "llama.cpp").symlink_to(os.environ["LLAMA_CPP"])
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    line = line.replace("8000", port).replace("python ", f"{sys.executable} ")
+    main = f'{sys.executable} -c "from transformers.cli.transformers import main; main()" serve'
+    line = line.replace("transformers serve", main)
+    with open(served / "server.log", "w+") as log:
+        env = environment() | ({"PYTHONPATH": ""} if program == "vllm serve" else {})
+        server = subprocess.Popen(
+            line, shell=True, cwd=served, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            ask, end = block(text, "sh").strip().replace("8000", port).replace("curl", "curl -s"), time.time() + 900
+            while True:
+                said = subprocess.run(ask, shell=True, capture_output=True, text=True).stdout
+                if '"choices"' in said:
+                    break
+                log.seek(0)
+                assert server.poll() is None and time.time() < end, f"{line}\n{said}\n{log.read()[-3000:]}"
+                time.sleep(2)
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGTERM)
+                server.wait(60)
+    assert json.loads(said)["choices"][0]["message"]["content"].strip() == "From nine to six."
 
 
 def answers(model, tokenizer, prompt, answer):
