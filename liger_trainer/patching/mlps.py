@@ -193,7 +193,8 @@ def prove(module: nn.Module, rebuild_above: int = REBUILD_ABOVE_BYTES) -> tuple[
 
 
 def keeps_nothing() -> bool:
-    """Return whether autograd keeps nothing here, as in a checkpointed layer, which is called again backward."""
+    """Return whether autograd keeps nothing here, as in a checkpointed layer, which is called again backward. Those of
+    `auto` are measured as if they kept all."""
     return not torch.is_grad_enabled() or other_hooks_active()
 
 
