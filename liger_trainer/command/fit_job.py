@@ -66,7 +66,10 @@ def size_of(recipe: Recipe) -> tuple[int, int]:
     """The rows of a micro-batch, and the tokens of its longest row."""
     length = getattr(recipe.training, "max_length", None)
     if length is None:
-        raise RecipeError(f"{recipe.path}: max_length is unset, so that rows have any length. Pass --max_length 2048.")
+        raise RecipeError(
+            f"{recipe.path}: max_length is unset, so that rows have any length. Pass --max_length 2048, or the "
+            "tokens of the longest row with its pictures."
+        )
     return recipe.training.per_device_train_batch_size, length
 
 

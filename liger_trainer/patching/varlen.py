@@ -56,6 +56,8 @@ def find_backbone(model) -> Iterator[Found]:
         return
     around, backbone = base_of(model), backbone_of(model)
     if backbone is None:
+        if model.get_output_embeddings() is not None:
+            yield Found(OPERATION, type(model).__name__, model, "no part before its head was found", is_rare=True)
         return
     proven: Any = None
     reason = _why_not(model, around, backbone)
@@ -68,7 +70,7 @@ def find_backbone(model) -> Iterator[Found]:
         yield Found(OPERATION, name, backbone, reason, is_rare=True)
         return
     runs = "runs on real tokens" if proven.keeps_padding is None else f"computes padding ({proven.keeps_padding})"
-    kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds] if proven.is_local else []
+    kinds = [how for kind, how in _ATTENDS_BY.items() if kind in proven.kinds]
     yield Found(OPERATION, name, backbone, "; ".join([runs, *kinds]), padding.binding_of(backbone, proven))
 
 

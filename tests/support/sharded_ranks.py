@@ -59,11 +59,18 @@ CASES = {
 }  # fmt: skip
 WITHOUT_EXPERTS = tuple(case for case in CASES if "experts" not in case and "images" not in case)
 ZERO2 = ZERO3 | {"zero_optimization": ZERO3["zero_optimization"] | {"stage": 2}}
-DEEPSPEED = {"zero2": ZERO2, "zero3": ZERO3, "zero3-varlen": ZERO3, "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}}}
+DEEPSPEED = {
+    "zero2": ZERO2,
+    "zero3": ZERO3,
+    "zero3-experts": ZERO3,
+    "zero3-varlen": ZERO3,
+    "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}},
+}
 OF_MODE = {
     "zero2": ("trainer", "trainer-lora-on-the-head", "dpo"),
     "fsdp2": tuple(case for case in CASES if "images" not in case),
     **dict.fromkeys(("zero3", "fsdp2-bf16"), WITHOUT_EXPERTS),  # bf16: ours, beside stock in fp32
+    "zero3-experts": ("trainer-experts", "trainer-experts-lora"),
     # With `varlen_attention`, and with other lengths on each rank.
     "fsdp2-varlen": ("trainer", "trainer-images", "sft-checkpointing", "dpo", "grpo"),
     "zero3-varlen": ("trainer", "sft-checkpointing", "dpo", "grpo"),

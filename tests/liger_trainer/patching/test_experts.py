@@ -3,8 +3,10 @@
 import copy
 import functools
 
+import architectures
 import pytest
 import torch
+from parity_models import largest_difference
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from side_by_side import assert_same_step, model_of, step
@@ -289,3 +291,64 @@ def test_an_implementation_of_the_users_is_left_alone():
         assert len(report["experts"].skipped) == 2 and not report["experts"].swapped
     finally:
         moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)
+
+
+@pytest.mark.parametrize("wrap", [None, adapted()], ids=["plain", "adapted"])
+def test_under_torch_compile(wrap):
+    want = step(model_of(PLAIN, "qwen3_moe", wrap))
+    model = model_of(PLAIN, "qwen3_moe", wrap)
+    apply_liger(model)
+    inner = model.get_base_model() if wrap else model
+    inner.compile(backend="aot_eager")
+    assert_same_step(step(model), want, "fp32")
+
+
+def test_under_deterministic_algorithms(monkeypatch):
+    want = step(model_of(PLAIN, "qwen3_moe"))
+    model = model_of(PLAIN, "qwen3_moe")
+    apply_liger(model)
+    torch.use_deterministic_algorithms(True)
+    try:
+        seen = count_calls(monkeypatch)
+        assert_same_step(step(model), want, "fp32")
+        assert len(seen) == len(blocks(model))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SAID = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # by configs of mixtures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapted"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("model_type", architectures.MODEL_TYPES)
+def test_every_model_type(model_type, implementation, adapters, monkeypatch):
+    """Loss and gradients of a padded batch, with each implementation, and with PEFT's adapters on all experts."""
+    try:
+        text = architectures.small_config(model_type).get_text_config()
+    except Exception as error:  # noqa: BLE001 - a config that needs its own hand
+        pytest.skip(f"not built: {error}")
+    if not any(hasattr(text, name) for name in SAID):
+        pytest.skip("no mixture")
+    model, reason = architectures.build(model_type)
+    if model is None or not blocks(model):
+        pytest.skip(f"no experts of transformers: {reason}")
+    model.set_experts_implementation(implementation)
+    if adapters:
+        names = [name for name, module in model.named_modules() if patterns.nominated(module)]
+        on = [f"{name}.{weight}" for name in names for weight in ("gate_up_proj", "down_proj")]
+        torch.manual_seed(3)
+        get_peft_model(model, lora(on, target_modules=[]))
+    try:
+        want, _ = architectures.step(model)
+    except Exception as error:  # noqa: BLE001 - what stock cannot train is not ours to train
+        pytest.skip(f"does not run: {error}")
+    report = apply_liger(model)
+    seen = count_calls(monkeypatch)
+    got, _ = architectures.step(model)
+    print(f"\n{model_type}, {implementation}: {len(seen)} of {len(blocks(model))} as one operation")
+    assert largest_difference(got, want) <= architectures.LIMIT
+    assert bool(seen) == bool(report["experts"].swapped)
+    if adapters:
+        assert bool(seen) == any("gate_up_lora" in named and named["gate_up_lora"] is not None for named in seen)

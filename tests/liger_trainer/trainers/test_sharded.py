@@ -22,7 +22,7 @@ def trained(mode, tmp_path):
     return first
 
 
-OF_PADDED_ROWS = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp2", "zero2", "zero3")]
+OF_PADDED_ROWS = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp2", "zero2", "zero3", "zero3-experts")]
 
 
 @pytest.mark.parametrize("mode", [*OF_PADDED_ROWS, "fsdp2-varlen", "zero3-varlen"])

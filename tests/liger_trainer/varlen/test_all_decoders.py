@@ -4,9 +4,13 @@ beside the same batch in stock. It takes minutes:
     pytest -s -m slow tests/liger_trainer/varlen/test_all_decoders.py
 """
 
+import re
+
 import pytest
 import torch
-from architectures import LIMIT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, build, step
+import transformers
+from architectures import LIMIT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_TYPES, step
+from attentions import decoder_in, documented, with_own_attention, written
 from parity_models import largest_difference
 from varlen_batches import ON
 
@@ -14,16 +18,6 @@ from liger_trainer import apply_liger
 from liger_trainer.varlen import padding
 
 QUICK = ("llama", "gemma3_text", "bamba", "bloom")  # two that take it, one with a state, one that stays eager
-
-
-def without_dropout(model) -> None:
-    """With dropout, padded and unpadded rows draw other numbers."""
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and "drop" in name:
-                setattr(module, name, 0.0)
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
 
 
 @pytest.mark.parametrize(
@@ -36,19 +30,16 @@ def without_dropout(model) -> None:
 def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
     if model_type in QUICK:
         monkeypatch.setattr(pytest, "skip", pytest.fail)  # these are known to run
-    model, reason = build(model_type)
+    model, reason = with_own_attention(model_type)
     if model is None:
         pytest.skip(f"not built: {reason}")
-    try:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")  # which some with sinks or caps have
-    except (ValueError, ImportError) as error:
-        pytest.skip(f"no SDPA: {str(error)[:80]}")
-    without_dropout(model)
     try:
         want, _ = step(model)
     except Exception as error:  # noqa: BLE001 - what stock cannot train is not ours to train
         pytest.skip(f"does not run: {error}")
-    report = apply_liger(model, ON)["varlen_attention"]
+    whole = apply_liger(model, ON)
+    report, said = whole["varlen_attention"], documented(model_type)
+    assert said in (None, decoder_in(whole)), "write the table of docs/padding.md anew"
     used, packed = [], padding.Plan.packed
     monkeypatch.setattr(padding.Plan, "packed", lambda self, *given: used.append(self) or packed(self, *given))
     got, _ = step(model)
@@ -60,3 +51,11 @@ def test_a_padded_batch_is_stock_s(model_type, monkeypatch):
     finite = torch.stack([grad.isfinite().all() for grad in want[1].values()]).all()
     if finite:  # in some models, rows padded on the left give stock NaN
         assert largest_difference(got, want) <= LIMIT
+
+
+def test_the_table_has_the_model_types_that_can_be_built():
+    """Each once; `tests/support/attentions.py --write` finds which. The tests above check what it says of them."""
+    listed = re.findall(r"`([\w.-]+)`", "".join(line.split(" | ")[1] for line in written().splitlines()[2:]))
+    assert len(listed) == len(set(listed)) >= 240
+    if f"of transformers {transformers.__version__} |" in written():
+        assert set(listed) <= set(MODEL_TYPES)

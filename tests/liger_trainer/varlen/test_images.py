@@ -1,6 +1,7 @@
 """Models of images and text with pixels: their decoders on real tokens, beside the stock model on the padded batch."""
 
 import copy
+import inspect
 
 import image_models
 import pytest
@@ -78,6 +79,11 @@ def test_tokens_of_an_image_that_see_each_other_are_left_to_the_model(model_type
     tokens.clear()
     assert_same_step(image_step(model, batch), want)
     assert tokens == [] and "made by the model around it" in report.unsuited["model.language_model"]
+
+
+def test_a_model_without_a_part_before_its_head_is_named():
+    report = apply_liger(image_model("llama4"))["varlen_attention"]
+    assert report.unsuited == {"Llama4ForConditionalGeneration": "no part before its head was found"}
 
 
 def test_positions_of_the_caller(tokens):
@@ -169,10 +175,12 @@ def test_a_frozen_part(frozen, tokens):
 
 
 class Collate:
-    """The pixels of one batch in each step, as a processor would give them."""
+    """The pixels of one batch in each step, as a processor would give them; of models that see videos, videos too."""
 
     def __init__(self, model):
         self.batches = [image_batch(model, images, seed=seed) for seed, images in enumerate(IMAGES.values())]
+        if "video_grid_thw" in inspect.signature(model.forward).parameters:
+            self.batches += [as_videos(self.batches[0], some) for some in (None, {1})]
         self.at = 0
 
     def __call__(self, rows):
@@ -193,13 +201,13 @@ def test_trainers(model_type, kind, tokens, tmp_path):
         kept = KeepGradients()
         more = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind == "sft" else {}
         args = args_class(
-            output_dir=str(tmp_path), per_device_train_batch_size=3, max_steps=3, logging_steps=1, save_strategy="no",
+            output_dir=str(tmp_path), per_device_train_batch_size=3, max_steps=5, logging_steps=1, save_strategy="no",
             report_to="none", use_cpu=True, bf16=False, remove_unused_columns=False, optim="sgd", learning_rate=0.05,
             max_grad_norm=0.0, gradient_checkpointing=False, disable_tqdm=True, **more,
         )  # fmt: skip
         trainer = trainer_class(
             model=copy.deepcopy(model), args=args, data_collator=Collate(model), callbacks=[kept],
-            train_dataset=Dataset.from_list([{"input_ids": [3, 4]}] * 9), processing_class=tiny_tokenizer(),
+            train_dataset=Dataset.from_list([{"input_ids": [3, 4]}] * 15), processing_class=tiny_tokenizer(),
         )  # fmt: skip
         tokens.clear()
         trainer.train()
