@@ -31,7 +31,7 @@ import torch
 from . import reference
 from ._autograd import graph_is_kept, once_differentiable, without_memory
 from ._dispatch import is_wrapped, kernel_op, runs_triton
-from ._launch import check_in
+from ._launch import as_dtype, check_in
 from ._routed import (
     GateForm,
     Low,
@@ -309,7 +309,7 @@ def experts(
     if numbers != UNCHANGED and activation != "silu":
         raise ValueError(f"activation is {activation!r}, which has no limit, alpha, up_offset or gate_scale.")
     dtype = gate_up.dtype
-    x = hidden.to(dtype)
+    x = as_dtype(hidden, dtype)
     loras = [
         lora if lora is None else ExpertLoRA(lora.lora_a.to(dtype), lora.lora_b.to(dtype), lora.scaling)
         for lora in (gate_up_lora, down_lora)
@@ -334,4 +334,4 @@ def experts(
     given = (x, expert_ids.contiguous(), weights.contiguous(), w, v, gate_up_bias, down_bias, *factors, *scales)
     stub, a, *routing = _Gate.apply(*given, *form, *scalings)
     out = _Down.apply(stub, a, *given[1:3], v, down_bias, *factors[2:], scales[1], scalings[1], *routing)
-    return out.to(hidden.dtype)
+    return as_dtype(out, hidden.dtype)
