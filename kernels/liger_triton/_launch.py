@@ -11,7 +11,8 @@ from .sizes import computes_nothing
 
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
-MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads are the most a program may have; a wavefront has 64
+HIP = torch.version.hip is not None
+MAX_WARPS = 16 if HIP else 32  # 1024 threads are the most a program may have; a wavefront has 64
 MAX_INT32 = 2**31 - 1
 TILE = 4096  # elements of a tile of narrow rows: 16 a thread with 8 warps, two 16-byte loads of bf16
 
@@ -43,7 +44,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     if device != torch.cuda.current_device():  # on which Triton launches; with `device_map` it may be another
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **constants)
-    if torch.version.hip:  # there the size of a tensor's memory counts too
+    if HIP:  # there the size of a tensor's memory counts too
         kernel[grid](*args, **constants)
         return
     key = (
@@ -57,11 +58,11 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
         ],
         *constants.values(),
     )  # fmt: skip
-    known = kernel.__dict__.setdefault("_liger_compiled", {})
-    found = known.get(key)
+    found = kernel.__dict__.get("_liger_compiled", {}).get(key)
     if found is None:
         compiled = kernel[grid](*args, **constants)
-        known[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
+        in_order = [constants[name] for name in kernel.arg_names[len(args) :]]
+        kernel.__dict__.setdefault("_liger_compiled", {})[key] = compiled, in_order
     else:
         compiled, in_order = found
         compiled[*grid, 1, 1](*args, *in_order)

@@ -30,7 +30,7 @@ import torch
 
 from . import reference
 from ._autograd import graph_is_kept, once_differentiable, without_memory
-from ._dispatch import is_wrapped, kernel_op, runs_triton
+from ._dispatch import is_wrapped, kernel_op, no_autocast, runs_triton
 from ._launch import as_dtype, check_in
 from ._routed import (
     GateForm,
@@ -320,11 +320,12 @@ def experts(
     floats = [] if isinstance(gate_up, Packed) else [gate_up, down]
     floats += [gate_up_bias, down_bias, *(t for lora in loras if lora is not None for t in lora[:2])]
     if not runs_triton(x, *floats, weights) or expert_ids.numel() == 0 or any(map(is_wrapped, (expert_ids, *scales))):
-        out = reference.experts(
-            x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, limit=limit,
-            alpha=alpha, up_offset=up_offset, gate_scale=gate_scale, interleaved=interleaved, transposed=transposed,
-            gate_up_lora=loras[0], down_lora=loras[1],
-        )  # fmt: skip
+        with no_autocast(x.device.type):
+            out = reference.experts(
+                x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, limit=limit,
+                alpha=alpha, up_offset=up_offset, gate_scale=gate_scale, interleaved=interleaved, transposed=transposed,
+                gate_up_lora=loras[0], down_lora=loras[1],
+            )  # fmt: skip
         return out.to(hidden.dtype)
     form = (activation if numbers == UNCHANGED else "clamped", *numbers, interleaved)
     w, v = matrices if transposed else (t.mT for t in matrices)
