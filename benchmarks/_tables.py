@@ -110,7 +110,7 @@ def cell(rows, form, join, slots, with_note=True):
 
 def ratio(rows, columns, name, over, under):
     """Column `over` divided by column `under`, for one line. The rows of both are of one record."""
-    found = [[row[name] for row in rows if row[columns] == column] for column in (over, under)]
+    found = [[row[name] for row in rows if row[columns] == column and name in row] for column in (over, under)]
     return f"{found[0][0] / found[1][0]:.2f}" if all(found) else MISSING
 
 
