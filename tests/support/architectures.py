@@ -54,6 +54,7 @@ SMALL = {
     "mamba_expand": 2, "global_head_dim": 16, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 8,
     "depth": 1, "out_hidden_size": 64, "embed_dim": 32, "image_size": 28, "patch_size": 14, "dim_model": 64,
     "attention_hidden_size": 64, "lru_width": 64, "index_head_dim": 16, "index_n_heads": 2, "state_size": 8,
+    "ssm_state_size": 8,
 }  # fmt: skip
 SCALES = {
     "final_logit_softcapping": 5.0, "attn_logit_softcapping": 20.0, "logits_soft_cap": 5.0,
