@@ -76,6 +76,7 @@ def _draw_lines(axis: Any, title: str, lines: dict[str, list[tuple[int, float]]]
         axis.plot(*zip(*line, strict=True), color=color, linestyle=style, label=label, marker=marker, markersize=3)
     axis.set_title(title, loc="left", fontsize=9)
     axis.set_xlabel("step", fontsize=8)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(axis="y", linewidth=0.4)
     if len(lines) > 1:
         axis.legend(fontsize=8, frameon=False)

@@ -86,7 +86,8 @@ class RecipeArguments:
         mappings = self.columns if isinstance(self.columns, list) and self.columns else [self.columns]
         for mapping in mappings if self.columns is not None else ():
             texts = isinstance(mapping, dict) and all(isinstance(name, str) for name in mapping.values())
-            if not texts or not 0 < len(mapping) == len(set(mapping.values())):
+            empty = mapping == {} and mapping is self.columns  # in a list it means that this data set needs none
+            if not texts or empty or len(mapping) != len(set(mapping.values())):
                 raise RecipeError(
                     f"columns is {self.columns!r}; expected a mapping of the trainer's columns to those of the data, "
                     "each there once, such as {prompt: question, completion: answer}."

@@ -99,7 +99,8 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
         else:
             rows = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except (ValueError, TypeError, OSError) as error:
-        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error}") from error
+        mend = "Write each column in the same form in all of them."
+        raise RecipeError(f"{key} {names}: their rows cannot be joined: {error} {mend}") from error
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 

@@ -89,6 +89,9 @@ def test_columns_of_each_data_set(tmp_path):
     columns = [PAIR, {"prompt": "q", "completion": "a"}]
     rows = load(tmp_path, dataset_name=names, columns=columns)
     assert rows.to_list() == [{"prompt": "w4", "completion": "w5"}, {"prompt": "w6", "completion": "w7"}]
+    plain = write(tmp_path / "c.jsonl", [{"prompt": "w8", "completion": "w9"}])
+    rows = load(tmp_path, dataset_name=[names[0], plain], columns=[PAIR, {}])
+    assert rows.to_list() == [{"prompt": "w4", "completion": "w5"}, {"prompt": "w8", "completion": "w9"}]
     with pytest.raises(RecipeError, match="columns lists 2 mappings, and dataset_name has 1 names"):
         load(tmp_path, dataset_name=names[0], columns=columns)
 

@@ -152,7 +152,10 @@ def test_files_of_other_columns(tmp_path):
         load(tmp_path, dataset_name=[texts, pairs])
     message = {"role": "user", "content": "a"}
     lists = write(tmp_path / "c.jsonl", [{"prompt": [message], "completion": [message]}])
-    with pytest.raises(RecipeError, match=r"\['b.jsonl', 'c.jsonl'\]: their rows cannot be joined: "):
+    with pytest.raises(
+        RecipeError,
+        match=r"\['b.jsonl', 'c.jsonl'\]: their rows cannot be joined: .* Write each column in the same form",
+    ):
         load(tmp_path, dataset_name=[pairs, lists])
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from recipe_fixtures import SAVING, command, write_recipe
 
-from liger_trainer.command.pictures import CURVES
+from liger_trainer.command.pictures import CURVES, draw_curves
 from liger_trainer.command.recipe import parse_recipe
 
 TRAINED = {
@@ -43,6 +43,14 @@ def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
     assert "\nliger-trainer train recipe.yaml\n" in card and "\nmodel_name_or_path: model\n" in card
     assert f"]({CURVES})" in card and Image.open(folder / "out" / CURVES).width > 700
     assert str(folder) not in card.replace(f'model="{folder}', "")
+
+
+def test_steps_of_a_short_run_are_whole(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    assert draw_curves([{"step": step, "loss": 1 / step} for step in (1, 2, 3, 4)], tmp_path / CURVES)
+    (axis,) = drawn[0].axes
+    assert len(axis.get_xticks()) > 2 and all(tick == int(tick) for tick in axis.get_xticks())
 
 
 def test_a_picture_that_fails_costs_no_model(folder, capsys, monkeypatch):
