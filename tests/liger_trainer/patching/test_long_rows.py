@@ -1,5 +1,6 @@
 """Gated MLPs without adapters whose rows are many, in checkpointed layers: in slices, with the numbers of stock."""
 
+import functools
 import sys
 
 import pytest
@@ -49,6 +50,17 @@ def test_not_where_layers_keep_what_they_need(inner):
         loss = model(**batch()).loss
     assert inner
     torch.testing.assert_close(loss, want[0])
+
+
+def test_not_in_layers_that_auto_measures(inner):
+    """What they hold is to be what they would keep."""
+    setting = ("sdpa", "kept", "fp32")
+    want, model = step(model_of(setting)), patched(model_of(setting))
+    keep = functools.partial(lambda x: x)
+    keep.keeps_values = True  # as `chooser.py` marks them
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        assert_same_step(step(model), want, "fp32")
+    assert not inner
 
 
 def test_not_where_a_hook_is_on_a_projection(inner):
