@@ -29,8 +29,9 @@ _COMPARABLE = (
     types.MethodType, types.EllipsisType,
 )  # fmt: skip
 _WALKED_IN_TORCH = ("torch.nn.modules.", "torch.utils._contextlib")
-_TORCHS_LINEAR = nn.Linear.forward, F.linear
-_IS_GENUINE = home(nn.Linear.forward) == "torch.nn.modules.linear" and F.linear is torch._C._nn.linear
+_TORCHS_LINEAR = nn.Linear.forward, torch._C._nn.linear
+_IS_GENUINE = home(nn.Linear.forward) == "torch.nn.modules.linear"
+_ZERO3S_LINEAR = ("deepspeed.runtime.zero.linear", "zero3_linear_wrap")
 
 # Where something is looked up: a class, a Python module or, None, the module's `__dict__`; the name; what is found.
 Lookup = tuple[type | types.ModuleType | None, str, Any]
@@ -41,8 +42,13 @@ class NotProven(Exception):
 
 
 def linear_is_torchs() -> bool:
-    """Return whether the forward of `nn.Linear` is PyTorch's, for code that multiplies in its place."""
-    return _IS_GENUINE and nn.Linear.forward is _TORCHS_LINEAR[0] and F.linear is _TORCHS_LINEAR[1]
+    """Return whether the forward of `nn.Linear` is PyTorch's, for code that multiplies in its place.
+
+    Loading a model in parts under ZeRO-3 leaves DeepSpeed's function in `F.linear`, which computes the same.
+    """
+    if not (_IS_GENUINE and nn.Linear.forward is _TORCHS_LINEAR[0]):
+        return False
+    return F.linear is _TORCHS_LINEAR[1] or (F.linear.__module__, F.linear.__name__) == _ZERO3S_LINEAR
 
 
 class Guards:

@@ -136,6 +136,22 @@ def test_code_that_is_replaced_after_patching(change, kind, kept, monkeypatch):
     assert {name for name, operation in report.operations.items() if operation.skipped} == set(kept)
 
 
+def test_the_linear_function_of_deepspeed_computes_the_same(monkeypatch):
+    """ZeRO-3 leaves it in the place of `F.linear` for the whole process."""
+    want, own = step(tiny_model("llama").train()), F.linear
+
+    def zero3_linear_wrap(input, weight, bias=None):
+        return own(input, weight, bias)
+
+    zero3_linear_wrap.__module__ = "deepspeed.runtime.zero.linear"
+    monkeypatch.setattr(F, "linear", zero3_linear_wrap)
+    model = tiny_model("llama").train()
+    report = apply_liger(model)
+    assert report[HEAD].swapped and not report[HEAD].skipped
+    assert_same_step(step(model), want, "fp32")
+    assert report[HEAD].swapped
+
+
 # Code of the user's that is there when the model is patched
 
 STRENGTH = {0: 1.0}
