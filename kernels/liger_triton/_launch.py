@@ -11,7 +11,8 @@ from .sizes import computes_nothing
 
 MAX_COLUMNS = 65536  # a row lives in the registers of one program: at most 64 fp32 values a thread with 32 warps
 BACKWARD_TILE = 8192
-MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads are the most a program may have; a wavefront has 64
+HIP = torch.version.hip is not None
+MAX_WARPS = 16 if HIP else 32  # 1024 threads are the most a program may have; a wavefront has 64
 MAX_INT32 = 2**31 - 1
 TILE = 4096  # elements of a tile of narrow rows: 16 a thread with 8 warps, two 16-byte loads of bf16
 
@@ -43,7 +44,7 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
     if device != torch.cuda.current_device():  # on which Triton launches; with `device_map` it may be another
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **constants)
-    if torch.version.hip:  # there the size of a tensor's memory counts too
+    if HIP:  # there the size of a tensor's memory counts too
         kernel[grid](*args, **constants)
         return
     key = (
@@ -57,12 +58,14 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
         ],
         *constants.values(),
     )  # fmt: skip
-    known = kernel.__dict__.setdefault("_liger_compiled", {})
-    found = known.get(key)
+    found = kernel.__dict__.get("_liger_compiled", {}).get(key)
     if found is None:
-        known[key] = kernel[grid](*args, **constants)
+        compiled = kernel[grid](*args, **constants)
+        in_order = [constants[name] for name in kernel.arg_names[len(args) :]]
+        kernel.__dict__.setdefault("_liger_compiled", {})[key] = compiled, in_order
     else:
-        found[*grid, 1, 1](*args, *[constants[name] for name in kernel.arg_names[len(args) :]])
+        compiled, in_order = found
+        compiled[*grid, 1, 1](*args, *in_order)
 
 
 def check_in(name: str, value: str, known: Collection[str]) -> None:
@@ -93,9 +96,14 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`. PyTorch's own `to` takes the host ten times as long where it has nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def as_matrix(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x (..., K) as (T, K) of `dtype`, with unit stride in rows. A view where that is possible."""
-    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    rows = as_dtype(x.reshape(-1, x.shape[-1]), dtype)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 

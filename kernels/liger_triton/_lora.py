@@ -13,7 +13,7 @@ import torch
 
 from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import no_autocast
-from ._launch import as_matrix
+from ._launch import as_dtype, as_matrix
 from ._low_rank import added, factors_of, low_rank_gradients, parts_of, scaled_b, sum_of_parts
 from ._products import wide_product
 from .dequantize import PackedWeight
@@ -120,6 +120,8 @@ def _ranges(layers: list[Layer]) -> list[slice]:
 def columns_of(h: torch.Tensor, layers: list[Layer], form: Form) -> list[tuple[torch.Tensor, ...]]:
     """The columns of h that belong to each layer: (rounded,), or (rounded, rest). Empty where it has no adapter."""
     parts = (h,) if form.parts == 1 else h.chunk(2, 1)
+    if len(layers) == 1:  # h is its own
+        return [() if layers[0].adapter is None else parts]
     return [
         () if layer.adapter is None else tuple([part[:, own] for part in parts])
         for layer, own in zip(layers, _ranges(layers), strict=True)
@@ -133,7 +135,7 @@ def adapter_of_output(
     if layer.adapter is None or b is None:
         return None
     of_h = factors_of(layer.adapter.scaling, form.dtype)[1]
-    return h[0] if of_h == 1.0 else h[0] * of_h, b[:, : h[0].shape[1]].t()
+    return h[0] if of_h == 1.0 else h[0] * of_h, (b if form.parts == 1 else b[:, : h[0].shape[1]]).t()
 
 
 def output(
@@ -179,7 +181,8 @@ def gradients(
     tensors: list[torch.Tensor | None] = [None] * len(needs)
     dh, large, ranges = torch.empty_like(h), [], _ranges(layers)
     for k, (dy, layer, columns) in enumerate(zip(dys, layers, columns_of(h, layers, form), strict=True)):
-        own = (dh if form.parts == 1 else dh.unflatten(1, (2, -1)))[..., ranges[k]]
+        own = dh if form.parts == 1 else dh.unflatten(1, (2, -1))
+        own = own if len(layers) == 1 else own[..., ranges[k]]
         large.append((dy, layer.weight))
         if needs[4 * k + 1]:
             tensors[4 * k + 1] = dy.sum(0)
@@ -201,14 +204,14 @@ def add_gradients_of_factors(found: Gradients, dys, rows, source, layers: list[L
     da = sum_of_parts(wide_product(found.dh.t(), source), form.parts, 0)
     for k, own in enumerate(_ranges(layers)):
         if needs[4 * k + 2]:
-            found.tensors[4 * k + 2] = da[own]
+            found.tensors[4 * k + 2] = da if len(layers) == 1 else da[own]
 
 
 def adapters_part(found: Gradients, a: torch.Tensor | None, form: Form) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The factors dh and A of what the gradient of the input has from the adapters, whose `Rounded.a` is given; None if
     there are none."""
-    if a is None:
-        return None
+    if a is None or form.parts == 1:
+        return None if a is None else (found.dh, a)
     rank = a.shape[0] // form.parts
     return found.dh[:, :rank], a[:rank]
 
@@ -217,7 +220,7 @@ def gradient_of_input(small: tuple[torch.Tensor, torch.Tensor] | None, found: Gr
     """dx (T, K): the products in `found.large`, and the adapters' part `small` if there is one."""
     of_float8 = [(dy, weight) for dy, weight in found.large if isinstance(weight, Float8Weight)]
     others = (
-        weight.of_gradient(dy) if isinstance(weight, PackedWeight) else (dy, weight.to(dy.dtype))
+        weight.of_gradient(dy) if isinstance(weight, PackedWeight) else (dy, as_dtype(weight, dy.dtype))
         for dy, weight in found.large
         if not isinstance(weight, Float8Weight)
     )
@@ -232,18 +235,17 @@ def gradient_of_input(small: tuple[torch.Tensor, torch.Tensor] | None, found: Gr
 
 def rounded_like(grads: list[torch.Tensor | None], tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Each gradient in the dtype of its tensor."""
-    return [None if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
+    return [None if g is None or t is None else as_dtype(g, t.dtype) for g, t in zip(grads, tensors, strict=True)]
 
 
 class _Kept(torch.autograd.Function):
     """Keeps what the backward pass of a layer needs, and returns a tensor without memory in place of its output."""
 
     @staticmethod
-    def forward(ctx, form, made, x, source, *tensors):
-        layers = form.layers(tensors)
-        factors = rounded(layers, form)
-        h = low_rank(as_matrix(x if source is None else source, form.dtype), factors.a, form)
-        made.append((h, factors))
+    def forward(ctx, form, layers, made, x, source, *tensors):
+        factors, rows = rounded(layers, form), as_matrix(x, form.dtype)
+        h = low_rank(rows if source is None else as_matrix(source, form.dtype), factors.a, form)
+        made.append((rows, h, factors))
         ctx.save_for_backward(x, source, h, factors.a, *factors.b, *tensors)
         ctx.set_materialize_grads(False)
         ctx.form = form
@@ -253,9 +255,9 @@ class _Kept(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return (None,) * 8
+            return (None,) * 9
         x, source, h, a, b, *tensors = ctx.saved_tensors
-        form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[2:]
+        form, (needs_x, needs_source, *needs) = ctx.form, ctx.needs_input_grad[3:]
         layers, dx, dsource = form.layers(tensors), None, None
         with no_autocast(x.device.type):
             dys = [as_matrix(dy, form.dtype)]
@@ -267,24 +269,23 @@ class _Kept(torch.autograd.Function):
             if needs_source:
                 dsource = torch.mm(*small).view(x.shape).to(source.dtype)
             if needs_x:
-                dx = gradient_of_input(small if source is None else None, found).view(x.shape).to(x.dtype)
-            return None, None, dx, dsource, *rounded_like(found.tensors, tensors)
+                dx = gradient_of_input(small if source is None else None, found).view(x.shape)
+                dx = as_dtype(dx, x.dtype)
+            return None, None, None, dx, dsource, *rounded_like(found.tensors, tensors)
 
 
 def output_of(x: torch.Tensor, source: torch.Tensor | None, layer: Layer, form: Form) -> torch.Tensor:
     """The output y (..., N) of a layer with a LoRA. `source` is the input of the adapter, if it is another one."""
-    made: list[tuple[torch.Tensor, Rounded]] = []
+    made: list[tuple[torch.Tensor, torch.Tensor, Rounded]] = []
     layers, stub = [layer], None
     with no_autocast(x.device.type):
         if records_graph():
-            stub = _Kept.apply(form, made, x, source, *flattened(layers))
-        with torch.no_grad():
-            rows = as_matrix(x, form.dtype)
-            if not made:
-                factors = rounded(layers, form)
-                made.append(
-                    (low_rank(rows if source is None else as_matrix(source, form.dtype), factors.a, form), factors)
-                )
-            h, factors = made[0]
+            stub = _Kept.apply(form, layers, made, x, source, *flattened(layers))
+        else:
+            with torch.no_grad():
+                factors, rows = rounded(layers, form), as_matrix(x, form.dtype)
+                h = low_rank(rows if source is None else as_matrix(source, form.dtype), factors.a, form)
+                made.append((rows, h, factors))
+        rows, h, factors = made[0]
         compute = partial(output, SharedRows(rows), layer, columns_of(h, layers, form)[0], factors.b[0], form)
         return computed(compute, x.shape[:-1], stub)

@@ -16,6 +16,7 @@ results do not depend on the order in which programs run. Ids outside [0, E) tak
 The layout follows the grouped products of ScatterMoE (arXiv:2403.08245) and SonicMoE (arXiv:2512.14080).
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -373,25 +374,25 @@ def _combine_kernel(Y, IDS, SHARE, OUT, experts, n, top_k, HAS_SHARE: tl.constex
     tl.store(OUT + token * n + column, total.to(OUT.dtype.element_ty), mask=column < n)
 
 
-def _options(dtype: torch.dtype) -> dict:
-    """How a product is computed: in tf32 never, as fp32 is meant."""
-    return {"PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": INTERPRET}
-
-
-def _block(x: torch.Tensor, block_n: int, *, block_m: int = 128, stages: int = 4, indirect: bool = False) -> dict:
-    """Sizes of the tiles of a product of `block_m` x `block_n` in 16 bits, and smaller ones in fp32.
+@functools.cache
+def _block(
+    dtype: torch.dtype, device: torch.device, block_n: int, *, block_m: int = 128, stages: int = 4,
+    indirect: bool = False,
+) -> dict:  # fmt: skip
+    """The options of a product: tiles of `block_m` x `block_n` in 16 bits, and smaller ones in fp32, never in tf32.
 
     At most `stages` blocks of a tile's factors are in shared memory, and as many as it has room for. `indirect`: the
     places of rows are loaded in the loop too, and then Triton keeps a block for every second of its stages.
     """
+    options = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32", "WIDEN": INTERPRET}
     if INTERPRET:
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}
-    if x.dtype == torch.float32:
-        return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
-    stage = (128 + 256) * 64 * x.element_size()
-    stages = max(1, min(stages, shared_memory(x.device) // stage))
+        return options | {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}
+    if dtype == torch.float32:
+        return options | {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+    stage = (128 + 256) * 64 * dtype.itemsize
+    stages = max(1, min(stages, shared_memory(device) // stage))
     stages = 2 * stages - 1 if indirect else stages
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": 8, "num_stages": stages}
+    return options | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "num_warps": 8, "num_stages": stages}
 
 
 def _row_tiles(routing: Routing, block_m: int) -> int:
@@ -422,14 +423,14 @@ def product(
     """
     _, k, n = weight.shape
     out = torch.empty(routing.pairs.shape[0], n, dtype=x.dtype, device=x.device)
-    blocks = _block(x, 256 if n > 128 else max(16, next_power_of_2(n)))
+    blocks = _block(x.dtype, x.device, 256 if n > 128 else max(16, next_power_of_2(n)))
     tensors, strides, rank, block_r = _low(low, x)
     launch(
         _product_kernel, (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
         x, weight, out, *routing, x if bias is None else bias, *tensors,
         x.stride(0), *weight.stride(), *strides, routing.experts, n, k, rank, scale,
         GATHER=gathered, SCATTER=scattered, HAS_BIAS=bias is not None, EVEN=_is_even(blocks, n, k), BLOCK_R=block_r,
-        BLOCK_E=next_power_of_2(routing.experts), **_options(x.dtype), **blocks,
+        BLOCK_E=next_power_of_2(routing.experts), **blocks,
     )  # fmt: skip
     return out
 
@@ -442,14 +443,14 @@ def gated_product(
     n //= 2
     h = torch.empty(routing.pairs.shape[0], 2 * n, dtype=x.dtype, device=x.device)
     a = torch.empty(routing.pairs.shape[0], n, dtype=x.dtype, device=x.device)
-    blocks = _block(x, 128, stages=3)
+    blocks = _block(x.dtype, x.device, 128, stages=3)
     tensors, strides, rank, block_r = _low(low, x)
     launch(
         _gated_product_kernel, (_row_tiles(routing, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
         x, weight, h, a, routing.tokens, routing.offsets, x if bias is None else bias, *tensors,
         x.stride(0), *weight.stride(), *strides, routing.experts, n, k, rank, *form[1:5],
         ACT=form.act, INTERLEAVED=form.interleaved, HAS_BIAS=bias is not None, EVEN=_is_even(blocks, n, k),
-        BLOCK_R=block_r, BLOCK_E=next_power_of_2(routing.experts), **_options(x.dtype), **blocks,
+        BLOCK_R=block_r, BLOCK_E=next_power_of_2(routing.experts), **blocks,
     )  # fmt: skip
     return h, a
 
@@ -492,12 +493,12 @@ def weight_gradient(
     experts, m, n = like.shape
     out = torch.empty_like(like)
     block_m, block_n = (max(16, min(most, next_power_of_2(size))) for most, size in ((128, m), (256, n)))
-    blocks = _block(left, block_n, block_m=block_m, stages=3, indirect=gathered != "none")
+    blocks = _block(left.dtype, left.device, block_n, block_m=block_m, stages=3, indirect=gathered != "none")
     launch(
         _weight_gradient_kernel, (experts * cdiv(m, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"]),),
         left, right, out, routing.tokens, routing.offsets, left.stride(0), right.stride(0), *out.stride(), m, n,
         scale, GATHER_L=gathered == "left", GATHER_R=gathered == "right",
-        EVEN=m % blocks["BLOCK_M"] == 0 and n % blocks["BLOCK_N"] == 0, **_options(left.dtype), **blocks,
+        EVEN=m % blocks["BLOCK_M"] == 0 and n % blocks["BLOCK_N"] == 0, **blocks,
     )  # fmt: skip
     return out
 

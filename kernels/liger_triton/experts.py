@@ -30,8 +30,8 @@ import torch
 
 from . import reference
 from ._autograd import graph_is_kept, once_differentiable, without_memory
-from ._dispatch import is_wrapped, kernel_op, runs_triton
-from ._launch import check_in
+from ._dispatch import is_wrapped, kernel_op, no_autocast, runs_triton
+from ._launch import as_dtype, check_in
 from ._routed import (
     GateForm,
     Low,
@@ -309,7 +309,7 @@ def experts(
     if numbers != UNCHANGED and activation != "silu":
         raise ValueError(f"activation is {activation!r}, which has no limit, alpha, up_offset or gate_scale.")
     dtype = gate_up.dtype
-    x = hidden.to(dtype)
+    x = as_dtype(hidden, dtype)
     loras = [
         lora if lora is None else ExpertLoRA(lora.lora_a.to(dtype), lora.lora_b.to(dtype), lora.scaling)
         for lora in (gate_up_lora, down_lora)
@@ -320,11 +320,12 @@ def experts(
     floats = [] if isinstance(gate_up, Packed) else [gate_up, down]
     floats += [gate_up_bias, down_bias, *(t for lora in loras if lora is not None for t in lora[:2])]
     if not runs_triton(x, *floats, weights) or expert_ids.numel() == 0 or any(map(is_wrapped, (expert_ids, *scales))):
-        out = reference.experts(
-            x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, limit=limit,
-            alpha=alpha, up_offset=up_offset, gate_scale=gate_scale, interleaved=interleaved, transposed=transposed,
-            gate_up_lora=loras[0], down_lora=loras[1],
-        )  # fmt: skip
+        with no_autocast(x.device.type):
+            out = reference.experts(
+                x, expert_ids, weights, gate_up, down, gate_up_bias, down_bias, activation=activation, limit=limit,
+                alpha=alpha, up_offset=up_offset, gate_scale=gate_scale, interleaved=interleaved, transposed=transposed,
+                gate_up_lora=loras[0], down_lora=loras[1],
+            )  # fmt: skip
         return out.to(hidden.dtype)
     form = (activation if numbers == UNCHANGED else "clamped", *numbers, interleaved)
     w, v = matrices if transposed else (t.mT for t in matrices)
@@ -334,4 +335,4 @@ def experts(
     given = (x, expert_ids.contiguous(), weights.contiguous(), w, v, gate_up_bias, down_bias, *factors, *scales)
     stub, a, *routing = _Gate.apply(*given, *form, *scalings)
     out = _Down.apply(stub, a, *given[1:3], v, down_bias, *factors[2:], scales[1], scalings[1], *routing)
-    return out.to(hidden.dtype)
+    return as_dtype(out, hidden.dtype)

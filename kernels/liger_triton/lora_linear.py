@@ -65,8 +65,9 @@ def lora_linear(
 
 def form_of(x: torch.Tensor, layers: list[Layer]) -> Form:
     """How a group of layers is computed, see `Form`."""
-    dtype = result_dtype(x)
-    split = _has_fp32(layers) and dtype.itemsize == 2 and autocast_dtype(x) is None
+    cast = autocast_dtype(x)
+    dtype = x.dtype if cast is None else cast
+    split = cast is None and dtype.itemsize == 2 and _has_fp32(layers)
     scalings = tuple([None if layer.adapter is None else layer.adapter.scaling for layer in layers])
     frozen = tuple([None if isinstance(layer.weight, torch.Tensor) else layer.weight for layer in layers])
     return Form(scalings, dtype, 1 + split, frozen)
@@ -124,9 +125,9 @@ def checked_layers(x: torch.Tensor, layers: list[tuple[Weight, torch.Tensor | No
                     f"lora has A {tuple(adapter.a.shape)} and B {tuple(adapter.b.shape)}; expected A (r, {width}) and "
                     f"B ({weight.shape[0]}, r) for weight {tuple(weight.shape)}."
                 )
-        of_lora = zip(("lora A", "lora B"), lora or (), strict=False)
-        for name, t in (("weight", weight), ("bias", bias), *of_lora):
+        for k, t in enumerate((weight, bias) if adapter is None else (weight, bias, adapter.a, adapter.b)):
             if t is not None and (t.device != device or not t.dtype.is_floating_point):
+                name = ("weight", "bias", "lora A", "lora B")[k]
                 raise ValueError(f"{name} is {t.dtype} on {t.device}, x on {x.device}; expected floating point there.")
         found.append(Layer(weight, bias, adapter))
     return found

@@ -19,7 +19,7 @@ import torch
 from . import _lora, reference
 from ._autograd import computed, once_differentiable, records_graph, without_memory
 from ._dispatch import no_autocast, result_dtype
-from ._launch import as_matrix, cdiv, check_in
+from ._launch import as_dtype, as_matrix, cdiv, check_in
 from ._lora import Form, Layer, Rounded
 from .dequantize import PackedWeight
 from .frozen_float8 import Float8Weight, SharedRows
@@ -163,7 +163,7 @@ class _KeptMLP(torch.autograd.Function):
         with no_autocast(x.device.type):
             given = as_matrix(x, dtype), as_matrix(dy, dtype), inner, ctx.plan.layers(tensors)
             dx, found = _gradients(*given, ctx.plan, factors, needs_x, needs)
-            dx = None if dx is None else dx.view(x.shape).to(x.dtype)
+            dx = None if dx is None else as_dtype(dx.view(x.shape), x.dtype)
             return None, None, dx, *_lora.rounded_like(found, tensors)
 
 

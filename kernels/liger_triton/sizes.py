@@ -4,7 +4,12 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-_now = threading.local()
+
+class _Now(threading.local):
+    on = False
+
+
+_now = _Now()
 
 
 @contextlib.contextmanager
@@ -22,4 +27,4 @@ def sizes_only() -> Iterator[None]:
 
 
 def computes_nothing() -> bool:
-    return getattr(_now, "on", False)
+    return _now.on

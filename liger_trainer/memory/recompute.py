@@ -32,7 +32,7 @@ class _Placeholder:
     __slots__ = ("__weakref__", "call", "like", "value")
 
     def __init__(self, call: "_Call", x: torch.Tensor):
-        self.call, self.like = call, _like(x)
+        self.call, self.like = call, (x.shape, x.dtype, x.device)
         self.value: torch.Tensor | None = None
 
 
@@ -86,9 +86,9 @@ class _Call:
             x = x.detach() if x.requires_grad else x  # with its graph, it would keep all that it was made from
             kept, left = next(waiting)(), left - 1
             if kept is not None:
-                if kept.like != _like(x):
+                if kept.like != (like := (x.shape, x.dtype, x.device)):
                     raise CheckpointError(
-                        f"A recomputed layer keeps {_like(x)} where it kept {kept.like} in the forward pass. It has to "
+                        f"A recomputed layer keeps {like} where it kept {kept.like} in the forward pass. It has to "
                         "compute the same both times."
                     )
                 kept.value = x
@@ -100,13 +100,13 @@ class _Call:
             raise RuntimeError(
                 "The input of a checkpointed layer has been modified by an inplace operation since its forward pass."
             )
-        gpus = [generator.device for generator in self.generators[1:]]
         with contextlib.ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(keep, lambda x: x))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.random.fork_rng(gpus, enabled=bool(self.drawn)))
-            for generator, state in zip(self.generators, self.drawn, strict=False):
-                generator.set_state(state)
+            if self.drawn:
+                stack.enter_context(torch.random.fork_rng([generator.device for generator in self.generators[1:]]))
+                for generator, state in zip(self.generators, self.drawn, strict=True):
+                    generator.set_state(state)
             for kind, (enabled, dtype) in self.autocasts.items():
                 if _autocast_on(kind) != (enabled, dtype):
                     stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
@@ -121,10 +121,6 @@ class _Call:
 
 def _value_of(kept: Any) -> torch.Tensor:
     return kept.call.value_of(kept) if type(kept) is _Placeholder else kept
-
-
-def _like(x: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return x.shape, x.dtype, x.device
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:

@@ -74,13 +74,12 @@ class Experts:
         if self.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             tensors = [t if t is None else t.to(dtype) for t in tensors]
-        with torch.autocast(x.device.type, enabled=False):
-            return experts(
-                x, ids, weights, *tensors, activation=_ACTIVATIONS[self.gate.operation, self.gate.approximate],
-                up_offset=self.gate.up_offset, interleaved=self.interleaved,
-                transposed=block.is_transposed and not _is_packed(block),
-                gate_up_lora=loras.get("gate_up_proj"), down_lora=loras.get("down_proj"), **numbers,
-            )  # fmt: skip
+        return experts(
+            x, ids, weights, *tensors, activation=_ACTIVATIONS[self.gate.operation, self.gate.approximate],
+            up_offset=self.gate.up_offset, interleaved=self.interleaved,
+            transposed=block.is_transposed and not _is_packed(block),
+            gate_up_lora=loras.get("gate_up_proj"), down_lora=loras.get("down_proj"), **numbers,
+        )  # fmt: skip
 
 
 def _is_packed(block: nn.Module) -> bool:
@@ -363,8 +362,8 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
 
 def _factors(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A (E, r, in) and B (E, out, r) of PEFT's matrices (E r, in) and (out, r E). In the latter experts are fastest."""
-    a = a.unflatten(0, (num_experts, -1))
-    return a, b.unflatten(1, (-1, num_experts)).permute(2, 1, 0).contiguous().mT
+    a = a.view(num_experts, -1, a.shape[1])
+    return a, b.view(b.shape[0], -1, num_experts).permute(2, 1, 0).contiguous().mT
 
 
 def wrapper_guards(wrapper: nn.Module) -> Guards:

@@ -184,7 +184,7 @@ def _by_rows(query, key, value, mask: RowMask, dropout=0.0, scaling=None, softca
         out = by_kernel(query, key, value, rows.offsets, rows.longest, scaling, window is None, (left, 0))
     else:
         out = _row_by_row(query, key, value, rows, window, dropout, scaling)
-    return out.unflatten(0, (query.shape[0], -1))
+    return out.view(query.shape[0], -1, *out.shape[1:])
 
 
 def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -192,7 +192,8 @@ def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x.dtype == dtype else x.to(dtype) for x in tensors]
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +204,8 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _by_sdpa(query, key, value, rows: Rows, dropout, scaling):
     """(T, Hq, Dv), of rows of one length, in which every token sees all before it."""
     if not rows.full:
-        query, key, value = (_flat(x).unflatten(0, (-1, rows.longest)).transpose(1, 2) for x in (query, key, value))
+        flat = map(_flat, (query, key, value))
+        query, key, value = (x.view(-1, rows.longest, *x.shape[1:]).transpose(1, 2) for x in flat)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not key.shape[-1] == value.shape[-1] <= _MOST_HEAD_DIM:  # as transformers: no fast kernel has it
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1

@@ -10,11 +10,14 @@ import torch
 import trl
 import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.sft_trainer as trl_sft
-from transformers import PreTrainedModel, Trainer
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 from transformers.loss import loss_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
+from liger_trainer import LigerTrainer
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
+from liger_trainer.trainers.base import parameters_without_embeddings
 from liger_trainer.trainers.dpo_trainer import _SMOOTHED
 from liger_trainer.trainers.trl import with_globals
 
@@ -123,6 +126,24 @@ def test_saved_tensor_hooks_of_others_can_be_seen():
     assert top(True) is None
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert top(True) is not None
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_floating_point_ops_are_those_of_the_stock_trainer(tied):
+    """Also with a LoRA, in an order in which the head has a tied weight first, and for what is no model of theirs."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16, tie_word_embeddings=tied))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    trainer, inputs = object.__new__(LigerTrainer), {"input_ids": torch.zeros(2, 3, dtype=torch.long)}
+    found = []
+    for trainer.model in (adapted, model, torch.nn.Linear(2, 2)):
+        found.append(trainer.floating_point_ops(inputs))
+        assert found[-1] == Trainer.floating_point_ops(trainer, inputs)
+    assert found[0] == found[1] > found[2] == 0 == trainer.floating_point_ops({})
+    model._modules["lm_head"] = model._modules.pop("lm_head")
+    model._modules["model"] = model._modules.pop("model")  # behind the head
+    count = parameters_without_embeddings(model)
+    assert count == model.num_parameters(exclude_embeddings=True) == found[0] // 36 + 16 * 8 * tied
 
 
 def test_trainer_filters_losses_where_we_do():
