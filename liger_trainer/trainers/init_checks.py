@@ -15,6 +15,7 @@ from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.patching.varlen import why_rows_mix
 
 IN_PLACE = "needed for gradient computation has been modified by an inplace operation"  # PyTorch's words
+_CAPPED = ("gemma2", "t5_gemma_module", "vaultgemma")  # Gemma 3 has the field in its config and never had the cap
 WHAT_FUSED_LAYERS_KEEP = (
     "A fused layer keeps its input itself, where stock code may keep a copy in another dtype. If the model writes to "
     "the input of a LoRA, a norm or a gate after the call, have it write to a copy, or switch the part off, for "
@@ -53,8 +54,8 @@ def refuse_before_patching(trainer: Any, model: nn.Module) -> None:
         )
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    cap = getattr(text, "attn_logit_softcapping", None)
-    if cap is not None and getattr(text, "_attn_implementation", None) == "sdpa":  # as by default in transformers 5.17
+    cap = getattr(text, "attn_logit_softcapping", None) if getattr(text, "model_type", None) in _CAPPED else None
+    if cap is not None and text._attn_implementation == "sdpa":  # as by default in transformers 5.17
         raise ValueError(
             f"attn_implementation is 'sdpa', which leaves out the model's attn_logit_softcapping of {cap}."
             " Load the model with attn_implementation='eager', or set attn_logit_softcapping to None to train without."
