@@ -68,10 +68,11 @@ def output_seen_by(module: nn.Module, ours: Binding | None) -> str | None:
 
 
 def _function(hook: Any) -> Any:
-    """The function behind a bound method or a partial."""
+    """The function behind a bound method, a partial or `torch.compiler.disable`, in which DeepSpeed puts its hooks."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return getattr(hook, "__func__", hook)
+    function = getattr(hook, "__func__", hook)
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def home(function: Any) -> str:
