@@ -18,7 +18,11 @@ def folder(tmp_path_factory):
     """A tiny model of images with its processor, a picture, and a file that is none."""
     found, source = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
     image_model(MODEL).save_pretrained(found / "model")
-    processor_of(MODEL).save_pretrained(found / "model")
+    try:
+        processor = processor_of(MODEL)
+    except ImportError as error:  # in transformers 5.17 this one needs torchvision
+        pytest.skip(str(error).strip().splitlines()[0])
+    processor.save_pretrained(found / "model")
     noise_image(40, 60, source).save(found / "a.png")
     (found / "text.png").write_text("a text")
     return found
