@@ -10,6 +10,7 @@ kernels are compiled. "+ auto" is activation_checkpointing: auto, which recomput
 
 import argparse
 import statistics
+import tempfile
 import time
 
 import torch
@@ -112,7 +113,8 @@ def one_arm(options):
         from liger_trainer import LigerTrainingArguments as args_class
     model, clock = build(name, options.tiny), Clock()
     args = args_class(
-        output_dir="out", per_device_train_batch_size=batch, max_steps=steps, logging_steps=1, save_strategy="no",
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, max_steps=steps,
+        logging_steps=1, save_strategy="no",
         report_to="none", bf16=DEVICE == "cuda", gradient_checkpointing=True, remove_unused_columns=False,
         gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", learning_rate=1e-5,
         lr_scheduler_type="constant", disable_tqdm=True, dataloader_num_workers=2 if DEVICE == "cuda" else 0,

@@ -10,6 +10,7 @@ process of its own. Tokens are those without padding, of all steps after `--warm
 
 import argparse
 import random
+import tempfile
 import time
 
 import numpy as np
@@ -99,8 +100,8 @@ def one_arm(options):
         from liger_trainer import LigerSFTTrainer as trainer_class
     model, clock, packed = build(name, tiny), Clock(), arm.endswith("packed")
     args = args_class(
-        output_dir="out", per_device_train_batch_size=1 if packed else batch, max_steps=steps, logging_steps=1,
-        save_strategy="no", report_to="none", bf16=DEVICE == "cuda", gradient_checkpointing=True,
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1 if packed else batch, max_steps=steps,
+        logging_steps=1, save_strategy="no", report_to="none", bf16=DEVICE == "cuda", gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", learning_rate=1e-5,
         lr_scheduler_type="constant", disable_tqdm=True, dataloader_num_workers=8 if DEVICE == "cuda" else 0,
         use_cpu=DEVICE == "cpu", max_length=room if packed else None, packing=packed,
