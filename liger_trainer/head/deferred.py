@@ -189,6 +189,11 @@ class DeferredLogits:
         else:
             self._real = self._step(real(self._source))  # it is older, so it is real by now
 
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """Nothing: under ZeRO-3, DeepSpeed looks for weights in `vars` of what a module returns."""
+        return {}
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
