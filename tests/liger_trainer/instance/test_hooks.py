@@ -242,7 +242,8 @@ def test_a_hook_of_all_modules(setting):
 
 @pytest.mark.parametrize("library", ["deepspeed.runtime.zero.parameter_offload", "mine"])
 def test_a_hook_that_torch_compile_leaves_out_is_known_by_its_own_home(library):
-    """DeepSpeed gathers weights by such hooks, and looks for weights in what a module returns. One of the user's sees what stock shows it."""
+    """DeepSpeed gathers weights by such hooks, and looks for some in what a module returns. A user's sees what stock
+    shows it."""
     space = {"__name__": library}
     exec("def hook(module, args, output): seen.append(output), vars(output)", space)
     space["seen"] = []
