@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers.modeling_utils import set_zero3_state
 
 _WIDTH, _HEADS, _HEAD_DIM = 64, 4, 16
 _SIZES = {
@@ -110,7 +111,10 @@ def small_copy(module, seed: int, attention: str = "sdpa"):
         ValueError: Its config has sizes that are not known here, so that the copy would not be small.
     """
     config = small_config(module.config)
-    return drawn(lambda: type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed)
+    with set_zero3_state():  # under ZeRO-3 every model is divided among the ranks, but for those within this
+        return drawn(
+            lambda: type(module)._from_config(config, attn_implementation=attention, dtype=torch.float32), seed
+        )
 
 
 def drawn(build: Callable[[], nn.Module], seed: int):
