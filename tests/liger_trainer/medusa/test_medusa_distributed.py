@@ -8,7 +8,7 @@ import json
 import medusa_sharded
 import pytest
 import torch
-from launching import HERE, accelerate_fsdp2, torchrun
+from launching import HERE, accelerate_fsdp2, torchrun, torchrun_deepspeed
 from medusa_brute_force import assert_gradients
 from medusa_two_ranks import DDP, ddp
 from recipe_fixtures import write_model
@@ -47,8 +47,7 @@ def test_sharded(mode, tmp_path):
     if mode == "fsdp2":
         accelerate_fsdp2(tmp_path, HERE / "medusa_sharded.py", mode, model, tmp_path / "ranks")
     else:
-        pytest.importorskip("deepspeed")
-        torchrun("medusa_sharded.py", mode, model, tmp_path / "ranks", DS_ACCELERATOR="cpu")
+        torchrun_deepspeed("medusa_sharded.py", mode, model, tmp_path / "ranks")
     for name in medusa_sharded.CASES:
         own = tmp_path / "own" / name
         medusa_sharded.train(name, model, str(own))

@@ -1,10 +1,8 @@
 """Sharded over two gloo ranks by FSDP2, ZeRO-2 or ZeRO-3, three steps end with the weights of the stock trainers."""
 
-import importlib.util
-
 import pytest
 import torch
-from launching import HERE, accelerate_fsdp2, torchrun
+from launching import HERE, accelerate_fsdp2, torchrun_deepspeed
 from sharded_ranks import OF_MODE
 
 
@@ -12,10 +10,8 @@ def trained(mode, tmp_path):
     """{case: (stock, ours)} of rank 0."""
     if mode.startswith("fsdp2"):
         done = accelerate_fsdp2(tmp_path, HERE / "sharded_ranks.py", mode, tmp_path)
-    elif importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
     else:
-        done = torchrun("sharded_ranks.py", mode, tmp_path, DS_ACCELERATOR="cpu")
+        done = torchrun_deepspeed("sharded_ranks.py", mode, tmp_path)
     assert "fused_linear_cross_entropy 1/1" in done.stderr and "not fused" not in done.stderr
     first = torch.load(tmp_path / "0.pt")
     assert tuple(first) == OF_MODE[mode]
