@@ -48,7 +48,8 @@ def linear_is_torchs() -> bool:
     """
     if not (_IS_GENUINE and nn.Linear.forward is _TORCHS_LINEAR[0]):
         return False
-    return F.linear is _TORCHS_LINEAR[1] or (F.linear.__module__, F.linear.__name__) == _ZERO3S_LINEAR
+    now = F.linear
+    return now is _TORCHS_LINEAR[1] or (home(now), getattr(now, "__name__", "")) == _ZERO3S_LINEAR
 
 
 class Guards:

@@ -72,7 +72,8 @@ def _function(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
-    return getattr(function, "_torchdynamo_orig_callable", function)
+    inside = getattr(function, "_torchdynamo_orig_callable", None)  # `functools.wraps` copies it to other functions
+    return inside if inside is not None and home(function).startswith("torch._dynamo.") else function
 
 
 def home(function: Any) -> str:

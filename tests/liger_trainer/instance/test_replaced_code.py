@@ -17,6 +17,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 from liger_trainer import apply_liger
+from liger_trainer.instance.guards import linear_is_torchs
 
 HEAD = "fused_linear_cross_entropy"
 LLAMA, GEMMA = modeling_llama, modeling_gemma2
@@ -137,14 +138,16 @@ def test_code_that_is_replaced_after_patching(change, kind, kept, monkeypatch):
 
 
 def test_the_linear_function_of_deepspeed_computes_the_same(monkeypatch):
-    """ZeRO-3 leaves it in the place of `F.linear` for the whole process."""
-    want, own = step(tiny_model("llama").train()), F.linear
-
-    def zero3_linear_wrap(input, weight, bias=None):
-        return own(input, weight, bias)
-
-    zero3_linear_wrap.__module__ = "deepspeed.runtime.zero.linear"
-    monkeypatch.setattr(F, "linear", zero3_linear_wrap)
+    """ZeRO-3 leaves it in the place of `F.linear` for the whole process. A function around it is somebody's own."""
+    want = step(tiny_model("llama").train())
+    space = {"__name__": "deepspeed.runtime.zero.linear", "own": F.linear}
+    exec("def zero3_linear_wrap(input, weight, bias=None): return own(input, weight, bias)", space)
+    theirs = space["zero3_linear_wrap"]
+    around = functools.wraps(theirs)(lambda input, weight, bias=None: 2 * theirs(input, weight, bias))
+    for mine in (around, functools.partial(theirs)):
+        monkeypatch.setattr(F, "linear", mine)
+        assert not linear_is_torchs()
+    monkeypatch.setattr(F, "linear", theirs)
     model = tiny_model("llama").train()
     report = apply_liger(model)
     assert report[HEAD].swapped and not report[HEAD].skipped
