@@ -113,7 +113,7 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
         launch = ["--config_file", str(shipped("configs") / f"{config}.yaml"), "--num_processes", str(processes)]
         start = ["-m", "accelerate.commands.launch", *launch, *start]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}  # or a lost network is waited for
-    with open(log, "w") as file:
+    with open(log, "w", buffering=1) as file:
         child = subprocess.Popen(
             [sys.executable, *start, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
             start_new_session=True,
