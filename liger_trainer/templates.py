@@ -1,9 +1,15 @@
-"""Turns rows of other formats into rows for TRL: Alpaca, ShareGPT, and conversations whose last turn is learned."""
+"""Forms of rows: of pictures, and of Alpaca, ShareGPT and conversations, which become rows for TRL."""
 
 import json
 from typing import Any
 
 from liger_trainer.errors import RecipeError, short
+
+
+def has_images(rows: Any) -> bool:
+    """Tell whether a dataset, which may be None, has pictures in a column that trainers read."""
+    return not {"image", "images"}.isdisjoint(getattr(rows, "column_names", None) or ())
+
 
 # The template of the Alpaca data (github.com/tatsu-lab/stanford_alpaca). The response starts on its own line, so that
 # no token spans the end of the prompt.

@@ -46,9 +46,8 @@ from ._routed import (
 )
 from .dequantize import MXFP4Weight, dequantize_mxfp4
 from .frozen_float8 import Float8Matrices, Float8Weight, dequantized
-from .gates import UNCHANGED
+from .gates import ACTIVATIONS, UNCHANGED
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 Packed: TypeAlias = MXFP4Weight | Float8Matrices
 _INPUTS = ("x", "share", "w", "v", "b", "c", "a_w", "b_w", "a_v", "b_v")
 

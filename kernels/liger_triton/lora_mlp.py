@@ -23,7 +23,7 @@ from ._launch import as_dtype, as_matrix, cdiv, check_in
 from ._lora import Form, Layer, Rounded
 from .dequantize import PackedWeight
 from .frozen_float8 import Float8Weight, SharedRows
-from .gates import TWINS, Product, gate_of_sums, gradients_of_sums, takes
+from .gates import ACTIVATIONS, Product, gate_of_sums, gradients_of_sums, takes
 from .lora_linear import Lora, Weight, as_tensors, checked_layers, form_of, runs_as_twin
 
 Sums = tuple[Product | None, Product | None]
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
     Attributes:
         forms (`tuple`): Of the group of gate and up, and of down.
-        activation (`str`): A key of `TWINS`.
+        activation (`str`): One of `ACTIVATIONS`.
         adds_in_gate (`bool`): Whether the adapters of gate and up are added in the gate. The g and u that are kept are
             without them then.
     """
@@ -241,7 +241,7 @@ def lora_mlp(
     Raises:
         ValueError: A shape, dtype or device does not fit, or `activation` is unknown.
     """
-    check_in("activation", activation, TWINS)
+    check_in("activation", activation, ACTIVATIONS)
     projections = [gate, up, down]
     inner = checked_layers(x, projections[:2])
     if gate[0].shape != up[0].shape or down[0].ndim != 2 or down[0].shape[1] != up[0].shape[0]:

@@ -144,6 +144,13 @@ def geglu(gate, up, *, approximate="tanh"):
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 
 
+def gated(gate, up, activation, **form):
+    """act(gate) * up of the activation with this name. `form` are options of `swiglu`."""
+    if activation == "silu":
+        return swiglu(gate, up, **form)
+    return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
 def experts(
     hidden, expert_ids, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, activation="silu", limit=None,
     alpha=1.0, up_offset=0.0, gate_scale=1.0, interleaved=False, transposed=False, gate_up_lora=None, down_lora=None,
@@ -162,10 +169,7 @@ def experts(
         here = (ids == e).nonzero().flatten()
         h = linear(hidden[here // top_k], e, gate_up, gate_up_bias, gate_up_lora)
         g, u = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
-        if activation == "silu":
-            a = swiglu(g, u, limit=limit, alpha=alpha, up_offset=up_offset, gate_scale=gate_scale)
-        else:
-            a = geglu(g, u, approximate="tanh" if activation == "gelu_tanh" else "none")
+        a = gated(g, u, activation, limit=limit, alpha=alpha, up_offset=up_offset, gate_scale=gate_scale)
         y = linear(a, e, down, down_bias, down_lora)
         parts.append(y.to(wide) * weights.flatten()[here].to(wide).unsqueeze(1))
         pairs.append(here)
@@ -189,13 +193,8 @@ def lora_linear(x, weight, bias=None, *, lora, lora_input=None):
 def lora_mlp(x, gate, up, down, *, activation="silu"):
     """See `liger_triton.lora_mlp`, which runs without Triton too."""
     g, u = (lora_linear(x, weight, bias, lora=lora) for weight, bias, lora in (gate, up))
-    a = (
-        swiglu(g, u)
-        if activation == "silu"
-        else geglu(g, u, approximate="tanh" if activation == "gelu_tanh" else "none")
-    )
     weight, bias, lora = down
-    return lora_linear(a, weight, bias, lora=lora)
+    return lora_linear(gated(g, u, activation), weight, bias, lora=lora)
 
 
 def float8_maxima(x):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_trainer.errors import RecipeError, refusal, short
+from liger_trainer.templates import has_images
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -48,14 +49,9 @@ def find_images(rows: Any, folders: Sequence[Path]) -> Any:
     return rows.map(convert, with_indices=True, desc="Looking for pictures")
 
 
-def shows_pictures(rows: Any) -> bool:
-    """Tell whether rows have pictures in a column that trainers read."""
-    return not {"image", "images"}.isdisjoint(rows.column_names)
-
-
 def unread_pictures(rows: Any) -> str | None:
     """Return `columns` for a recipe whose rows have pictures in a column that no trainer reads, or None."""
-    if shows_pictures(rows):
+    if has_images(rows):
         return None
     first = rows[0]
     for name, kind in rows.features.items():
@@ -76,7 +72,7 @@ def check_first_batch(trainer: Any) -> None:
     from liger_trainer.trainers.packed_images import without_limit  # which imports torch
 
     rows, collate = trainer.train_dataset, trainer.data_collator
-    if not shows_pictures(rows) or (unlimited := without_limit(collate)) is collate:
+    if not has_images(rows) or (unlimited := without_limit(collate)) is collate:
         return
     rows = trainer._remove_unused_columns(rows, "training")  # as its dataloader does
     count = min(len(rows), trainer.args.per_device_train_batch_size)

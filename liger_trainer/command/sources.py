@@ -11,11 +11,12 @@ from liger_trainer.command.chat_template import find_template, settle_named_temp
 from liger_trainer.command.model_source import ModelSource, find_model
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import check_rows
-from liger_trainer.command.row_images import shows_pictures, unread_pictures
+from liger_trainer.command.row_images import unread_pictures
 from liger_trainer.command.rows import columns_of, load_rows
 from liger_trainer.command.trainer_table import TRAINERS
 from liger_trainer.errors import RecipeError
 from liger_trainer.rewards import REWARDS
+from liger_trainer.templates import has_images
 
 
 class Sources(NamedTuple):
@@ -59,7 +60,7 @@ def find_sources(recipe: Recipe) -> Sources:
 
 def _check_pictures(recipe: Recipe, config: Any, rows: Any) -> None:
     """RecipeError if a model would be trained without the pictures of its rows, or the trainer takes none."""
-    if shows_pictures(rows) and not recipe.entry.images:
+    if has_images(rows) and not recipe.entry.images:
         able = ", ".join(name for name, entry in TRAINERS.items() if entry.images)
         raise RecipeError(
             f"the rows have pictures, which {recipe.entry.trainer} does not read. Take one of {able}, or remove them."

@@ -18,6 +18,7 @@ from liger_trainer.fp8.frozen_experts import WEIGHTS, is_block, put_into_eight_b
 from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear, InEightBits
 from liger_trainer.head.module import base_model_of, modules_called_by, output_head
 from liger_trainer.instance.binding import own_class
+from liger_trainer.instance.hooks import HOOK_DICTS
 from liger_trainer.instance.kind import names_of, slot_of
 from liger_trainer.instance.report import OperationReport
 from liger_triton.float8_cast import MULTIPLE
@@ -30,7 +31,6 @@ _WRAPPER = ("peft.utils.other", "AuxiliaryTrainingWrapper")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _READ_BY_MIXERS = ("x_proj", "dt_proj", "out_proj")  # of state-space models such as Mamba, by kernels for the GPU
 _ROUTERS = ("gate", "router", "wg"), ("Router", "Gating")  # names of layers, and parts of the names of their owners
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def quantize_base(model: nn.Module, device: torch.device | None = None) -> OperationReport:
@@ -147,7 +147,7 @@ def _why_weights_left(chain: list[nn.Module], module: nn.Module, weights: list) 
             return f"its weight is {str(weight.dtype)[6:]}"
         if any(width % MULTIPLE for width in weight.shape[-2:]):
             return f"its widths, {weight.shape[-1]} and {weight.shape[-2]}, are not both multiples of {MULTIPLE}"
-    hooked = any(hasattr(weight, "ds_id") for weight in weights) or any(getattr(module, hooks) for hooks in _HOOKS)
+    hooked = any(hasattr(weight, "ds_id") for weight in weights) or any(getattr(module, hooks) for hooks in HOOK_DICTS)
     return "a hook on it gathers its weight, or would be lost" if hooked or "_hf_hook" in module.__dict__ else None
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -19,8 +18,8 @@ from liger_trainer.head.outputs import HeadOptions
 from liger_trainer.instance.binding import Binding, bind, call_previous, own_class
 from liger_trainer.instance.guards import linear_is_torchs
 from liger_trainer.instance.hooks import has_hooks, hook_on, output_seen_by
+from liger_trainer.instance.kind import PLAIN_TENSORS
 
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, type(None), FakeTensor)  # fake ones while memory is counted
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # A (R, H), B (V, R) and the scaling
 
 
@@ -108,7 +107,7 @@ def _why_not_plain(module: nn.Module) -> str | None:
             return f"its {name} is computed whenever it is read, as by a parametrization"
         own = module._parameters.get(name, vars(module).get(name))  # neither has it while FSDP1 keeps it sharded
         local = own._local_tensor if type(own) is DTensor else own
-        if type(local) not in _PLAIN_TENSORS:
+        if local is not None and type(local) not in PLAIN_TENSORS:
             return f"its {name} is a {type(local).__name__}, not a plain tensor"
     return None
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from liger_trainer.instance.binding import Binding, is_bound
 
-_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in _HOOK_DICTS]
+HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{attribute}") for attribute in HOOK_DICTS]
 # The hooks of Python modules whose names begin so run in our calls too, or have nothing to see there.
 _HOOKS_THAT_MISS_NOTHING = (
     "torch.distributed.", "deepspeed.", "accelerate.", "liger_trainer.", "trl.models.activation_offloading",
@@ -24,7 +24,7 @@ _OF_LIBRARIES = ("torch.", "transformers.", "peft.", "trl.")  # which read no lo
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of `module` runs hooks around its forward, in the forward or in the backward pass."""
-    return any(map(module.__dict__.get, _HOOK_DICTS)) or any(_GLOBAL_HOOKS)
+    return any(map(module.__dict__.get, HOOK_DICTS)) or any(_GLOBAL_HOOKS)
 
 
 def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, ...] = ()) -> str | None:
@@ -39,7 +39,7 @@ def hook_on(module: nn.Module, ours: Binding | None = None, allowed: tuple[str, 
     forward = ours.previous if ours is not None and is_bound(module, ours) else module.__dict__.get("forward")
     if (replaced := replaced_forward(module, forward, allowed)) is not None:
         return replaced
-    for attribute, global_hooks in zip(_HOOK_DICTS, _GLOBAL_HOOKS, strict=True):
+    for attribute, global_hooks in zip(HOOK_DICTS, _GLOBAL_HOOKS, strict=True):
         for hook in (*getattr(module, attribute).values(), *global_hooks.values()):
             if not home(_function(hook)).startswith(not_counted):
                 return f"a {attribute.strip('_').removesuffix('s').replace('_', ' ')} ({_name(_function(hook))})"

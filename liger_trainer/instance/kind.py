@@ -14,7 +14,7 @@ from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding
 from liger_trainer.instance.guards import Guards, NotProven, guards_of
 
-PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, and nothing quantised
+PLAIN_TENSORS = (nn.Parameter, torch.Tensor, FakeTensor)  # no DTensor, nothing quantised; fake while memory is counted
 _MODULE_STATE = {*nn.Module().__dict__}
 _OWN_NAME = "target_name"  # PEFT's layers keep their own name under this key, which no other layer has
 

@@ -39,7 +39,6 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
 _METHODS = ("_activate_lora", "get_delta_factors", "get_delta_weight")  # of it
 _EXPERTS, _WIDTH, _INNER, _TOKENS, _RANK = 4, 16, 8, 7, 2  # of the small copy
-_ACTIVATIONS = {("swiglu", ""): "silu", ("geglu", "tanh"): "gelu_tanh", ("geglu", "none"): "gelu"}
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,16 @@ class Experts:
         loras: dict[str, ExpertLoRA],
     ) -> torch.Tensor:  # fmt: skip
         """The result of `block`, with the LoRAs on its parameters of these names."""
-        names = {"limit": self.gate.limit, "alpha": self.gate.alpha, "gate_scale": self.gate.scale}
-        numbers = {option: getattr(block, name) for option, name in names.items() if name is not None}
         tensors = [*_weights_of(block), *(block._parameters[name] for name in _biases_of(block))]
         dtype = tensors[0].dtype
         if self.implementation == "eager" and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             tensors = [t if t is None else t.to(dtype) for t in tensors]
         return experts(
-            x, ids, weights, *tensors, activation=_ACTIVATIONS[self.gate.operation, self.gate.approximate],
+            x, ids, weights, *tensors, activation=self.gate.activation,
             up_offset=self.gate.up_offset, interleaved=self.interleaved,
             transposed=block.is_transposed and not _is_packed(block),
-            gate_up_lora=loras.get("gate_up_proj"), down_lora=loras.get("down_proj"), **numbers,
+            gate_up_lora=loras.get("gate_up_proj"), down_lora=loras.get("down_proj"), **self.gate.numbers(block),
         )  # fmt: skip
 
 

@@ -4,16 +4,17 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from liger_triton import geglu, swiglu
 
-GATES: dict[tuple[str, str], Callable[..., torch.Tensor]] = {  # (operation, approximate) -> the kernel
-    ("swiglu", ""): swiglu,
-    ("geglu", "tanh"): functools.partial(geglu, approximate="tanh"),
-    ("geglu", "none"): functools.partial(geglu, approximate="none"),
+GATES: dict[str, Callable[..., torch.Tensor]] = {  # activation, by its name in `liger_triton` -> the kernel
+    "silu": swiglu,
+    "gelu_tanh": functools.partial(geglu, approximate="tanh"),
+    "gelu": functools.partial(geglu, approximate="none"),
 }
 SCALES = (1.0, 10.0, 100.0)  # of the random inputs: a clamp at 7 or at 10 does not show at 1
 
@@ -23,30 +24,40 @@ class Gate:
     """The function of gate and up that a module computes.
 
     Attributes:
-        operation (`str`): `"swiglu"` or `"geglu"`.
-        approximate (`str`): Which GELU it is, `"tanh"` or `"none"`; empty for SwiGLU.
+        activation (`str`): A key of `GATES`.
         limit, alpha, scale (`str` or `None`): The module's attributes that are the `limit`, `alpha` and `gate_scale` of
             `liger_triton.swiglu`.
         up_offset (`float`): What is added to up.
     """
 
-    operation: str
-    approximate: str
+    activation: str
     limit: str | None = None
     alpha: str | None = None
     scale: str | None = None
     up_offset: float = 0.0
 
+    @property
+    def operation(self) -> str:
+        return "swiglu" if self.activation == "silu" else "geglu"
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.limit or self.alpha or self.scale or self.up_offset)
+
+    def numbers(self, module: nn.Module) -> dict[str, Any]:
+        """The options of `liger_triton.swiglu` that attributes of `module` are, with the values that these have now."""
+        names = {"limit": self.limit, "alpha": self.alpha, "gate_scale": self.scale}
+        return {option: getattr(module, name) for option, name in names.items() if name is not None}
+
     def function(self, module: nn.Module) -> Callable[..., torch.Tensor]:
         """The function, with the values that the attributes of `module` have now."""
-        if not (self.limit or self.alpha or self.scale or self.up_offset):
-            return GATES[self.operation, self.approximate]
-        names = {"limit": self.limit, "alpha": self.alpha, "gate_scale": self.scale}
-        values = {option: getattr(module, name) for option, name in names.items() if name is not None}
-        return functools.partial(swiglu, up_offset=self.up_offset, **values)
+        if self.is_plain:
+            return GATES[self.activation]
+        return functools.partial(swiglu, up_offset=self.up_offset, **self.numbers(module))
 
     def __str__(self) -> str:
-        text = "silu" if self.operation == "swiglu" else f"gelu, approximate={self.approximate!r}"
+        kinds = {"silu": "silu", "gelu_tanh": "gelu, approximate='tanh'", "gelu": "gelu, approximate='none'"}
+        text = kinds[self.activation]
         text += f", clamped by {self.limit}" if self.limit else ""
         text += f", sigmoid times {self.alpha}" if self.alpha else ""
         text += f", gate times {self.scale}" if self.scale else ""
@@ -57,10 +68,10 @@ def candidates(module: nn.Module) -> list[Gate]:
     """The gates that `module` may compute, the likely ones first: the plain ones, and those with numbers it has."""
     limits, alphas = (numbers(module, word) for word in ("limit", "alpha"))
     scales = scale_names(module)
-    found = [Gate(*key) for key in GATES]
+    found = [Gate(activation) for activation in GATES]
     if limits or alphas or scales:
         options = itertools.product((None, *limits), (None, *alphas), (None, *scales), (0.0, 1.0))
-        found += [Gate("swiglu", "", *chosen) for chosen in options if any(chosen)]
+        found += [Gate("silu", *chosen) for chosen in options if any(chosen)]
     return found
 
 

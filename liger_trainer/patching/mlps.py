@@ -36,7 +36,6 @@ from liger_triton.halves import halves
 from liger_triton.lora_mlp import goes_in_slices
 
 TOKENS = (2, 3)
-ACTIVATIONS = {Gate("swiglu", ""): "silu", Gate("geglu", "tanh"): "gelu_tanh", Gate("geglu", "none"): "gelu"}
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def build(mlp: MLP, rebuild_above: int = REBUILD_ABOVE_BYTES) -> Callable:
     """The `forward` to bind to a gated MLP. A larger product than `rebuild_above` bytes is computed again backward."""
     first, second, gate_first = mlp.inner[0], mlp.inner[-1], mlp.gate_first
     names = (first, second, mlp.down) if gate_first else (second, first, mlp.down)
-    activation = None if first == second else ACTIVATIONS.get(mlp.gate)  # of `lora_mlp`
+    activation = mlp.gate.activation if mlp.gate.is_plain and first != second else None  # of `lora_mlp`
 
     def tensors_of_projections(self, x: torch.Tensor) -> list[Tensors] | None:
         """The tensors of gate, up and down where one function computes all three now: with a LoRA on one of them, or

@@ -10,7 +10,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from liger_trainer._logging import logger
@@ -32,23 +32,6 @@ from liger_trainer.varlen.host_copies import real_tokens, remembering
 from liger_trainer.world import fault_of_world
 
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
-
-
-def parameters_without_embeddings(model: nn.Module) -> int:
-    """How many numbers the weights of `model` have, each counted once, but for those that an embedding has first."""
-    seen: set[int] = set()
-    total, waiting = 0, [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        waiting += [child for child in reversed(module._modules.values()) if child is not None]
-        for name, p in module._parameters.items():
-            if p is not None and id(p) not in seen:
-                seen.add(id(p))
-                total += 0 if name == "weight" and isinstance(module, nn.Embedding) else p.numel()
-    return total
 
 
 class LigerTrainerMixin(LoadsRenamedWeights):
@@ -94,6 +77,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     device_memory: GpuMemory | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
     _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first
+    _ops_of_token: int | None = None  # once they are counted
 
     def token_loss(self, outputs: FusedLMOutput, inputs: dict) -> torch.Tensor:
         """Loss of each label; the trainer sums it and divides by the number of labels that count.
@@ -173,14 +157,12 @@ class LigerTrainerMixin(LoadsRenamedWeights):
             return step(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count as the stock class, but the parameters in one pass over the modules: its own takes as long as a few
-        layers of a deep model, in every step."""
-        count: Any = getattr(self.model, "num_parameters", None)
-        model, name = getattr(count, "__self__", None), getattr(self.model, "main_input_name", "input_ids")
-        stock = getattr(count, "__func__", None) is PreTrainedModel.num_parameters
-        if not stock or name not in inputs or getattr(model, "is_loaded_in_4bit", False):
-            return super().floating_point_ops(inputs)
-        return 6 * inputs[name].numel() * parameters_without_embeddings(model)
+        """Count as the stock class, but the parameters once a training: that takes as long as a few layers of a deep
+        model."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if self._ops_of_token is None:
+            self._ops_of_token = super().floating_point_ops({name: torch.empty(1, device="meta")})
+        return inputs[name].numel() * self._ops_of_token if name in inputs else 0
 
     def real_tokens(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> int | None:
         """Count the tokens that a step of `inputs` computes, where padding is left out and the host knows it."""
@@ -234,6 +216,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock trainer does, with the features that the arguments ask for."""
         self._use_own_heads()  # now, because TRL may score rows while it loads the data
+        self._ops_of_token = None
         with ExitStack() as stack:
             runs = [stack.enter_context(feature.around_training(self)) for feature in FEATURES]
             self._runs = [run for run in runs if run is not None]

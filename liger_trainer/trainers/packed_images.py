@@ -54,11 +54,6 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
     return sorted(map(sorted, groups))
 
 
-def has_images(rows: Any) -> bool:
-    """Tell whether a dataset, which may be None, has images that are processed when a batch is made."""
-    return not {"image", "images"}.isdisjoint(getattr(rows, "column_names", None) or ())
-
-
 def without_limit(collate: Any) -> Any:
     """Return a collate function of TRL's for images without its `max_length`; any other one as it is."""
     limited = is_dataclass(collate) and not isinstance(collate, type) and hasattr(collate, "max_length")

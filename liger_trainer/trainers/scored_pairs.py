@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from liger_trainer.head.module import base_model_of, why_peft_needs_logits
 from liger_trainer.trainers.trl import LigerTRLMixin
 
+_DEFAULTS = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}  # of cross_entropy; others are None
 _OFF = 'liger_config={"fused_linear_cross_entropy": false}'
 
 
@@ -102,18 +103,8 @@ class ScoredLogits:
         )
 
 
-def _cross_entropy(
-    input: ScoredLogits,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    **legacy: Any,
-) -> torch.Tensor:
-    legacy = {name: value for name, value in legacy.items() if value is not None}
-    if weight is not None or (ignore_index, reduction, label_smoothing) != (-100, "mean", 0.0) or legacy:
+def _cross_entropy(input: ScoredLogits, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    if any(value != _DEFAULTS.get(name) for name, value in options.items()):
         raise ScoredLogits._unknown("cross_entropy with options")
     return -input.of(target).sum() / (target != -100).sum()
 

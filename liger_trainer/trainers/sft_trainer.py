@@ -9,8 +9,9 @@ from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.head.module import who_sees_outputs
+from liger_trainer.templates import has_images
 from liger_trainer.trainers.arguments import LigerArguments
-from liger_trainer.trainers.packed_images import has_images, pack_images
+from liger_trainer.trainers.packed_images import pack_images
 from liger_trainer.trainers.trl import LigerTRLMixin
 
 

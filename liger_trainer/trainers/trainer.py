@@ -72,8 +72,8 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             return super().compute_loss(
                 self._own_loss_model(model, wants_logits), inputs, return_outputs, num_items_in_batch
             )
-        smoother = self.label_smoother
-        if smoother is None or not self._is_causal_lm():
+        smoother, kind = self.label_smoother, own_class(base_model_of(self.model)).__name__
+        if smoother is None or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if wants_logits:  # the stock trainer knows a causal model by the name of its class, which FSDP2 changes
             self.label_smoother = partial(smoother, shift_labels=True)
@@ -83,10 +83,6 @@ class LigerTrainer(LigerTrainerMixin, Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.label_smoother = smoother
-
-    def _is_causal_lm(self) -> bool:
-        """Return whether the stock trainer shifts the labels for its `LabelSmoother`, under FSDP2 too."""
-        return own_class(base_model_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _own_loss_model(self, model: Callable[..., Any], wants_logits: bool) -> Callable[..., dict[str, torch.Tensor]]:
         """A stand-in for `model` that returns the loss of `token_loss`. `Trainer.compute_loss` scales it as usual."""

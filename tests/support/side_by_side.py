@@ -32,7 +32,7 @@ REBUILT = {"rebuild_above_mib": 0}  # for users only large tensors are
 def as_at_real_size(monkeypatch):
     """What Triton's gate does on a GPU, done on the CPU: its gradients are written over its inputs. Tensors are rebuilt
     in the backward pass as on a GPU where a model is patched with `REBUILT`."""
-    monkeypatch.setitem(gates.GATES, ("swiglu", ""), lambda a, b, reuse_inputs=False: Gate.apply(a, b, reuse_inputs))
+    monkeypatch.setitem(gates.GATES, "silu", lambda a, b, reuse_inputs=False: Gate.apply(a, b, reuse_inputs))
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
 
 

@@ -25,7 +25,7 @@ def patched(monkeypatch):
     def gate(a, b, reuse_inputs=False):
         return Gate.apply(a, b, reuse_inputs and patch.reuse)
 
-    monkeypatch.setitem(gates.GATES, ("swiglu", ""), gate)
+    monkeypatch.setitem(gates.GATES, "silu", gate)
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
 
     def patch(model, reuse):

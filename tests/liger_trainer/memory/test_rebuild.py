@@ -116,7 +116,7 @@ def test_inside_a_checkpoint(reentrant):
 
 def test_a_patched_model_keeps_no_product(monkeypatch):
     gate = Watched()
-    monkeypatch.setitem(gates.GATES, ("swiglu", ""), gate)
+    monkeypatch.setitem(gates.GATES, "silu", gate)
     monkeypatch.setattr(mlps, "build", mlps.build.__wrapped__)  # forwards are built once a process: not with this gate
     model, batch = tiny_model("llama").train(), collate(ragged_rows(4))
     apply_liger(model, ALL)

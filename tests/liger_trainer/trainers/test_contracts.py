@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from liger_trainer import LigerTrainer
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
-from liger_trainer.trainers.base import parameters_without_embeddings
+from liger_trainer.trainers import base
 from liger_trainer.trainers.dpo_trainer import _SMOOTHED
 from liger_trainer.trainers.trl import with_globals
 
@@ -128,22 +129,25 @@ def test_saved_tensor_hooks_of_others_can_be_seen():
         assert top(True) is not None
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_floating_point_ops_are_those_of_the_stock_trainer(tied):
-    """Also with a LoRA, in an order in which the head has a tied weight first, and for what is no model of theirs."""
+def test_floating_point_ops_are_those_of_the_stock_trainer(monkeypatch):
+    """Also with a LoRA, for what is no model of theirs, and with one count of the parameters in a training."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16, tie_word_embeddings=tied))
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16))
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    trainer, inputs = object.__new__(LigerTrainer), {"input_ids": torch.zeros(2, 3, dtype=torch.long)}
+    batches = [{"input_ids": torch.zeros(shape, dtype=torch.long)} for shape in ((2, 3), (1, 5))]
     found = []
-    for trainer.model in (adapted, model, torch.nn.Linear(2, 2)):
-        found.append(trainer.floating_point_ops(inputs))
-        assert found[-1] == Trainer.floating_point_ops(trainer, inputs)
-    assert found[0] == found[1] > found[2] == 0 == trainer.floating_point_ops({})
-    model._modules["lm_head"] = model._modules.pop("lm_head")
-    model._modules["model"] = model._modules.pop("model")  # behind the head
-    count = parameters_without_embeddings(model)
-    assert count == model.num_parameters(exclude_embeddings=True) == found[0] // 36 + 16 * 8 * tied
+    for subject in (adapted, model, torch.nn.Linear(2, 2)):
+        trainer = object.__new__(LigerTrainer)
+        trainer.model = subject
+        found.append([trainer.floating_point_ops(inputs) for inputs in batches])
+        assert found[-1] == [Trainer.floating_point_ops(trainer, inputs) for inputs in batches]
+    assert found[0] == found[1] != found[2] == [0, 0] and trainer.floating_point_ops({}) == 0
+    trainer.model, count = model, mock.Mock(side_effect=model.num_parameters)
+    monkeypatch.setattr(model, "num_parameters", count, raising=False)
+    monkeypatch.setattr(Trainer, "train", lambda self: [self.floating_point_ops(inputs) for inputs in batches])
+    monkeypatch.setattr(LigerTrainer, "_use_own_heads", lambda self: None)
+    monkeypatch.setattr(base, "FEATURES", ())
+    assert trainer.train() == trainer.train() == found[0] and count.call_count == 2
 
 
 def test_trainer_filters_losses_where_we_do():
