@@ -20,6 +20,7 @@ from liger_trainer.instance.binding import Binding, in_place_of, own_class
 from liger_trainer.instance.guards import Guards, code_guards_of, global_lookups
 from liger_trainer.instance.hooks import comes_from, home
 from liger_trainer.instance.kind import Kind, Proof
+from liger_trainer.instance.probe import one_thread
 from liger_trainer.patching.rotary import decorated_like, forward_with_globals, is_decorated_by
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.known import Known
@@ -42,7 +43,9 @@ def on_host(function: Callable, *args: Any, kwargs: dict[str, Any] | None = None
         return function(*args, **named, **more)
     known = {id(x): value for x, value in zip(given, values, strict=True)}
     args, named = tree_map(lambda x: known.get(id(x), x), (args, named))
-    return tree_map(functools.partial(_sent, device=given[0].device), _alone(function, *args, **named, **more))
+    with one_thread():
+        results = function(*args, **named, **more)
+    return tree_map(functools.partial(_sent, device=given[0].device), results)
 
 
 def _value_of(x: Any) -> torch.Tensor | None:
@@ -51,16 +54,6 @@ def _value_of(x: Any) -> torch.Tensor | None:
         return None
     values = values_of(x)[0]
     return None if values.is_cuda else values
-
-
-def _alone(function: Callable, *args: Any, **named: Any) -> Any:
-    """The result of `function` in one thread: waking others takes longer than these few numbers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return function(*args, **named)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _sent(x: Any, device: torch.device) -> Any:
@@ -82,7 +75,8 @@ def _places(own: Callable, call: inspect.BoundArguments) -> Any:
     if (values := _value_of(given.get("input_ids"))) is None or not isinstance(embeds, torch.Tensor):
         return own(*call.args, **call.kwargs)
     more = {n: _stand_in(x) for n, x in given.items() if n != "input_ids"}
-    masks = _alone(own, **more, input_ids=values)
+    with one_thread():
+        masks = own(**more, input_ids=values)
     return tree_map(lambda x: Known.of(x, embeds.device) if isinstance(x, torch.Tensor) else x, masks)
 
 

@@ -61,6 +61,19 @@ def proven(module, kind=norms):
     return proof and proof.variant, reason
 
 
+def test_proofs_take_one_thread():
+    """Where the cores are taken, each product of a few numbers would wait for a thread of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 3)
+    try:
+        with pytest.raises(KeyError), probe.isolated():
+            assert torch.get_num_threads() == 1
+            raise KeyError
+        assert torch.get_num_threads() == before + 3
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("n", [96, 4096])
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-8])
 @pytest.mark.parametrize("cast", ["llama", "gemma"])
