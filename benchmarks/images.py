@@ -53,7 +53,7 @@ GRID = 32
 STEPS, WARM = (24, 10) if DEVICE == "cuda" else (3, 1)
 
 
-def build(name, tiny):
+def config_of(name, tiny=False):
     kind, text, vision = MODELS[name]
     if tiny:
         text = text | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 256}
@@ -61,7 +61,11 @@ def build(name, tiny):
         vision = vision | {"depth": 4, "hidden_size": 64, "intermediate_size": 64, "out_hidden_size": 256}
         vision |= {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1, 2]}
     tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
+    return AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
+
+
+def build(name, tiny):
+    config = config_of(name, tiny)
     torch.manual_seed(0)
     with torch.device(DEVICE):
         return AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -128,6 +132,8 @@ def one_arm(options):
     trainer.train()
     took = statistics.median(b - a for a, b in zip(clock.ends[warm - 1 :], clock.ends[warm:], strict=False))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
+    if peak is not None and (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset the counter
+        peak = max(peak, chosen.highest / 2**30)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     emit({"arm": arm, "model": name, "batch": batch, "rows_s": batch / took, "ms": 1e3 * took, "gib": peak,
           "loss": losses[-1], "losses": losses[:5]})  # fmt: skip

@@ -23,6 +23,7 @@ import time
 
 import torch
 from _cases import LIMITS, MISMATCH, forward_backward
+from _cases_attention import attention
 from _cases_experts import experts
 from _cases_head import cross_entropy, dpo_head, linear_cross_entropy, logprobs_entropy
 from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, swiglu
@@ -58,6 +59,17 @@ CASES = {
     ],
     "lora_mlp": [(lora_mlp, 8192, 4096, 14336, 16)],
     "experts": [(experts, 8192, 2048, 768, 128, 8), (experts, 32768, 2048, 768, 128, 8)],
+    "attention": [  # Gemma 3 4B, Mistral 7B, Llama 3 8B, gpt-oss 20B
+        (attention, 4, 2048, 8, 4, 256, 1024),
+        (attention, 1, 16384, 8, 4, 256, 1024),
+        (attention, 1, 16384, 32, 8, 128, 4096),
+        (attention, 4, 2048, 32, 8, 128),
+        (attention, 1, 16384, 32, 8, 128),
+        (attention, 4, 2048, 64, 8, 64, 128, True),
+        (attention, 4, 2048, 64, 8, 64, None, True),
+        (attention, 1, 16384, 64, 8, 64, 128, True),
+        (attention, 1, 16384, 64, 8, 64, None, True),
+    ],
     "cross_entropy": [(cross_entropy, 8192, 128256)],
     "linear_cross_entropy": [
         (linear_cross_entropy, 8192, 4096, 128256),
@@ -76,6 +88,12 @@ TINY = {
     "lora_linear": [(lora_linear, 64, 32, 48, 4)],
     "lora_mlp": [(lora_mlp, 64, 32, 48, 4)],
     "experts": [(experts, 64, 32, 16, 8, 2)],
+    "attention": [
+        (attention, 2, 33, 4, 2, 16, 8),
+        (attention, 1, 33, 4, 2, 16),
+        (attention, 2, 33, 4, 2, 16, 8, True),
+        (attention, 2, 33, 4, 2, 16, None, True),
+    ],
     "cross_entropy": [(cross_entropy, 64, 307)],
     "linear_cross_entropy": [(linear_cross_entropy, 64, 32, 307), (linear_cross_entropy, 64, 32, 307, True)],
     "linear_logprobs": [(dpo_head, 4, 16, 32, 307), (logprobs_entropy, 64, 32, 307)],
@@ -288,7 +306,7 @@ def main(argv=None):
         return first_calls(_first_sizes(options)[options.child])
     record = Record("operations", case_of(options), options.json, options.tiny, argv)
     if options.first_step:
-        sizes = {name: _first_sizes(options)[name] for name in options.only}
+        sizes = {name: sizes for name, sizes in _first_sizes(options).items() if name in options.only}
         first_step(sizes, [sys.executable, __file__, "--first_step"] + ["--tiny"] * options.tiny, record)
     elif options.sweep or options.odd:
         cases = (TINY_SWEEP if options.tiny else SWEEP) if options.sweep else (TINY_ODD if options.tiny else ODD)

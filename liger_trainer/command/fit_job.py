@@ -1,14 +1,16 @@
 """From a recipe to the training whose memory `liger-trainer fit` counts."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
-from liger_trainer.command.model_source import quantization_of
+from liger_trainer.command.model_source import ModelSource, quantization_of
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.sources import model_of
-from liger_trainer.errors import RecipeError
+from liger_trainer.errors import RecipeError, refusal
 from liger_trainer.fitting import losses, optimizers
 from liger_trainer.fitting.hollow import Shape
+from liger_trainer.fitting.images import RowImages, row_images
 from liger_trainer.fitting.sharding import Sharding
 from liger_trainer.fitting.step import Job
 from liger_trainer.memory.host_inputs import OPTION
@@ -25,8 +27,11 @@ _WITH_REFERENCE = ("LigerDPOTrainer", "LigerKTOTrainer")
 _OPTIONS_NOT_KNOWN = {"every_n_layers": 1, "selective": False}  # and their values without effect
 
 
-def job_of(recipe: Recipe, gpus: int) -> Job:
-    """The training of `recipe` on `gpus` GPUs. RecipeError if nothing is known of a part of it."""
+def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) -> Job:
+    """The training of `recipe` on `gpus` GPUs. RecipeError if nothing is known of a part of it.
+
+    `images` are the sizes of the images of a row.
+    """
     import torch
     import trl
     from transformers import AutoConfig
@@ -43,13 +48,16 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)
     precomputed = getattr(training, "precompute_ref_log_probs", False)
     autocast = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    shape = Shape(
+        config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
+        four_bits=quantization_of(config, model),
+        liger_config=training.liger_config,
+        trust_remote_code=source.options.get("trust_remote_code", False),
+    )  # fmt: skip
+    if images and not shape.has_tower:
+        raise RecipeError(f"--images is given, but {source.path} is a model of text alone. Leave it out.")
     return Job(
-        shape=Shape(
-            config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
-            four_bits=quantization_of(config, model),
-            liger_config=training.liger_config,
-            trust_remote_code=source.options.get("trust_remote_code", False),
-        ),
+        shape=shape,
         loss=LOSSES[recipe.entry.trainer],
         optimizer=lambda weights: optimizers.make(training, weights),
         autocast=autocast,
@@ -59,16 +67,34 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
         reference=recipe.entry.trainer in _WITH_REFERENCE and not precomputed,
         budget=training.memory_budget,
         in_backward=training.optimizer_in_backward,
-    )  # fmt: skip
+        images=_row_images(source, images) if images else None,
+    )
 
 
-def size_of(recipe: Recipe) -> tuple[int, int]:
+def _row_images(source: ModelSource, sizes: Sequence[tuple[int, int]]) -> RowImages:
+    from transformers import AutoProcessor
+
+    processor = source.load(AutoProcessor)
+    try:
+        return row_images(processor, sizes)
+    except Exception as error:
+        if (said := refusal(error)) is None:
+            raise
+        raise RecipeError(f"of --images the processor of {source.path} makes no row: {said}") from error
+
+
+def size_of(recipe: Recipe, images: RowImages | None = None) -> tuple[int, int]:
     """The rows of a micro-batch, and the tokens of its longest row."""
     length = getattr(recipe.training, "max_length", None)
     if length is None:
         raise RecipeError(
             f"{recipe.path}: max_length is unset, so that rows have any length. Pass --max_length 2048, or the "
             "tokens of the longest row with its pictures."
+        )
+    if images is not None and length < images.tokens:
+        raise RecipeError(
+            f"{recipe.path}: max_length is {length}, but the images of a row alone have {images.tokens} tokens. "
+            f"Pass --max_length {images.tokens + 256}, or smaller --images."
         )
     return recipe.training.per_device_train_batch_size, length
 

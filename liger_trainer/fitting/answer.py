@@ -33,6 +33,10 @@ def answer(
         progress(f"a step of {rows} x {length} tokens with activation_checkpointing: {str(way).lower()}")
         return need(job, rows, length, way, memory, like)
 
+    def with_room_for_images(length: int) -> int:
+        fits = job.images is None or length >= job.images.tokens
+        return tried(rows, length, way, like).peak if fits else most + 1
+
     with _quiet():
         full = tried(rows, length, True)
         found = {True: full, AUTO: tried(rows, length, AUTO), False: tried(rows, length, False, full)}
@@ -43,7 +47,7 @@ def answer(
         most_rows, most_length = max(rows, MOST_TOKENS // length), max(length, MOST_TOKENS // rows)
         batch = largest(lambda n: tried(n, length, way, like).peak, most, {rows: like.peak}, 1, most_rows)
         top = min(most_length, positions or most_length)
-        longest = largest(lambda n: tried(rows, n, way, like).peak, most, {length: like.peak}, UNIT, top)
+        longest = largest(with_room_for_images, most, {length: like.peak}, UNIT, top)
         all_positions = positions is not None and longest + UNIT > positions
     on_host = f", with {like.host / GIB * longest / length:.0f} GiB on the host" if like.host else ""
     gpus = job.sharding.gpus
@@ -73,8 +77,13 @@ def answer(
         if longest
         else f"  no batch of {rows} rows fits",
     ]
-    if job.shape.has_tower:
-        lines += ["", "Pixels are not counted: what the tower of images keeps for its backward pass comes on top."]
+    if job.images is not None:
+        lines += ["", f"Counted with images in each row, which are {job.images.tokens} of its tokens."]
+    elif job.shape.has_tower:
+        lines += [
+            "", "Images are not counted: what their tower keeps for its backward pass comes on top. Pass --images "
+            "640x480, the sizes of the images of a row (640x480,640x480 for two)."
+        ]  # fmt: skip
     return "\n".join(lines)
 
 

@@ -6,8 +6,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from liger_trainer.memory import selective
+from liger_trainer.patching import towers
 
 NAME = "liger_fit"
+_OF_TOWERS = "liger_fit_flash"  # with "flash" in it, a tower asks once for all images and windows
 _OPERATION = "liger_trainer::fit_attention"
 
 
@@ -48,7 +50,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **rest: Any
 ) -> tuple[torch.Tensor, None]:
     return _Attention.apply(query, key, value), None
 
@@ -60,5 +62,13 @@ def _mask(*args: Any, **kwargs: Any) -> None:
 def register() -> None:
     """Let models of transformers have `attn_implementation=NAME`."""
     selective.FUSED.add(_OPERATION)
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    for name in (NAME, _OF_TOWERS):
+        AttentionInterface.register(name, _attention)
+        AttentionMaskInterface.register(name, _mask)
+
+
+def attend_once(model: torch.nn.Module) -> None:
+    """Let the towers of `model` attend once for all images and windows, as on a GPU, and not once for each."""
+    for module in model.modules():
+        if towers.nominated(module):
+            module.config._attn_implementation = _OF_TOWERS  # type: ignore[union-attr]

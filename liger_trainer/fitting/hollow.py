@@ -1,5 +1,6 @@
 """Builds the model of a recipe without values: its classes, shapes, dtypes and our patches, and no memory."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ class Shape:
 
     @property
     def has_tower(self) -> bool:
-        """Return whether the model sees images, of which nothing is counted but the weights of their tower."""
+        """Return whether the model sees images."""
         return getattr(self.config, "vision_config", None) is not None
 
 
@@ -47,7 +48,7 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
     attention.register()
     with torch.device("meta"):
         model: Any = auto_class_of(shape.config).from_config(
-            shape.config, dtype=shape.dtype, attn_implementation=attention.NAME,
+            copy.deepcopy(shape.config), dtype=shape.dtype, attn_implementation=attention.NAME,
             trust_remote_code=shape.trust_remote_code,
         )  # fmt: skip
         if shape.four_bits is not None:
@@ -62,6 +63,7 @@ def on_meta(shape: Shape, adapter: bool = True) -> nn.Module:
                 if getattr(model, "is_loaded_in_4bit", False) and parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)  # as TRL does it
     apply_liger(model, shape.liger_config)
+    attention.attend_once(model)
     return model.train()
 
 

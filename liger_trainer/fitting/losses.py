@@ -7,32 +7,37 @@ import torch
 import torch.nn.functional as F
 
 Call = Callable[..., Any]
+Inputs = dict[str, torch.Tensor]  # the arguments of a call, but for its labels
 
 
-def of_labels(model: Call, reference: Call | None, rows: int, length: int) -> torch.Tensor:
+def of_labels(model: Call, reference: Call | None, inputs: Inputs) -> torch.Tensor:
     """SFT: one call with labels."""
-    ids = torch.zeros(rows, length, dtype=torch.long)
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
+    return model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
 
 
-def of_pairs(model: Call, reference: Call | None, rows: int, length: int) -> torch.Tensor:
-    """DPO, ORPO and CPO: the log-probabilities of both sequences of each pair, in one call of twice as many rows."""
-    chosen, rejected = _scores(model, reference, 2 * rows, length).chunk(2)
+def of_pairs(model: Call, reference: Call | None, inputs: Inputs) -> torch.Tensor:
+    """DPO, ORPO and CPO: the log-probabilities of both sequences of each pair, in one call."""
+    chosen, rejected = _scores(model, reference, inputs).chunk(2)
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-def of_answers(model: Call, reference: Call | None, rows: int, length: int) -> torch.Tensor:
+def of_answers(model: Call, reference: Call | None, inputs: Inputs) -> torch.Tensor:
     """KTO: the log-probabilities of single sequences. Its estimate of the divergence keeps nothing."""
-    return -torch.sigmoid(_scores(model, reference, rows, length)).mean()
+    return -torch.sigmoid(_scores(model, reference, inputs)).mean()
 
 
-def _scores(model: Call, reference: Call | None, rows: int, length: int) -> torch.Tensor:
-    ids = torch.zeros(rows, length, dtype=torch.long)
-    scores = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).log_probs.sum(1)
+def sequences(loss: Callable[..., torch.Tensor]) -> int:
+    """Return how many sequences a row has in a call."""
+    return 2 if loss is of_pairs else 1
+
+
+def _scores(model: Call, reference: Call | None, inputs: Inputs) -> torch.Tensor:
+    given: dict[str, Any] = inputs | {"labels": inputs["input_ids"], "fused_lm_head": True, "use_cache": False}
+    scores = model(**given).log_probs.sum(1)
     if reference is None:
         return scores
     with torch.no_grad():
-        expected = reference(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).log_probs.sum(1)
+        expected = reference(**given).log_probs.sum(1)
     return scores - expected
 
 

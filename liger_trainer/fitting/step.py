@@ -9,6 +9,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch._subclasses import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_trainer.fitting.hollow import Shape, freed_by_fp8, on_meta, without_values
-from liger_trainer.fitting.losses import without_adapter
+from liger_trainer.fitting.images import RowImages, known_numbers
+from liger_trainer.fitting.losses import sequences, without_adapter
 from liger_trainer.fitting.sharding import Sharding, Units
 from liger_trainer.fitting.simulated_memory import SimulatedMemory
 from liger_trainer.fp8.quantize_base import prepare_for_shards
@@ -50,7 +52,15 @@ class Job:
     reference: bool = False  # whether a reference model scores the rows as well
     budget: float | None = None  # memory_budget, in GiB
     in_backward: bool = False  # optimizer_in_backward
+    images: RowImages | None = None  # of each row
     built: dict[bool, nn.Module] = field(default_factory=dict, repr=False)
+
+    def inputs(self, rows: int, length: int) -> dict[str, torch.Tensor]:
+        """Return the arguments of a call for a micro-batch."""
+        rows *= sequences(self.loss)
+        if self.images is not None:
+            return self.images.batch(rows, length)
+        return {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
 
     def model(self, adapter: bool = True) -> nn.Module:
         """Return a copy of the model on the meta device. To build it takes longer than to run it."""
@@ -192,16 +202,20 @@ class _Run:
             self.memory.highest = 0
             if self.units is not None:
                 self.units.begin()
+            inputs = self.job.inputs(rows, length)
+            self.memory.count(inputs.values())
             if chooser is None:
-                self._micro_batch(rows, length)
+                self._micro_batch(inputs)
             else:
-                chooser.run(self.model, self._micro_batch, (rows, length), {})
+                chooser.run(self.model, self._micro_batch, (inputs,), {})
+            del inputs
             if self.units is not None:
                 self.units.end()
             self.need.micro_batch = self.memory.highest
 
-    def _micro_batch(self, rows: int, length: int) -> None:
-        self.job.loss(self.called, self.reference, rows, length).backward()
+    def _micro_batch(self, inputs: dict[str, torch.Tensor]) -> None:
+        with nullcontext() if self.job.images is None else known_numbers():
+            self.job.loss(self.called, self.reference, inputs).backward()
 
     def _step_alone(self, weight: nn.Parameter, _: torch.Tensor) -> None:
         if isinstance(self.optimizer, int):

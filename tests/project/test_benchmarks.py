@@ -190,3 +190,14 @@ def test_training_through_accelerate_launch(tmp_path):
         assert row["tokens_per_s"] > 0
         losses.append(row["losses"][0])
     assert losses[0] == pytest.approx(losses[1], rel=0.01) and losses[0] != losses[1], "twice the rows"
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_s_reference_tells_a_wrong_window(sinks, benchmarks_on_path):  # noqa: F811
+    import operations
+
+    case = operations.attention(2, 33, 4, 2, 16, 8, sinks, dtype=torch.float32)
+    exact, other = case.reference(case), operations.attention(2, 33, 4, 2, 16, 9, sinks, dtype=torch.float32)
+    row, run = operations.measure(case, "ours", case.providers["ours"], exact, brief=True)
+    assert run is not None and row["error"] < 1e-5
+    assert operations.measure(case, "peer", other.providers["ours"], exact, brief=True)[0]["note"] == "wrong, not timed"

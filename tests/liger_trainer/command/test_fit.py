@@ -5,6 +5,8 @@ import re
 import pytest
 import yaml
 from architectures import small_config
+from image_models import image_model
+from image_processors import processor_of
 from recipe_fixtures import command
 from transformers import LlamaConfig
 
@@ -60,9 +62,45 @@ def test_a_model_of_images(recipe, tmp_path, capsys):
     small_config("qwen3_vl").save_pretrained(tmp_path / "model")
     code, out, err = command(capsys, "fit", recipe(max_length=64))
     assert code == 0, err
-    assert "qwen3_vl, 2 x 64 tokens" in out and "Pixels are not counted" in out
+    assert "qwen3_vl, 2 x 64 tokens" in out and "Images are not counted" in out and "Pass --images 640x480" in out
     code, out, err = command(capsys, "doctor", tmp_path / "model")
     assert code == 0 and "attn: one attention for all images or windows" in out, err
+
+
+def test_images_of_rows(recipe, tmp_path, capsys):
+    image_model("gemma3").config.save_pretrained(tmp_path / "model")
+    path, images = recipe(max_length=64), ("--images", "80x60,60x80")
+    code, _, err = command(capsys, "fit", path, *images)
+    assert code == 2 and "which AutoProcessor cannot load" in err
+    processor_of("gemma3").save_pretrained(tmp_path / "model")
+
+    code, out, err = command(capsys, "fit", path, "--gpu-memory", "0.06", *images)
+    assert code == 0, err
+    assert "Counted with images in each row, which are 12 of its tokens." in out and "not counted" not in out
+    batches = [re.search(r"rows of 64 tokens is (\d+)", text)[1] for text in (
+        out, command(capsys, "fit", path, "--gpu-memory", "0.06")[1]
+    )]  # fmt: skip
+    assert 0 < int(batches[0]) < int(batches[1])
+    code, _, err = command(capsys, "fit", path, "--images", "80x60,60x80", "--max_length", "8")
+    assert code == 2 and "max_length is 8, but the images of a row alone have 12 tokens" in err
+
+
+@pytest.mark.parametrize("value", ["640", "640x", "0x480", "640x480;20x20", ""])
+def test_sizes_of_images_that_are_none(value, recipe, capsys):
+    code, _, err = command(capsys, "fit", recipe(), "--images", value)
+    assert code == 2 and f"--images is {value!r}; expected the width and height" in err
+
+
+def test_images_for_a_model_of_text(recipe, capsys):
+    code, _, err = command(capsys, "fit", recipe(), "--images", "640x480")
+    assert code == 2 and "is a model of text alone" in err
+
+
+def test_images_that_cannot_be_counted(recipe, tmp_path, capsys):
+    image_model("idefics3").config.save_pretrained(tmp_path / "model")
+    processor_of("idefics3").save_pretrained(tmp_path / "model")
+    code, _, err = command(capsys, "fit", recipe(), "--images", "80x60")
+    assert code == 2 and "cannot count the images of idefics3" in err and "Leave out --images" in err
 
 
 def test_rows_are_no_longer_than_the_model_has_positions_for(recipe, tmp_path, capsys):
