@@ -184,7 +184,7 @@ def test_dropout_disabled_and_merged(saved, patched, calls):
 
 
 def test_trained_after_an_evaluation(saved, patched, calls):
-    """On a CPU with the instructions for it, bitsandbytes packs the weights anew in an evaluation, and keeps them so."""
+    """On a CPU with the instructions for it, bitsandbytes packs weights anew in an evaluation, and keeps them so."""
     stock, model = (quantised(saved, dtype=torch.bfloat16) for _ in range(2))
     patched(model)
     rows = collate(ragged_rows(4))
