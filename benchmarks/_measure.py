@@ -83,6 +83,25 @@ def ceilings(dtype=torch.bfloat16):
     return copy, rate
 
 
+def attention_ms(batch, length, heads, kv_heads, head_dim, most=65536):
+    """[ms of the forward pass, of forward and backward] of causal attention as PyTorch computes it in bf16. Above
+    `most` tokens it is computed from that of `most`, by the square of the length."""
+
+    def randn(heads):
+        return torch.randn(batch, heads, min(length, most), head_dim, device=DEVICE, dtype=torch.bfloat16)
+
+    inputs = [randn(count).requires_grad_() for count in (heads, kv_heads, kv_heads)]
+    dy = randn(heads)
+
+    def forward():
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+
+    both = milliseconds(lambda: torch.autograd.grad(forward(), inputs, dy))
+    with torch.no_grad():
+        scale = max(1.0, length / most) ** 2
+        return [milliseconds(forward) * scale, both * scale]
+
+
 def output_of(*command):
     """What a command prints, stripped. `None` if it fails, is not installed or prints nothing."""
     try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from _measure import DEVICE
+from _memory_kinds import MemoryKinds
 from _models import MODELS
 from _rows import pairs_of, sft_rows, tokens_of
 
@@ -57,6 +58,7 @@ class Run:
     trainer: str = "sft"
     steps: int = 14
     skip: int = 4  # steps before the clock starts, in which allocator, cuBLAS and Triton warm up
+    layers: int | None = None  # instead of the model's own number
     data: str | None = None
     checkpointing: bool = False
     auto: bool = False  # our trainers choose the layers that are checkpointed
@@ -80,6 +82,7 @@ def build(run, dtype=torch.bfloat16):
 
     model_type, shape = MODELS[run.model]
     shape = shape | ({"vocab_size": run.vocab} if run.vocab else {})
+    shape = shape | ({"num_hidden_layers": run.layers} if run.layers else {})
     config = AutoConfig.for_model(model_type, **shape, use_cache=False)
     torch.manual_seed(0)
     with torch.device("meta" if run.mxfp4 else DEVICE):
@@ -270,6 +273,10 @@ def clock_of(run):
     class Clock(TrainerCallback):
         start = end = None
 
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == run.skip == 0:
+                self.start = self.now()
+
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == run.skip:
                 self.start = self.now()
@@ -291,10 +298,11 @@ def train(arm, run, callbacks=()):
     Tokens are those of the batches that were trained on while the clock ran, without padding: `step_tokens` of each of
     these steps. `padding` is its share of all their positions.
     """
-    clock = clock_of(run)
+    clock, kinds = clock_of(run), MemoryKinds()
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = make_trainer(arm, run, [clock, *callbacks])
+    trainer = make_trainer(arm, run, [clock, kinds, *callbacks])
+    kinds.watch(trainer)
     if run.nf4 and DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()  # that of quantising
     trainer.train()
@@ -309,8 +317,12 @@ def train(arm, run, callbacks=()):
         "padding": 1 - sum(tokens) / sum(positions),
         "ms": seconds / (run.steps - run.skip) * 1e3,
         "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+        "gib_by_kind": kinds.gib,
         "losses": losses[:3],
         "flop_per_token": flop_per_token(trainer.model, run, sum(squares) / sum(tokens)),
+        "flop_per_token_of_products": flop_of_products(trainer.model, run),
+        "flop_per_token_of_layers_forward": flop_of_layers(trainer.model),
+        "layers": trainer.model.config.get_text_config().num_hidden_layers,
     }
     report = getattr(trainer, "liger_report", None)
     if report is not None:
@@ -322,17 +334,29 @@ def train(arm, run, callbacks=()):
 
 
 def flop_per_token(model, run, length):
-    """6 for each weight of a product (4 if it is frozen; of experts those that a token uses), and for causal attention
-    6 * layers * length * heads * head_dim. For DPO, the forward pass of the reference adds 2 for each weight and a
-    third of what attention takes.
+    """Of products, and for causal attention 6 * layers * length * heads * head_dim. Nothing is computed again.
 
     `length`: tokens of a row. For rows of uneven length it is the sum of the squares of theirs over their sum, which is
     what attention costs a token on average.
     """
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
+    return flop_of_products(model, run) + (attention * 4 / 3 if run.trainer == "dpo" else attention)
+
+
+def linear_weights(model):
+    """{name: weight} of linear layers."""
     from liger_trainer.fp8.frozen_layer import FrozenFloat8Linear
 
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | FrozenFloat8Linear)]
-    linear = [m.bits if isinstance(m, FrozenFloat8Linear) else m.weight for m in layers]
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | FrozenFloat8Linear)}
+    return {n: m.bits if isinstance(m, FrozenFloat8Linear) else m.weight for n, m in layers.items()}
+
+
+def flop_of_products(model, run):
+    """6 for each weight of a product (4 if it is frozen; of experts those that a token uses). For DPO, the forward pass
+    of the reference adds 2 for each."""
+    linear = linear_weights(model).values()
     weights = sum((6 if w.requires_grad else 4) * numbers_of(w) for w in linear)
     config = model.config.get_text_config()
     experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.ndim == 3]
@@ -341,11 +365,12 @@ def flop_per_token(model, run, length):
     weights += sum(4 * 2 * p[0].numel() * config.num_experts_per_tok for p in packed)
     bits = [p for name, p in model.named_parameters() if name.endswith("_proj_bits")]
     weights += sum(4 * p[0].numel() * config.num_experts_per_tok for p in bits)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 6 * config.num_hidden_layers * length * config.num_attention_heads * head_dim
-    if run.trainer == "dpo":
-        return weights + 2 * sum(map(numbers_of, linear)) + attention * 4 / 3
-    return weights + attention
+    return weights + (2 * sum(map(numbers_of, linear)) if run.trainer == "dpo" else 0)
+
+
+def flop_of_layers(model):
+    """2 for each weight of the linear layers but the head: what is computed again for each token if all layers are."""
+    return 2 * sum(numbers_of(w) for name, w in linear_weights(model).items() if "lm_head" not in name)
 
 
 def numbers_of(weight):

@@ -1,6 +1,7 @@
 """Time, fraction of the physical floor, peak memory and error against float64 of every operation, and of its peers.
 
     python benchmarks/operations.py [--only rope linear_cross_entropy] [--json FILE]
+    python benchmarks/operations.py --only lora_base   adapters on bases of each library of quantisation, beside PEFT's
     python benchmarks/operations.py --sweep        the fused head from 2048 to 65536 tokens, against its fastest peer
     python benchmarks/operations.py --odd          sizes that are no powers of two, 1 and 131072 tokens, three dtypes
     python benchmarks/operations.py --first_step   what the first call costs, with and without Triton's disk cache
@@ -24,6 +25,7 @@ import time
 import torch
 from _cases import LIMITS, MISMATCH, forward_backward
 from _cases_attention import attention
+from _cases_bases import BASES, lora_base
 from _cases_experts import experts
 from _cases_head import cross_entropy, dpo_head, linear_cross_entropy, logprobs_entropy
 from _cases_layers import add_rms_norm, geglu, layer_norm, rms_norm, rope, swiglu
@@ -77,6 +79,7 @@ CASES = {
         (linear_cross_entropy, 8192, 4096, 128256, True),
     ],
     "linear_logprobs": [(dpo_head, 8, 1024, 4096, 128256), (logprobs_entropy, 8192, 4096, 128256)],
+    "lora_base": [(lora_base, 8192, 4096, 14336, 16, group, kind) for kind in BASES for group in ("attention", "mlp")],
 }
 TINY = {
     "rms_norm": [(rms_norm, 64, 96)],
@@ -97,7 +100,9 @@ TINY = {
     "cross_entropy": [(cross_entropy, 64, 307)],
     "linear_cross_entropy": [(linear_cross_entropy, 64, 32, 307), (linear_cross_entropy, 64, 32, 307, True)],
     "linear_logprobs": [(dpo_head, 4, 16, 32, 307), (logprobs_entropy, 64, 32, 307)],
+    "lora_base": [(lora_base, 64, 256, 512, 4, group, kind) for kind in BASES for group in ("attention", "mlp")],
 }
+DEFAULT = [name for name in CASES if name != "lora_base"]
 
 # Every number of tokens, width and vocabulary of "2048 to 65536, 576 to 8192, 32000 to 262144" at least twice.
 SWEEP = [
@@ -218,7 +223,13 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
             copy, rate = ceiling[dtype]
             torch.compiler.reset()  # or what one size compiled would count as recompilations of the next
             torch.manual_seed(0)
-            case = make(*size, dtype=dtype)
+            try:
+                case = make(*size, dtype=dtype)
+            except (ImportError, ValueError) as error:  # of a library that is not here, or that PEFT refuses
+                note = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+                rows.append({"operation": make.__name__, "size": ", ".join(map(str, size)), "dtype": name})
+                rows[-1] |= {"provider": "peft", "note": note}
+                continue
             floor_s = max(case.bytes / copy, case.flop / rate)
             exact = case.reference(case)
             synchronize()
@@ -285,12 +296,12 @@ def case_of(options):
     for mode in ("sweep", "odd", "first_step"):
         if getattr(options, mode):
             return mode
-    return "all" if options.only == list(CASES) else "-".join(options.only)
+    return "all" if options.only == DEFAULT else "-".join(options.only)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="operations, default all")
+    parser.add_argument("--only", nargs="*", choices=CASES, default=DEFAULT, help="default all but lora_base")
     parser.add_argument("--providers", nargs="*", help="names of providers, default all")
     parser.add_argument("--dtype", nargs="*", choices=DTYPES, help="default bf16; all three for --odd")
     modes = parser.add_mutually_exclusive_group()
@@ -306,7 +317,7 @@ def main(argv=None):
         return first_calls(_first_sizes(options)[options.child])
     record = Record("operations", case_of(options), options.json, options.tiny, argv)
     if options.first_step:
-        sizes = {name: sizes for name, sizes in _first_sizes(options).items() if name in options.only}
+        sizes = {name: found for name, found in _first_sizes(options).items() if name in options.only}
         first_step(sizes, [sys.executable, __file__, "--first_step"] + ["--tiny"] * options.tiny, record)
     elif options.sweep or options.odd:
         cases = (TINY_SWEEP if options.tiny else SWEEP) if options.sweep else (TINY_ODD if options.tiny else ODD)

@@ -27,6 +27,17 @@ Liger's layers too. `scaling.py` finds the longest context that fits.
 "LigerTrainer - in_backward" is ours with the ordinary step. With `--auto`, "LigerTrainer - host" is ours without the
 host's memory.
 
+Each row has the memory by kind of tensor (`_memory_kinds.py`). For full rows of a model whose layers all attend to all
+tokens before, it also has what share of a step its products and its attention need: the products at the rate of the
+largest, causal attention at the rate of PyTorch's own forward and backward pass at this length (above 65,536 tokens at
+the rate there), both measured in the same run. `share` is without and `share_recomputed` with a second forward pass of
+all layers, which a step with --checkpointing computes. One step takes minutes for a long row:
+
+    python benchmarks/training.py --model Llama-3-8B --lora 32 --nf4 --checkpointing --offload --batch 1
+        --length 131072 --gpu_memory 24 --skip 1 --steps 2 --arms LigerSFTTrainer --timeout 560
+
+With `--skip 0` the first step is on the clock too, with what it compiles and allocates. `--layers` cuts the model.
+
 `--config_file configs/fsdp2.yaml --processes 2` runs every arm through `accelerate launch`. Batch, tokens/s and memory
 are then those of one process. Under context parallelism the processes share each row, and its tokens/s too.
 """
@@ -36,7 +47,7 @@ import os
 import time
 
 import torch
-from _measure import DEVICE, Record, ceilings, table
+from _measure import DEVICE, Record, attention_ms, ceilings, table
 from _models import MODELS
 from _processes import emit, rows_from
 from _rows import KINDS
@@ -98,7 +109,7 @@ def one_arm(options):
         offload=options.offload,
         workers=4 if DEVICE == "cuda" else 0,
         autocast=not options.no_autocast, waits=not options.no_waits, processes=options.processes, rows=options.rows,
-        skip=skip_of(options),
+        skip=skip_of(options), layers=options.layers,
     )  # fmt: skip
     emit(train(options.arm, run, [profiler(run.skip)] if options.profile else []))
     if options.processes > 1:
@@ -122,7 +133,8 @@ def default_arms(options):
 
 def case_of(options):
     """The folder of the record."""
-    parts = [options.trainer, options.model.lower(), f"{options.batch}x{options.length}"]
+    parts = [options.trainer, options.model.lower()] + [f"{options.layers}-layers"] * bool(options.layers)
+    parts += [f"{options.batch}x{options.length}"]
     parts += [options.rows] * (options.rows != "full")
     parts += ["checkpointing"] * options.checkpointing + [f"lora{options.lora}"] * bool(options.lora)
     parts += ["nf4"] * options.nf4 + ["mxfp4"] * options.mxfp4 + ["offload"] * options.offload
@@ -137,10 +149,31 @@ def case_of(options):
     return "-".join(parts)
 
 
+def attention_of(options):
+    """[ms of forward, of forward and backward] of the attention of one layer; None where layers are not alike."""
+    shape = MODELS[options.model][1]
+    if options.rows != "full" or options.trainer != "sft" or options.processes > 1 or "sliding_window" in shape:
+        return None
+    heads = shape["num_attention_heads"]
+    head_dim = shape.get("head_dim", shape["hidden_size"] // heads)
+    return attention_ms(options.batch, options.length, heads, shape["num_key_value_heads"], head_dim)
+
+
+def shares(row, options, rate, attention):
+    """What share of a step its products and its attention need, without and with a second forward pass of all layers.
+    The second is None where not all are computed again."""
+    tokens = options.batch * options.length
+    once = 1e3 * tokens * row["flop_per_token_of_products"] / rate + row["layers"] * attention[1]
+    again = 1e3 * tokens * row["flop_per_token_of_layers_forward"] / rate + row["layers"] * attention[0]
+    all_again = options.checkpointing and not options.auto
+    return {"share": once / row["ms"], "share_recomputed": (once + again) / row["ms"] if all_again else None}
+
+
 COUNTED = "tokens without padding, of the batches trained on while the clock ran"
 COLUMNS = {
     "arm": ("trainer", ""), "tokens_per_s": ("tokens/s", ".0f"), "gib": ("peak GiB", ".1f"), "mfu": ("MFU %", ".1f"),
-    "padding": ("padding", ".0%"), "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
+    "share": ("share", ".3f"), "share_recomputed": ("recomputed", ".3f"), "padding": ("padding", ".0%"),
+    "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
 }  # fmt: skip
 
 
@@ -152,6 +185,7 @@ def main():
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, help="; ".join(f"{kind}: {steps}" for kind, steps in STEPS.items()))
     parser.add_argument("--skip", type=int, help="steps before the clock starts, where rows are full (default 4)")
+    parser.add_argument("--layers", type=int, help="cut the model to so many")
     parser.add_argument("--data")
     parser.add_argument("--rows", choices=KINDS, default="full", help="for DPO full or padded")
     parser.add_argument("--checkpointing", action="store_true")
@@ -185,8 +219,8 @@ def main():
         parser.error(f"--steps is {options.steps}; the clock starts after {skip_of(options)}, so take at least {least}")
     if options.rows != "full" and not options.data:
         parser.error(f"--rows {options.rows} takes the rows of a file: name it with --data")
-    if options.skip is not None and (options.skip < 1 or options.rows != "full"):
-        parser.error(f"--skip is {options.skip}; expected 1 or more, and --rows full")
+    if options.skip is not None and (options.skip < 0 or options.rows != "full"):
+        parser.error(f"--skip is {options.skip}; expected 0 or more, and --rows full")
     if options.auto > options.checkpointing or (options.memory_budget is not None) > options.auto:
         parser.error("--auto needs --checkpointing, for the other trainers, and --memory_budget needs --auto")
     if (options.nf4 or options.mxfp4) > bool(options.lora) or options.offload > options.checkpointing:
@@ -204,7 +238,7 @@ def main():
     elif options.processes > 1:
         parser.error(f"--processes is {options.processes}; it needs the --config_file of accelerate")
     record = Record("training", case_of(options), options.json, options.model == "tiny")
-    rate = ceilings()[1]
+    rate, attention = ceilings()[1], attention_of(options)
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
     rows = []
@@ -212,10 +246,11 @@ def main():
         for row in rows_from(arm, options.timeout, echo=options.profile, launcher=launcher):
             if "tokens_per_s" in row:
                 row["mfu"] = 100 * row["tokens_per_s"] * row["flop_per_token"] / rate
+                row |= {} if attention is None else shares(row, options, rate, attention)
             rows.append(row)
         flag_losses(rows)
         flag_tokens(rows)
-        about = {"options": vars(options), "matmul_flop_per_s": rate, "tokens": COUNTED}
+        about = {"options": vars(options), "matmul_flop_per_s": rate, "attention_ms": attention, "tokens": COUNTED}
         record.write(about | {"rows": rows})
     unit = "pairs of 2 x" if options.trainer == "dpo" else "x"
     shape = f"{options.trainer.upper()} {options.model}, {options.batch} {unit} {options.length}"
@@ -227,9 +262,14 @@ def main():
     shape += ", no waits" if options.no_waits else ""
     shape += f", each of {options.processes} with {os.path.basename(options.config_file)}" if launcher else ""
     print(shape + (", checkpointing" if options.checkpointing else ", no checkpointing"))
-    columns = {name: title for name, title in COLUMNS.items() if name != "padding" or options.rows != "full"}
+    left_out = ("padding",) if options.rows == "full" else ()
+    left_out += ("share", "share_recomputed") if attention is None else ()
+    columns = {name: title for name, title in COLUMNS.items() if name not in left_out}
     table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in rows], columns)
     for row in rows:
+        if row.get("gib_by_kind"):
+            kinds = ((kind, gib) for kind, gib in row["gib_by_kind"].items() if gib is not None)
+            print(row["arm"], "GiB:", ", ".join(f"{kind} {gib:.2f}" for kind, gib in kinds))
         if row.get("patched"):
             print(row["arm"], row["patched"])
         if row.get("chosen"):

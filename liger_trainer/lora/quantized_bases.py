@@ -30,8 +30,7 @@ class Library(NamedTuple):
         read: Returns the weight for an input like the one that it is given; None where the layer's own code has to run.
         why_not: Returns why the layer always runs its own code, or None.
         copy: Returns a layer with the settings of one, and the weight and bias of a linear layer.
-        widths: (K, N) of such a linear layer. With rows shorter than a block of 64, bitsandbytes 0.50 unpacks wrong
-            numbers on CPUs.
+        widths: (K, N) of such a linear layer.
     """
 
     lora: tuple[str, str]
@@ -81,14 +80,21 @@ def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
         layer.compute_type_is_set = True
     if layer.compute_dtype not in (None, x.dtype) or state.dtype != x.dtype or state.shape != shape:
         return None  # it casts, or rounds its weight twice in the backward pass
-    if x.device.type == "cpu" and not layer.training and not x.requires_grad:
-        return None  # it may pack its weight anew, and round the scales
+    if x.device.type == "cpu" and _is_other_on_cpus(layer, state, x):
+        return None
     second, packed = state.__dict__.get("state2"), _plain(parameter)
     if packed.numel() * packed.itemsize * 2 != shape.numel():
         return None
     nested = None if second is None else Nested(second.code, second.absmax, second.blocksize, state.offset)
     unpack = functools.partial(dequantize_4bit, packed, state.code, state.absmax, state.blocksize, shape, nested)
     return PackedWeight(shape, x.dtype, packed.device, unpack, (packed, state.absmax))
+
+
+def _is_other_on_cpus(layer: Any, state: Any, x: torch.Tensor) -> bool:
+    """Whether bitsandbytes has other numbers there, or may have: it packs its weight anew where nothing is trained, with
+    rounded scales, and keeps it so. With rows that are no multiple of a block, its 0.50 unpacks wrong ones."""
+    packs_anew = not (layer.training or x.requires_grad)
+    return packs_anew or getattr(state, "packing_format_for_cpu", False) or state.shape[1] % state.blocksize != 0
 
 
 def _why_not_4bit(layer: Any) -> str | None:

@@ -151,11 +151,14 @@ def test_default_arms_and_the_folder_of_a_record():
         "memory_budget": None,
         "gpu_memory": None,
         "optimizer_in_backward": False,
+        "layers": None,
     }
     options = Namespace(trainer="sft", rows="full", lora=None, config_file=None, **plain)
     assert training.case_of(options) == "sft-llama-3-8b-8x2048-checkpointing"
     assert not any(word in arm for arm in training.default_arms(options) for word in ("varlen", "compile", "in_back"))
-    options.optimizer_in_backward = True
+    options.layers = 2
+    assert training.case_of(options) == "sft-llama-3-8b-2-layers-8x2048-checkpointing"
+    options.layers, options.optimizer_in_backward = None, True
     assert training.case_of(options) == "sft-llama-3-8b-8x2048-checkpointing-optimizer_in_backward"
     assert "LigerTrainer - in_backward" in training.default_arms(options)
     options.optimizer_in_backward = False
@@ -188,6 +191,7 @@ def test_no_arm_clips_beside_the_optimizer_in_backward(monkeypatch):
         (["--rows", "packed", "--trainer", "dpo", "--data", "pairs.json"], "does not pack"),
         (["--rows", "padded", "--data", "rows.npz", "--steps", "1"], "take at least 2"),
         (["--steps", "4"], "take at least 5"),
+        (["--skip", "-1"], "expected 0 or more"),
         (["--trainer", "dpo", "--arms", "LigerTrainer - varlen"], "expected, for --trainer dpo"),
     ],
 )

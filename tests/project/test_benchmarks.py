@@ -19,7 +19,8 @@ from liger_trainer.paths import shipped
 def test_ours_and_eager_agree_with_float64(dtype):
     import operations
 
-    for make, *size in (case for cases in operations.TINY.values() for case in cases):
+    tiny = [case for name in operations.DEFAULT for case in operations.TINY[name]]
+    for make, *size in (*tiny, *[case for case in operations.TINY["lora_base"] if case[-1] == "16 bits"]):
         torch.manual_seed(0)
         case = make(*size, dtype=dtype)
         exact = case.reference(case)
@@ -170,6 +171,53 @@ def test_arms_train_on_the_same_rows(kind, arms):
     assert rows[0]["flop_per_token"] == rows[1]["flop_per_token"]
     want = math.log(2) if kind == "dpo" else math.log(1031)
     assert rows[0]["losses"][0] == pytest.approx(want, rel=0.05)
+
+
+def test_memory_by_kind_of_tensor():
+    import _steps
+
+    row = _steps.train("LigerSFTTrainer", _steps.Run("tiny", batch=2, length=32, steps=1, skip=0, lora=4, layers=1))
+    gib = row["gib_by_kind"]
+    hidden, inner, vocab = 64, 128, 1031
+    linear = [(64, 64), (64, 32), (64, 32), (64, 64), (inner, hidden), (inner, hidden), (hidden, inner)]
+    adapters = 4 * sum(n + k for n, k in linear)
+    frozen = 2 * vocab * hidden + sum(n * k for n, k in linear) + 3 * hidden
+    assert gib["trained"] * 2**30 == 4 * adapters == gib["gradients"] * 2**30
+    assert gib["frozen"] * 2**30 == pytest.approx(2 * frozen, rel=0.01), "and the rotary frequencies"
+    assert gib["packed"] == gib["states"] == 0, "the first step ends its forward pass before there are states"
+    assert gib["kept"] is None and gib["workspace"] is None, "there is no allocator to ask"
+
+
+def test_scales_are_packed_weights_and_storages_are_counted_once():
+    from types import SimpleNamespace
+
+    import _memory_kinds
+
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False).requires_grad_(False) for _ in range(3)])
+    model[1].weight = model[0].weight
+    model[2].weight = torch.nn.Parameter(torch.zeros(32, 1, dtype=torch.bfloat16), requires_grad=False)
+    nested = SimpleNamespace(absmax=torch.zeros(3), code=torch.zeros(16))
+    model[2].weight.quant_state = SimpleNamespace(absmax=torch.zeros(7, dtype=torch.uint8), state2=nested)
+    assert _memory_kinds.weights_of(model) == {"packed": 64 + 7 + 12 + 64, "frozen": 256, "trained": 0}
+
+
+def test_what_products_and_attention_need():
+    """Of one row of 100 tokens, two layers of 10 and 20 ms: 2 ms of products, 60 of attention, and 31 again."""
+    from argparse import Namespace
+
+    import training
+    from _measure import attention_ms
+
+    row = {"ms": 100.0, "layers": 2, "flop_per_token_of_products": 20e6, "flop_per_token_of_layers_forward": 10e6}
+    options = Namespace(batch=1, length=100, checkpointing=True, auto=False)
+    found = training.shares(row, options, rate=1e12, attention=[15.0, 30.0])
+    assert found == {"share": pytest.approx(0.62), "share_recomputed": pytest.approx(0.93)}
+    options.auto = True
+    assert training.shares(row, options, 1e12, [15.0, 30.0])["share_recomputed"] is None
+    forward, both = attention_ms(1, 64, 4, 2, 16, most=32)
+    assert 0 < forward and 0 < both
+    options = Namespace(model="gpt-oss-20b", rows="full", trainer="sft", processes=1)
+    assert training.attention_of(options) is None, "some of its layers see a window alone"
 
 
 @pytest.mark.slow

@@ -183,6 +183,37 @@ def test_dropout_disabled_and_merged(saved, patched, calls):
         assert torch.equal(model(**rows).logits, stock(**rows).logits)
 
 
+def test_trained_after_an_evaluation(saved, patched, calls):
+    """On a CPU with the instructions for it, bitsandbytes packs weights anew in an evaluation, and keeps them so."""
+    stock, model = (quantised(saved, dtype=torch.bfloat16) for _ in range(2))
+    patched(model)
+    rows = collate(ragged_rows(4))
+    for one in (stock, model):
+        one.eval()
+        with torch.no_grad():
+            one(**rows)
+        one.train()
+    calls.clear()
+    states = [m.weight.quant_state for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    anew = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+    assert_same(step(model), step(stock), 0 if anew else RTOL[torch.bfloat16])
+    assert bool(calls) != anew
+
+
+def test_rows_that_are_no_multiple_of_a_block(saved, patched, calls):
+    """Of these, bitsandbytes 0.50 unpacks other numbers on CPUs than it packed."""
+    stock, model = (quantised(saved) for _ in range(2))
+    for one in (stock, model):
+        for module in one.modules():
+            if isinstance(module, bitsandbytes.nn.Linear4bit) and module.in_features == 64:
+                weight = torch.randn(module.out_features, 64, generator=torch.Generator().manual_seed(2)) / 8
+                settings = {"blocksize": 128, "compress_statistics": True, "quant_type": "nf4", "module": module}
+                module.weight = bitsandbytes.nn.Params4bit(weight, False, **settings).to("cpu")
+    patched(model)
+    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert len(calls) == 2, "down_proj has rows of 128"
+
+
 def test_a_second_backward_a_copy_and_removal(saved, patched, calls):
     stock, model = (quantised(saved) for _ in range(2))
     patched(model, mlp=True)
