@@ -12,7 +12,6 @@ from _cases import Case, compiled, float64, randn
 from _measure import DEVICE
 
 import liger_triton as lt
-from liger_triton import _low_rank
 
 SCALING = 2.0
 
@@ -24,19 +23,6 @@ def under_autocast(fn):
     def run(x, *inputs):
         with torch.autocast(DEVICE, dtype=x.dtype, enabled=x.dtype != torch.float32):
             return fn(x, *inputs)
-
-    return run
-
-
-def large_first(fn):
-    """`fn`, with the large product first and the low-rank one added to it."""
-
-    def run(*inputs):
-        _low_rank.SMALL_FIRST = False
-        try:
-            return fn(*inputs)
-        finally:
-            _low_rank.SMALL_FIRST = True
 
     return run
 
@@ -85,7 +71,6 @@ def lora_linear(rows, width_in, width_out, rank, *, dtype):
         (x, weight, a, b),
         {
             "ours": under_autocast(ours),
-            "ours, large first": large_first(under_autocast(ours)),
             "ours, no autocast": ours,
             "peft": under_autocast(peft),
             "peft, no autocast": peft,
@@ -125,7 +110,6 @@ def lora_mlp(rows, hidden, inner, rank, *, dtype):
         (x, *flat),
         {
             "ours": under_autocast(ours),
-            "ours, large first": large_first(under_autocast(ours)),
             "ours, no autocast": ours,
             "peft": under_autocast(peft),
             "compile": under_autocast(compiled(eager)),

@@ -26,8 +26,8 @@ except ImportError:
             return value
 
         @staticmethod
-        def jit(fn):
-            return fn
+        def jit(fn=None, **options):
+            return (lambda fn: fn) if fn is None else fn
 
     triton, tl = None, _NoTriton
     jit = _NoTriton.jit

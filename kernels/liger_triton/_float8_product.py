@@ -15,7 +15,7 @@ from .sizes import computes_nothing
 TILE_ROWS, TILE_COLUMNS = 32, 256
 
 
-@jit
+@jit(do_not_specialize=["m"])
 def _scale_kernel(Y, A, B, m, n, tiles_per_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of y, multiplied by a for each row and by b for each column, in its place."""
     pid = tl.program_id(0)

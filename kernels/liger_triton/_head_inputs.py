@@ -93,7 +93,7 @@ def check_device(name, tensor, other_name, other) -> None:
         )
 
 
-@jit
+@jit(do_not_specialize=["n"])
 def _count_kernel(TARGET, OUT, n, vocab, ignore_index, BLOCK: tl.constexpr):
     """Adds two counts to OUT (2,): of the n targets that are not `ignore_index`, and of those among them that are
     outside [0, vocab)."""

@@ -32,8 +32,9 @@ def launch(kernel, grid: tuple[int, ...], *args, **constants) -> None:
 
     Triton asks at every launch for what it has compiled the kernel: the dtype and alignment of each tensor, and which
     integers are 1, multiples of 16 or wider than 32 bits. The same is the key here, so that rows of every length are of
-    a few kinds. `constants` are all those that the kernel declares as `tl.constexpr`, in any order, and options of the
-    compiler.
+    a few kinds. A kernel names the numbers that follow from the number of rows in `do_not_specialize`; otherwise a
+    training would wait for the compiler again when the first of its steps has a multiple of 16 of them. `constants` are
+    all those that the kernel declares as `tl.constexpr`, in any order, and options of the compiler.
     """
     if computes_nothing():
         return

@@ -34,7 +34,7 @@ BLOCK_N = 64
 SUMS = 512  # numbers of dh or dB of a program that adds up what the programs of `_low_rank_gradients_kernel` found
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _low_rank_gradients_kernel(
     DY, H, SB, DH, DB, rows, columns, rank, columns_per_program, dy_stride, h_stride, sb_stride,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
@@ -93,7 +93,7 @@ def _total(PARTIAL, row, column, rows, rank, programs, PARTS: tl.constexpr, BLOC
     return total
 
 
-@jit
+@jit(do_not_specialize=["rows", "dh_programs", "db_programs", "dh_tiles"])
 def _sums_kernel(
     DH, DB, OUT, DB_OUT, rows, columns, rank, dh_programs, db_programs, out_stride, rest, of_h, scaling, dh_tiles,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,

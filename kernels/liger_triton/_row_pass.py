@@ -96,7 +96,7 @@ def _store(D, value, start, lane, lead, end, W, LEAD: tl.constexpr, BLOCK: tl.co
         tl.store(D + off, value, mask=off < W, eviction_policy=CACHE)
 
 
-@jit
+@jit(do_not_specialize=["stats_stride"])
 def _row_kernel(
     X, D, TARGET, STATS, GLOSS, GENT, x_stride, d_stride, stats_stride, V, W,
     ignore_index, scale, softcap, smoothing, z_loss,

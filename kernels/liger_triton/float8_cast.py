@@ -152,7 +152,7 @@ def _quarter(X, ROWS, row, col, t, k, scale, LARGEST: tl.constexpr, KEEP_ROWS: t
     return y
 
 
-@jit
+@jit(do_not_specialize=["t"])
 def _columns_kernel(
     X, MAXIMA, ROWS, COLUMNS, INVERSE, t, k, quarters, tiles_per_row,
     LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr,
@@ -213,7 +213,7 @@ def packing(dtype: torch.dtype) -> str:
     return f"{{ .reg .b16 low, high; {convert} low, $2, $1; {convert} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
 
 
-@jit
+@jit(do_not_specialize=["t", "tiles"])
 def _each_row_kernel(
     X, ROWS, INVERSE, MAXIMA, stride, t, k, tiles,
     LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, LEAST: tl.constexpr, KEEP_MAXIMA: tl.constexpr,

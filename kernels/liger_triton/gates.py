@@ -93,7 +93,7 @@ def gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr
     return dg, du, value * u
 
 
-@jit
+@jit(do_not_specialize=["tiles_per_row"])
 def _gate_fwd_kernel(
     G, U, Y, g_stride, u_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
@@ -107,7 +107,7 @@ def _gate_fwd_kernel(
     tl.store(Y + row * n + col, y, mask=col < n)
 
 
-@jit
+@jit(do_not_specialize=["tiles_per_row"])
 def _gate_bwd_kernel(
     DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
     ACT: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
@@ -155,7 +155,7 @@ def _sum(x, h, f, BLOCK_R: tl.constexpr):
     return x
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _lora_gate_fwd_kernel(
     G, U, Y, GH, GF, UH, UF, rows, columns, tiles_per_row,
     g_rank, gh_stride, gf_stride_r, gf_stride_i, u_rank, uh_stride, uf_stride_r, uf_stride_i,
@@ -178,7 +178,7 @@ def _lora_gate_fwd_kernel(
     tl.store(Y + row[:, None] * columns + column[None], y.to(Y.dtype.element_ty), mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _lora_gate_bwd_kernel(
     DA, G, U, DG, DU, AH, AF, GH, GF, UH, UF, rows, columns, tiles_per_row,
     a_rank, ah_stride, af_stride_r, af_stride_i,

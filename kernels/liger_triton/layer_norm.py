@@ -25,7 +25,7 @@ def _shifted(w, offset, W):
     return (w.to(tl.float32) + offset).to(W.dtype.element_ty).to(tl.float32)
 
 
-@jit
+@jit(do_not_specialize=["m"])
 def _layer_norm_fwd_kernel(
     X, W, B, Y, MEAN, RSTD, x_stride, m, n, eps, offset,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -47,7 +47,7 @@ def _layer_norm_fwd_kernel(
     tl.store(RSTD + row, rstd, mask=row < m)
 
 
-@jit
+@jit(do_not_specialize=["m", "tiles"])
 def _layer_norm_bwd_kernel(
     DY, X, W, MEAN, RSTD, DX, DW, DB, dy_stride, x_stride, m, n, offset, tiles,
     HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,

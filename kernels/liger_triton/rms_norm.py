@@ -49,7 +49,7 @@ def _act(z, SILU: tl.constexpr):
         return s, s * (1.0 - s)
 
 
-@jit
+@jit(do_not_specialize=["m"])
 def _rms_norm_fwd_kernel(
     X, OTHER, W, S, Y, RSTD, x_stride, other_stride, y_stride, m, n, eps, offset,
     ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
@@ -97,7 +97,7 @@ def _rms_norm_fwd_kernel(
     tl.store(RSTD + row, rstd, mask=row < m)
 
 
-@jit
+@jit(do_not_specialize=["m", "tiles"])
 def _rms_norm_bwd_kernel(
     DY, X, OTHER, W, RSTD, DX, DGATE, DW, dy_stride, x_stride, other_stride, d_stride, m, n, offset, tiles,
     ROLE: tl.constexpr, SILU: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_DW: tl.constexpr,

@@ -71,7 +71,7 @@ def _turn_tile(
         tl.store(y_row + rest, tl.load(x_row + rest, mask=rest_mask), mask=rest_mask)
 
 
-@jit
+@jit(do_not_specialize=["q_tiles", "q_rows", "q_n1", "q_n2", "k_rows", "k_n1", "k_n2"])
 def _rope_kernel(
     Q, QY, K, KY, COS, SIN, q_tiles, q_rows, q_n1, q_n2, q0, q1, q2, qy0, qy1, qy2,
     k_rows, k_n1, k_n2, k0, k1, k2, ky0, ky1, ky2, c0, c1, c2, c3, s0, s1, s2, s3, sign,

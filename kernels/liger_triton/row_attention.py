@@ -100,7 +100,7 @@ def _upstream(Q, DO, L, DELTA, start, at, length, head, tokens, heads, D: tl.con
     return q, do, level, tl.load(DELTA + place, mask=at < length, other=0.0)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])
 def _forward_kernel(
     Q, K, V, SINKS, OFFSETS, OUT, L, tokens, heads, groups, scale, cap, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
@@ -134,7 +134,7 @@ def _forward_kernel(
         tl.store(L + head * tokens + start + at, (most + tl.log2(total)) / 1.4426950408889634, mask=at < length)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])
 def _delta_kernel(
     OUT, DO, DELTA, tokens, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def _delta_kernel(
     tl.store(DELTA + head * tokens + at, tl.sum(o * do, 1), mask=at < tokens)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])
 def _query_gradient_kernel(
     Q, K, V, DO, L, DELTA, OFFSETS, DQ, tokens, heads, groups, factor, scale, cap, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
@@ -168,7 +168,7 @@ def _query_gradient_kernel(
         _store_tile(DQ, dq * factor, start, at, length, head, heads, D, BLOCK_D)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])
 def _key_gradient_kernel(
     Q, K, V, DO, L, DELTA, OFFSETS, DK, DV, tokens, heads, groups, factor, scale, cap, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,

@@ -109,9 +109,11 @@ def test_sizes(sizes, device, check_close):
 
 
 @pytest.mark.gpu
-def test_more_than_2_31_elements(device, tokens=2_200_000):
-    """The last tokens get the same as in a call of their own, and so do weights, if no other token has a gradient."""
-    ids, given = inputs(device, torch.bfloat16, tokens=tokens, hidden=64, inner=512, experts=4, top_k=1)
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 512), (1024, 64)], ids=["wide-gate", "wide-result"])
+def test_more_than_2_31_elements(hidden, inner, device):
+    """2,200,000 pairs of 1024 columns. The last tokens get the same as in a call of their own, and so do weights, if no
+    other token has a gradient."""
+    ids, given = inputs(device, torch.bfloat16, tokens=1_100_000, hidden=hidden, inner=inner, experts=4, top_k=2)
     x, shares, w, v = given[:4]
     few = [t.detach()[-50:].clone().requires_grad_() for t in (x, shares)]
     dy = torch.zeros_like(x)

@@ -56,6 +56,34 @@ def test_a_wrong_result_is_not_timed_and_a_missing_peer_is_a_row():
         operations.measure(case, "ours", missing, exact)
 
 
+def test_what_is_kept_is_counted_without_the_inputs():
+    import operations
+    from _cases import Case
+
+    x, w = torch.randn(64, 32, requires_grad=True), torch.randn(32, requires_grad=True)
+    case = Case("a gate", "64x32", (x, w), {}, None, torch.float32)
+    assert operations.kept_bytes(lambda x, w: x * w, case) == 0
+    assert operations.kept_bytes(lambda x, w: (x * w).exp() * w, case) == 64 * 32 * 4
+
+
+def test_a_peer_that_tunes_for_long_is_given_up():
+    import time
+
+    import operations
+
+    case = operations.rms_norm(8, 32, dtype=torch.bfloat16)
+    exact = case.reference(case)
+
+    def slow(x, w):
+        time.sleep(0.2)
+        return case.providers["eager"](x, w)
+
+    row, run = operations.measure(case, "peer", slow, exact, brief=True, patience=0.05)
+    assert row["note"] == "TimeoutError: nothing computed after 0.05 s" and run is None
+    row, run = operations.measure(case, "ours", slow, exact, brief=True, patience=0.05)
+    assert "note" not in row and run is not None
+
+
 @pytest.mark.slow
 def test_operations_writes_a_record_that_a_figure_is_drawn_of(tmp_path, capsys):
     import operations
