@@ -37,6 +37,7 @@ def attention(rows, length, heads, groups, dim, window=None, sinks=False, *, dty
         bytes=q.nbytes * 4 * 2 + k.nbytes * 2 * 3,
         flop=14 * dim * heads * rows * sum(windows),
         upstream=(dy,),
+        graph=False,  # SDPA's backward pass cannot be captured here
     )
 
 

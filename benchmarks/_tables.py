@@ -43,6 +43,7 @@ def rows_of(record, path):
     """The rows of a record, and in them the fields that tables show and records do not hold."""
     for row in record["rows"] if "rows" in record else compared(record):
         named = {"launcher": row["run"]} if "run" in row else {}  # of launchers.py
+        named |= {f"gib_{kind}": gib for kind, gib in (row.get("gib_by_kind") or {}).items()}
         row = row | named | {"record": path, "run": f"{record['date'][:10]}, {record['commit']}"}
         if "arm" in row:
             row["role"] = role(row["arm"])
