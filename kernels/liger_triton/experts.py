@@ -215,6 +215,11 @@ def _bias_shares(dout: torch.Tensor, c: torch.Tensor, ids: torch.Tensor) -> torc
     return all_experts.gather(1, torch.where(known, ids, 0)).masked_fill(~known, 0).view(-1)
 
 
+def _turned(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """B (E, out, r) in `dtype`, with unit stride in `out`: of PEFT's, where experts are fastest, in one copy."""
+    return b.mT.to(dtype, memory_format=torch.contiguous_format).contiguous().mT
+
+
 def _check(
     hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor | Packed,
     down: torch.Tensor | Packed, transposed: bool, biases: tuple[torch.Tensor | None, torch.Tensor | None],
@@ -310,7 +315,7 @@ def experts(
     dtype = gate_up.dtype
     x = as_dtype(hidden, dtype)
     loras = [
-        lora if lora is None else ExpertLoRA(lora.lora_a.to(dtype), lora.lora_b.to(dtype), lora.scaling)
+        lora if lora is None else ExpertLoRA(lora.lora_a.to(dtype), _turned(lora.lora_b, dtype), lora.scaling)
         for lora in (gate_up_lora, down_lora)
     ]
     matrices, scales = (gate_up, down), (None, None)

@@ -359,8 +359,7 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
 
 def _factors(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A (E, r, in) and B (E, out, r) of PEFT's matrices (E r, in) and (out, r E). In the latter experts are fastest."""
-    a = a.view(num_experts, -1, a.shape[1])
-    return a, b.view(b.shape[0], -1, num_experts).permute(2, 1, 0).contiguous().mT
+    return a.view(num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
 
 
 def wrapper_guards(wrapper: nn.Module) -> Guards:

@@ -3,6 +3,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_triton import MXFP4Weight, reference
@@ -130,6 +131,33 @@ def test_no_tokens(device):
     y = call(experts, ids, {})(*given)
     assert y.shape == (0, 40)
     y.sum().backward()
+
+
+def test_factors_of_an_adapter_are_cast_and_turned_in_one_copy(device, triton_only, monkeypatch):
+    """PEFT keeps B as (out, r E), in which experts are fastest, and in fp32. The kernels read runs of outputs."""
+    module, found = importlib.import_module("liger_triton.experts"), []
+    stock = module._gate
+    monkeypatch.setattr(module, "_gate", lambda *args: found.append(args[5]) or stock(*args))
+    ids, (x, shares, w, v, *_) = inputs(device, DTYPES[1])
+    a, b = 0.1 * torch.randn(5, 4, 40, device=device), 0.3 * torch.randn(48, 4 * 5, device=device)
+    lora = ExpertLoRA(a, b.view(48, 4, 5).permute(2, 0, 1), 0.5)
+    with torch.no_grad(), Copies() as copies:
+        experts(x, ids, shares, w, v)
+        without, copies.count = copies.count, 0
+        y = experts(x, ids, shares, w, v, gate_up_lora=lora)
+    assert copies.count - without == 2 and found[1].stride() == (4 * 48, 48, 1)
+    want = reference.experts(x, ids, shares, w, v, gate_up_lora=ExpertLoRA(*(t.to(x.dtype) for t in lora[:2]), 0.5))
+    torch.testing.assert_close(y, want, atol=2e-2, rtol=2e-2)
+
+
+class Copies(TorchDispatchMode):
+    """Counts casts and copies."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+        return function(*args, **(kwargs or {}))
 
 
 def test_only_what_is_trained_gets_a_gradient(device, triton_only):
