@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from launching import HERE, accelerate_fsdp2, torchrun
+from launching import HERE, accelerate_fsdp2, in_processes
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
 from tiny_models import collate, ragged_rows, tiny_model
@@ -12,7 +12,7 @@ from two_ranks import MODES
 
 
 def two_ranks(mode, out):
-    torchrun("two_ranks.py", mode, out)
+    in_processes("two_ranks.py", mode, out)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
