@@ -27,7 +27,8 @@ sys.path[:] = [path for path in sys.path if path not in before] + before
 import importlib.util, liger_trainer
 from liger_trainer.paths import shipped
 from liger_trainer.command.recipe import recipe_names
-print(liger_trainer.__file__, importlib.util.find_spec("liger_triton").origin, shipped("configs"), *recipe_names(), sep="\\n")
+triton = importlib.util.find_spec("liger_triton").origin  # without importing torch
+print(liger_trainer.__file__, triton, shipped("configs"), *recipe_names(), sep="\\n")
 """
 
 
