@@ -25,7 +25,10 @@ quickstart: $(READY)
 	$(BIN)/liger-trainer train quickstart
 
 # Only the kernels go through Triton's interpreter, and only where there is no GPU. One thread a worker: the cores are taken.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+# Bytecode is kept, also where PYTHONDONTWRITEBYTECODE is set, as in many containers: the tests start forty processes, and
+# compiling what one of them imports takes 8 seconds.
+BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
+PYTEST := OMP_NUM_THREADS=1 $(BYTECODE) $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test: test-kernels test-trainer
 

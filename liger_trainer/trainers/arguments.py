@@ -18,8 +18,9 @@ else:
 class LigerArguments(FeatureFields, StockArguments):
     """The fields that every arguments class of this package adds to the stock one.
 
-    One stock option gets another default with `use_liger`, so that a step does not wait for the GPU: where there is a
-    GPU, `accelerator_config` has `non_blocking=True` unless you set it.
+    An option that a trainer would ignore is a ValueError when it is built. One stock option gets another default with
+    `use_liger`, so that a step does not wait for the GPU: where there is a GPU, `accelerator_config` has
+    `non_blocking=True` unless you set it.
     """
 
     use_liger: bool = field(

@@ -21,9 +21,6 @@ class LigerCPOTrainer(LigerPairMixin, CPOTrainer):
     [`LigerCPOConfig`] as `args`; a plain `CPOConfig` counts as one with `use_liger=True`. It builds no (B, S, V) logits
     in training or evaluation, unless the model is an encoder-decoder, of which only the layers are patched. A subclass
     changes the loss by overriding `cpo_loss`.
-
-    Raises:
-        ValueError: An option is set that CPO ignores.
     """
 
     loss_hook = "cpo_loss"

@@ -39,7 +39,7 @@ class LigerDistillationTrainer(LigerTRLMixin, DistillationTrainer):
     by fields of their configs.
 
     Raises:
-        ValueError: The LM head of student or teacher cannot be fused, or an option would have no effect.
+        ValueError: The LM head of student or teacher cannot be fused.
     """
 
     def _replaced_globals(self) -> dict[str, Any]:

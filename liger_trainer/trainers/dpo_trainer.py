@@ -23,9 +23,6 @@ class LigerDPOTrainer(LigerTRLMixin, DPOTrainer):
     option keeps its meaning, since the loss code is TRL's. Unlike the stock trainer, it can train a LoRA on `lm_head`,
     and with `eval_predictions="tokens"` it gives `compute_metrics` token ids, log-probabilities and ranks without a
     second forward pass.
-
-    Raises:
-        ValueError: An option would have no effect.
     """
 
     gives_token_predictions = True

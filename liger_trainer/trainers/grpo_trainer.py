@@ -23,7 +23,7 @@ class LigerGRPOTrainer(LigerTRLMixin, GRPOTrainer):
     trainer, it can train a LoRA on `lm_head`.
 
     Raises:
-        ValueError: An option would have no effect, or `cast_lm_head_to_fp32` is set with an adapter on `lm_head`.
+        ValueError: `cast_lm_head_to_fp32` is set with an adapter on `lm_head`.
     """
 
     args: GRPOConfig

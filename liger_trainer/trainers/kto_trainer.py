@@ -18,12 +18,8 @@ class LigerKTOTrainer(LigerTRLMixin, KTOTrainer):
 
     The policy and the reference model are patched, and neither builds logits, not even for the mismatched pairs of the
     KL estimate. The trainer takes the arguments of `KTOTrainer`, with a [`LigerKTOConfig`] as `args`; a plain
-    `KTOConfig` counts as one with `use_liger=True`. Every option keeps its meaning, since the loss code is TRL's.
-    Unlike the stock trainer, it can train a LoRA on `lm_head`, and with `eval_predictions="tokens"` it gives
-    `compute_metrics` token ids, log-probabilities and ranks without a second forward pass.
-
-    Raises:
-        ValueError: An option would have no effect.
+    `KTOConfig` counts as one with `use_liger=True`. All that [`LigerDPOTrainer`] says of its options, a LoRA and
+    `eval_predictions` holds here too.
     """
 
     gives_token_predictions = True

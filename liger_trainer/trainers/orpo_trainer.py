@@ -19,9 +19,6 @@ class LigerORPOTrainer(LigerPairMixin, ORPOTrainer):
     It takes the arguments of `ORPOTrainer`, with a [`LigerORPOConfig`] as `args`; a plain `ORPOConfig` counts as one
     with `use_liger=True`. It builds no (B, S, V) logits in training or evaluation, unless the model is an
     encoder-decoder, of which only the layers are patched. A subclass changes the loss by overriding `odds_ratio_loss`.
-
-    Raises:
-        ValueError: An option is set that ORPO ignores.
     """
 
     loss_hook = "odds_ratio_loss"

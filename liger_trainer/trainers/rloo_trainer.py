@@ -18,7 +18,4 @@ class LigerRLOOTrainer(LigerTRLMixin, RLOOTrainer):
 
     It takes the arguments of `RLOOTrainer`, with a [`LigerRLOOConfig`] as `args`; a plain `RLOOConfig` counts as one
     with `use_liger=True`. All that [`LigerGRPOTrainer`] says of its models, its options and a LoRA holds here too.
-
-    Raises:
-        ValueError: An option would have no effect.
     """

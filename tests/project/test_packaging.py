@@ -24,10 +24,11 @@ before = list(sys.path)
 site.addsitedir(sys.argv[1])  # reads .pth files, of which an editable install consists
 # To the front: the environment that runs the tests may have an installation of its own.
 sys.path[:] = [path for path in sys.path if path not in before] + before
-import liger_triton, liger_trainer
+import importlib.util, liger_trainer
 from liger_trainer.paths import shipped
 from liger_trainer.command.recipe import recipe_names
-print(liger_trainer.__file__, liger_triton.__file__, shipped("configs"), *recipe_names(), sep="\\n")
+triton = importlib.util.find_spec("liger_triton").origin  # without importing torch
+print(liger_trainer.__file__, triton, shipped("configs"), *recipe_names(), sep="\\n")
 """
 
 

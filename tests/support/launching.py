@@ -1,10 +1,15 @@
-"""Two processes on CPUs: under torchrun, or under `accelerate launch` with the shipped FSDP2 config."""
+"""Two processes on CPUs: forked, where a script trains in them, or by a launcher, where that is what is tested."""
 
 import functools
 import importlib.util
+import multiprocessing
 import os
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest import mock
 
@@ -15,12 +20,71 @@ from liger_trainer.paths import shipped
 
 HERE = Path(__file__).parent
 DEEPSPEED = Path(sys.prefix, "deepspeed")  # where the Makefile puts it
+_TIMEOUT_S = 400
+_ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def torchrun(script, *arguments, processes=2, **variables):
-    """Run `script` of this folder in two processes, or in one."""
-    options = ("--nproc_per_node", str(processes), "--standalone")
-    return _run("torch.distributed.run", *options, HERE / script, *arguments, **variables)
+def in_processes(script, *arguments, processes=2, config=None):
+    """Run `script` of this folder in two processes, or in one, with the variables that torchrun sets for them.
+
+    With `config`, an accelerate config, also with those of `accelerate launch`. AssertionError with all that they have
+    written if one of them fails.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    group = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(processes):
+            variables = _ALONE | {name: str(x) for name, x in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            given = (str(HERE / script), [*map(str, arguments)], os.environ | variables, f"{folder}/{rank}", config)
+            ranks.append(_importing().Process(target=_run_forked, args=given))
+            ranks[-1].start()
+        try:
+            while waiting := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+                if not connection.wait(waiting, _TIMEOUT_S) or any(rank.exitcode for rank in ranks):
+                    break
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        out, err = (
+            "".join(path.read_text() for path in sorted(Path(folder).glob(kind))) for kind in ("*.out", "*.err")
+        )
+    codes = [rank.exitcode for rank in ranks]
+    assert not any(codes), f"exit codes {codes}\n{out}{err}"
+    return subprocess.CompletedProcess(script, 0, out, err)
+
+
+@functools.cache
+def _importing():
+    """What forks processes that have imported everything: by itself each takes longer for that than for its steps."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["datasets", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "trl.experimental.orpo",
+         "liger_trainer.trainers.grpo_trainer", "liger_trainer.medusa.trainer"]
+    )  # fmt: skip
+    with mock.patch.dict(os.environ, _ALONE | {"PYTHONPATH": os.pathsep.join(sys.path)}):
+        forkserver.ensure_running()
+    return context
+
+
+def _run_forked(script, arguments, environ, output, config):
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{kind}", os.O_CREAT | os.O_WRONLY), number)
+    os.environ.clear()
+    os.environ.update(environ)
+    if config is not None:
+        from liger_trainer.command.accelerate_file import apply_config
+
+        apply_config(Path(config), str(config))
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def in_processes_fsdp2(folder, script, *arguments):
+    """`in_processes` with FSDP2, as `configs/fsdp2.yaml` says. `script` has to call `shard_on_cpus` first."""
+    return in_processes(script, *arguments, config=_fsdp2_on_cpus(folder))
 
 
 def torchrun_deepspeed(script, *arguments):
@@ -28,29 +92,42 @@ def torchrun_deepspeed(script, *arguments):
     with mock.patch.object(sys, "path", [*sys.path, str(DEEPSPEED)]):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("DeepSpeed is not installed")
-        return torchrun(script, *arguments, DS_ACCELERATOR="cpu")
+        options = ("--nproc_per_node", "2", "--standalone")
+        return _run("torch.distributed.run", *options, HERE / script, *arguments, DS_ACCELERATOR="cpu")
 
 
 def accelerate_fsdp2(folder, *command):
-    """Run `command` in two processes as `configs/fsdp2.yaml` says, without its 16-bit arithmetic, on CPUs.
+    """Run `command` in two processes by `accelerate launch`, as `configs/fsdp2.yaml` says, on CPUs.
 
     The command has to call `shard_on_cpus` before anything else: without it the two processes would run DDP.
     """
+    options = ("--config_file", _fsdp2_on_cpus(folder), "--main_process_port", "0")
+    return _run("accelerate.commands.launch", *options, *command)
+
+
+def _fsdp2_on_cpus(folder):
+    """The shipped config, without its 16-bit arithmetic."""
     config = yaml.safe_load((shipped("configs") / "fsdp2.yaml").read_text())
     config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
     path = Path(folder, "fsdp2.yaml")
     path.write_text(yaml.safe_dump(config))
-    return _run("accelerate.commands.launch", "--config_file", path, "--main_process_port", "0", *command)
+    return path
 
 
 def _run(module, *arguments, **variables):
-    env = os.environ | variables | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+    env = os.environ | variables | _ALONE | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+def init_deepspeed():
+    """Have DeepSpeed begin with gloo alone: its sums in shared memory take a minute to compile, in each environment."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
 
 
 def shard_on_cpus():

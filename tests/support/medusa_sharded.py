@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 from datasets import Dataset
-from launching import shard_on_cpus
+from launching import init_deepspeed, shard_on_cpus
 from peft import LoraConfig
 from tiny_models import ragged_rows, tiny_tokenizer
 from torch.distributed.tensor import DTensor
@@ -74,9 +74,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, model, root = sys.argv[1:]
     if mode == "zero3":
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
+        init_deepspeed()
     else:
         shard_on_cpus()
     for name in CASES:

@@ -36,10 +36,15 @@ def build(trainer_class, args_class, model, folder, split=(4, 1), tokenizer=None
         report_to="none", disable_tqdm=True, use_cpu=True, **(defaults | options),
     )  # fmt: skip
     rows = Dataset.from_list(pair_rows())
-    return trainer_class(
+    evaluates = args.eval_strategy != "no" or getattr(args, "precompute_ref_log_probs", False)
+    trainer = trainer_class(
         model=model if isinstance(model, str) else copy.deepcopy(model), args=args, train_dataset=rows,
-        eval_dataset=rows, processing_class=tokenizer or tiny_tokenizer(), **(trainer_options or {}),
+        eval_dataset=rows if evaluates else None, processing_class=tokenizer or tiny_tokenizer(),
+        **(trainer_options or {}),
     )  # fmt: skip
+    if trainer.eval_dataset is None:  # TRL would prepare the same rows once more
+        trainer.eval_dataset = trainer.train_dataset
+    return trainer
 
 
 def logged(trainer):

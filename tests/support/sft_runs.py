@@ -31,9 +31,11 @@ def run(trainer_class, model, tmp_path, split=(8, 1), rows=None, train=True, tra
     )
     rows = Dataset.from_list(rows or ragged_rows())
     trainer = trainer_class(
-        model=copy.deepcopy(model), args=args, train_dataset=rows, eval_dataset=rows, processing_class=tiny_tokenizer(),
-        **(trainer_options or {}),
+        model=copy.deepcopy(model), args=args, train_dataset=rows, processing_class=tiny_tokenizer(),
+        eval_dataset=None if args.eval_strategy == "no" else rows, **(trainer_options or {}),
     )  # fmt: skip
+    if trainer.eval_dataset is None:  # TRL would prepare the same rows once more, which takes as long as a step
+        trainer.eval_dataset = trainer.train_dataset
     if not train:
         return None, trainer
     trainer.train()

@@ -15,7 +15,7 @@ import transformers
 import trl
 from datasets import Dataset
 from image_models import image_batch, image_model
-from launching import shard_on_cpus
+from launching import init_deepspeed, shard_on_cpus
 from medusa_sharded import ZERO3
 from pair_parity import pair_rows
 from peft import LoraConfig, get_peft_model
@@ -177,9 +177,7 @@ if __name__ == "__main__":
         shard_on_cpus()
         dist.init_process_group("gloo")
     else:
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
+        init_deepspeed()
     results = {case: [run(case, ours, mode, out, folder) for ours in (False, True)] for case in OF_MODE[mode]}
     torch.save(results, f"{out}/{dist.get_rank()}.pt")
     dist.barrier()

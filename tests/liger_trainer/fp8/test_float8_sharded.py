@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from launching import torchrun
+from launching import in_processes
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
@@ -23,7 +23,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def found():
-    lines = torchrun("fp8_ranks.py").stdout.splitlines()
+    lines = in_processes("fp8_ranks.py").stdout.splitlines()
     return json.loads(next(line for line in lines if line.startswith("{")))
 
 

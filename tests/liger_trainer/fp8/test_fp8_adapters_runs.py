@@ -9,7 +9,7 @@ import torch
 from dpo_runs import LORA
 from dpo_runs import build as build_dpo
 from frozen_bases import LAYERS, adapted, add_inside, built, fresh_state
-from launching import torchrun
+from launching import in_processes
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
@@ -112,7 +112,7 @@ def test_adapters_inside_a_model_of_transformers(any_device, tmp_path):
 @pytest.mark.slow
 def test_ddp(tmp_path, any_device):
     """Two processes with half of the rows each: the losses and the gradients of one process with all of them."""
-    lines = torchrun("frozen_ranks.py", str(tmp_path / "two")).stdout.splitlines()
+    lines = in_processes("frozen_ranks.py", str(tmp_path / "two")).stdout.splitlines()
     two = json.loads(next(line for line in lines if line.startswith('{"wrapped')))
     one = frozen_ranks.main(str(tmp_path / "one"), 1)
     assert two["wrapped"] == "DistributedDataParallel" and one["wrapped"] != two["wrapped"]

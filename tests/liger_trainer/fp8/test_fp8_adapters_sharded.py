@@ -3,7 +3,7 @@
 import pytest
 import torch
 from frozen_bases import LAYERS, adapted, built, fresh_state, frozen, step
-from launching import HERE, accelerate_fsdp2, torchrun
+from launching import in_processes, in_processes_fsdp2
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import tiny_model
@@ -22,9 +22,9 @@ def ranks(tmp_path_factory):
     folder = {mode: tmp_path_factory.mktemp(mode) for mode in ("fsdp2", "ddp", "alone")}
     for out in folder.values():
         tiny_model("llama").save_pretrained(out / "model")
-    accelerate_fsdp2(folder["fsdp2"], HERE / "frozen_sharded.py", "fsdp2", folder["fsdp2"])
-    torchrun("frozen_sharded.py", "ddp", folder["ddp"])
-    torchrun("frozen_sharded.py", "ddp", folder["alone"], processes=1)
+    in_processes_fsdp2(folder["fsdp2"], "frozen_sharded.py", "fsdp2", folder["fsdp2"])
+    in_processes("frozen_sharded.py", "ddp", folder["ddp"])
+    in_processes("frozen_sharded.py", "ddp", folder["alone"], processes=1)
     return {mode: (out, torch.load(out / "found.pt")) for mode, out in folder.items()}
 
 

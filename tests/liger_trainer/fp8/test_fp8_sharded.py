@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from launching import HERE, accelerate_fsdp2
+from launching import in_processes_fsdp2
 
 from liger_trainer.command.launch import read_on_every_process
 
@@ -18,7 +18,7 @@ VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp8")
-    accelerate_fsdp2(folder, HERE / "fp8_trainer_ranks.py", folder)
+    in_processes_fsdp2(folder, "fp8_trainer_ranks.py", folder)
     return torch.load(folder / "found.pt")
 
 

@@ -8,7 +8,7 @@ import json
 import medusa_sharded
 import pytest
 import torch
-from launching import HERE, accelerate_fsdp2, torchrun, torchrun_deepspeed
+from launching import in_processes, in_processes_fsdp2, torchrun_deepspeed
 from medusa_brute_force import assert_gradients
 from medusa_two_ranks import DDP, ddp
 from recipe_fixtures import write_model
@@ -21,7 +21,7 @@ from liger_trainer import MedusaHeads
 def ranks(tmp_path_factory):
     """(folder, what rank 0 saved, what rank 1 saved)."""
     out = tmp_path_factory.mktemp("ranks")
-    torchrun("medusa_two_ranks.py", out)
+    in_processes("medusa_two_ranks.py", out)
     return out, *(torch.load(out / f"{rank}.pt") for rank in range(2))
 
 
@@ -45,7 +45,7 @@ def test_sharded(mode, tmp_path):
     """Trained, evaluated, saved and resumed in parts on two ranks: the losses and the weights of one process."""
     model = str(write_model(tmp_path / "model"))
     if mode == "fsdp2":
-        accelerate_fsdp2(tmp_path, HERE / "medusa_sharded.py", mode, model, tmp_path / "ranks")
+        in_processes_fsdp2(tmp_path, "medusa_sharded.py", mode, model, tmp_path / "ranks")
     else:
         torchrun_deepspeed("medusa_sharded.py", mode, model, tmp_path / "ranks")
     for name in medusa_sharded.CASES:

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from auto_runs import LAYERS, same_bits
-from launching import HERE, accelerate_fsdp2, torchrun
+from launching import in_processes, in_processes_fsdp2
 
 
 def run_ranks(mode, out):
     if mode.startswith("ddp"):
-        torchrun("auto_ranks.py", mode, out)
+        in_processes("auto_ranks.py", mode, out)
     else:
-        accelerate_fsdp2(out, HERE / "auto_ranks.py", mode, out)
+        in_processes_fsdp2(out, "auto_ranks.py", mode, out)
     return [torch.load(out / f"{rank}.pt") for rank in (0, 1)]
 
 
@@ -44,4 +44,4 @@ def test_both_ranks_have_layers_on_the_host(mode, tmp_path):
 @pytest.mark.slow
 def test_out_of_memory_on_one_rank_is_an_error_and_no_hang(tmp_path):
     with pytest.raises(AssertionError, match="does not fit the memory of the device"):
-        torchrun("auto_ranks.py", "oom", tmp_path)
+        in_processes("auto_ranks.py", "oom", tmp_path)

@@ -19,6 +19,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from liger_trainer import LigerTrainer
 from liger_trainer.head.outputs import FusedLMOutput, HeadOptions
 from liger_trainer.trainers import base
+from liger_trainer.trainers.base import LigerTrainerMixin
 from liger_trainer.trainers.dpo_trainer import _SMOOTHED
 from liger_trainer.trainers.trl import with_globals
 
@@ -148,6 +149,14 @@ def test_floating_point_ops_are_those_of_the_stock_trainer(monkeypatch):
     monkeypatch.setattr(LigerTrainer, "_use_own_heads", lambda self: None)
     monkeypatch.setattr(base, "FEATURES", ())
     assert trainer.train() == trainer.train() == found[0] and count.call_count == 2
+
+    class Counts(Trainer):
+        def floating_point_ops(self, inputs):
+            return inputs["input_ids"].shape[1] ** 2
+
+    trainer = object.__new__(type("Both", (LigerTrainerMixin, Counts), {}))
+    trainer.model = model
+    assert [trainer.floating_point_ops(inputs) for inputs in batches] == [9, 25], "a class between ours and theirs"
 
 
 def test_trainer_filters_losses_where_we_do():

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from launching import HERE, accelerate_fsdp2, torchrun
+from launching import HERE, accelerate_fsdp2, in_processes, in_processes_fsdp2
 from recipe_fixtures import command, write_model, write_recipe, write_rows
 from safetensors.torch import load_file
 from tiny_models import collate, ragged_rows, tiny_model
@@ -12,7 +12,7 @@ from two_ranks import MODES
 
 
 def two_ranks(mode, out):
-    torchrun("two_ranks.py", mode, out)
+    in_processes("two_ranks.py", mode, out)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -71,7 +71,7 @@ def test_fsdp2_through_accelerate_launch(options, tmp_path, capsys):
         if folder.name != "checkpoint-2":  # going on beside newer checkpoints is refused
             shutil.rmtree(folder)
     resumed = ("--resume_from_checkpoint", out[0] / "checkpoint-2")
-    done = accelerate_fsdp2(tmp_path, HERE / "launched_cli.py", *train, out[0], *resumed)
+    done = in_processes_fsdp2(tmp_path, "launched_cli.py", *train, out[0], *resumed)
     assert "resumed at step 2" in done.stdout
     assert_trained_alike(*out)
 

@@ -1,7 +1,7 @@
 """Log-probs of a reference that TRL computes before accelerate has given the weights of the model to all processes."""
 
 import torch
-from launching import HERE, accelerate_fsdp2
+from launching import in_processes_fsdp2
 from precomputed_ranks import KINDS, columns_of, write_rows
 
 
@@ -11,7 +11,7 @@ def test_of_an_adapter_under_fsdp2(tmp_path):
     for folder in (apart, alone):
         folder.mkdir()
         write_rows(folder)
-    accelerate_fsdp2(apart, HERE / "precomputed_ranks.py", apart)
+    in_processes_fsdp2(apart, "precomputed_ranks.py", apart)
     for rank in (0, 1):
         found = torch.load(apart / f"{rank}.pt")
         for kind in KINDS:

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from launching import HERE, accelerate_fsdp2, torchrun_deepspeed
+from launching import in_processes_fsdp2, torchrun_deepspeed
 from sharded_ranks import OF_MODE
 
 
 def trained(mode, tmp_path):
     """{case: (stock, ours)} of rank 0."""
     if mode.startswith("fsdp2"):
-        done = accelerate_fsdp2(tmp_path, HERE / "sharded_ranks.py", mode, tmp_path)
+        done = in_processes_fsdp2(tmp_path, "sharded_ranks.py", mode, tmp_path)
     else:
         done = torchrun_deepspeed("sharded_ranks.py", mode, tmp_path)
     assert "fused_linear_cross_entropy 1/1" in done.stderr and "not fused" not in done.stderr
