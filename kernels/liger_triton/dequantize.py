@@ -35,6 +35,8 @@ class PackedWeight(NamedTuple):
         stored: The tensors that it is made from.
         product: Returns x W^T + b of x (T, K), where that is not a product with the matrix.
         scale: (N,), what each row of the matrix is still to be multiplied by; only with `product`.
+        by_row (`bool`): Whether a row of the product depends on that row of x alone, so that some rows can be
+            multiplied apart from the others.
     """
 
     shape: torch.Size
@@ -44,6 +46,7 @@ class PackedWeight(NamedTuple):
     stored: tuple[torch.Tensor, ...]
     product: Callable[[torch.Tensor], torch.Tensor] | None = None
     scale: torch.Tensor | None = None
+    by_row: bool = True
 
     @property
     def ndim(self) -> int:

@@ -9,7 +9,7 @@ Bytes   b per element of the width I, apart from large products: forward reads g
         passes (`gates.py`), but for ranks above 64 and fp32. Kept for backward: x, g, u, and what is r wide.
 Slices  If g has more than `SLICE_ABOVE` bytes, both passes go through slices of the rows, whose g has at most
         `SLICE_BYTES`. Kept for backward: x. It computes g and u of a slice again, and adds up the gradients of
-        weights in fp32.
+        weights in fp32. Not with a packed weight whose product is not row by row.
 """
 
 from typing import NamedTuple
@@ -58,9 +58,10 @@ class Plan(NamedTuple):
         return [*self.forms[0].layers(tensors[:8]), *self.forms[1].layers(tensors[8:])]
 
     def slices(self, rows: int, layers: list[Layer]) -> list[slice]:
-        """Which rows are computed together; one slice of all where g is small."""
+        """Which rows are computed together; one slice of all where g is small, or where rows depend on one another."""
         row = layers[0].weight.shape[0] * self.forms[0].dtype.itemsize
-        if rows * row <= SLICE_ABOVE:
+        by_row = all(layer.weight.by_row for layer in layers if isinstance(layer.weight, PackedWeight))
+        if rows * row <= SLICE_ABOVE or not by_row:
             return [slice(rows)]
         each = cdiv(cdiv(rows, cdiv(rows * row, SLICE_BYTES)), SLICE_UNIT) * SLICE_UNIT
         return [slice(start, min(rows, start + each)) for start in range(0, rows, each)]

@@ -91,8 +91,8 @@ def _read_4bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
 
 
 def _is_other_on_cpus(layer: Any, state: Any, x: torch.Tensor) -> bool:
-    """Whether bitsandbytes has other numbers there, or may have: it packs its weight anew where nothing is trained, with
-    rounded scales, and keeps it so. With rows that are no multiple of a block, its 0.50 unpacks wrong ones."""
+    """Whether bitsandbytes has other numbers there, or may have: it packs its weight anew where nothing is trained,
+    with rounded scales, and keeps it so. With rows that are no multiple of a block, its 0.50 unpacks wrong ones."""
     packs_anew = not (layer.training or x.requires_grad)
     return packs_anew or getattr(state, "packing_format_for_cpu", False) or state.shape[1] % state.blocksize != 0
 
@@ -128,7 +128,8 @@ def _read_8bit(layer: Any, x: torch.Tensor) -> PackedWeight | None:
         return state.CB.to(dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1 / 127))
 
     shape = torch.Size((layer.out_features, layer.in_features))
-    return PackedWeight(shape, x.dtype, parameter.device, unpack, (), layer.forward)
+    by_row = not state.threshold  # columns that have an outlier in any row are multiplied in 16 bits
+    return PackedWeight(shape, x.dtype, parameter.device, unpack, (), layer.forward, by_row=by_row)
 
 
 def _why_not_8bit(layer: Any) -> str | None:

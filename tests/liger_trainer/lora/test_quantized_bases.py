@@ -1,6 +1,7 @@
 """LoRA on bases of bitsandbytes, which computes on CPUs too: beside the stock layers over the same bases."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -120,6 +121,28 @@ def test_checkpointed(reentrant, saved, patched, calls):
         one.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_same(step(model), step(stock), RTOL[torch.float32])
     assert len(calls) == 20
+
+
+@pytest.mark.parametrize("kind, sliced", [("nf4-nested", True), ("int8", False)])
+def test_an_mlp_of_many_rows(kind, sliced, saved, patched, calls, monkeypatch):
+    """int8 multiplies a column in 16 bits where any row has an outlier in it, so that rows depend on one another.
+
+    On CPUs it does so in eval mode alone.
+    """
+    sizes = importlib.import_module("liger_triton.lora_mlp")
+    monkeypatch.setattr(sizes, "SLICE_ABOVE", 0)
+    monkeypatch.setattr(sizes, "SLICE_BYTES", 1 << 12)
+    monkeypatch.setattr(sizes, "SLICE_UNIT", 8)
+    in_slices, own = [], sizes._SlicedMLP.apply
+    monkeypatch.setattr(sizes._SlicedMLP, "apply", lambda *given: in_slices.append(1) or own(*given))
+    stock, model = (quantised(saved, kind) for _ in range(2))
+    patched(model, mlp=True)
+    for one in (stock, model):
+        one.eval()
+        for norm in (m for name, m in one.named_modules() if name.endswith("post_attention_layernorm")):
+            norm.weight.data[3] = 40.0
+    assert_same(step(model), step(stock), RTOL[torch.float32])
+    assert len(in_slices) == (2 if sliced else 0) and calls.count("lora_mlp") == 2
 
 
 def test_no_weight_is_kept_unpacked(saved, patched, calls):
