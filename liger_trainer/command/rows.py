@@ -1,5 +1,6 @@
 """The rows of a recipe, from a file, a folder or the Hub, in the form that TRL's trainers take."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -158,7 +159,7 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     try:
         rows = _load(str(path or name), args.dataset_config, split)
     except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
-        reason = " ".join(str(error.__cause__ or error).split())
+        reason = _broken_json(path) or " ".join(str(error.__cause__ or error).split())
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
@@ -198,6 +199,26 @@ def _load(source: str, config: str | None, split: str):
     return rows
 
 
+def _broken_json(path: str | os.PathLike | None) -> str | None:
+    """Say where a JSON file is broken, because its reader counts bytes, or rows from 0. None for any other file."""
+    if path is None or not os.path.isfile(path) or Path(path).suffix not in (".json", ".jsonl"):
+        return None
+    with open(path, "rb") as file:
+        whole = file.read(1) == b"["
+        file.seek(0)
+        for number, part in enumerate([file.read()] if whole else file, 1):
+            try:
+                if part.strip():
+                    json.loads(part)
+            except ValueError as error:
+                return (
+                    f"{error}."
+                    if whole
+                    else f"line {number} is no JSON: {error}: {short(part.decode(errors='replace'))}"
+                )
+    return None
+
+
 def _renamed(rows, mapping: dict[str, str]):
     """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
@@ -228,6 +249,13 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[
             for other, template in _TEMPLATES.items()
             if name == "none" and set(template.needed) <= have
         )
+        read = sorted({column for needed in columns for column in needed} | {*_READ})
+        if unknown := sorted(
+            mapped - {*read} - {column for t in _TEMPLATES.values() for column in t.needed + t.optional}
+        ):
+            hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], read)}"
+        elif not hints and not mapped and name == "none":
+            hints = " If they have other names there, say which, as in columns: {prompt: question, completion: answer}."
         made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
         raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{hints}")
     if mapped & set(needed):

@@ -88,7 +88,7 @@ def test_evaluation(folder, capsys):
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [2, 4]
     shutil.rmtree(folder / "out")
     code, _, err = command(capsys, "train", write_recipe(folder, eval_strategy="steps", eval_steps=2))
-    assert code == 2 and "you didn't pass an `eval_dataset`" in err
+    assert code == 2 and "eval_strategy is 'steps', and the recipe has no rows to evaluate on. Set one of" in err
     code, _, err = command(capsys, "train", write_recipe(folder, eval_fraction=0.25))
     assert code == 2 and "eval_fraction is 0.25, which has no effect without eval_strategy" in err
 

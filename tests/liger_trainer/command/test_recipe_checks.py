@@ -83,6 +83,8 @@ OUT_OF_RANGE = {
     "max_grad_norm": -1.0,
     "warmup_steps": -3,
     "lora_alpha": 0,
+    "lora_r": -8,
+    "lora_dropout": 1.5,
     "max_length": -1,
 }
 
