@@ -121,6 +121,19 @@ def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
     return tokenizer, where
 
 
+def row_without_answer(*datasets: Any) -> str | None:
+    """Name the first row of messages in `datasets`, of which some may be None, without an answer to learn."""
+    for rows in datasets:
+        if "messages" in getattr(rows, "column_names", ()):
+            for index, messages in enumerate(rows["messages"]):
+                if not any(message["role"] == "assistant" for message in messages):
+                    return (
+                        f"assistant_only_loss is true, and row {index} of the dataset has no message of the role "
+                        "assistant to learn. Remove the row."
+                    )
+    return None
+
+
 @contextlib.contextmanager
 def answers_marked(recipe: Recipe, source: ModelSource) -> Iterator[Callable[[Any], None]]:
     """While this is open, `assistant_only_loss` finds the answers in any template that renders them one after another.

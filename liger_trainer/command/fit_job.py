@@ -90,10 +90,8 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
 
 
 def _unknown(recipe: Recipe, what: str) -> RecipeError:
-    return RecipeError(
-        f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}. Set another value to see the "
-        "step without it."
-    )
+    mend = "" if what == recipe.entry.trainer else " Set another value to see the step without it."
+    return RecipeError(f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}.{mend}")
 
 
 def _refuse_unknown(recipe: Recipe, gpus: int) -> None:

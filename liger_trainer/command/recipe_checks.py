@@ -44,8 +44,9 @@ NOT_ON_EXPERTS = {"lora_dropout": "0.0", "use_dora": "false"}
 _RANGES = (
     ("of 1 or more", 1, math.inf, "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
      "save_total_limit max_length max_completion_length lora_r lora_alpha"),
-    ("of 0 or more", 0, math.inf, "weight_decay max_grad_norm warmup_steps dataloader_num_workers"),
-    ("above 0", 1e-12, math.inf, "num_train_epochs logging_steps eval_steps save_steps"),
+    ("of 0 or more", 0, math.inf, "weight_decay max_grad_norm warmup_steps dataloader_num_workers neftune_noise_alpha "
+     "beta desirable_weight undesirable_weight cpo_alpha"),
+    ("above 0", 1e-12, math.inf, "num_train_epochs logging_steps eval_steps save_steps temperature"),
     ("from 0 to 1", 0, 1, "label_smoothing_factor lora_dropout"),
 )  # fmt: skip
 

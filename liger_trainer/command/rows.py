@@ -1,5 +1,7 @@
 """The rows of a recipe, from a file, a folder or the Hub, in the form that TRL's trainers take."""
 
+import difflib
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -204,18 +206,15 @@ def _broken_json(path: str | os.PathLike | None) -> str | None:
     if path is None or not os.path.isfile(path) or Path(path).suffix not in (".json", ".jsonl"):
         return None
     with open(path, "rb") as file:
-        whole = file.read(1) == b"["
+        whole = file.readline().strip() in (b"[", b"{")  # a value over several lines
         file.seek(0)
         for number, part in enumerate([file.read()] if whole else file, 1):
             try:
                 if part.strip():
                     json.loads(part)
             except ValueError as error:
-                return (
-                    f"{error}."
-                    if whole
-                    else f"line {number} is no JSON: {error}: {short(part.decode(errors='replace'))}"
-                )
+                text = short(part.decode(errors="replace"))
+                return f"{error}." if whole else f"line {number} is no JSON: {error}: {text}"
     return None
 
 
@@ -249,12 +248,10 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[
             for other, template in _TEMPLATES.items()
             if name == "none" and set(template.needed) <= have
         )
-        read = sorted({column for needed in columns for column in needed} | {*_READ})
-        if unknown := sorted(
-            mapped - {*read} - {column for t in _TEMPLATES.values() for column in t.needed + t.optional}
-        ):
-            hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], read)}"
-        elif not hints and not mapped and name == "none":
+        read = {*_READ, *(column for each in columns for column in each)}
+        if name == "none" and (unknown := sorted(mapped - read)):
+            hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], sorted(read))}"
+        elif name == "none" and not hints and not mapped:
             hints = " If they have other names there, say which, as in columns: {prompt: question, completion: answer}."
         made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
         raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{hints}")
@@ -307,7 +304,7 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
     if "chosen" in needed and "prompt" in rows.column_names:
         needed = ("prompt", *needed)
     kinds: dict[str, str] = {}
-    index = 0
+    index = same = 0
     for batch in rows.select_columns(list(needed)).iter(1000):
         for values in zip(*(batch[column] for column in needed), strict=True):
             for column, value in zip(needed, values, strict=True):
@@ -317,14 +314,19 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
                 if kind is None:
                     raise _wrong(index, column, value, wanted)
                 kinds[column] = kind
+                if kind == MESSAGES:
+                    _check_roles(index, column, value)
+            row = dict(zip(needed, values, strict=True))
             if needed[:2] == ("chosen", "rejected"):
-                _check_pair(index, dict(zip(needed, values, strict=True)), kinds["chosen"])
-            index += 1
+                _check_pair(index, row, kinds["chosen"])
+            index, same = index + 1, same + ("chosen" in row and row["chosen"] == row["rejected"])
     if type(rows.features.get("label")).__name__ == "Json" and "label" in needed:
         raise RecipeError(f"In some rows of the dataset, label is text; expected {LABEL}, in every row.")
     if len({kinds[column] for column in needed if column in _EITHER}) > 1:
         found = "; ".join(f"{column} is {kind}" for column, kind in kinds.items() if column in _EITHER)
         raise RecipeError(f"{found}. Write all of them as text, or all as lists of messages.")
+    if 0 < same == index:
+        raise RecipeError("chosen and rejected are the same in every row, and only their difference is learned.")
 
 
 def _fits(value: Any, kind: str) -> bool:
@@ -365,6 +367,24 @@ def _wrong(index: int, column: str, value: Any, wanted: tuple[str, ...]) -> Reci
         f"Row {index} of the dataset has {column} {short(value)}; expected {', or '.join(wanted)}, as in every row. "
         f"{mend}"
     )
+
+
+def _check_roles(index: int, column: str, messages: list[dict[str, Any]]) -> None:
+    """RecipeError for a role that can only be meant as another one, which most templates would render as it is."""
+    for message in messages:
+        if (meant := _meant(message["role"])) is not None:
+            raise RecipeError(
+                f"Row {index} of the dataset has {column} with the role {message['role']!r}; expected {meant!r}."
+            )
+
+
+@functools.cache
+def _meant(role: str) -> str | None:
+    known = ("system", "user", "assistant")
+    if role in (*known, "tool"):
+        return None
+    near = difflib.get_close_matches(role.strip().lower(), known, n=1, cutoff=0.8)
+    return {"human": "user", "gpt": "assistant"}.get(role) or next(iter(near), None)
 
 
 def _check_pair(index: int, pair: dict[str, Any], kind: str) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import liger_trainer
 from liger_trainer._logging import logger
-from liger_trainer.command.chat_template import answers_marked
+from liger_trainer.command.chat_template import answers_marked, row_without_answer
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model, quantization_of, trainable
@@ -131,6 +131,11 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             raise RecipeError(said) from error
         if (broken := broken_picture(error, train_rows, eval_rows)) is not None:
             raise RecipeError(broken) from error
+        if (
+            "no assistant tokens" in str(error)
+            and (unanswered := row_without_answer(train_rows, eval_rows)) is not None
+        ):
+            raise RecipeError(unanswered) from error
         said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
         if said is None:
             raise

@@ -102,7 +102,7 @@ def test_columns_of_each_data_set(tmp_path):
         ({"prompt": "qestion", "completion": "answer"}, "names 'qestion'. Did you mean question?"),
         (
             {"promt": "question", "completion": "answer"},
-            "it has the columns promt, completion; the trainer needs one of.* columns sets 'promt'. Did you mean prompt?",
+            "it has the columns promt, completion; the trainer needs one of.* sets 'promt'. Did you mean prompt?",
         ),
         ({"question": "prompt"}, "columns names 'prompt'"),
         ({"prompt": "question", "completion": "question"}, "expected a mapping .* each there once"),

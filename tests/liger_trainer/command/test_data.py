@@ -134,8 +134,8 @@ def test_unreadable_sources(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
     with pytest.raises(RecipeError, match="cannot be loaded: line 2 is no JSON: .* '{\"text\": '"):
         load(tmp_path, dataset_name="broken.jsonl")
-    (tmp_path / "list.json").write_text('[{"text": "a"},\n {"text" "b"}]')
-    with pytest.raises(RecipeError, match="cannot be loaded: Expecting ':' delimiter: line 2 column 10"):
+    (tmp_path / "list.json").write_text('[\n {"text": "a"},\n {"text" "b"}\n]')
+    with pytest.raises(RecipeError, match="cannot be loaded: Expecting ':' delimiter: line 3 column 10"):
         load(tmp_path, dataset_name="list.json")
 
 
@@ -143,7 +143,7 @@ def test_columns(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
     with pytest.raises(
         RecipeError,
-        match="the columns question, answer; the trainer needs one of: messages; prompt and completion; .* say which, as",
+        match="the columns question, answer; the trainer needs one of: messages; .* say which, as in columns: ",
     ):
         load(tmp_path, dataset_name=path)
     with pytest.raises(RecipeError, match="needs instruction and output"):

@@ -40,7 +40,7 @@ def train(folder, capsys, rows, tmp_path, **keys):
     return command(capsys, "train", write_recipe(folder, **keys))
 
 
-PAIR = {"prompt": row()["prompt"], "images": ["a.png"]} | dict.fromkeys(("chosen", "rejected"), row()["completion"])
+PAIR = {"prompt": row()["prompt"], "images": ["a.png"], "chosen": row()["completion"], "rejected": row()["prompt"]}
 BAD = {
     "another column": (
         [row(column="picture")], {}, "pictures are read from images or image. Set columns: {images: picture}",
