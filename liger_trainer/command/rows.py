@@ -258,6 +258,9 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[
     if mapped & set(needed):
         others = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
         rows = rows.remove_columns(sorted(others))
+    elif "completion" in needed and "input_ids" not in have:
+        # TRL would put the end of the row to a text that it does not train on, and not to the completion
+        rows = rows.remove_columns([each[0] for each in fitting if len(each) == 1 and each[0] not in needed])
     rows = _without_other_prompt(rows, needed)
     if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
         rows = rows.map(lambda row: {"tools": (row["tools"] or "").strip() or "[]"}, desc="Reading the tools")

@@ -175,9 +175,10 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         said = refusal(error, **written)
         if not beginning.known:
             said = f"{beginning.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
-        # TRL looks at its name when the first loss is computed
-        unknown_loss = said is not None and "loss_type: " in said and trainer.state.global_step == 0
-        if said is None or (trainer.stop.training and not unknown_loss):
+        # TRL looks at these in the first step
+        late = ("loss_type: ", "The reward function ")
+        by_trl = trainer.state.global_step == 0 and said is not None and any(text in said for text in late)
+        if said is None or (trainer.stop.training and not by_trl):
             raise
         raise RecipeError(f"{said} ({type(error).__name__})") from error
     finally:
