@@ -1,5 +1,6 @@
 """From a recipe to the training whose memory `liger-trainer fit` counts."""
 
+import importlib.util
 import os
 from typing import Any
 
@@ -29,7 +30,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     """The training of `recipe` on `gpus` GPUs. RecipeError if nothing is known of a part of it."""
     import torch
     import trl
-    from transformers import AutoConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
 
     training, model = recipe.training, recipe.model
     _refuse_unknown(recipe, gpus)
@@ -39,6 +40,12 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     stored = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if stored not in (None, "mxfp4"):
         raise _unknown(recipe, f"a checkpoint in {stored}")
+    four_bits = quantization_of(config, model)
+    if isinstance(four_bits, BitsAndBytesConfig) and importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            f"{recipe.path}: load_in_4bit is true, whose layers liger-trainer fit makes with bitsandbytes. Run "
+            "`pip install bitsandbytes`, which needs no GPU."
+        )
     name = init.get("dtype", model.dtype)
     dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)
     precomputed = getattr(training, "precompute_ref_log_probs", False)
@@ -46,7 +53,7 @@ def job_of(recipe: Recipe, gpus: int) -> Job:
     return Job(
         shape=Shape(
             config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
-            four_bits=quantization_of(config, model),
+            four_bits=four_bits,
             liger_config=training.liger_config,
             trust_remote_code=source.options.get("trust_remote_code", False),
         ),
