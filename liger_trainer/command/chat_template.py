@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
     elif tokenizer.chat_template is None and not source.is_gguf:
         tokenizer = source.load(AutoProcessor)  # of a model of images, which may have the template alone
     return tokenizer, where
+
+
+def raised_by_template(error: Exception) -> bool:
+    """Tell whether an error is jinja's, or of what a template does with a row, such as adding a list to a text."""
+    from jinja2 import TemplateError
+
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, TemplateError) or frames[-1:] == ["<template>"]
 
 
 def row_without_answer(*datasets: Any) -> str | None:

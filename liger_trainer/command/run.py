@@ -6,13 +6,12 @@ from typing import Any
 
 import trl
 from accelerate.utils import parse_flag_from_env
-from jinja2 import TemplateError
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import liger_trainer
 from liger_trainer._logging import logger
-from liger_trainer.command.chat_template import answers_marked, row_without_answer
+from liger_trainer.command.chat_template import answers_marked, raised_by_template, row_without_answer
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model, quantization_of, trainable
@@ -137,10 +136,13 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
         ):
             raise RecipeError(unanswered) from error
         said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
+        if raised_by_template(error):
+            said = f"a chat template refuses a row: {' '.join(str(error).split())}"
+            if any(isinstance(turn.get("content"), list) for turn in train_rows[0].get("messages") or ()):
+                said += ". The content of its messages is a list of parts; most templates want a text"
         if said is None:
             raise
-        what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""
-        raise RecipeError(f"{what}{said}") from error
+        raise RecipeError(said) from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
 

@@ -237,7 +237,7 @@ def test_many_rows_in_seconds():
     """Row by row, which is little beside the time that tokenising them takes."""
     from datasets import Dataset
 
-    from liger_trainer.command.rows import check_rows
+    from liger_trainer.command.row_checks import check_rows
 
     texts = Dataset.from_dict({"text": ["some words"] * 200_000})
     talks = Dataset.from_dict({"messages": [[USER, ANSWER]] * 50_000})
