@@ -1,5 +1,6 @@
 """Rows with pictures in a recipe: each fault is one line with the mend, before training; and packed rows."""
 
+import io
 import json
 import re
 
@@ -94,6 +95,12 @@ def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_pa
     assert kind == "Parquet" or "half.png" in said
     assert code == (2 if kind == "packed" else 1)
     assert kind == "packed" or "No checkpoint was saved" in said
+
+
+def test_chat_about_a_file_that_is_no_picture(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("w3"))
+    code, _, err = command(capsys, "chat", folder / "model", "--images", folder / "text.png")
+    assert code == 2 and "--images names" in err and "text.png" in err.strip().splitlines()[-1], err
 
 
 def test_packed_rows_are_counted(folder, tmp_path, capsys):
