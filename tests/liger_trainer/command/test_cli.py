@@ -123,10 +123,13 @@ def test_refusals_before_training(folder, capsys, monkeypatch):
     empty = folder / "empty"
     empty.mkdir()
     (folder / "model.gguf").write_bytes(b"GGUF")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     for keys, message in (
         ({"model_name_or_path": None}, "model_name_or_path is missing"),
         ({"model_name_or_path": "./nowhere"}, "model_name_or_path is './nowhere', and there is no such folder"),
         ({"model_name_or_path": str(empty)}, "which AutoConfig cannot load"),
+        ({"model_name_or_path": str(folder / "adapter")}, "an adapter. Name its base, or merge the two into a model"),
         ({"model_name_or_path": "nobody/no-such-model"}, "HF_HUB_OFFLINE is set, so only local files count"),
         ({"model_name_or_path": str(folder / "model.gguf")}, "model_init_kwargs: {gguf_file: model.gguf}"),
         ({"model_init_kwargs": {"gguf_file": "x.gguf"}}, "which AutoConfig cannot load"),
