@@ -196,15 +196,18 @@ def _broken_json(path: str | os.PathLike | None) -> str | None:
     if path is None or not os.path.isfile(path) or Path(path).suffix not in (".json", ".jsonl"):
         return None
     with open(path, "rb") as file:
-        whole = file.readline().strip() in (b"[", b"{")  # a value over several lines
+        first = file.readline().strip()
+        whole = first[:1] == b"[" or first == b"{"  # a value over several lines
         file.seek(0)
         for number, part in enumerate([file.read()] if whole else file, 1):
             try:
                 if part.strip():
-                    json.loads(part)
+                    json.loads(part.rstrip())
             except ValueError as error:
-                text = short(part.decode(errors="replace"))
-                return f"{error}." if whole else f"line {number} is no JSON: {error}: {text}"
+                if whole:
+                    return f"{error}."
+                what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                return f"line {number} is no JSON: {what}: {short(part.decode(errors='replace'))}"
     return None
 
 
