@@ -29,7 +29,11 @@ def refusal(error: Exception, *keys: str, **written: Any) -> str | None:
 
     text, word = " ".join(str(error).split()), r"[A-Za-z_]\w+"
     named = set(re.findall(word, text))
-    fields = [f"{field}: " for field, value in written.items() if named & set(re.findall(word, str(value)))]
+    fields = [
+        f"{field}: "
+        for field, value in written.items()
+        if value is not None and named & set(re.findall(word, str(value)))
+    ]
     about_input = isinstance(error, (ValueError, OSError, ImportError, TemplateError, SafetensorError))
     return "".join(fields) + text if about_input or fields or named & {*keys} else None
 

@@ -68,6 +68,8 @@ def _chat(args: Any) -> None:
         if line.strip() in ("", "/new"):
             history = list(start) if line.strip() else history
             continue
+        if any("\ud800" <= letter <= "\udfff" for letter in line):  # what Python makes of bytes that are no text
+            raise RecipeError(f"The line {line!r} is not UTF-8. Convert what is piped in.")
         shown = [{"type": "image", "path": name} for name in args.images if len(history) == len(start)]
         history.append({"role": "user", "content": [*shown, {"type": "text", "text": line}] if shown else line})
         prompt: Any = history if template == "chat" else line
@@ -132,6 +134,10 @@ def _answer(model: Any, reader: Any, prompt: Any, args: Any) -> str:
         inputs = _read(reader, prompt)
     except TemplateError as error:
         raise RecipeError(f"The chat template of {args.model!r} refuses the conversation: {error}.") from error
+    except OSError as error:
+        if not args.images:
+            raise
+        raise RecipeError(f"--images names {', '.join(args.images)}: {error}") from error
     inputs = {name: x.to(model.device, model.dtype if x.is_floating_point() else None) for name, x in inputs.items()}
     ends = sorted(end_tokens(model, tokenizer))
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "eos_token_id": ends or None}

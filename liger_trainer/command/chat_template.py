@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,27 @@ def find_template(recipe: Recipe, source: ModelSource) -> tuple[Any, str]:
     elif tokenizer.chat_template is None and not source.is_gguf:
         tokenizer = source.load(AutoProcessor)  # of a model of images, which may have the template alone
     return tokenizer, where
+
+
+def raised_by_template(error: Exception) -> bool:
+    """Tell whether an error is jinja's, or of what a template does with a row, such as adding a list to a text."""
+    from jinja2 import TemplateError
+
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, TemplateError) or frames[-1:] == ["<template>"]
+
+
+def row_without_answer(*datasets: Any) -> str | None:
+    """Name the first row of messages in `datasets`, of which some may be None, without an answer to learn."""
+    for rows in datasets:
+        if "messages" in getattr(rows, "column_names", ()):
+            for index, messages in enumerate(rows["messages"]):
+                if not any(message["role"] == "assistant" for message in messages):
+                    return (
+                        f"assistant_only_loss is true, and row {index} of the dataset has no message of the role "
+                        "assistant to learn. Remove the row."
+                    )
+    return None
 
 
 @contextlib.contextmanager

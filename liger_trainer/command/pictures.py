@@ -27,7 +27,7 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> bool:
     """
     panels = []
     for title, keys in _PANELS:
-        lines = {key: [(log["step"], float(log[key])) for log in history if key in log] for key in keys}
+        lines = {key: [(log["step"], float(log[key])) for log in history if log.get(key) is not None] for key in keys}
         if lines := {key: line for key, line in lines.items() if line}:
             panels.append((title, lines))
     if not panels or importlib.util.find_spec("matplotlib") is None:

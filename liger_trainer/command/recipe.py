@@ -111,6 +111,9 @@ def read_recipe(
     parser, keys = parser_of(entry, usage)
     refuse_unknown_keys(path, values, keys, entry)
     values = {key: checked(path, key, value, keys[key].hint) for key, value in values.items()}
+    for key, value in values.items():
+        if isinstance(value, str) and keys[key].choices and value not in keys[key].choices:
+            raise RecipeError(f"{path}: {key} is {value!r}; expected one of: {', '.join(keys[key].choices)}.")
     given = options_given(parser, keys, words, entry)
 
     def parsed() -> Recipe:

@@ -17,6 +17,8 @@ def _on(*values: Any) -> bool:
     return any(value and value != "no" for value in values)
 
 
+_EVAL_ROWS = ("eval_dataset_name", "dataset_eval_split", "eval_fraction")
+
 # Keys, as patterns, that have an effect only together with other keys: those keys, what is needed in words, and a
 # function of their values that says whether the first keys have an effect.
 _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
@@ -26,8 +28,7 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("save_steps", "save_strategy", "save_strategy: steps", lambda strategy: strategy == "steps"),
     ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _on),
     ("eval_steps load_best_model_at_end", "eval_strategy", "eval_strategy: steps or epoch", _on),
-    ("eval_fraction dataset_eval_split eval_dataset_name", "eval_strategy",
-     "eval_strategy: steps or epoch", _on),
+    (" ".join(_EVAL_ROWS), "eval_strategy", "eval_strategy: steps or epoch", _on),
     ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _on),
     ("memory_budget host_memory_budget", "activation_checkpointing", "activation_checkpointing: auto",
      lambda value: value == "auto"),
@@ -42,10 +43,11 @@ NOT_ON_EXPERTS = {"lora_dropout": "0.0", "use_dora": "false"}
 # Numbers that no library checks, or that it checks only when training begins: in words, their least, their largest.
 _RANGES = (
     ("of 1 or more", 1, math.inf, "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
-     "save_total_limit max_length max_completion_length lora_alpha"),
-    ("of 0 or more", 0, math.inf, "weight_decay max_grad_norm warmup_steps dataloader_num_workers"),
-    ("above 0", 1e-12, math.inf, "num_train_epochs logging_steps eval_steps save_steps"),
-    ("from 0 to 1", 0, 1, "label_smoothing_factor"),
+     "save_total_limit max_length max_completion_length lora_r lora_alpha"),
+    ("of 0 or more", 0, math.inf, "weight_decay max_grad_norm warmup_steps dataloader_num_workers neftune_noise_alpha "
+     "beta desirable_weight undesirable_weight cpo_alpha"),
+    ("above 0", 1e-12, math.inf, "num_train_epochs logging_steps eval_steps save_steps temperature"),
+    ("from 0 to 1", 0, 1, "label_smoothing_factor lora_dropout"),
 )  # fmt: skip
 
 
@@ -83,6 +85,11 @@ def settle(
             epochs = value("num_train_epochs")
             raise RecipeError(f"num_train_epochs is {epochs}, and max_steps {value('max_steps')}. Remove one of them.")
         del chosen["num_train_epochs"]
+    if value("eval_strategy") != "no" and not _on(*map(value, _EVAL_ROWS)):
+        raise RecipeError(
+            f"eval_strategy is {value('eval_strategy')!r}, and the recipe has no rows to evaluate on. Set one of "
+            f"{', '.join(_EVAL_ROWS)}."
+        )
     if value("save_strategy") == "best" and value("eval_strategy") == "no":
         raise RecipeError("save_strategy is 'best', which saves nothing without eval_strategy: steps or epoch.")
     if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":

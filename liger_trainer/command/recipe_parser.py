@@ -39,11 +39,15 @@ SWITCHES_AND_TEXTS = ("resume_from_checkpoint", "activation_checkpointing")
 
 
 class Key(NamedTuple):
-    """The type hint and the default of a key, and the topic of `--help` that it belongs to."""
+    """The type hint and the default of a key, the topic of `--help` that it belongs to, and the values that it takes.
+
+    TRL's parser holds the command line to those values, but not a file.
+    """
 
     hint: Any
     default: Any
     topic: str
+    choices: tuple[str, ...] = ()
 
 
 def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
@@ -64,7 +68,7 @@ def parser_of(entry: TrainerEntry, usage: str) -> tuple[Any, dict[str, Key]]:
             default = None if field.default is dataclasses.MISSING else field.default
             owners = (base for base in reversed(cls.__mro__) if field.name in getattr(base, "__annotations__", ()))
             topic = {RecipeArguments: "recipe", ModelConfig: "model"}.get(cls) or _topic(next(owners).__module__)
-            keys[field.name] = Key(hints[field.name], default, topic)
+            keys[field.name] = Key(hints[field.name], default, topic, tuple(field.metadata.get("choices", ())))
     # transformers' parser takes one word for a key that is a text or a list, such as report_to.
     for action in parser._actions:
         if action.nargs is None and action.dest in keys and list[str] in typing.get_args(keys[action.dest].hint):

@@ -63,6 +63,37 @@ def unread_pictures(rows: Any) -> str | None:
     return None
 
 
+def broken_picture(error: Exception, *datasets: Any) -> str | None:
+    """Name the first picture in `datasets`, of which some may be None, that cannot be read to its end.
+
+    Return None if all can be read, and for an error that readers of pictures do not raise. They name no file, and
+    before training only the headers of files are read.
+    """
+    if not isinstance(error, (OSError, ValueError, SyntaxError)):
+        return None
+    from transformers.image_utils import load_image
+
+    for rows in datasets:
+        for column in {"images", "image"}.intersection(getattr(rows, "column_names", ())):
+            one = rows.select_columns([column])
+            for index in range(len(one)):
+                pictures: Any = []
+                try:
+                    pictures = one[index][column]  # datasets reads those in Parquet here
+                    pictures = pictures if isinstance(pictures, list) else [pictures]
+                    while pictures:
+                        if pictures[0] is not None:
+                            load_image(pictures[0])
+                        del pictures[0]
+                except (OSError, ValueError, SyntaxError) as reason:
+                    name = f"the picture {short(pictures[0])}, which" if pictures else "a picture that"
+                    return (
+                        f"Row {index} of the dataset has {name} cannot be read: {' '.join(str(reason).split())}. "
+                        "Replace it, or remove the row."
+                    )
+    return None
+
+
 def check_first_batch(trainer: Any) -> None:
     """RecipeError if the first rows with pictures make no batch, or `max_length` cuts off what they need.
 
@@ -95,6 +126,8 @@ def _batch(collate: Any, rows: Any, count: int) -> Any:
     try:
         return collate([rows[index] for index in range(count)])
     except Exception as error:
+        if (broken := broken_picture(error, rows.select(range(count)))) is not None:
+            raise RecipeError(broken) from error
         said = refusal(error)
         if said is None:
             raise

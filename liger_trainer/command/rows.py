@@ -1,29 +1,22 @@
 """The rows of a recipe, from a file, a folder or the Hub, in the form that TRL's trainers take."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.compute as pc
-
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.recipe_parser import nearest
+from liger_trainer.command.row_checks import check_rows
 from liger_trainer.command.row_images import find_images
 from liger_trainer.errors import RecipeError, short
 from liger_trainer.paths import find_beside
 from liger_trainer.templates import alpaca_row, last_turn_row, sharegpt_row
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-# What a column may hold, in words.
-TEXT, MESSAGES, LABEL, TOKENS = (
-    "text", "a list of messages, each with role and content", "true or false, without quotes (or 1 and 0)",
-    "a list of token ids",
-)  # fmt: skip
-_KINDS = {"messages": (MESSAGES,), "label": (LABEL,), "input_ids": (TOKENS,)}
 # What trainers read besides the columns that they need
 _READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps")
-_EITHER = ("prompt", "completion", "chosen", "rejected")
 
 
 class _Template(NamedTuple):
@@ -158,7 +151,7 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     try:
         rows = _load(str(path or name), args.dataset_config, split)
     except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
-        reason = " ".join(str(error.__cause__ or error).split())
+        reason = _broken_json(path) or " ".join(str(error.__cause__ or error).split())
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
@@ -198,6 +191,26 @@ def _load(source: str, config: str | None, split: str):
     return rows
 
 
+def _broken_json(path: str | os.PathLike | None) -> str | None:
+    """Say where a JSON file is broken, because its reader counts bytes, or rows from 0. None for any other file."""
+    if path is None or not os.path.isfile(path) or Path(path).suffix not in (".json", ".jsonl"):
+        return None
+    with open(path, "rb") as file:
+        first = file.readline().strip()
+        whole = first[:1] == b"[" or first == b"{"  # a value over several lines
+        file.seek(0)
+        for number, part in enumerate([file.read()] if whole else file, 1):
+            try:
+                if part.strip():
+                    json.loads(part.rstrip())
+            except ValueError as error:
+                if whole:
+                    return f"{error}."
+                what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                return f"line {number} is no JSON: {what}: {short(part.decode(errors='replace'))}"
+    return None
+
+
 def _renamed(rows, mapping: dict[str, str]):
     """The rows with the columns of the data, the values of `mapping`, under the names that are its keys."""
     if missing := [name for name in mapping.values() if name not in rows.column_names]:
@@ -228,16 +241,35 @@ def _prepare(rows, name: str, columns: tuple[tuple[str, ...], ...], mapped: set[
             for other, template in _TEMPLATES.items()
             if name == "none" and set(template.needed) <= have
         )
+        read = {*_READ, *(column for each in columns for column in each)}
+        if name == "none" and (unknown := sorted(mapped - read)):
+            hints = f" columns sets {unknown[0]!r}.{nearest(unknown[0], sorted(read))}"
+        elif name == "none" and not hints and not mapped:
+            hints = " If they have other names there, say which, as in columns: {prompt: question, completion: answer}."
         made = "" if name == "none" else f", of which prompt_template: {name} makes {', '.join(rows.column_names)}"
         raise RecipeError(f"it has the columns {listed}{made}; the trainer needs one of: {needs}.{hints}")
     if mapped & set(needed):
         others = have & {column for other in columns for column in other} - {*needed, *mapped, "prompt"}
         rows = rows.remove_columns(sorted(others))
+    elif "completion" in needed and "input_ids" not in have:
+        # TRL would put the end of the row to a text that it does not train on, and not to the completion
+        rows = rows.remove_columns([each[0] for each in fitting if len(each) == 1 and each[0] not in needed])
     rows = _without_other_prompt(rows, needed)
     if getattr(rows.features.get("tools"), "dtype", None) == "string":  # JSON for TRL, which takes no empty text
-        rows = rows.map(lambda row: {"tools": (row["tools"] or "").strip() or "[]"}, desc="Reading the tools")
+        rows = rows.map(_with_tools, with_indices=True, desc="Reading the tools")
     check_rows(rows, needed)
     return rows
+
+
+def _with_tools(row: dict[str, Any], index: int) -> dict[str, str]:
+    tools = (row["tools"] or "").strip() or "[]"
+    try:
+        json.loads(tools)
+    except ValueError as error:
+        raise RecipeError(
+            f"Row {index} of the dataset has tools {short(tools)}, which is no JSON: {error}. Correct or remove it."
+        ) from error
+    return {"tools": tools}
 
 
 def _applied(rows, template: _Template, desc: str):
@@ -269,82 +301,3 @@ def _without_other_prompt(rows, needed: tuple[str, ...]):
     text = getattr(rows.features["prompt"], "dtype", None) == "string"
     first = rows[0]["chosen"]
     return rows.remove_columns("prompt") if text and isinstance(first, list) and len(first) > 1 else rows
-
-
-def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
-    """RecipeError for the first row in which one of the columns `needed`, which all exist, has no fit value."""
-    if "input_ids" in needed:
-        _check_tokens(rows)
-        return
-    if "chosen" in needed and "prompt" in rows.column_names:
-        needed = ("prompt", *needed)
-    kinds: dict[str, str] = {}
-    index = 0
-    for batch in rows.select_columns(list(needed)).iter(1000):
-        for values in zip(*(batch[column] for column in needed), strict=True):
-            for column, value in zip(needed, values, strict=True):
-                wanted = _KINDS.get(column) or ((TEXT, MESSAGES) if column in _EITHER else (TEXT,))
-                wanted = (kinds[column],) if column in kinds else wanted  # all rows need the same
-                kind = next((kind for kind in wanted if _fits(value, kind)), None)
-                if kind is None:
-                    raise _wrong(index, column, value, wanted)
-                kinds[column] = kind
-            if needed[:2] == ("chosen", "rejected"):
-                _check_pair(index, dict(zip(needed, values, strict=True)), kinds["chosen"])
-            index += 1
-    if type(rows.features.get("label")).__name__ == "Json" and "label" in needed:
-        raise RecipeError(f"In some rows of the dataset, label is text; expected {LABEL}, in every row.")
-    if len({kinds[column] for column in needed if column in _EITHER}) > 1:
-        found = "; ".join(f"{column} is {kind}" for column, kind in kinds.items() if column in _EITHER)
-        raise RecipeError(f"{found}. Write all of them as text, or all as lists of messages.")
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if kind == TEXT:
-        return isinstance(value, str)
-    if kind == LABEL:
-        return isinstance(value, int) and value in (0, 1)
-    # The content of a message is text or a list of parts; tool calls, for example, may take its place.
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), (str, list, type(None)))
-            and any(part is not None for name, part in message.items() if name != "role")
-            for message in value
-        )
-    )
-
-
-def _check_tokens(rows: Any) -> None:
-    """RecipeError if a row of `input_ids` is no list of integers, or is empty."""
-    feature = getattr(rows.features["input_ids"], "feature", None)
-    if not getattr(feature, "dtype", "").startswith(("int", "uint")):
-        raise _wrong(0, "input_ids", rows[0]["input_ids"], (TOKENS,))
-    column = rows.select_columns(["input_ids"]).with_format("arrow")[:].column(0)
-    bad = pc.index(pc.fill_null(pc.list_value_length(column), 0), 0).as_py()
-    if bad >= 0:
-        raise _wrong(bad, "input_ids", rows[bad]["input_ids"], (TOKENS,))
-
-
-def _wrong(index: int, column: str, value: Any, wanted: tuple[str, ...]) -> RecipeError:
-    turn = next(iter(value), None) if isinstance(value, list) else value
-    sharegpt = isinstance(turn, dict) and turn.get("from") is not None and "value" in turn
-    mend = "It has turns with from and value: set prompt_template: sharegpt." if sharegpt else "Correct or remove it."
-    return RecipeError(
-        f"Row {index} of the dataset has {column} {short(value)}; expected {', or '.join(wanted)}, as in every row. "
-        f"{mend}"
-    )
-
-
-def _check_pair(index: int, pair: dict[str, Any], kind: str) -> None:
-    """RecipeError unless chosen and rejected have a prompt in common, which TRL finds there, and an answer after it."""
-    for name, value in pair.items():
-        if len(value) < (1 if kind == TEXT else 2):
-            raise RecipeError(f"Row {index} of the dataset has {name} {short(value)}, and no column prompt.")
-    if kind == MESSAGES and len({str(value[0].get("content")) for value in pair.values()}) > 1:
-        raise RecipeError(
-            f"In row {index} of the dataset, chosen and rejected have other prompts, and no column prompt."
-        )

@@ -6,13 +6,12 @@ from typing import Any
 
 import trl
 from accelerate.utils import parse_flag_from_env
-from jinja2 import TemplateError
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import liger_trainer
 from liger_trainer._logging import logger
-from liger_trainer.command.chat_template import answers_marked
+from liger_trainer.command.chat_template import answers_marked, raised_by_template, row_without_answer
 from liger_trainer.command.launch import is_main_process
 from liger_trainer.command.manifest import facts_of
 from liger_trainer.command.model_source import ModelSource, find_model, quantization_of, trainable
@@ -22,11 +21,11 @@ from liger_trainer.command.preview import show_rows
 from liger_trainer.command.recipe import Recipe
 from liger_trainer.command.recipe_checks import NOT_ON_EXPERTS
 from liger_trainer.command.row_counts import account_for_rows, check_token_ids
-from liger_trainer.command.row_images import check_first_batch
-from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save
+from liger_trainer.command.row_images import broken_picture, check_first_batch
+from liger_trainer.command.saving import Keeper, SavesWithManifest, train_and_save, what_is_left
 from liger_trainer.command.sources import Sources, find_sources
 from liger_trainer.command.summary import RunRecorder
-from liger_trainer.errors import RecipeError, refusal, short
+from liger_trainer.errors import RecipeError, RunError, refusal, short
 from liger_trainer.world import fault_of_world
 
 
@@ -76,7 +75,14 @@ def _run(recipe: Recipe, resumes: str, preview_rows: int | None, stop: SaveOnSig
 
     recipe.began = True
     trainer.keeper, trainer.stop, trainer.recipe, trainer.recorder = keeper, stop, recipe, recorder
-    train_and_save(trainer, recipe)
+    try:
+        train_and_save(trainer, recipe)
+    except RecipeError:
+        raise
+    except Exception as error:
+        if (broken := broken_picture(error, train_rows, eval_rows)) is None:
+            raise
+        raise RunError(f"{broken} {what_is_left(recipe)}") from error
     if training.push_to_hub:
         trainer.push_to_hub()
     summary = recorder.summary(trainer) if trainer.is_world_process_zero() else None
@@ -122,11 +128,21 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
     except Exception as error:
         if (said := _refused_adapter(error, recipe.model, config)) is not None:
             raise RecipeError(said) from error
+        if (broken := broken_picture(error, train_rows, eval_rows)) is not None:
+            raise RecipeError(broken) from error
+        if (
+            "no assistant tokens" in str(error)
+            and (unanswered := row_without_answer(train_rows, eval_rows)) is not None
+        ):
+            raise RecipeError(unanswered) from error
         said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
+        if raised_by_template(error):
+            said = f"a chat template refuses a row: {' '.join(str(error).split())}"
+            if any(isinstance(turn.get("content"), list) for turn in train_rows[0].get("messages") or ()):
+                said += ". The content of its messages is a list of parts; most templates want a text"
         if said is None:
             raise
-        what = "a chat template refuses a row: " if isinstance(error, TemplateError) else ""
-        raise RecipeError(f"{what}{said}") from error
+        raise RecipeError(said) from error
     _check_adapter(recipe.model, trainer.model)
     return trainer
 

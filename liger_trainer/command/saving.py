@@ -171,10 +171,14 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
         raise RunError(f"{error} {_keep_model(trainer)}{what_is_left(recipe)}") from error
     except Exception as error:
         args = trainer.args
-        said = refusal(error, optim_args=args.optim_args, lr_scheduler_kwargs=args.lr_scheduler_kwargs)
+        written = {name: getattr(args, name, None) for name in ("optim_args", "lr_scheduler_kwargs", "loss_type")}
+        said = refusal(error, **written)
         if not beginning.known:
             said = f"{beginning.checkpoint} cannot be loaded: {' '.join(str(error).split())}"
-        if trainer.stop.training or said is None:
+        # TRL looks at these in the first step
+        late = ("loss_type: ", "The reward function ")
+        by_trl = trainer.state.global_step == 0 and said is not None and any(text in said for text in late)
+        if said is None or (trainer.stop.training and not by_trl):
             raise
         raise RecipeError(f"{said} ({type(error).__name__})") from error
     finally:

@@ -109,4 +109,13 @@ def find_reward(name: str, folder: Path | None = None) -> Callable:
         raise RecipeError(
             f"reward_funcs has {name!r}, which is none of {', '.join(REWARDS)}, and no path of a function."
         )
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):  # of a function that has none, such as one in C
+        return found
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise RecipeError(
+            f"reward_funcs has {name!r}, which takes {', '.join(p.name for p in parameters)} alone. TRL passes further "
+            "arguments by keyword: end its parameters with **columns."
+        )
     return found

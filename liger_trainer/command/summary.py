@@ -45,7 +45,8 @@ class RunRecorder(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
         for key in _LOGGED.keys() & logs.keys():
-            self._logged.setdefault(key, []).append(float(logs[key]))
+            if logs[key] is not None:  # the reward of completions that no function judges
+                self._logged.setdefault(key, []).append(float(logs[key]))
         if "train_loss" in logs and "loss" not in self._logged and state.global_step > self._first_step:
             self._mean_loss = logs["train_loss"]
         if "num_tokens" in logs and ("loss" in logs or self._mean_loss is not None):  # TRL counts over all processes

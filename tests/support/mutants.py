@@ -72,7 +72,7 @@ MUTANTS = (
     ("liger_trainer/losses/preference.py", "    x = x.clamp(max=-torch.finfo(x.dtype).tiny)", "    pass", T + "losses"),
     ("liger_trainer/command/output_dir.py", "    if overwrite and wanted != ", "    if False and wanted != ",
      T + "command/test_checkpoints.py " + T + "command/test_recipe_checks.py " + T + "command/test_run_life.py"),
-    ("liger_trainer/command/rows.py", "(kinds[column],) if column in kinds else wanted", "wanted",
+    ("liger_trainer/command/row_checks.py", "(kinds[column],) if column in kinds else wanted", "wanted",
      T + "command/test_row_checks.py"),
     ("kernels/liger_triton/known_gradients.py", "torch.where(low == high, low, torch.nan)", "low",
      "tests/kernels/test_linear_cross_entropy.py tests/kernels/test_linear_logprobs.py"),

@@ -58,6 +58,11 @@ def test_lines_of_a_pipe_are_answered(folder, monkeypatch, capsys):
     assert out.splitlines() == [says(model, "w3 w4"), says(model, "w9")]
 
 
+def test_a_line_that_is_no_text(folder, monkeypatch, capsys):
+    code, _, err = chat(monkeypatch, capsys, b"caf\xe9".decode(errors="surrogateescape"), folder / "model", *GREEDY)
+    assert code == 2 and r"The line 'caf\udce9' is not UTF-8" in err
+
+
 def test_the_base_answers_first(folder, monkeypatch, capsys):
     code, out, err = chat(monkeypatch, capsys, "w3 w4", folder / "adapter", "--base", *GREEDY)
     assert code == 0, err

@@ -230,6 +230,24 @@ def test_the_template_of_a_model_is_marked_too(folder, capsys):
     assert "generation %}" not in saved.chat_template and "<|more|>" in saved.get_vocab()
 
 
+def test_content_in_parts_that_the_template_adds_to_a_text(folder, capsys):
+    (folder / "model" / "chat_template.jinja").write_text(PLAIN)
+    rows(folder, [[turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CONVERSATION]])
+    code, _, err = command(capsys, "train", recipe(folder, assistant_only_loss=False))
+    last = err.strip().splitlines()[-1]
+    assert code == 2 and "Traceback" not in err, err
+    assert "a chat template refuses a row: can only concatenate str" in last and "is a list of parts" in last
+
+
+def test_a_row_without_an_answer_is_named(folder, capsys):
+    (folder / "model" / "chat_template.jinja").write_text(PLAIN)
+    rows(folder, [CONVERSATION, [USER]])
+    code, _, err = command(capsys, "train", recipe(folder))
+    assert code == 2 and "row 1 of the dataset has no message of the role assistant" in err.strip().splitlines()[-1], (
+        err
+    )
+
+
 def test_an_answer_that_cannot_be_told_apart(folder, capsys):
     (folder / "model" / "chat_template.jinja").write_text(THINKING)
     code, _, err = command(capsys, "train", recipe(folder))

@@ -73,7 +73,7 @@ def test_resume_reaches_the_same_losses(folder, capsys):
 def test_resume_true_takes_the_last_checkpoint(folder, capsys):
     path = write_recipe(folder, save_strategy="steps", save_steps=2, max_steps=2)
     code, _, err = command(capsys, "train", path, "--resume_from_checkpoint", "true")
-    assert code == 2 and "has no whole checkpoint" in err
+    assert code == 2 and "has no whole checkpoint. Leave it out" in err
     assert command(capsys, "train", path)[0] == 0
     code, out, err = command(capsys, "train", path, "--resume_from_checkpoint", "true", "--max_steps", "3")
     assert code == 0, err
@@ -88,7 +88,7 @@ def test_evaluation(folder, capsys):
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [2, 4]
     shutil.rmtree(folder / "out")
     code, _, err = command(capsys, "train", write_recipe(folder, eval_strategy="steps", eval_steps=2))
-    assert code == 2 and "you didn't pass an `eval_dataset`" in err
+    assert code == 2 and "eval_strategy is 'steps', and the recipe has no rows to evaluate on. Set one of" in err
     code, _, err = command(capsys, "train", write_recipe(folder, eval_fraction=0.25))
     assert code == 2 and "eval_fraction is 0.25, which has no effect without eval_strategy" in err
 
@@ -123,10 +123,13 @@ def test_refusals_before_training(folder, capsys, monkeypatch):
     empty = folder / "empty"
     empty.mkdir()
     (folder / "model.gguf").write_bytes(b"GGUF")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     for keys, message in (
         ({"model_name_or_path": None}, "model_name_or_path is missing"),
         ({"model_name_or_path": "./nowhere"}, "model_name_or_path is './nowhere', and there is no such folder"),
         ({"model_name_or_path": str(empty)}, "which AutoConfig cannot load"),
+        ({"model_name_or_path": str(folder / "adapter")}, "an adapter. Name its base, or merge the two into a model"),
         ({"model_name_or_path": "nobody/no-such-model"}, "HF_HUB_OFFLINE is set, so only local files count"),
         ({"model_name_or_path": str(folder / "model.gguf")}, "model_init_kwargs: {gguf_file: model.gguf}"),
         ({"model_init_kwargs": {"gguf_file": "x.gguf"}}, "which AutoConfig cannot load"),

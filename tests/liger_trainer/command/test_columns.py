@@ -102,7 +102,7 @@ def test_columns_of_each_data_set(tmp_path):
         ({"prompt": "qestion", "completion": "answer"}, "names 'qestion'. Did you mean question?"),
         (
             {"promt": "question", "completion": "answer"},
-            "it has the columns promt, completion; the trainer needs one of",
+            "it has the columns promt, completion; the trainer needs one of.* sets 'promt'. Did you mean prompt?",
         ),
         ({"question": "prompt"}, "columns names 'prompt'"),
         ({"prompt": "question", "completion": "question"}, "expected a mapping .* each there once"),
@@ -231,6 +231,8 @@ def test_tools_that_are_text(tmp_path):
     texts = {'[{"name": "f"}]': '[{"name": "f"}]', " ": "[]", None: "[]"}
     rows = [{"messages": [USER, ANSWER], "tools": text} for text in texts]
     assert load(tmp_path, rows)["tools"][:] == list(texts.values())
+    with pytest.raises(RecipeError, match=r"Row 1 of the dataset has tools 'look_up\(\)', which is no JSON"):
+        load(tmp_path, [rows[0], rows[0] | {"tools": "look_up()"}])
 
 
 def test_calls_in_a_later_row_keep_their_arguments(tmp_path):

@@ -1,5 +1,6 @@
 """`liger-trainer fit`, of a tiny model's config."""
 
+import importlib.util
 import re
 
 import pytest
@@ -228,6 +229,15 @@ def test_inputs_of_layers_on_the_host(recipe, capsys):
     assert leaves[0] == 0, leaves[2]
     assert "on the host" not in stays[1]
     assert re.search(r"^true .*<- the recipe, [\d.]+ GiB on the host$", leaves[1], re.MULTILINE)
+
+
+def test_a_base_in_four_bits_without_bitsandbytes(recipe, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else found(name, *more)
+    )
+    code, _, err = command(capsys, "fit", recipe(), "--use_peft", "true", "--load_in_4bit", "true")
+    assert code == 2 and "makes with bitsandbytes. Run `pip install bitsandbytes`" in err
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])

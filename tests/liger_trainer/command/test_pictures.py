@@ -1,10 +1,12 @@
 """Rows with pictures in a recipe: each fault is one line with the mend, before training; and packed rows."""
 
+import io
 import json
 import re
 
 import pytest
 import torch
+from datasets import Dataset, Features, Image, List
 from image_models import image_model
 from image_processors import noise_image, processor_of
 from recipe_fixtures import command, write_recipe
@@ -39,7 +41,7 @@ def train(folder, capsys, rows, tmp_path, **keys):
     return command(capsys, "train", write_recipe(folder, **keys))
 
 
-PAIR = {"prompt": row()["prompt"], "images": ["a.png"]} | dict.fromkeys(("chosen", "rejected"), row()["completion"])
+PAIR = {"prompt": row()["prompt"], "images": ["a.png"], "chosen": row()["completion"], "rejected": row()["prompt"]}
 BAD = {
     "another column": (
         [row(column="picture")], {}, "pictures are read from images or image. Set columns: {images: picture}",
@@ -71,6 +73,34 @@ def test_what_is_refused(rows, keys, said, folder, tmp_path, capsys):
     code, _, err = train(folder, capsys, rows, tmp_path, **keys)
     assert code == 2, err
     assert re.search(said, err.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", ["file", "Parquet", "packed"])
+def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_path, capsys):
+    """Readers of pictures name no file. The rows of the first batch are tried before training, and here are whole."""
+    whole, count = (folder / "a.png").read_bytes(), 6
+    (folder / "half.png").write_bytes(whole[: len(whole) // 2])
+    rows = [row(["half.png" if index == 3 else "a.png"]) for index in range(count)]
+    keys = {"packing": True, "max_length": 70} if kind == "packed" else {}
+    if kind == "Parquet":
+        for one in rows:
+            one["images"] = [{"bytes": (folder / one["images"][0]).read_bytes(), "path": None}]
+        features = Features({**Dataset.from_list(rows).features, "images": List(Image())})
+        Dataset.from_list(rows, features=features).to_parquet(folder / "rows.parquet")
+        keys["dataset_name"] = "rows.parquet"
+        rows = [row()]
+    code, _, err = train(folder, capsys, rows, tmp_path, max_steps=count, per_device_train_batch_size=1, **keys)
+    said = err.strip().splitlines()[-1]
+    assert "Row 3 of the dataset has" in said and "cannot be read: image file is truncated" in said, err
+    assert kind == "Parquet" or "half.png" in said
+    assert code == (2 if kind == "packed" else 1)
+    assert kind == "packed" or "No checkpoint was saved" in said
+
+
+def test_chat_about_a_file_that_is_no_picture(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("w3"))
+    code, _, err = command(capsys, "chat", folder / "model", "--images", folder / "text.png")
+    assert code == 2 and "--images names" in err and "text.png" in err.strip().splitlines()[-1], err
 
 
 def test_packed_rows_are_counted(folder, tmp_path, capsys):

@@ -85,6 +85,13 @@ def test_what_is_marked_is_what_the_loss_counts(folder, capsys):
     assert int((labels[:, 1:] != -100).sum()) == 5
 
 
+def test_a_text_beside_a_completion_does_not_take_its_end(folder, capsys):
+    """TRL adds the end to the text, and trains on prompt and completion."""
+    code, out, err = preview(capsys, folder, [PAIR | {"text": "w4 w5 w6 w7"}])
+    assert code == 0, err
+    assert "w4 w5« w6 w7 </s>»\n" in out
+
+
 def test_packed_rows(folder, capsys):
     code, out, err = preview(capsys, folder, [PAIR, PAIR, LONG], "3", packing=True)
     assert code == 0, err

@@ -83,7 +83,10 @@ OUT_OF_RANGE = {
     "max_grad_norm": -1.0,
     "warmup_steps": -3,
     "lora_alpha": 0,
+    "lora_r": -8,
+    "lora_dropout": 1.5,
     "max_length": -1,
+    "neftune_noise_alpha": -1.0,
 }
 
 
@@ -95,6 +98,13 @@ def test_a_value_out_of_range(key, tmp_path, capsys):
     code, _, err = command(capsys, "train", write_recipe(tmp_path, **keys, **{key: OUT_OF_RANGE[key]}), "--dry_run")
     assert code == 2 and f"{key} is {OUT_OF_RANGE[key]}; expected" in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "kto", "orpo", "cpo"])
+def test_a_negative_beta_would_train_towards_what_is_rejected(trainer, tmp_path, capsys):
+    path = write_recipe(tmp_path, trainer=trainer, prompt_template=None, beta=-0.1)
+    code, _, err = command(capsys, "train", path, "--dry_run")
+    assert code == 2 and "beta is -0.1; expected a number of 0 or more" in err
 
 
 LIBRARIES_SAY = {
@@ -111,6 +121,19 @@ def test_a_value_that_a_library_refuses(key, folder, capsys):
     code, _, err = command(capsys, "train", write_recipe(folder, **{key: value}))
     assert code == 2 and says in err
     assert len([line for line in err.splitlines() if "error: " in line]) == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "kto", "cpo"])
+def test_an_unknown_loss(trainer, folder, capsys):
+    """TRL looks at the names of losses of pairs in the first step."""
+    pairs = [
+        {"prompt": f"a{n}", "chosen": " b", "rejected": " c", "completion": " b", "label": n > 1} for n in range(4)
+    ]
+    (folder / "pairs.json").write_text(json.dumps(pairs))
+    keys = {"dataset_name": "pairs.json", "prompt_template": None, "loss_type": "sigmod"}
+    code, _, err = command(capsys, "train", write_recipe(folder, trainer=trainer, **keys))
+    assert code == 2 and "Traceback" not in err
+    assert re.search("error: .*loss_type( is|: Unknown loss type:) '?sigmod", err.strip().splitlines()[-1])
 
 
 def test_an_error_about_the_command_line_says_so(tmp_path, capsys):

@@ -53,8 +53,8 @@ def test_beside_the_recipe_and_in_the_working_directory(tmp_path, module, monkey
     recipes, work = tmp_path / "recipes", tmp_path / "work"
     module("rewards_of_recipe", folder=recipes)
     module("rewards_of_work", folder=work)
-    module("rewards_of_both", "def which(completions): return 'recipe'", recipes)
-    module("rewards_of_both", "def which(completions): return 'work'", work)
+    module("rewards_of_both", "def which(completions, **columns): return 'recipe'", recipes)
+    module("rewards_of_both", "def which(completions, **columns): return 'work'", work)
     monkeypatch.chdir(work)
     for name in ("rewards_of_recipe", "rewards_of_work"):
         assert find_reward(f"{name}.brief", recipes).__name__ == "brief"
@@ -78,6 +78,16 @@ def test_what_counts_as_a_function(tmp_path, module):
     for attribute in ("Length", "os", "number", "missing"):
         with pytest.raises(RecipeError, match="which is none of boxed_answer"):
             find_reward(f"{name}.{attribute}", tmp_path)
+
+
+def test_a_function_that_could_not_be_called(tmp_path, module):
+    name = module(
+        "rewards_without_columns", "def brief(completions, solution):\n    return [0.0 for _ in completions]\n"
+    )
+    with pytest.raises(
+        RecipeError, match=r"takes completions, solution alone\. .* end its parameters with \*\*columns"
+    ):
+        find_reward(f"{name}.brief", tmp_path)
 
 
 @pytest.mark.parametrize("text, error", [("def brief(:", SyntaxError), ("import no_such_library", ModuleNotFoundError)])

@@ -105,6 +105,17 @@ RECIPES = {
 }
 
 
+def test_too_few_rewards(folder, tmp_path, capsys, monkeypatch):
+    """TRL counts them when it has written the first completions."""
+    (tmp_path / "too_few.py").write_text("def one(completions, **columns):\n    return [0.0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = RECIPES["grpo"] | {"reward_funcs": ["too_few.one"], "prompt_template": "none", "max_length": None}
+    path = write_recipe(folder, trainer="grpo", output_dir=str(tmp_path / "out"), **keys)
+    code, _, err = command(capsys, "train", path)
+    assert code == 2 and "Traceback" not in err
+    assert "The reward function 'one' returned 1 rewards, but 4 were expected" in err.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize("trainer", RECIPES)
 def test_recipe_trains(trainer, folder, capsys):
     keys = {"prompt_template": "none", "max_steps": 2, "max_length": 32 if trainer == "kto" else None}

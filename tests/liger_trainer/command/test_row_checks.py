@@ -55,6 +55,26 @@ BAD = {
         [{"messages": [USER, ANSWER]}, {"messages": [USER, {"role": "assistant"}]}],
         "Row 1 of the dataset has messages .*each with role and content",
     ),
+    "a misspelt role": (
+        "sft",
+        [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER | {"role": "asistant"}]}],
+        "Row 1 of the dataset has messages with the role 'asistant'; expected 'assistant'",
+    ),
+    "a role in capitals": (
+        "sft",
+        [{"prompt": [USER | {"role": "User"}], "completion": [ANSWER]}],
+        "Row 0 of the dataset has prompt with the role 'User'; expected 'user'",
+    ),
+    "a role of ShareGPT": (
+        "sft",
+        [{"messages": [USER | {"role": "human"}, ANSWER]}],
+        "Row 0 of the dataset has messages with the role 'human'; expected 'user'",
+    ),
+    "pairs without a difference": (
+        "dpo",
+        [{"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "c", "chosen": "d", "rejected": "d"}],
+        "chosen and rejected are the same in every row",
+    ),
     "a number as content": (
         "sft",
         [{"messages": [{"role": "user", "content": 1}]}],
@@ -202,7 +222,8 @@ def test_rows_that_pass(trainer, rows, tmp_path):
 
 def test_a_prompt_that_stands_in_the_answers_too(tmp_path):
     """Columns `prompt` (text) beside chosen and rejected as whole conversations: TRL's DPO adds text to messages."""
-    train = load(tmp_path, [{"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}], "dpo")
+    other = ANSWER | {"content": "Ho"}
+    train = load(tmp_path, [{"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, other]}], "dpo")
     assert train.column_names == ["chosen", "rejected"]
 
 
@@ -216,7 +237,7 @@ def test_many_rows_in_seconds():
     """Row by row, which is little beside the time that tokenising them takes."""
     from datasets import Dataset
 
-    from liger_trainer.command.rows import check_rows
+    from liger_trainer.command.row_checks import check_rows
 
     texts = Dataset.from_dict({"text": ["some words"] * 200_000})
     talks = Dataset.from_dict({"messages": [[USER, ANSWER]] * 50_000})

@@ -292,7 +292,7 @@ def test_a_conversation_without_the_assistant(folder, capsys):
     (folder / "chat.jinja").write_text(template)
     keys = {"assistant_only_loss": True, "chat_template_path": str(folder / "chat.jinja")}
     code, _, err = train(capsys, folder, [{"messages": [{"role": "user", "content": "w4"}]}] * 2, **keys)
-    assert code == 2 and "no assistant tokens" in err, err
+    assert code == 2 and "row 0 of the dataset has no message of the role assistant" in err, err
 
 
 def test_what_the_counts_stand_on_in_trl():

@@ -45,6 +45,20 @@ def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
     assert str(folder) not in card.replace(f'model="{folder}', "")
 
 
+def test_completions_that_no_function_judges(folder, capsys):
+    """TRL logs None for the reward of such a step."""
+    (folder / "prompts.jsonl").write_text('{"prompt": "w3 w4 "}\n' * 12)
+    (folder / "silent.py").write_text(
+        "calls = []\n\ndef at_times(completions, **kwargs):\n    calls.append(1)\n"
+        "    return [len(calls) / 2 if len(calls) % 2 == 0 else None for _ in completions]\n"
+    )
+    keys = TRAINED["grpo"][0] | {"reward_funcs": ["silent.at_times"], "logging_steps": 1}
+    code, out, err = command(capsys, "train", write_recipe(folder, **keys))
+    assert code == 0, err
+    assert re.search(r"^  reward   [\d.]+ -> [\d.]+$", out, re.M), out
+    assert (folder / "out" / CURVES).exists()
+
+
 def test_steps_of_a_short_run_are_whole(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
