@@ -69,8 +69,8 @@ def pack_images(trainer: Any) -> None:
     """Give `trainer`, an SFT trainer whose rows have images, its training rows in groups.
 
     Raises:
-        ValueError: `max_length` is None or a row is longer, `packing_strategy` cuts rows, rows are streamed, or the model
-            computes padding.
+        ValueError: `max_length` is None or a row is longer, `packing_strategy` cuts rows, rows are streamed, or the
+            model computes padding.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, trainer.data_collator
     if args.max_length is None:
