@@ -40,17 +40,22 @@ def small_config(config, **sizes_of_caller: int):
     grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
     if "num_key_value_heads" in sizes and ("qk_rope_head_dim" in sizes or not grouped):
         sizes["num_key_value_heads"] = _HEADS
-    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:
-        sizes["head_dim"] = sizes["qk_rope_head_dim"]
+    if "qk_rope_head_dim" in sizes and "head_dim" in sizes:  # of which a part turns
+        turned = known["qk_rope_head_dim"] or known["head_dim"]
+        sizes["head_dim"] = sizes["qk_rope_head_dim"] * known["head_dim"] // turned
     of_layers = [known[name] for name in ("layer_types", "no_rope_layers") if isinstance(known.get(name), list)]
+    depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), 2)
+    if isinstance(dense := known.get("mlp_only_layers"), list):  # the others have experts
+        of_layers.append([layer in dense for layer in range(depth)])
     kinds = list(zip(*of_layers, strict=False))
     kept = [0, 1] if not kinds else sorted({kinds.index(kind) for kind in kinds} | {0})
     kept = kept if len(kept) > 1 else [0, 1]
-    depth = next((known[name] for name in _DEPTHS if isinstance(known.get(name), int)), len(kept))
     kept = [layer for layer in kept if layer < depth]
     for name in _PER_LAYER:
         if isinstance(known.get(name), list) and len(known[name]) == depth:
             setattr(small, name, [known[name][layer] for layer in kept])
+    if isinstance(dense, list):
+        small.mlp_only_layers = [i for i, layer in enumerate(kept) if layer in dense]
     for name in _DEPTHS:
         if isinstance(known.get(name), int):
             setattr(small, name, len(kept))
@@ -82,7 +87,9 @@ def _plain_rope(config, head_dim: int | None) -> None:
     for name in ("rope_parameters", "rope_scaling"):
         rope = vars(config).get(name)  # and not getattr: newer configs have the old name as an alias that warns
         if isinstance(rope, dict):
-            setattr(config, name, _without_lists(rope) | _sections(rope, head_dim))
+            # Queries are scaled by how many times their position has this number in it
+            scaled = {"original_max_position_embeddings": 4} if "llama_4_scaling_beta" in rope else {}
+            setattr(config, name, _without_lists(rope) | _sections(rope, head_dim) | scaled)
 
 
 def _sections(rope: dict, head_dim: int | None) -> dict[str, list[int]]:

@@ -64,12 +64,17 @@ def pack_images(trainer: Any) -> None:
     """Give `trainer`, an SFT trainer whose rows have images, its training rows in groups.
 
     Raises:
-        ValueError: `max_length` is None or a row is longer, rows are streamed, or the model computes padding.
+        ValueError: `max_length` is None or a row is longer, `packing_strategy` cuts rows, rows are streamed, or the
+            model computes padding.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, trainer.data_collator
     if args.max_length is None:
         raise ValueError(
             "packing is True, but max_length is None; set it to the tokens that packed rows have together."
+        )
+    if args.packing_strategy == "wrapped":
+        raise ValueError(
+            "packing_strategy is 'wrapped', which cuts rows, but rows with images are packed whole. Set it to 'bfd'."
         )
     if not hasattr(rows, "__len__"):
         raise ValueError(

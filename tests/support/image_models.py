@@ -61,6 +61,13 @@ def image_model(model_type, attention="sdpa"):
     return model.train()
 
 
+def let_llama4_return(monkeypatch):
+    """Give the outputs of its decoder what the forward around it reads, without which it fails in transformers 5.24."""
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+    monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
+
+
 def image_batch(model, images=(2, 0, 1), text=(9, 5, 14), side="right", seed=1):
     """A batch with `images[i]` images and `text[i]` tokens of text in row i, as the model's processor would give it."""
     source = torch.Generator().manual_seed(seed)
@@ -122,7 +129,12 @@ def _pixels(model, count, source):
         given = {"pixel_values": values[:, None].repeat(1, 3, 1, 1, 1)}
         given["image_sizes"] = torch.tensor([[size, size // 2]] * count)
     with torch.no_grad():
-        found = model.get_image_features(**given).pooler_output
+        more = inspect.signature(model.get_image_features).parameters.get("vision_feature_select_strategy")
+        needed = more is not None and more.default is more.empty  # of Llama 4 in transformers 5.17
+        features = model.get_image_features(
+            **given, **({"vision_feature_select_strategy": "default"} if needed else {})
+        )
+    found = features.last_hidden_state if features.pooler_output is None else features.pooler_output  # that of Llama 4
     found = torch.cat([x.flatten(0, -2) for x in found]) if isinstance(found, list | tuple) else found.flatten(0, -2)
     return given, [found.shape[0] // count] * count
 

@@ -1,6 +1,6 @@
 """Trainers whose rows have images, with the processors of their models, beside TRL's own on the same rows.
 
-Llama 4 is missing: in transformers 5.24 its own forward fails where it returns its outputs. Its tower is in
+Llama 4 is missing: TRL's own SFTTrainer fails on it. It is in `varlen/test_images.py`, its tower in
 `patching/test_towers.py`.
 """
 
