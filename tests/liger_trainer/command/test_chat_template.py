@@ -239,6 +239,7 @@ def test_content_in_parts_that_the_template_adds_to_a_text(folder, capsys):
     assert "a chat template refuses a row: can only concatenate str" in last and "is a list of parts" in last
 
 
+@EXACT  # and refuses rows for that first
 def test_a_row_without_an_answer_is_named(folder, capsys):
     (folder / "model" / "chat_template.jinja").write_text(PLAIN)
     rows(folder, [CONVERSATION, [USER]])
