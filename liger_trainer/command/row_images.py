@@ -1,5 +1,7 @@
 """Pictures of rows: found by their paths, and tried in a batch before training."""
 
+import os
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +68,10 @@ def unread_pictures(rows: Any) -> str | None:
 def broken_picture(error: Exception, *datasets: Any) -> str | None:
     """Name the first picture in `datasets`, of which some may be None, that cannot be read to its end.
 
-    Return None if all can be read, and for an error that readers of pictures do not raise. They name no file, and
-    before training only the headers of files are read.
+    Return None if all can be read, and for an error that was not raised in reading a picture. Readers name no file,
+    and before training only the headers of files are read.
     """
-    if not isinstance(error, (OSError, ValueError, SyntaxError)):
+    if not isinstance(error, (OSError, ValueError, SyntaxError)) or not _is_of_a_picture(error):
         return None
     from transformers.image_utils import load_image
 
@@ -92,6 +94,16 @@ def broken_picture(error: Exception, *datasets: Any) -> str | None:
                         "Replace it, or remove the row."
                     )
     return None
+
+
+def _is_of_a_picture(error: BaseException) -> bool:
+    """Tell whether Pillow raised `error` or its cause. A worker of a dataloader sends its traceback as text."""
+    reader = f"{os.sep}PIL{os.sep}"
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(reader in text for text in (str(error), *files)):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and _is_of_a_picture(before)
 
 
 def check_first_batch(trainer: Any) -> None:

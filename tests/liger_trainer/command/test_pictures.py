@@ -10,6 +10,9 @@ from datasets import Dataset, Features, Image, List
 from image_models import image_model
 from image_processors import noise_image, processor_of
 from recipe_fixtures import command, write_recipe
+from transformers.image_utils import load_image
+
+from liger_trainer.command.row_images import broken_picture
 
 MODEL = "idefics3"  # whose processor has no part for videos
 IMAGE = {"type": "image"}
@@ -95,6 +98,16 @@ def test_a_picture_that_is_broken_after_its_header_is_named(kind, folder, tmp_pa
     assert kind == "Parquet" or "half.png" in said
     assert code == (2 if kind == "packed" else 1)
     assert kind == "packed" or "No checkpoint was saved" in said
+
+
+def test_another_error_is_not_laid_on_a_broken_picture(tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    rows = Dataset.from_dict({"images": [[str(tmp_path / "broken.png")]]})
+    try:
+        load_image(str(tmp_path / "broken.png"))
+    except (OSError, ValueError) as error:
+        assert "Row 0 of the dataset has the picture" in broken_picture(error, rows)
+    assert broken_picture(OSError("No space left on device"), rows) is None
 
 
 def test_chat_about_a_file_that_is_no_picture(folder, capsys, monkeypatch):
