@@ -118,6 +118,7 @@ def lora_base(rows, hidden, inner, rank, group, kind, *, dtype):
         setattr(of_group, name, BASES[kind](child))
     config = LoraConfig(r=rank, lora_alpha=SCALING * rank, target_modules=list(linear), init_lora_weights=False)
     holder = torch.nn.ModuleDict({"group": of_group})
+    holder.register_parameter("of_the_model", torch.nn.Parameter(torch.zeros(1, device=DEVICE)))  # PEFT asks its device
     holder.is_loaded_in_4bit = kind.startswith(("bitsandbytes NF4", "bitsandbytes FP4"))  # by these PEFT chooses
     holder.is_loaded_in_8bit = kind == "bitsandbytes int8"
     stock = get_peft_model(holder, config)

@@ -2,6 +2,7 @@
 
     python benchmarks/operations.py [--only rope linear_cross_entropy] [--json FILE]
     python benchmarks/operations.py --only lora_base   adapters on bases of each library of quantisation, beside PEFT's
+    python benchmarks/operations.py --only lora_base --sizes torchao hqq
     python benchmarks/operations.py --sweep        the fused head from 2048 to 65536 tokens, against its fastest peer
     python benchmarks/operations.py --odd          sizes that are no powers of two, 1 and 131072 tokens, three dtypes
     python benchmarks/operations.py --first_step   what the first call costs, with and without Triton's disk cache
@@ -354,6 +355,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=CASES, default=DEFAULT, help="default all but lora_base")
     parser.add_argument("--providers", nargs="*", help="names of providers, default all")
+    parser.add_argument("--sizes", nargs="*", help="only sizes that hold one of these texts, such as torchao")
     parser.add_argument("--dtype", nargs="*", choices=DTYPES, help="default bf16; all three for --odd")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--sweep", action="store_true", help="the fused head at many sizes; ratio to the fastest peer")
@@ -380,6 +382,8 @@ def main(argv=None):
         )
     else:
         cases = [case for name in options.only for case in (TINY if options.tiny else CASES)[name]]
+        if options.sizes:
+            cases = [case for case in cases if any(word in ", ".join(map(str, case[1:])) for word in options.sizes)]
         rows = run_cases(cases, options.dtype or ["bf16"], options, record, options.providers)
         table(rows, {k: v for k, v in COLUMNS.items() if k != "dtype" or len(options.dtype or ()) > 1})
     record.say_where()
