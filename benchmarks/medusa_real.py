@@ -16,21 +16,12 @@ from pathlib import Path
 
 import torch
 from _measure import DEVICE, Record, table
+from _models import trained
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
-from liger_trainer.command.model_source import find_model
 from liger_trainer.medusa.evaluate import evaluate
 from liger_trainer.medusa.heads import heads_of
 from liger_trainer.medusa.prompts import answer, encode, end_tokens, read_prompts
-
-
-def load(name):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    source = find_model(name)
-    more = {"quantization_config": GgufConfig(dequantize=True)} if source.is_gguf else {}
-    model = source.load(AutoModelForCausalLM, dtype=torch.float32, **more)
-    return model.to(DEVICE).eval(), source.load(AutoTokenizer)
 
 
 def split(prompts, seed):
@@ -94,7 +85,8 @@ def main(argv=None):
         seconds[name] = time.perf_counter() - start - sum(seconds.values())
         print(f"{name}: {seconds[name]:.0f} s", flush=True)
 
-    model, tokenizer = load(options.model)
+    model, tokenizer = trained(options.model, torch.float32)
+    model.to(DEVICE).eval()
     train, held_out = split(read_prompts(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
     ends = end_tokens(model, tokenizer)  # asked now, since Trainer.train leaves only the tokenizer's
     lap("load")
