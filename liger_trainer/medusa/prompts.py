@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from liger_trainer.templates import alpaca_row, sharegpt_message
+from liger_trainer.templates import alpaca_row, sharegpt_messages
 
 Prompt = str | list[dict[str, str]]
 _COLUMNS = "prompt; messages; conversations; instruction (and input)"
@@ -49,22 +49,19 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
         ValueError: The row has no such column, or nothing before the first answer.
     """
     if row.get("prompt"):
-        prompt = row["prompt"]
-    elif row.get("messages") or row.get("conversations"):
-        turns = row.get("messages") or [
-            sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(row["conversations"])
-        ]
+        return row["prompt"]
+    if row.get("messages") or row.get("conversations"):
+        turns = row.get("messages") or sharegpt_messages(row, index)
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         prompt = [{"role": t["role"], "content": t["content"]} for t in turns[: answers[0] if answers else None]]
         if not prompt:
             raise ValueError(f"Row {index} of the prompts starts with an answer; expected a turn of the user first.")
-    elif row.get("instruction"):
+        return prompt
+    if row.get("instruction"):
         if not chat:
             return alpaca_row({"output": "", **row}, index)["prompt"]
         return [{"role": "user", "content": "\n\n".join(filter(None, (row["instruction"], row.get("input"))))}]
-    else:
-        raise ValueError(f"Row {index} of the prompts has {', '.join(row)}; expected one of: {_COLUMNS}.")
-    return prompt
+    raise ValueError(f"Row {index} of the prompts has {', '.join(row)}; expected one of: {_COLUMNS}.")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

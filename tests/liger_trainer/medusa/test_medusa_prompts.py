@@ -18,6 +18,10 @@ PROMPTS = {
     "messages": ({"messages": [SYSTEM, USER, ANSWER, USER, ANSWER]}, [SYSTEM, USER]),
     "messages without answer": ({"messages": [USER]}, [USER]),
     "sharegpt": ({"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5"}]}, [USER]),
+    "sharegpt with a system text": (
+        {"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5"}], "system": "w9"},
+        [SYSTEM, USER],
+    ),
     "alpaca": ({"instruction": "w3 w4", "input": "", "output": "w5"}, [USER]),
     "alpaca with input": ({"instruction": "w3", "input": "w4"}, [{"role": "user", "content": "w3\n\nw4"}]),
 }
