@@ -149,13 +149,13 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
                 self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's, which leaves out padding
 
     trainer_class = getattr(liger_trainer, recipe.entry.trainer)
-    sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()
     left_out: list[str] = []
     if arm != _OURS:
         if recipe.entry.trainer == "LigerMedusaTrainer":
             raise RecipeError("No stock trainer trains Medusa heads.")
         trainer_class = stock_class(trainer_class)
         recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
+    sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()
     trainer = build_trainer(recipe, sources, [clock], trainer_class)
     trainer.train()
     ran = len(clock.times)
