@@ -23,7 +23,6 @@ the record say nothing about speed.
 Without a GPU, torchao multiplies in fp32 what has been rounded to eight bits, and `--steps` should be few.
 """
 
-import argparse
 import dataclasses
 import json
 import tempfile
@@ -34,7 +33,7 @@ from operator import itemgetter
 
 import numpy as np
 import torch
-from _measure import DEVICE, Record, table
+from _measure import DEVICE, Record, arguments, table
 from _models import MODELS, trained
 from _processes import emit, rows_from
 from _rows import real_rows
@@ -52,7 +51,13 @@ METHODS = {
     "16bit": "all weights in bf16, ours",
     "16bit+stock": "all weights in bf16, TRL's",
 }
-COMPARED = (("fp8", "bf16"), ("fp8-rowwise", "bf16"), ("lora+fp8", "lora"), ("lora", "lora+stock"), ("16bit", "16bit+stock"))
+COMPARED = (
+    ("fp8", "bf16"),
+    ("fp8-rowwise", "bf16"),
+    ("lora+fp8", "lora"),
+    ("lora", "lora+stock"),
+    ("16bit", "16bit+stock"),
+)
 DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "fp8-rowwise:0", "lora:0", "lora:1", "lora+fp8:0")
 MEAN_OF = 10  # steps of one point of a curve
 LAST = 50  # steps at the end
@@ -222,7 +227,7 @@ def columns_for(steps):
 
 
 def parsed():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "--arm")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or one of " + ", ".join(MODELS))
     parser.add_argument("--data", required=True, help="Alpaca rows in a .json, or an .npz for random weights")
     parser.add_argument("--arms", nargs="+", default=DEFAULT, help=f"METHOD:SEED, of {', '.join(METHODS)}")
@@ -234,8 +239,6 @@ def parsed():
     parser.add_argument("--every", type=int, default=100, help="steps between two losses of the rows held out")
     parser.add_argument("--jobs", type=int, default=1, help="arms at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.data.endswith(".npz") != (options.model in MODELS):
         parser.error(
