@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 
 import torch
+from _cases_bases import BASES
 from _measure import DEVICE
 from _memory_kinds import MemoryKinds
 from _models import MODELS
+from _processes import release
 from _rows import pairs_of, sft_rows, tokens_of
 
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ compile_layers" for the same with
@@ -113,23 +115,14 @@ def in_mxfp4(model):
 
 def in_nf4(model):
     """`model` with its linear layers but the head as `load_in_4bit` loads them, with double quantisation."""
-    import bitsandbytes as bnb
-
     for name, linear in list(model.named_modules()):
         if type(linear) is not torch.nn.Linear or linear is model.get_output_embeddings():
             continue
-        settings = {"compress_statistics": True, "quant_type": "nf4"}
-        layer = bnb.nn.Linear4bit(
-            linear.in_features, linear.out_features, bias=False, compute_dtype=linear.weight.dtype, device="meta",
-            **settings,
-        )  # fmt: skip
-        layer.weight = bnb.nn.Params4bit(linear.weight.data, False, module=layer, **settings).to(DEVICE)
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
+        setattr(model.get_submodule(parent), child, BASES["bitsandbytes NF4, double"](linear))
         linear.weight = None
     model.is_loaded_in_4bit = True
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    release()
     return model
 
 

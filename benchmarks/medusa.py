@@ -21,7 +21,6 @@ peak minus that. A case that is already in the file of `--json` is not run again
 be continued.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, Record, table
+from _measure import DEVICE, Record, arguments, table
 from _processes import emit, is_out_of_memory, release, rows_from
 from _rows import KINDS, sft_rows
 from _steps import Run, build, clock_of, counting_step, tokenizer_of
@@ -247,7 +246,7 @@ def show(rows):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "--arm", "--todo")
     parser.add_argument("--model", default="Llama-3-8B")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2], choices=(1, 2))
@@ -261,14 +260,7 @@ def main(argv=None):
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
     parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")
-    parser.add_argument(
-        "--json",
-        help="file of the record; cases in it are not run again. Without it a run on a GPU names a file in "
-        "benchmarks/results",
-    )
     parser.add_argument("--minutes", type=float, default=60, help="stop after so long, in the middle of a case too")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--todo", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.tiny:
         options.model, options.batch, options.lengths, options.heads = "tiny", 2, [32, 64], [2]

@@ -128,7 +128,7 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     from liger_trainer.command.run import build_trainer
     from liger_trainer.command.sources import find_sources
     from liger_trainer.command.summary import peak_bytes
-    from liger_trainer.verify.runs import stock_class
+    from liger_trainer.trainers.base import stock_class
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -180,7 +180,7 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
 
 def _stock_arguments(recipe: Recipe, use_liger_kernel: bool) -> tuple[Any, list[str]]:
     """The config of the stock trainer with the keys of `recipe`, and those that it does not have."""
-    from liger_trainer.verify.runs import stock_class
+    from liger_trainer.trainers.base import stock_class
 
     stock = stock_class(type(recipe.training))
     known = {field.name for field in dataclasses.fields(stock) if field.init}
