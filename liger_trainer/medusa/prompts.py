@@ -46,8 +46,14 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     The `instruction` and `input` of an Alpaca row become one message with `chat`, and Alpaca's template without.
 
     Raises:
-        ValueError: The row has no such column, or nothing before the first answer.
+        ValueError: The row has no such column, nothing before the first answer, or what goes into a template with it.
     """
+    lost = [name for name in ("tools", "chat_template_kwargs") if row.get(name) not in (None, "", "[]", [], {})]
+    if lost and not isinstance(row.get("prompt"), str):
+        raise ValueError(
+            f"Row {index} of the prompts has {lost[0]}, which heads are trained with and not measured with. Remove it "
+            "to measure without."
+        )
     if row.get("prompt"):
         return row["prompt"]
     if row.get("messages") or row.get("conversations"):

@@ -40,6 +40,7 @@ def test_alpaca_without_a_chat_template():
 
 BAD = {
     "no prompt": ({"text": "w3"}, "Row 4 of the prompts has text; expected one of: prompt; messages"),
+    "tools": ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, "Row 4 of the prompts has tools, which"),
     "answer first": ({"messages": [ANSWER, USER]}, "Row 4 of the prompts starts with an answer"),
     "speaker": ({"conversations": [{"from": "bing", "value": "w3"}]}, "Row 4 .*'bing'.* expected from"),
 }
