@@ -2,9 +2,8 @@
 
 A table has a list `records` and says which of their rows it takes, what a line of it is, and what stands in its cells:
 
-    records   paths below results/, or mappings: `record`, one or a list, perhaps with `where` as below and `set`, fields
-              for its rows
-    set       fields of all rows, where their own `set` has no others
+    records   paths below results/, or mappings: `record`, one or a list, perhaps with `where` as below and `set`
+    set       fields for the rows of a record, or of all records that have no other
     where     field: value, or a list of values; rows that have another are left out
     rows      field: title of a column at the left; rows that agree in all these fields share a line
     columns   optional: field whose values become columns, and `order`, their titles, in that order
