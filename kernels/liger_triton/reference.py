@@ -307,19 +307,28 @@ def linear_logprobs(
 ):  # fmt: skip
     """See `liger_triton.linear_logprobs`, which runs without Triton too. This one makes all logits."""
     z = _transformed(_head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
+    return LogProbs(**logprobs(z, target, outputs, label_smoothing, ignore_index))
+
+
+def logprobs(z, target, outputs, label_smoothing=0.0, ignore_index=-100):
+    """The fields `outputs` of `liger_triton.linear_logprobs`, of logits z (..., V) in the dtype of the arithmetic."""
     ignored = target == ignore_index
     y = torch.where(ignored, 0, target).unsqueeze(-1)
     log_p = z.log_softmax(-1)
-    found = {
-        "log_probs": log_p.gather(-1, y).squeeze(-1),
-        "entropy": -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1),  # 0 where p is 0, not NaN
-        "log_sum_sq_probs": torch.logsumexp(2 * log_p.detach(), -1),
-        "mean_logits": z.detach().mean(-1),
-        "is_top1": z.argmax(-1, keepdim=True).eq(y).squeeze(-1),
+
+    def log_probs():
+        found = log_p.gather(-1, y).squeeze(-1)
+        return torch.lerp(found, log_p.mean(-1), label_smoothing) if label_smoothing else found
+
+    ways = {
+        "log_probs": log_probs,
+        # 0 where p is 0, not NaN
+        "entropy": lambda: -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1),
+        "log_sum_sq_probs": lambda: torch.logsumexp(2 * log_p.detach(), -1),
+        "mean_logits": lambda: z.detach().mean(-1),
+        "is_top1": lambda: z.argmax(-1, keepdim=True).eq(y).squeeze(-1),
     }
-    if label_smoothing:
-        found["log_probs"] = torch.lerp(found["log_probs"], log_p.mean(-1), label_smoothing)
-    return LogProbs(**{name: found[name].masked_fill(ignored, 0) for name in outputs})
+    return {name: ways[name]().masked_fill(ignored, 0) for name in outputs}
 
 
 def linear_divergence(
