@@ -18,33 +18,41 @@ def exact_rms_norm(x, w, eps=1e-6):
     return w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def rms_norm(rows, hidden, *, dtype):
-    x, w, dy = (
-        randn(rows, hidden, dtype=dtype),
-        randn(hidden, dtype=dtype),
-        randn(rows, hidden, dtype=dtype, grad=False),
-    )
+def layer(operation, size, inputs, passes, ours, eager, peer, exact=None, outputs=1, **more):
+    """A case whose outputs have the shapes of the first inputs, and which reads or writes such an input `passes` times.
+
+    `peer` is Liger's function. `more` are further providers.
+    """
+    dtype, like = inputs[0].dtype, inputs[:outputs]
     return Case(
-        "rms_norm",
-        f"{rows}x{hidden}",
-        (x, w),
-        {
-            "ours": lambda x, w: lt.rms_norm(x, w, 1e-6),
-            "eager": eager_rms_norm,
-            "compile": compiled(eager_rms_norm),
-            "liger": lambda x, w: liger("liger_rms_norm")(x, w, 1e-6, 0.0, "llama", False),
-            "F.rms_norm": lambda x, w: F.rms_norm(x, (hidden,), w, 1e-6),
-        },
-        float64(exact_rms_norm),
+        operation,
+        size,
+        inputs,
+        {"ours": ours, "eager": eager, "compile": compiled(eager), "liger": peer} | more,
+        float64(exact or eager),
         dtype,
-        bytes=dtype.itemsize * 5 * rows * hidden,
-        upstream=(dy,),
+        bytes=dtype.itemsize * passes * inputs[0].numel(),
+        upstream=tuple(randn(*x.shape, dtype=dtype, grad=False) for x in like),
     )
+
+
+def rms_norm(rows, hidden, *, dtype):
+    inputs = randn(rows, hidden, dtype=dtype), randn(hidden, dtype=dtype)
+
+    def peer(x, w):
+        return liger("liger_rms_norm")(x, w, 1e-6, 0.0, "llama", False)
+
+    def of_torch(x, w):
+        return F.rms_norm(x, (hidden,), w, 1e-6)
+
+    return layer(
+        "rms_norm", f"{rows}x{hidden}", inputs, 5, lambda x, w: lt.rms_norm(x, w, 1e-6), eager_rms_norm, peer,
+        exact_rms_norm, **{"F.rms_norm": of_torch},
+    )  # fmt: skip
 
 
 def add_rms_norm(rows, hidden, *, dtype):
-    x, r, w = randn(rows, hidden, dtype=dtype), randn(rows, hidden, dtype=dtype), randn(hidden, dtype=dtype)
-    upstream = tuple(randn(rows, hidden, dtype=dtype, grad=False) for _ in range(2))
+    inputs = randn(rows, hidden, dtype=dtype), randn(rows, hidden, dtype=dtype), randn(hidden, dtype=dtype)
 
     def eager(x, r, w):
         s = x + r
@@ -53,67 +61,39 @@ def add_rms_norm(rows, hidden, *, dtype):
     def exact(x, r, w):
         return exact_rms_norm(x + r, w), x + r
 
-    return Case(
-        "add_rms_norm",
-        f"{rows}x{hidden}",
-        (x, r, w),
-        {
-            "ours": lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6),
-            "eager": eager,
-            "compile": compiled(eager),
-            "liger": lambda x, r, w: liger("liger_fused_add_rms_norm")(x, r, w, 1e-6, 0.0, "llama", False),
-        },
-        float64(exact),
-        dtype,
-        # Forward reads x and r, and writes y and s. Backward reads dy, ds and s, and writes one gradient for x and r.
-        bytes=dtype.itemsize * 8 * rows * hidden,
-        upstream=upstream,
-    )
+    def peer(x, r, w):
+        return liger("liger_fused_add_rms_norm")(x, r, w, 1e-6, 0.0, "llama", False)
+
+    # Forward reads x and r, and writes y and s. Backward reads dy, ds and s, and writes one gradient for x and r.
+    return layer(
+        "add_rms_norm", f"{rows}x{hidden}", inputs, 8, lambda x, r, w: lt.add_rms_norm(x, r, w, 1e-6), eager, peer,
+        exact, outputs=2,
+    )  # fmt: skip
 
 
 def layer_norm(rows, hidden, *, dtype):
-    x, w, b = randn(rows, hidden, dtype=dtype), randn(hidden, dtype=dtype), randn(hidden, dtype=dtype)
+    inputs = randn(rows, hidden, dtype=dtype), randn(hidden, dtype=dtype), randn(hidden, dtype=dtype)
 
     def eager(x, w, b):
         return F.layer_norm(x, (hidden,), w, b, 1e-6)
 
-    return Case(
-        "layer_norm",
-        f"{rows}x{hidden}",
-        (x, w, b),
-        {
-            "ours": lambda x, w, b: lt.layer_norm(x, w, b, 1e-6),
-            "eager": eager,
-            "compile": compiled(eager),
-            "liger": lambda x, w, b: liger("liger_layer_norm")(x, w, b, 1e-6),
-        },
-        float64(eager),
-        dtype,
-        bytes=dtype.itemsize * 5 * rows * hidden,
-        upstream=(randn(rows, hidden, dtype=dtype, grad=False),),
-    )
+    def peer(x, w, b):
+        return liger("liger_layer_norm")(x, w, b, 1e-6)
+
+    return layer("layer_norm", f"{rows}x{hidden}", inputs, 5, lambda x, w, b: lt.layer_norm(x, w, b, 1e-6), eager, peer)
 
 
-def gated(operation, rows, hidden, dtype, eager, ours, liger_name):
-    g, u = randn(rows, hidden, dtype=dtype), randn(rows, hidden, dtype=dtype)
-    return Case(
-        operation,
-        f"{rows}x{hidden}",
-        (g, u),
-        {"ours": ours, "eager": eager, "compile": compiled(eager), "liger": liger(liger_name)},
-        float64(eager),
-        dtype,
-        bytes=dtype.itemsize * 8 * rows * hidden,
-        upstream=(randn(rows, hidden, dtype=dtype, grad=False),),
-    )
+def gated(operation, rows, hidden, dtype, ours, eager):
+    inputs = randn(rows, hidden, dtype=dtype), randn(rows, hidden, dtype=dtype)
+    return layer(operation, f"{rows}x{hidden}", inputs, 8, ours, eager, liger(f"liger_{operation}"))
 
 
 def swiglu(rows, hidden, *, dtype):
-    return gated("swiglu", rows, hidden, dtype, lambda g, u: F.silu(g) * u, lt.swiglu, "liger_swiglu")
+    return gated("swiglu", rows, hidden, dtype, lt.swiglu, lambda g, u: F.silu(g) * u)
 
 
 def geglu(rows, hidden, *, dtype):
-    return gated("geglu", rows, hidden, dtype, lambda g, u: F.gelu(g, approximate="tanh") * u, lt.geglu, "liger_geglu")
+    return gated("geglu", rows, hidden, dtype, lt.geglu, lambda g, u: F.gelu(g, approximate="tanh") * u)
 
 
 def rope(batch, tokens, heads, kv_heads, dim, *, dtype):

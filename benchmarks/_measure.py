@@ -1,5 +1,6 @@
 """What all benchmarks share: the two ceilings of the machine, times, peak memory, errors, and the record of a run."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -15,6 +16,15 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "peft", "accelerate")
+
+
+def arguments(doc, *own):
+    """A script's parser, whose help is its docstring, with --json, and the options `own`, by which it runs itself."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
+    for option in own:
+        parser.add_argument(option, help=argparse.SUPPRESS)
+    return parser
 
 
 def synchronize():

@@ -1,4 +1,4 @@
-"""Shapes of published models by name: the model type of transformers, and its config. No weights are fetched."""
+"""Shapes of published models by name: the model type of transformers, and its config. And models that are trained."""
 
 MODELS = {
     "Llama-3-8B": ("llama", dict(
@@ -48,3 +48,17 @@ MODELS = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1031, max_position_embeddings=512)),
 }  # fmt: skip
+
+
+def trained(name, dtype):
+    """The model of a folder, or smollm2-135m-instruct, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from liger_trainer.command.model_source import find_model
+
+    source = find_model(name)
+    more = {"quantization_config": GgufConfig(dequantize=True)} if source.is_gguf else {}
+    model = source.load(AutoModelForCausalLM, dtype=dtype, **more)
+    model.config.quantization_config = None  # nothing of it is left, and PEFT looks
+    del model.config.quantization_config
+    return model, source.load(AutoTokenizer)

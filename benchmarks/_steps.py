@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 
 import torch
+from _cases_bases import BASES
 from _measure import DEVICE
 from _memory_kinds import MemoryKinds
 from _models import MODELS
+from _processes import release
 from _rows import pairs_of, sft_rows, tokens_of
 
 # "+ Liger" stands for use_liger_kernel=True, "+ compile" for torch_compile=True, "+ compile_layers" for the same with
@@ -113,23 +115,14 @@ def in_mxfp4(model):
 
 def in_nf4(model):
     """`model` with its linear layers but the head as `load_in_4bit` loads them, with double quantisation."""
-    import bitsandbytes as bnb
-
     for name, linear in list(model.named_modules()):
         if type(linear) is not torch.nn.Linear or linear is model.get_output_embeddings():
             continue
-        settings = {"compress_statistics": True, "quant_type": "nf4"}
-        layer = bnb.nn.Linear4bit(
-            linear.in_features, linear.out_features, bias=False, compute_dtype=linear.weight.dtype, device="meta",
-            **settings,
-        )  # fmt: skip
-        layer.weight = bnb.nn.Params4bit(linear.weight.data, False, module=layer, **settings).to(DEVICE)
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
+        setattr(model.get_submodule(parent), child, BASES["bitsandbytes NF4, double"](linear))
         linear.weight = None
     model.is_loaded_in_4bit = True
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    release()
     return model
 
 
@@ -167,7 +160,7 @@ def make_trainer(arm, run, callbacks):
     is_trl = any(base.__module__.startswith("trl.") for base in stock_class.__mro__)
     model = build(run)
     vocab = model.config.get_text_config().vocab_size
-    options, inputs, methods = {}, {}, {"training_step": counting_step(stock_class)}
+    options, inputs, methods = {}, {}, {}
     switches = set(arm.split(" ")[1:])
     if "Liger" in switches:
         options["use_liger_kernel"] = True
@@ -242,10 +235,8 @@ def make_trainer(arm, run, callbacks):
         use_cpu=DEVICE == "cpu", disable_tqdm=True, lr_scheduler_type="constant", remove_unused_columns=False,
         dataloader_drop_last=True, **options,
     )  # fmt: skip
-    trainer_class = type(stock_class.__name__, (stock_class,), methods)
-    trainer = trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
-    trainer.counted = []
-    return trainer
+    trainer_class = counting(stock_class, **methods)
+    return trainer_class(model=model, args=args, train_dataset=rows, callbacks=callbacks, **inputs)
 
 
 def in_float8(model):
@@ -256,14 +247,14 @@ def in_float8(model):
     convert_model_to_fp8_ao(model, config=Float8LinearConfig())
 
 
-def counting_step(stock_class):
-    """The `training_step` of `stock_class`, with the tokens of each batch put into `counted` of the trainer."""
+def counting(stock_class, **methods):
+    """`stock_class` with other `methods`, and with the tokens of each batch in its attribute `counted`."""
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.counted.append(tokens_of(inputs))
         return stock_class.training_step(self, model, inputs, *args, **kwargs)
 
-    return training_step
+    return type(stock_class.__name__, (stock_class,), methods | {"counted": [], "training_step": training_step})
 
 
 def clock_of(run):
@@ -292,12 +283,27 @@ def clock_of(run):
     return Clock()
 
 
-def train(arm, run, callbacks=()):
-    """Train as `run` says. Returns a row: tokens/s, ms of a step, peak memory in GiB, first losses, FLOP a token.
+def timed_steps(trainer, run, clock):
+    """Train. Returns tokens/s, ms of a step and peak memory in GiB, and the length by which attention costs a token.
 
     Tokens are those of the batches that were trained on while the clock ran, without padding: `step_tokens` of each of
     these steps. `padding` is its share of all their positions.
     """
+    trainer.train()
+    seconds = clock.end - clock.start
+    shared = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", 1))  # processes that have a part of each row
+    tokens, squares, positions = zip(*(map(int, step) for step in trainer.counted[run.skip : run.steps]), strict=True)
+    return {
+        "tokens_per_s": sum(tokens) / seconds / shared,
+        "step_tokens": tokens,
+        "padding": 1 - sum(tokens) / sum(positions),
+        "ms": seconds / (run.steps - run.skip) * 1e3,
+        "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+    }, sum(squares) / sum(tokens)
+
+
+def train(arm, run, callbacks=()):
+    """Train as `run` says. Returns a row: that of `timed_steps`, first losses, FLOP a token."""
     clock, kinds = clock_of(run), MemoryKinds()
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -305,21 +311,13 @@ def train(arm, run, callbacks=()):
     kinds.watch(trainer)
     if run.nf4 and DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()  # that of quantising
-    trainer.train()
-    seconds = clock.end - clock.start
-    shared = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", 1))  # processes that have a part of each row
-    tokens, squares, positions = zip(*(map(int, step) for step in trainer.counted[run.skip : run.steps]), strict=True)
+    timed, length = timed_steps(trainer, run, clock)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    row = {
-        "arm": arm,
-        "tokens_per_s": sum(tokens) / seconds / shared,
-        "step_tokens": tokens,
-        "padding": 1 - sum(tokens) / sum(positions),
-        "ms": seconds / (run.steps - run.skip) * 1e3,
-        "gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+    row = {"arm": arm} | timed
+    row |= {
         "gib_by_kind": kinds.gib,
         "losses": losses[:3],
-        "flop_per_token": flop_per_token(trainer.model, run, sum(squares) / sum(tokens)),
+        "flop_per_token": flop_per_token(trainer.model, run, length),
         "flop_per_token_of_products": flop_of_products(trainer.model, run),
         "flop_per_token_of_layers_forward": flop_of_layers(trainer.model),
         "layers": trainer.model.config.get_text_config().num_hidden_layers,

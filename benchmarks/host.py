@@ -8,12 +8,11 @@ its loss from labels in bf16, as a Trainer calls it, without an optimizer. A tim
 waited for; beside it is the time until the last kernel has been launched. Every arm runs in a process of its own.
 """
 
-import argparse
 import statistics
 import time
 
 import torch
-from _measure import DEVICE, Record, synchronize, table
+from _measure import DEVICE, Record, arguments, synchronize, table
 from _models import MODELS
 from _processes import emit, rows_from
 from _steps import Run, build
@@ -94,12 +93,10 @@ def print_profile(run, passes=20):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "--arm")
     parser.add_argument("--cases", nargs="*", default=CASES, help=f"shapes: {', '.join(MODELS)}")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS)
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     parser.add_argument("--profile", action="store_true", help="print where Python's time goes")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
         return one_arm(options.arm, options.cases, options.profile)

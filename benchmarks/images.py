@@ -8,15 +8,16 @@ longest row. Every arm runs in a process of its own. rows/s is of the median ste
 kernels are compiled. "+ auto" is activation_checkpointing: auto, which recomputes what does not fit on the GPU.
 """
 
-import argparse
+import itertools
 import statistics
 import tempfile
 import time
 
 import torch
-from _measure import DEVICE, Record, synchronize, table
+from _measure import DEVICE, Record, arguments, synchronize, table
 from _processes import emit, rows_from
-from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
+from _steps import classes_of
+from transformers import AutoConfig, AutoModelForImageTextToText, TrainerCallback
 
 IMAGE, START, END, PAD = 151655, 151652, 151653, 151643
 _TEXT = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "num_hidden_layers": 36}
@@ -97,59 +98,73 @@ class Collate:
 
 
 class Clock(TrainerCallback):
+    """The time and the tokens that were seen, at the end of each step."""
+
     def __init__(self):
         self.ends = []
 
     def on_step_end(self, args, state, control, **kwargs):
         synchronize()
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), int(state.num_input_tokens_seen)))
 
 
-def one_arm(options):
-    arm, name, batch, steps, warm = options.arm, options.model, options.batch, options.steps, options.warm
-    if arm == "Trainer + Liger":
+def train(options, batch, inputs, **more):
+    """Train the arm. Returns the ends of its steps, and of its row what all arms have.
+
+    `inputs` are those of the trainer, made of the model; `more` are arguments beside those of all arms.
+    """
+    if "+ Liger" in options.arm:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl, apply_liger_kernel_to_qwen3_vl
 
-        (apply_liger_kernel_to_qwen3_vl if "Qwen3" in name else apply_liger_kernel_to_qwen2_5_vl)()
-    trainer_class, args_class = Trainer, TrainingArguments
-    if arm.startswith("LigerTrainer"):
-        from liger_trainer import LigerTrainer as trainer_class
-        from liger_trainer import LigerTrainingArguments as args_class
-    model, clock = build(name, options.tiny), Clock()
+        (apply_liger_kernel_to_qwen3_vl if "Qwen3" in options.model else apply_liger_kernel_to_qwen2_5_vl)()
+    trainer_class, args_class = classes_of(options.arm)
+    model, clock = build(options.model, options.tiny), Clock()
     args = args_class(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, max_steps=steps,
-        logging_steps=1, save_strategy="no",
-        report_to="none", bf16=DEVICE == "cuda", gradient_checkpointing=True, remove_unused_columns=False,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", learning_rate=1e-5,
-        lr_scheduler_type="constant", disable_tqdm=True, dataloader_num_workers=2 if DEVICE == "cuda" else 0,
-        use_cpu=DEVICE == "cpu",
-        **({"activation_checkpointing": "auto"} if arm.endswith("auto") else {}),
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, max_steps=options.steps, logging_steps=1,
+        save_strategy="no", report_to="none", bf16=DEVICE == "cuda", use_cpu=DEVICE == "cpu",
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, learning_rate=1e-5,
+        optim="adamw_torch_fused", lr_scheduler_type="constant", disable_tqdm=True, remove_unused_columns=False, **more,
     )  # fmt: skip
-    trainer = trainer_class(
-        model=model, args=args, train_dataset=rows_of(batch * steps), callbacks=[clock],
-        data_collator=Collate(model.config.vision_config, batch),
-    )  # fmt: skip
+    trainer = trainer_class(model=model, args=args, callbacks=[clock], **inputs(model.config))
     trainer.train()
-    took = statistics.median(b - a for a, b in zip(clock.ends[warm - 1 :], clock.ends[warm:], strict=False))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
     if peak is not None and (chosen := getattr(trainer, "checkpointing", None)) is not None:  # it has reset the counter
         peak = max(peak, chosen.highest / 2**30)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    emit({"arm": arm, "model": name, "batch": batch, "rows_s": batch / took, "ms": 1e3 * took, "gib": peak,
-          "loss": losses[-1], "losses": losses[:5]})  # fmt: skip
+    row = {"arm": options.arm, "model": options.model, "batch": options.batch, "gib": peak, "losses": losses[:5]}
+    return clock.ends, row | {"loss": losses[-1]}
+
+
+def one_arm(options):
+    ends, row = train(
+        options,
+        options.batch,
+        lambda config: {
+            "train_dataset": rows_of(options.batch * options.steps),
+            "data_collator": Collate(config.vision_config, options.batch),
+        },
+        dataloader_num_workers=2 if DEVICE == "cuda" else 0,
+        **({"activation_checkpointing": "auto"} if options.arm.endswith("auto") else {}),
+    )
+    timed = itertools.pairwise(time for time, _ in ends[options.warm - 1 :])
+    took = statistics.median(end - start for start, end in timed)
+    emit(row | {"rows_s": options.batch / took, "ms": 1e3 * took})
+
+
+def parser_of(doc, arms, batch, steps, warm, *own):
+    """The options of this script and of `mixed_images.py`, but for the choice of models."""
+    parser = arguments(doc, "--arm", *own)
+    parser.add_argument("--arms", nargs="*", choices=arms, default=arms)
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--warm", type=int, default=warm, help="steps before the clock starts")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few layers, for a trial on a CPU")
+    return parser
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, ARMS, 8, STEPS, WARM, "--model")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--warm", type=int, default=WARM, help="steps before the clock starts")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few layers, for a trial on a CPU")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
         return one_arm(options)

@@ -33,38 +33,15 @@ import time
 from pathlib import Path
 
 from _launched import SETTINGS
-from _measure import DEVICE, Record, table
+from _measure import DEVICE, Record, arguments, table
 from _models import MODELS
 from _processes import reason_in, release
-from _steps import Run, build
+
+from recipes import write_model
 
 LAUNCHERS = ("torchrun", "accelerate", "killed")
 ENTRY = Path(__file__).with_name("_launched.py")
 CONFIGS = Path(__file__).parents[1] / "configs"
-CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>\n' }}{% endfor %}"
-
-
-def write_model(name, data, folder):
-    """Save a random model of the shape `name` in `folder`, with a tokenizer of the texts in the file `data`."""
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    if (folder / "tokenizer.json").exists():
-        return
-    model = build(Run(name, batch=1, length=1))
-    vocab = model.config.vocab_size
-    backend = ByteLevelBPETokenizer()
-    texts = Path(data).read_text().splitlines()
-    special = ["<pad>", "</s>"]
-    backend.train_from_iterator(texts, min(vocab, 16384), special_tokens=special, show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="</s>")
-    tokenizer.chat_template = CHAT
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    del model
-    release()
-    tokenizer.save_pretrained(folder)
 
 
 def words_of(run, options, folder):
@@ -73,9 +50,10 @@ def words_of(run, options, folder):
     recipe = ["train", options.recipe, "--model_name_or_path", folder / "model", "--dataset_name", options.data]
     recipe += ["--output_dir", folder / "out", "--max_steps", options.steps]
     recipe += ["--per_device_train_batch_size", options.rows // processes, "--gradient_accumulation_steps", 1]
-    recipe += ["--logging_steps", 1, "--warmup_steps", 0, "--save_strategy", "no"]
-    if launcher == "killed":
-        recipe[recipe.index("no") :] = ["steps", "--save_steps", options.steps // 3]
+    recipe += ["--logging_steps", 1, "--warmup_steps", 0]
+    recipe += ["--use_cpu", "true"] if DEVICE == "cpu" else []
+    saves = launcher == "killed"
+    recipe += ["--save_strategy", *(["steps", "--save_steps", options.steps // 3] if saves else ["no"])]
     module = ["torch.distributed.run", "--nproc_per_node", processes, "--max-restarts", int(launcher == "killed")]
     module += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     config = options.config if processes > 1 else "single_gpu"
@@ -160,7 +138,7 @@ def parsed_run(text):
 
 
 def parsed(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("recipe", help="a YAML file or the name of a shipped one")
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--data", required=True, help="the file for dataset_name")
@@ -174,7 +152,6 @@ def parsed(argv):
     parser.add_argument("--folder", type=Path, help="for the model; without it a temporary one")
     parser.add_argument("--prepare", action="store_true", help="write the model into --folder, and run nothing")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run is given up")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     end = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:end])
     options.recipe_options = argv[end + 1 :]
@@ -194,7 +171,9 @@ def main(argv=None):
     options = parsed(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        write_model(options.model, options.data, folder / "model")
+        if not (folder / "model" / "config.json").exists():
+            write_model(options.model, options.data, folder / "model")
+            release()
         if options.prepare:
             return
         case = f"{Path(options.recipe).stem}-{options.model.lower()}-{Path(options.config).stem}-{options.rows}-rows"

@@ -21,7 +21,6 @@ peak minus that. A case that is already in the file of `--json` is not run again
 be continued.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -29,10 +28,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _measure import DEVICE, Record, table
+from _measure import DEVICE, Record, arguments, table
 from _processes import emit, is_out_of_memory, release, rows_from
 from _rows import KINDS, sft_rows
-from _steps import Run, build, clock_of, counting_step, tokenizer_of
+from _steps import Run, build, clock_of, counting, timed_steps, tokenizer_of
 from training import STEPS, profiler
 
 OURS, FP8, UNFUSED, PATCHED = "LigerMedusaTrainer", "LigerMedusaTrainer + fp8", "unfused", "unfused + patched"
@@ -77,34 +76,24 @@ def add_heads(model, case):
         torch.nn.init.normal_(head[0].linear.bias, std=0.02)
 
 
-def unfused_class():
-    from transformers import Trainer
-
+def unfused_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """The loss of `LigerMedusaTrainer` with the logits of every head, as the `compute_loss` of a trainer."""
     from liger_trainer.medusa.labels import head_targets
 
-    class UnfusedMedusaTrainer(Trainer):
-        """The loss of `LigerMedusaTrainer` with the logits of every head."""
+    def cross_entropy(logits, targets, ahead):
+        rows, target = logits[:, :-ahead].flatten(0, 1), targets[:, :-ahead].flatten()
+        return F.cross_entropy(rows.float(), target, reduction="sum")
 
-        stage = 1
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            base = self.model
-            targets = head_targets(inputs, len(base.medusa_head))
-            rows = {name: value for name, value in inputs.items() if name != "labels"}
-            with torch.set_grad_enabled(self.stage == 2):
-                hidden = base.model(**rows, use_cache=False).last_hidden_state
-            total = self.cross_entropy(base.lm_head(hidden), targets[0], 1) if self.stage == 2 else 0.0
-            for k, head in enumerate(base.medusa_head, start=1):
-                logits = (head.lm_head or base.lm_head)(head(hidden))
-                total = total + COEFFICIENT[self.stage] * DECAY**k * self.cross_entropy(logits, targets[k], k + 1)
-            return total / num_items_in_batch
-
-        @staticmethod
-        def cross_entropy(logits, targets, ahead):
-            rows, target = logits[:, :-ahead].flatten(0, 1), targets[:, :-ahead].flatten()
-            return F.cross_entropy(rows.float(), target, reduction="sum")
-
-    return UnfusedMedusaTrainer
+    base = self.model
+    targets = head_targets(inputs, len(base.medusa_head))
+    rows = {name: value for name, value in inputs.items() if name != "labels"}
+    with torch.set_grad_enabled(self.stage == 2):
+        hidden = base.model(**rows, use_cache=False).last_hidden_state
+    total = cross_entropy(base.lm_head(hidden), targets[0], 1) if self.stage == 2 else 0.0
+    for k, head in enumerate(base.medusa_head, start=1):
+        logits = (head.lm_head or base.lm_head)(head(hidden))
+        total = total + COEFFICIENT[self.stage] * DECAY**k * cross_entropy(logits, targets[k], k + 1)
+    return total / num_items_in_batch
 
 
 def make_trainer(arm, case, options, callbacks):
@@ -134,7 +123,7 @@ def make_trainer(arm, case, options, callbacks):
         return counting(LigerMedusaTrainer)(
             model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of(), callbacks=callbacks
         )
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from liger_trainer import apply_liger
 
@@ -143,17 +132,10 @@ def make_trainer(arm, case, options, callbacks):
     if case["stage"] == 1:
         model.requires_grad_(False)
         model.medusa_head.requires_grad_(True)
-    trainer_class = counting(unfused_class())
-    trainer_class.stage = case["stage"]
+    trainer_class = counting(Trainer, compute_loss=unfused_loss, stage=case["stage"])
     return trainer_class(
         model, TrainingArguments(**common), train_dataset=rows, data_collator=collator, callbacks=callbacks
     )
-
-
-def counting(trainer_class):
-    """`trainer_class`, with the tokens of each batch in its attribute `counted`."""
-    counts = {"counted": [], "training_step": counting_step(trainer_class)}
-    return type(trainer_class.__name__, (trainer_class,), counts)
 
 
 def static_bytes(model):
@@ -172,18 +154,12 @@ def measure(arm, case, options):
     if DEVICE == "cuda" and arm == FP8:
         release()
         torch.cuda.reset_peak_memory_stats()  # that of quantising
-    trainer.train()
-    tokens, _, positions = zip(*(map(int, step) for step in trainer.counted[run.skip :]), strict=True)
+    row, _ = timed_steps(trainer, run, clock)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     static = static_bytes(trainer.model) / 2**30
-    peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
-    return {
-        "tokens_per_s": sum(tokens) / (clock.end - clock.start),
-        "step_tokens": tokens,
-        "padding": 1 - sum(tokens) / sum(positions),
-        "gib": peak,
+    return row | {
         "static": static,
-        "above": peak and peak - static,
+        "above": row["gib"] and row["gib"] - static,
         "losses": [log["loss"] for log in logs],
         "grad_norms": [float(log["grad_norm"]) for log in logs],
     }
@@ -247,7 +223,7 @@ def show(rows):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "--arm", "--todo")
     parser.add_argument("--model", default="Llama-3-8B")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2], choices=(1, 2))
@@ -261,14 +237,7 @@ def main(argv=None):
     parser.add_argument("--data", help=".npz or .json of token ids; random ids without it")
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
     parser.add_argument("--tiny", action="store_true", help="a model and rows that a CPU can do")
-    parser.add_argument(
-        "--json",
-        help="file of the record; cases in it are not run again. Without it a run on a GPU names a file in "
-        "benchmarks/results",
-    )
     parser.add_argument("--minutes", type=float, default=60, help="stop after so long, in the middle of a case too")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--todo", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.tiny:
         options.model, options.batch, options.lengths, options.heads = "tiny", 2, [32, 64], [2]

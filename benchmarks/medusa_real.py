@@ -7,7 +7,6 @@ other prompts, before and after training, with the same seed, all in fp32. `--da
 `liger-trainer medusa-eval --prompts` takes them.
 """
 
-import argparse
 import random
 import tempfile
 import time
@@ -15,22 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from _measure import DEVICE, Record, table
+from _measure import DEVICE, Record, arguments, table
+from _models import trained
 
 from liger_trainer import LigerMedusaConfig, LigerMedusaTrainer
-from liger_trainer.command.model_source import find_model
 from liger_trainer.medusa.evaluate import evaluate
 from liger_trainer.medusa.heads import heads_of
 from liger_trainer.medusa.prompts import answer, encode, end_tokens, read_prompts
-
-
-def load(name):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    source = find_model(name)
-    more = {"quantization_config": GgufConfig(dequantize=True)} if source.is_gguf else {}
-    model = source.load(AutoModelForCausalLM, dtype=torch.float32, **more)
-    return model.to(DEVICE).eval(), source.load(AutoTokenizer)
 
 
 def split(prompts, seed):
@@ -71,7 +61,7 @@ def trainer_of(model, tokenizer, rows, options):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--data", required=True, help=".json or .jsonl of prompts")
     parser.add_argument("--rows", type=int, help="the first so many prompts only")
@@ -84,7 +74,6 @@ def main(argv=None):
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     options = parser.parse_args(argv)
 
     record = Record("medusa_real", Path(options.model).name, options.json, argv=argv)
@@ -94,7 +83,8 @@ def main(argv=None):
         seconds[name] = time.perf_counter() - start - sum(seconds.values())
         print(f"{name}: {seconds[name]:.0f} s", flush=True)
 
-    model, tokenizer = load(options.model)
+    model, tokenizer = trained(options.model, torch.float32)
+    model.to(DEVICE).eval()
     train, held_out = split(read_prompts(options.data, bool(tokenizer.chat_template), options.rows), options.seed)
     ends = end_tokens(model, tokenizer)  # asked now, since Trainer.train leaves only the tokenizer's
     lap("load")

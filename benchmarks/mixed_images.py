@@ -8,29 +8,18 @@ SFT trainer. Most arms pad `--batch` rows; the last packs as many as have room i
 process of its own. Tokens are those without padding, of all steps after `--warm`, in which kernels are compiled.
 """
 
-import argparse
 import random
-import tempfile
-import time
 
 import numpy as np
-import torch
-from _measure import DEVICE, Record, synchronize, table
+from _measure import DEVICE, Record, table
 from _processes import emit, rows_from
 from datasets import Dataset
-from images import END, IMAGE, MODELS, PAD, START, build
+from images import END, IMAGE, MODELS, PAD, START, parser_of, train
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessorPil,
-    Qwen3VLProcessor,
-    TrainerCallback,
-)
-from trl import SFTConfig, SFTTrainer
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
 ARMS = ("SFTTrainer", "SFTTrainer + Liger", "LigerSFTTrainer", "LigerSFTTrainer packed")
 NAMES = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
@@ -76,60 +65,29 @@ def processor_of(config):
     return made(image_processor=pixels, tokenizer=tokenizer, video_processor=NoVideos())
 
 
-class Clock(TrainerCallback):
-    """The time and the tokens that were seen, at the end of each step."""
-
-    def __init__(self):
-        self.ends = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        synchronize()
-        self.ends.append((time.perf_counter(), int(state.num_input_tokens_seen)))
-
-
 def one_arm(options):
-    arm, name, batch, room, tiny = options.arm, options.model, options.batch, options.room, options.tiny
-    steps, warm = options.steps, options.warm
-    if arm == "SFTTrainer + Liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl, apply_liger_kernel_to_qwen3_vl
-
-        (apply_liger_kernel_to_qwen3_vl if "Qwen3" in name else apply_liger_kernel_to_qwen2_5_vl)()
-    trainer_class, args_class = SFTTrainer, SFTConfig
-    if arm.startswith("LigerSFTTrainer"):
-        from liger_trainer import LigerSFTConfig as args_class
-        from liger_trainer import LigerSFTTrainer as trainer_class
-    model, clock, packed = build(name, tiny), Clock(), arm.endswith("packed")
-    args = args_class(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1 if packed else batch, max_steps=steps,
-        logging_steps=1, save_strategy="no", report_to="none", bf16=DEVICE == "cuda", gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False}, optim="adamw_torch_fused", learning_rate=1e-5,
-        lr_scheduler_type="constant", disable_tqdm=True, dataloader_num_workers=8 if DEVICE == "cuda" else 0,
-        use_cpu=DEVICE == "cpu", max_length=room if packed else None, packing=packed,
-        include_num_input_tokens_seen="non_padding", remove_unused_columns=False,
-    )  # fmt: skip
-    trainer = trainer_class(
-        model=model, args=args, train_dataset=mixed_rows(batch * steps, model.config.vision_config.patch_size, tiny),
-        processing_class=processor_of(model.config), callbacks=[clock],
-    )  # fmt: skip
-    trainer.train()
-    (start, before), (end, after) = clock.ends[warm - 1], clock.ends[-1]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    emit({"arm": arm, "model": name, "batch": batch, "tokens_per_s": (after - before) / (end - start), "gib": peak,
-          "tokens": (after - before) / (len(clock.ends) - warm), "losses": losses[:5]})  # fmt: skip
+    packed, count = options.arm.endswith("packed"), options.batch * options.steps
+    ends, row = train(
+        options,
+        1 if packed else options.batch,
+        lambda config: {
+            "train_dataset": mixed_rows(count, config.vision_config.patch_size, options.tiny),
+            "processing_class": processor_of(config),
+        },
+        dataloader_num_workers=8 if DEVICE == "cuda" else 0,
+        max_length=options.room if packed else None,
+        packing=packed,
+        include_num_input_tokens_seen="non_padding",
+    )
+    (start, before), (end, after) = ends[options.warm - 1], ends[-1]
+    tokens = after - before
+    emit(row | {"tokens_per_s": tokens / (end - start), "tokens": tokens / (len(ends) - options.warm)})
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, ARMS, 16, STEPS, WARM)
     parser.add_argument("--model", choices=MODELS, default="Qwen2.5-VL-3B")
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=ARMS)
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--room", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--warm", type=int, default=WARM, help="steps before the clock starts")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few layers, for a trial on a CPU")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
         return one_arm(options)

@@ -18,9 +18,7 @@ not timed. A peer that is not installed, fails, or has not computed anything aft
 minutes, is a row that says so. The record is written after every case, and no case is begun after --minutes.
 """
 
-import argparse
 import contextlib
-import gc
 import signal
 import statistics
 import sys
@@ -38,6 +36,7 @@ from _first_call import FIRST_STEP, first_calls, first_step
 from _measure import (
     DEVICE,
     Record,
+    arguments,
     ceilings,
     milliseconds,
     peak_gib,
@@ -45,6 +44,7 @@ from _measure import (
     synchronize,
     table,
 )
+from _processes import release
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -252,12 +252,6 @@ def visit(row, case, run, floor_s):
         row["tflop_per_s"] = case.flop / row["ms"] / 1e9
 
 
-def release():
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
-
-
 def run_cases(cases, dtypes, options, record, providers=None, brief=False):
     """Measure `cases` (case, *size) in every dtype. Returns the rows, which are written to `record` after every
     case."""
@@ -352,7 +346,7 @@ def case_of(options):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "--child")
     parser.add_argument("--only", nargs="*", choices=CASES, default=DEFAULT, help="default all but lora_base")
     parser.add_argument("--providers", nargs="*", help="names of providers, default all")
     parser.add_argument("--sizes", nargs="*", help="only sizes that hold one of these texts, such as torchao")
@@ -364,8 +358,6 @@ def main(argv=None):
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script on a CPU")
     parser.add_argument("--minutes", type=float, default=9, help="begin no case after so many (default 9)")
     parser.add_argument("--patience", type=float, default=60, help="seconds for the first call of a peer (default 60)")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
         return first_calls(_first_sizes(options)[options.child])

@@ -17,7 +17,6 @@ compiled in the first two steps, which the warm tokens/s leave out. `--tiny` mak
 CPU.
 """
 
-import argparse
 import json
 import math
 import os
@@ -33,10 +32,9 @@ from pathlib import Path
 
 import torch
 import yaml
-from _measure import DEVICE, Record, table
+from _measure import DEVICE, Record, arguments, table
 from _models import MODELS
 from _processes import release
-from launchers import CHAT
 
 from liger_trainer.paths import shipped
 
@@ -83,6 +81,7 @@ SMALL = {
 }  # fmt: skip
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>\n' }}{% endfor %}"
 QWEN_CHAT = """{% for message in messages %}{{ message.role + ': ' }}{% if message.content is string %}
 {{- message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}
 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
@@ -227,7 +226,9 @@ def tokenizer_of(data, vocab, tokens):
     from transformers import PreTrainedTokenizerFast
 
     backend, special = ByteLevelBPETokenizer(), ["<pad>", "</s>", *tokens.values()]
-    texts = [text for row in json.loads(Path(data).read_text()) for text in row.values()]
+    text = Path(data).read_text()
+    rows = json.loads(text) if Path(data).suffix == ".json" else map(json.loads, text.splitlines())
+    texts = [str(value) for row in rows for value in row.values()]
     backend.train_from_iterator(texts, vocab, special_tokens=special, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend._tokenizer, pad_token="<pad>", eos_token="</s>", extra_special_tokens=tokens
@@ -421,7 +422,7 @@ COLUMNS = {
 
 
 def parsed(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="NAME", help="names of shipped recipes")
     parser.add_argument("--data", type=Path, required=True, help="the folder of the rows")
     parser.add_argument("--folder", type=Path, required=True, help="for models, rows and outputs")
@@ -431,7 +432,6 @@ def parsed(argv):
     parser.add_argument("--gpu_memory", type=float, help="GiB that PyTorch's allocator may take while a recipe trains")
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial on a CPU")
     parser.add_argument("--show", type=int, default=3000, help="characters of the output of a command that fails")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     end = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:end])
     options.recipe_options = argv[end + 1 :]

@@ -16,7 +16,7 @@ import time
 from dataclasses import replace
 
 import torch
-from _measure import DEVICE, Record, table
+from _measure import DEVICE, Record, arguments, table
 from _models import MODELS
 from _processes import emit, is_out_of_memory, release, rows_from
 from _steps import ARMS, Run, check_arms, flag_losses, train
@@ -184,7 +184,7 @@ def print_tables(rows, options, arms):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "--arm")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.2-1B")
     parser.add_argument("--trainer", choices=ARMS, default="sft")
     parser.add_argument("--axes", nargs="*", choices=[*POINTS, "longest"], default=list(POINTS))
@@ -195,8 +195,6 @@ def main():
     parser.add_argument("--data", help="as for training.py")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script on a CPU with --model tiny")
     parser.add_argument("--minutes", type=float, default=9, help="begin no row after so many (default 9)")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     arms = options.arms or DEFAULT_ARMS[options.trainer]

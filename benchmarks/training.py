@@ -42,12 +42,11 @@ With `--skip 0` the first step is on the clock too, with what it compiles and al
 are then those of one process. Under context parallelism the processes share each row, and its tokens/s too.
 """
 
-import argparse
 import os
 import time
 
 import torch
-from _measure import DEVICE, Record, attention_ms, ceilings, table
+from _measure import DEVICE, Record, arguments, attention_ms, ceilings, table
 from _models import MODELS
 from _processes import emit, rows_from
 from _rows import KINDS
@@ -178,7 +177,7 @@ COLUMNS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "--arm")
     parser.add_argument("--trainer", choices=ARMS, default="sft")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.2-1B")
     parser.add_argument("--batch", type=int, default=16, help="rows, or pairs for DPO")
@@ -208,9 +207,7 @@ def main():
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which an arm is given up")
     parser.add_argument("--config_file", help="of accelerate, to launch with")
     parser.add_argument("--processes", type=int, default=1, help="with --config_file")
-    parser.add_argument("--json", help="file of the record; without it a run on a GPU names one in benchmarks/results")
     parser.add_argument("--profile", action="store_true", help="print where the GPU time of two steps goes")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps is None:
         options.steps = STEPS[options.rows]

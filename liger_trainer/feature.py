@@ -13,12 +13,7 @@ class Feature:
 
     A subclass overrides what it needs; the methods here do nothing. They are called in the order in which they stand
     here, for each feature in turn. Those that refuse raise a ValueError with the field, its value and the mend.
-
-    Attributes:
-        fields (`type`): A dataclass with the fields of its options, from which `LigerArguments` inherits.
     """
-
-    fields: type = object
 
     def settle(self, args: Any) -> None:
         """Give the fields of `args` their values, before the stock class looks at them."""

@@ -56,8 +56,6 @@ class InBackwardFields:
 class InBackward(Feature):
     """`optimizer_in_backward`. Whatever would train wrongly with it is refused."""
 
-    fields = InBackwardFields
-
     def check(self, args: Any) -> None:
         if not isinstance(args.optimizer_in_backward, bool):
             raise ValueError(f"optimizer_in_backward is {args.optimizer_in_backward!r}; expected true or false.")

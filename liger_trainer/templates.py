@@ -64,12 +64,7 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
     Raises:
         RecipeError: A turn does not have that form, is empty or is out of place, or one of the two answers is missing.
     """
-    turns = row["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise RecipeError(f"Row {index} of the dataset has conversations {short(turns)}; expected a list of turns.")
-    messages = [sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
-    if row.get("system"):
-        messages.insert(0, {"role": "system", "content": row["system"]})
+    messages = sharegpt_messages(row, index)
     last, given = messages[-1]["role"], {name: row.get(name) for name in ("chosen", "rejected")}
     if not any(given.values()):
         if last != "assistant":
@@ -83,14 +78,23 @@ def sharegpt_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
             f"Row {index} of the dataset has chosen and rejected answers to a turn of {last!r}; expected the last of "
             "the conversations to be from 'human' or 'observation'."
         )
-    answers = {name: [sharegpt_message(turn, name, index)] for name, turn in given.items()}
+    answers = {name: [_sharegpt_message(turn, name, index)] for name, turn in given.items()}
     for name, (message,) in answers.items():
         if message["role"] != "assistant":
             raise RecipeError(f"Row {index} of the dataset has {name} from {row[name]['from']!r}; expected 'gpt'.")
     return {"prompt": messages, **answers}
 
 
-def sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
+def sharegpt_messages(row: dict, index: int) -> list[dict[str, Any]]:
+    """The `system` text of a ShareGPT row, if it has one, and its `conversations` as messages."""
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise RecipeError(f"Row {index} of the dataset has conversations {short(turns)}; expected a list of turns.")
+    messages = [_sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(turns)]
+    return [{"role": "system", "content": row["system"]}, *messages] if row.get("system") else messages
+
+
+def _sharegpt_message(turn: Any, where: str, index: int) -> dict[str, Any]:
     """A ShareGPT turn `{"from", "value"}` as `{"role", "content"}`, and of a `function_call` as `tool_calls`.
 
     In a RecipeError, `where` and `index` say which.

@@ -250,15 +250,16 @@ def float8_product(a, a_inverse, b, b_inverse, dtype):
     return (torch.mm(a.float(), b.float()) * (a_inverse * b_inverse)).to(dtype)
 
 
-def _transformed(logits, softcap, logit_scale, temperature=1.0):
+def transformed(logits, softcap, logit_scale, temperature=1.0):
     """z of the vocabulary losses, in the dtype of the arithmetic."""
     z = logits.to(wide_dtype(logits.dtype)) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    return z / temperature
+    return z if temperature == 1.0 else z / temperature
 
 
-def _head_logits(hidden, weight, bias, lora, lora_input):
+def head_logits(hidden, weight, bias, lora, lora_input):
+    """The logits of a head with or without a LoRA, rounded as the model's own head rounds them."""
     logits = F.linear(hidden, weight, bias)
     if lora is not None:
         lora_a, lora_b, scaling = lora
@@ -273,7 +274,7 @@ def cross_entropy(
 ):  # fmt: skip
     """See `liger_triton.cross_entropy`. The logits are left alone. `token_weights` are those of
     `linear_cross_entropy`."""
-    z = _transformed(logits, softcap, logit_scale)
+    z = transformed(logits, softcap, logit_scale)
     rows = F.cross_entropy(z, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
     if z_loss:
         rows = rows + torch.where(target == ignore_index, 0.0, z_loss * z.logsumexp(-1).square())
@@ -291,7 +292,7 @@ def linear_cross_entropy(
     logit_scale=1.0, z_loss=0.0, token_weights=None, lora=None, lora_input=None, accumulate="fp32", chunk_rows=None,
 ):  # fmt: skip
     """See `liger_triton.linear_cross_entropy`, which runs without Triton too. This one makes all logits."""
-    logits = _head_logits(hidden, weight, bias, lora, lora_input).flatten(0, -2)
+    logits = head_logits(hidden, weight, bias, lora, lora_input).flatten(0, -2)
     loss = cross_entropy(
         logits, target.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
         softcap=softcap, logit_scale=logit_scale, z_loss=z_loss,
@@ -306,20 +307,29 @@ def linear_logprobs(
     chunk_rows=None,
 ):  # fmt: skip
     """See `liger_triton.linear_logprobs`, which runs without Triton too. This one makes all logits."""
-    z = _transformed(_head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
+    z = transformed(head_logits(hidden, weight, bias, lora, lora_input), softcap, logit_scale, temperature)
+    return LogProbs(**logprobs(z, target, outputs, label_smoothing, ignore_index))
+
+
+def logprobs(z, target, outputs, label_smoothing=0.0, ignore_index=-100):
+    """The fields `outputs` of `liger_triton.linear_logprobs`, of logits z (..., V) in the dtype of the arithmetic."""
     ignored = target == ignore_index
     y = torch.where(ignored, 0, target).unsqueeze(-1)
     log_p = z.log_softmax(-1)
-    found = {
-        "log_probs": log_p.gather(-1, y).squeeze(-1),
-        "entropy": -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1),  # 0 where p is 0, not NaN
-        "log_sum_sq_probs": torch.logsumexp(2 * log_p.detach(), -1),
-        "mean_logits": z.detach().mean(-1),
-        "is_top1": z.argmax(-1, keepdim=True).eq(y).squeeze(-1),
+
+    def log_probs():
+        found = log_p.gather(-1, y).squeeze(-1)
+        return torch.lerp(found, log_p.mean(-1), label_smoothing) if label_smoothing else found
+
+    ways = {
+        "log_probs": log_probs,
+        # 0 where p is 0, not NaN
+        "entropy": lambda: -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1),
+        "log_sum_sq_probs": lambda: torch.logsumexp(2 * log_p.detach(), -1),
+        "mean_logits": lambda: z.detach().mean(-1),
+        "is_top1": lambda: z.argmax(-1, keepdim=True).eq(y).squeeze(-1),
     }
-    if label_smoothing:
-        found["log_probs"] = torch.lerp(found["log_probs"], log_p.mean(-1), label_smoothing)
-    return LogProbs(**{name: found[name].masked_fill(ignored, 0) for name in outputs})
+    return {name: ways[name]().masked_fill(ignored, 0) for name in outputs}
 
 
 def linear_divergence(
@@ -332,8 +342,8 @@ def linear_divergence(
 
     def log_softmax(head, cap, scale):
         *tensors, lora, lora_input = head
-        logits = _head_logits(*(None if t is None else t.to(wide) for t in tensors), lora, lora_input)
-        return _transformed(logits, cap, scale, temperature).log_softmax(-1)
+        logits = head_logits(*(None if t is None else t.to(wide) for t in tensors), lora, lora_input)
+        return transformed(logits, cap, scale, temperature).log_softmax(-1)
 
     def kl(log_a, log_b):
         return (log_a.exp() * (log_a - log_b)).sum(-1)
@@ -371,7 +381,7 @@ def linear_heads_cross_entropy(
     """See `liger_triton.linear_heads_cross_entropy`, which runs without Triton too. This one makes all logits."""
 
     def rows(k, logits):
-        z = _transformed(logits, softcap, logit_scale)
+        z = transformed(logits, softcap, logit_scale)
         loss = F.cross_entropy(z, target[k], ignore_index=ignore_index, reduction="none")
         return loss, z.argmax(-1) == target[k]
 
@@ -384,11 +394,11 @@ def linear_heads_kl(
 ):  # fmt: skip
     """See `liger_triton.linear_heads_kl`, which runs without Triton too. This one makes all logits."""
     n = teacher_hidden.shape[0]
-    log_q = _transformed(F.linear(teacher_hidden, teacher_weight), softcap, logit_scale).log_softmax(-1).detach()
+    log_q = transformed(F.linear(teacher_hidden, teacher_weight), softcap, logit_scale).log_softmax(-1).detach()
     valid = torch.stack([v & (torch.arange(n, device=v.device) + k < n) for k, v in enumerate(valid, 1)])
 
     def rows(k, logits):
-        log_p = _transformed(logits, softcap, logit_scale).log_softmax(-1)
+        log_p = transformed(logits, softcap, logit_scale).log_softmax(-1)
         ahead = log_q.roll(-k - 1, 0)  # the rows that wrap around do not count
         loss = F.kl_div(log_p, ahead, reduction="none", log_target=True).sum(-1)
         return loss, log_p.argmax(-1) == (ahead.argmax(-1) if target is None else target[k])

@@ -4,10 +4,9 @@ It is plain PyTorch in chunks of rows, for any device, because it runs where met
 """
 
 import torch
-import torch.nn.functional as F
 
 from ._head_inputs import check_chunking, check_options, check_target, check_target_of_twin, compute_dtype
-from .reference import wide_dtype
+from .reference import head_logits, transformed, wide_dtype
 from .results import TokenRanks
 
 _CHUNK_BYTES = 256 * 2**20  # of fp32 logits
@@ -66,15 +65,8 @@ def linear_token_ranks(
     chunks = []
     for start in range(0, max(1, len(x)), step):
         rows = slice(start, start + step)
-        logits = F.linear(x[rows], weight, bias)
-        if lora is not None:
-            lora_a, lora_b, scaling = lora
-            update = F.linear(F.linear(source[rows], lora_a.to(source.dtype)), lora_b.to(source.dtype))
-            logits = logits + scaling * update
-        logits = logits.to(wide_dtype(logits.dtype)) * logit_scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        chunks.append(_of_rows(logits, y[rows]))
+        logits = head_logits(x[rows], weight, bias, lora, source[rows])
+        chunks.append(_of_rows(transformed(logits, softcap, logit_scale), y[rows]))
     return TokenRanks(*(_scattered(torch.cat(results), kept) for results in zip(*chunks, strict=True)))
 
 

@@ -45,6 +45,10 @@ def _chat(args: Any) -> None:
     template = args.prompt_template or ("chat" if reader.chat_template else "none")
     if template == "chat" and not reader.chat_template:
         raise RecipeError(f"The tokenizer of {args.model!r} has no chat template. Pass --prompt_template none.")
+    if args.system and template != "chat":
+        raise RecipeError(
+            f"--system needs a chat template, and lines reach the model by prompt_template {template}. Remove it."
+        )
     if args.base and not is_adapter:
         raise RecipeError(f"--base shows the base of an adapter, and {args.model!r} is a whole model.")
     if args.images and (template != "chat" or not hasattr(reader, "image_processor")):

@@ -128,7 +128,7 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
     from liger_trainer.command.run import build_trainer
     from liger_trainer.command.sources import find_sources
     from liger_trainer.command.summary import peak_bytes
-    from liger_trainer.verify.runs import stock_class
+    from liger_trainer.trainers.base import stock_class
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -149,13 +149,13 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
                 self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's, which leaves out padding
 
     trainer_class = getattr(liger_trainer, recipe.entry.trainer)
-    sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()
     left_out: list[str] = []
     if arm != _OURS:
         if recipe.entry.trainer == "LigerMedusaTrainer":
             raise RecipeError("No stock trainer trains Medusa heads.")
         trainer_class = stock_class(trainer_class)
         recipe.training, left_out = _stock_arguments(recipe, use_liger_kernel=arm == _LIGER)
+    sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()
     trainer = build_trainer(recipe, sources, [clock], trainer_class)
     trainer.train()
     ran = len(clock.times)
@@ -180,7 +180,7 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
 
 def _stock_arguments(recipe: Recipe, use_liger_kernel: bool) -> tuple[Any, list[str]]:
     """The config of the stock trainer with the keys of `recipe`, and those that it does not have."""
-    from liger_trainer.verify.runs import stock_class
+    from liger_trainer.trainers.base import stock_class
 
     stock = stock_class(type(recipe.training))
     known = {field.name for field in dataclasses.fields(stock) if field.init}

@@ -20,25 +20,21 @@ _READ = ("prompt", "image", "images", "tools", "chat_template_kwargs", "ref_chos
 
 
 class _Template(NamedTuple):
-    """A `prompt_template`: `convert(row, index)` makes new columns of `needed` ones and `optional` ones that are there.
+    """A `prompt_template`: `convert(row, index)` makes new columns of `needed` ones, and of others that it knows.
 
     `replaced` are the columns that are removed then; None means all of them.
     """
 
     convert: Callable[[dict, int], dict]
     needed: tuple[str, ...]
-    optional: tuple[str, ...]
     replaced: tuple[str, ...] | None = None
 
 
 _TEMPLATES = {
-    "alpaca": _Template(alpaca_row, ("instruction", "output"), ("input",)),
-    "sharegpt": _Template(
-        sharegpt_row, ("conversations",), ("chosen", "rejected", "system"),
-        ("conversations", "chosen", "rejected", "system"),
-    ),
-    "last_turn": _Template(last_turn_row, ("messages",), ("label",), ("messages",)),
-}  # fmt: skip
+    "alpaca": _Template(alpaca_row, ("instruction", "output")),
+    "sharegpt": _Template(sharegpt_row, ("conversations",), ("conversations", "chosen", "rejected", "system")),
+    "last_turn": _Template(last_turn_row, ("messages",), ("messages",)),
+}
 
 
 def columns_of(recipe: Any) -> tuple[tuple[str, ...], ...]:

@@ -54,8 +54,6 @@ class Fp8Fields:
 class Fp8(Feature):
     """`fp8`, of all weights or of a frozen base."""
 
-    fields = Fp8Fields
-
     def settle(self, args: Any) -> None:
         """Turn fp8 on if a launcher asks for it and `bf16` is unset."""
         if not isinstance(args.fp8, bool):

@@ -8,6 +8,7 @@ from liger_trainer.head.deferred import DeferredLogits, is_deferred, real
 from liger_trainer.head.module import LoRA
 from liger_trainer.head.outputs import TOKEN_OUTPUTS
 from liger_triton import linear_logprobs, linear_token_ranks, token_ranks
+from liger_triton.reference import logprobs
 
 Logits: TypeAlias = torch.Tensor | DeferredLogits
 
@@ -30,22 +31,7 @@ def token_scores(
         )  # fmt: skip
         return dict(zip(TOKEN_OUTPUTS, found, strict=True))  # None for those that are not wanted
     z = real(logits).float() / temperature
-    target = target.to(z.device)
-    log_p = torch.log_softmax(z, dim=-1)
-    log_probs = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    if label_smoothing:
-        log_probs = (1 - label_smoothing) * log_probs + label_smoothing * log_p.mean(-1)
-    detached = log_p.detach()
-    found = {"log_probs": log_probs}
-    if "entropy" in outputs:
-        found["entropy"] = -(log_p.exp() * log_p).sum(-1)
-    if "log_sum_sq_probs" in outputs:
-        found["log_sum_sq_probs"] = torch.logsumexp(2 * detached, -1)
-    if "mean_logits" in outputs:
-        found["mean_logits"] = z.detach().mean(-1)
-    if "is_top1" in outputs:
-        found["is_top1"] = detached.argmax(-1) == target
-    return {name: value.masked_fill(target == -100, 0) for name, value in found.items()}
+    return logprobs(z, target.to(z.device), outputs, label_smoothing)
 
 
 def predictions(logits: Logits, target: torch.Tensor) -> dict[str, torch.Tensor]:

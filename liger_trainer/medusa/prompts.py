@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from liger_trainer.templates import alpaca_row, sharegpt_message
+from liger_trainer.templates import alpaca_row, sharegpt_messages
 
 Prompt = str | list[dict[str, str]]
 _COLUMNS = "prompt; messages; conversations; instruction (and input)"
@@ -46,25 +46,28 @@ def prompt_of(row: dict, chat: bool, index: int = 0) -> Prompt:
     The `instruction` and `input` of an Alpaca row become one message with `chat`, and Alpaca's template without.
 
     Raises:
-        ValueError: The row has no such column, or nothing before the first answer.
+        ValueError: The row has no such column, nothing before the first answer, or what goes into a template with it.
     """
+    lost = [name for name in ("tools", "chat_template_kwargs") if row.get(name) not in (None, "", "[]", [], {})]
+    if lost and not isinstance(row.get("prompt"), str):
+        raise ValueError(
+            f"Row {index} of the prompts has {lost[0]}, which heads are trained with and not measured with. Remove it "
+            "to measure without."
+        )
     if row.get("prompt"):
-        prompt = row["prompt"]
-    elif row.get("messages") or row.get("conversations"):
-        turns = row.get("messages") or [
-            sharegpt_message(turn, f"conversations[{i}]", index) for i, turn in enumerate(row["conversations"])
-        ]
+        return row["prompt"]
+    if row.get("messages") or row.get("conversations"):
+        turns = row.get("messages") or sharegpt_messages(row, index)
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         prompt = [{"role": t["role"], "content": t["content"]} for t in turns[: answers[0] if answers else None]]
         if not prompt:
             raise ValueError(f"Row {index} of the prompts starts with an answer; expected a turn of the user first.")
-    elif row.get("instruction"):
+        return prompt
+    if row.get("instruction"):
         if not chat:
             return alpaca_row({"output": "", **row}, index)["prompt"]
         return [{"role": "user", "content": "\n\n".join(filter(None, (row["instruction"], row.get("input"))))}]
-    else:
-        raise ValueError(f"Row {index} of the prompts has {', '.join(row)}; expected one of: {_COLUMNS}.")
-    return prompt
+    raise ValueError(f"Row {index} of the prompts has {', '.join(row)}; expected one of: {_COLUMNS}.")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

@@ -62,8 +62,6 @@ class MemoryFields:
 class Checkpointing(Feature):
     """Activation checkpointing: by the `Chooser` of `auto`, or by `recompute.py`."""
 
-    fields = MemoryFields
-
     def settle(self, args: Any) -> None:
         """Give both names of checkpointing their values."""
         value = args.activation_checkpointing

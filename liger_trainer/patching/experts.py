@@ -24,7 +24,7 @@ from liger_trainer.instance.binding import Binding, is_bound, own_class
 from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_of, guards_of
 from liger_trainer.instance.hooks import comes_from, has_hooks, replaced_forward
 from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
-from liger_trainer.lora.parts import is_linear
+from liger_trainer.lora.parts import active_parts, is_linear
 from liger_trainer.patching.gates import SCALES, Gate, candidates
 from liger_triton import ExpertLoRA, experts
 
@@ -331,28 +331,20 @@ def _loras_now(outer: nn.Module, wrappers: list[nn.Module], block: nn.Module) ->
     """The LoRA on each parameter as it is now; None where it is anything but plain LoRAs without hooks."""
     loras = {}
     for wrapper in wrappers:
-        state, modules = wrapper.__dict__, wrapper._modules
-        if state["_disable_adapters"] or state["merged_adapters"] or not state.keys().isdisjoint(_METHODS):
+        state, parts = wrapper.__dict__, active_parts(wrapper)
+        if parts is None or not state.keys().isdisjoint(_METHODS):
             return None
         if wrapper is not outer and (has_hooks(wrapper) or replaced_forward(wrapper, state.get("forward"))):
             return None
-        active = state["_active_adapter"]
-        a_of, b_of = (modules[name]._modules for name in ("lora_A", "lora_B"))
-        names = [name for name in ([active] if isinstance(active, str) else active) if name in a_of]
-        layers = [layer for name in names for layer in (a_of[name], b_of[name])]
-        if not names or any(name in state["lora_variant"] for name in names):
-            return None
+        layers = [layer for part in parts for layer in (part.a, part.b)]
         if not all(is_linear(one) and one.bias is None and not has_hooks(one) for one in layers):
             return None
-        pairs = [_factors(a_of[name].weight, b_of[name].weight, block.num_experts) for name in names]
-        scalings = [state["scaling"][name] for name in names]
-        if any(getattr(scaling, "requires_grad", False) for scaling in scalings):
-            return None
+        pairs = [_factors(part.a.weight, part.b.weight, block.num_experts) for part in parts]
         if len(pairs) == 1:
-            loras[state["parameter_name"]] = ExpertLoRA(*pairs[0], scalings[0])
+            loras[state["parameter_name"]] = ExpertLoRA(*pairs[0], parts[0].scaling)
         else:
             a = torch.cat([a for a, _ in pairs], 1)
-            b = torch.cat([scaling * b for (_, b), scaling in zip(pairs, scalings, strict=True)], 2)
+            b = torch.cat([part.scaling * b for (_, b), part in zip(pairs, parts, strict=True)], 2)
             loras[state["parameter_name"]] = ExpertLoRA(a, b, 1.0)
     return loras
 

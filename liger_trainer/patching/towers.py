@@ -127,8 +127,7 @@ def _run(module: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
     """The result of a module, and the gradients of its input and parameters."""
     error: Exception | None = None
     for shape in ((-1,), (1, -1)):  # a tower's tokens, or a batch of one row of them
-        x = given["hidden_states"].unflatten(0, shape).requires_grad_() if len(shape) > 1 else given["hidden_states"]
-        x = x.detach().clone().requires_grad_()
+        x = given["hidden_states"].unflatten(0, shape).clone().requires_grad_()
         try:
             y = module(**(given | {"hidden_states": x}))
         except (RuntimeError, ValueError, IndexError) as failed:

@@ -34,6 +34,11 @@ from liger_trainer.world import fault_of_world
 _LIBRARIES = ("liger_trainer.", "trl.", "transformers.")
 
 
+def stock_class(ours: type) -> type:
+    """Return the class of transformers or TRL that `ours`, a trainer or a config of one, extends."""
+    return next(base for base in ours.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+
+
 class LigerTrainerMixin(LoadsRenamedWeights):
     """The base of every Liger trainer. It patches its models when it is built, and a subclass may change the loss.
 
@@ -100,7 +105,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     @classmethod
     def stock_class(cls) -> type:
         """The class of transformers or TRL that `cls` extends."""
-        return next(base for base in cls.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
+        return stock_class(cls)
 
     @property
     def uses_liger(self) -> bool:

@@ -19,10 +19,13 @@ import contextvars
 import torch
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from liger_trainer.varlen.host_copies import sent
-from liger_trainer.varlen.local import is_chunked, is_sliding
 from liger_triton import row_attention
 from liger_triton.row_attention import flash_is_built
 
@@ -119,11 +122,32 @@ def _row_mask(
         return RowMask(rows, unknown="its mask is more than causal")
     if local_size is None:
         return RowMask(rows)
-    if is_sliding(mask_function, int(local_size)):
-        return RowMask(rows, int(local_size))
-    if is_chunked(mask_function, int(local_size)):
-        return RowMask(rows.in_chunks(int(local_size)), chunked=True)
+    size, no_padding = int(local_size), torch.zeros(1, dtype=torch.long, device="cpu")
+    if _is_same(mask_function, sliding_window_causal_mask_function(size)):
+        return RowMask(rows, size)
+    if _is_same(mask_function, chunked_causal_mask_function(size, no_padding)):
+        return RowMask(rows.in_chunks(size), chunked=True)
     return RowMask(rows, unknown="its local attention is neither a sliding window nor chunks")
+
+
+def _is_same(given, own) -> bool:
+    """Whether two mask functions are of one code and hold the same functions and numbers.
+
+    What they answer is not compared: chunks read a tensor on the device, the padding on the left of each row, which is
+    zero in a call whose rows are known.
+    """
+    if not callable(own):
+        return isinstance(own, torch.Tensor) or given == own
+    if given is own or getattr(given, "__code__", None) is not own.__code__:
+        return given is own
+    held = [_held(function) for function in (given, own)]
+    return len(held[0]) == len(held[1]) and all(map(_is_same, *held))
+
+
+def _held(function) -> list:
+    """What a function of transformers' masks holds: the functions of `and_masks`, or the size of a window or chunk."""
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*values[0]] if len(values) == 1 and isinstance(values[0], tuple) else values
 
 
 def attend_by_rows(

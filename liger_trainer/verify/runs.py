@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback,
 from liger_trainer.head.module import output_head
 from liger_trainer.instance.report import OPERATIONS
 from liger_trainer.medusa.trainer import LigerMedusaTrainer
+from liger_trainer.trainers.base import stock_class
 from liger_trainer.verify.medusa import PlainMedusaTrainer
 from liger_trainer.verify.small import chance, small_rows, small_tokenizer, write_model
 
@@ -186,11 +187,6 @@ class Bench:
         trainer.train(resume_from_checkpoint=resume)
         logs = [log for log in trainer.state.log_history if "loss" in log]
         return Run(trainer, logs, keep.steps, before, _values(trainer.model))
-
-
-def stock_class(ours: type) -> type:
-    """The class of TRL or transformers that a trainer, or a config of one, extends."""
-    return next(base for base in ours.__mro__ if base.__module__.partition(".")[0] in ("trl", "transformers"))
 
 
 def _values(model: nn.Module) -> Tensors:

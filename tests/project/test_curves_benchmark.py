@@ -96,6 +96,14 @@ def test_a_run(tmp_path):
 
 
 @pytest.mark.slow
+def test_adapters_of_ours_and_of_trl(tmp_path):
+    ours, stock, compared = run(tmp_path, "tiny", "lora:0", "lora+stock:0")[0]["rows"]
+    assert "lora 14/14" in ours["patched"] and stock["patched"] is None
+    assert compared["what"] == "adapters: bf16 - TRL's, seed 0" and compared["apart"] < 1e-2
+    assert ours["curve"][1] < ours["curve"][0]
+
+
+@pytest.mark.slow
 def test_a_run_of_a_mixture_of_experts(tmp_path):
     """Ours trains beside TRL's trainer, with the router's loss."""
     ours, stock, compared = run(tmp_path, "tiny-moe", "16bit:0", "16bit+stock:0")[0]["rows"]

@@ -96,6 +96,7 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
     [
         (("--base",), "is a whole model"),
         (("--prompt_template", "chat"), "has no chat template"),
+        (("--system", "w3"), "--system needs a chat template, and lines reach the model by prompt_template none"),
         (("--max_new_tokens", "0"), "`max_new_tokens` must be greater than 0, but is 0."),
         (("--temperature", "-1"), "`temperature` (=-1.0) has to be a strictly positive float"),
         (("--temperature", "nan"), "`temperature` (=nan) has to be a strictly positive float"),

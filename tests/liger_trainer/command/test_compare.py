@@ -20,6 +20,7 @@ RECIPES = {
              "activation_checkpointing": "auto", "gradient_checkpointing": None},
     "dpo": {"trainer": "dpo", "dataset_name": "pairs.jsonl", "prompt_template": None},
     "orpo": {"trainer": "orpo", "dataset_name": "pairs.jsonl", "prompt_template": None},
+    "named template": {"chat_template_path": "mistral", "dataset_name": "turns.jsonl", "prompt_template": None},
 }  # fmt: skip
 
 
@@ -35,6 +36,8 @@ def arm(capsys, path, name, *words):
 def test_both_train_the_same_steps(keys, folder, capsys):
     """With the learning rates of the whole recipe, of which only the first steps are run."""
     (folder / "pairs.jsonl").write_text('{"prompt": "w3 w4 ", "chosen": "w5", "rejected": "w6"}\n' * 12)
+    turns = [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]
+    (folder / "turns.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 12)
     path = write_recipe(folder, **keys)
     stock, ours = (arm(capsys, path, name, "--steps", "3") for name in ("stock", "ours"))
     assert "error" not in stock | ours, (stock, ours)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import logging
+import math
 import pickle
 
 import pytest
@@ -17,6 +18,7 @@ from liger_trainer.head.calls import install_fused_head
 from liger_trainer.head.deferred import DeferredLogits
 from liger_trainer.head.module import has_fused_head
 from liger_trainer.head.outputs import HeadOptions
+from liger_trainer.head.scores import token_scores
 from liger_trainer.patching import apply_liger, remove_liger
 
 
@@ -402,3 +404,11 @@ def test_a_module_without_a_config():
     want = model(ids, labels=ids)[0]
     assert apply_liger(model)["fused_linear_cross_entropy"].swapped
     torch.testing.assert_close(model(input_ids=ids, labels=ids)[0], want)
+
+
+def test_the_entropy_of_real_logits_with_words_ruled_out():
+    """As a model makes them that puts -inf in the place of words."""
+    logits = torch.tensor([[0.0, 0.0, float("-inf")]])
+    options = {"temperature": 1.0, "label_smoothing": 0.0, "uniform_grad": False, "in_fp32": False}
+    found = token_scores(logits, torch.tensor([1]), ("log_probs", "entropy"), **options)
+    assert found["entropy"].tolist() == pytest.approx([math.log(2)]) == (-found["log_probs"]).tolist()

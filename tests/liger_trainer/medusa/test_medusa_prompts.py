@@ -18,6 +18,10 @@ PROMPTS = {
     "messages": ({"messages": [SYSTEM, USER, ANSWER, USER, ANSWER]}, [SYSTEM, USER]),
     "messages without answer": ({"messages": [USER]}, [USER]),
     "sharegpt": ({"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5"}]}, [USER]),
+    "sharegpt with a system text": (
+        {"conversations": [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5"}], "system": "w9"},
+        [SYSTEM, USER],
+    ),
     "alpaca": ({"instruction": "w3 w4", "input": "", "output": "w5"}, [USER]),
     "alpaca with input": ({"instruction": "w3", "input": "w4"}, [{"role": "user", "content": "w3\n\nw4"}]),
 }
@@ -36,6 +40,7 @@ def test_alpaca_without_a_chat_template():
 
 BAD = {
     "no prompt": ({"text": "w3"}, "Row 4 of the prompts has text; expected one of: prompt; messages"),
+    "tools": ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, "Row 4 of the prompts has tools, which"),
     "answer first": ({"messages": [ANSWER, USER]}, "Row 4 of the prompts starts with an answer"),
     "speaker": ({"conversations": [{"from": "bing", "value": "w3"}]}, "Row 4 .*'bing'.* expected from"),
 }

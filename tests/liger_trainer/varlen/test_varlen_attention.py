@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import chunked_causal_mask_function, or_masks, sliding_window_causal_mask_function
 
 from liger_trainer.varlen import attention
 from liger_trainer.varlen.attention import NotForRows, RowMask, Rows, row_mask, rows_known, varlen_attention
@@ -61,7 +61,7 @@ def test_autocast_rounds_as_it_does_for_sdpa():
     assert got.dtype == torch.bfloat16
 
 
-def test_the_mask_is_asked_what_it_lets_through():
+def test_masks_are_known_by_their_code():
     made = {"q_length": TOKENS, "kv_length": TOKENS, "batch_size": 1}
     with rows_known(rows()):
         causal = row_mask((), made)
@@ -70,11 +70,14 @@ def test_the_mask_is_asked_what_it_lets_through():
         chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long))
         chunked = row_mask((), made | {"mask_function": chunks, "local_size": 3})
         more = row_mask((), made | {"mask_function": lambda *at: at[2] >= at[3]})
+        window = sliding_window_causal_mask_function(4)
+        beside = or_masks(window, lambda b, h, q, k: (k == 2) & (q >= k))  # at the edges of a window it is one
+        also = row_mask((), made | {"mask_function": beside, "local_size": 4})
         longer = row_mask((), made | {"kv_length": TOKENS + 1})
     assert (causal.window, causal.unknown) == (None, None)
     assert (sliding.window, one.window, sliding.unknown, one.unknown) == (3, 1, None, None)
     assert chunked.chunked and chunked.unknown is None and chunked.rows.longest == 3
-    for mask in (more, longer):
+    for mask in (more, also, longer):
         assert mask.unknown is not None
         with pytest.raises(NotForRows, match=mask.unknown):
             varlen_attention(torch.nn.Module(), *inputs(), mask)
