@@ -273,8 +273,8 @@ def run_cases(cases, dtypes, options, record, providers=None, brief=False):
                 case = make(*size, dtype=dtype)
             except (ImportError, ValueError) as error:  # of a library that is not here, or that PEFT refuses
                 note = f"{type(error).__name__}: {error}".splitlines()[0][:80]
-                rows.append({"operation": make.__name__, "size": ", ".join(map(str, size)), "dtype": name})
-                rows[-1] |= {"provider": "peft", "note": note}
+                row = {"operation": make.__name__, "size": ", ".join(map(str, size)), "provider": "peft", "note": note}
+                rows.append(row | {"dtype": str(dtype).removeprefix("torch.")})
                 continue
             floor_s = max(case.bytes / copy, case.flop / rate)
             exact = case.reference(case)

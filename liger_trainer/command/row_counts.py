@@ -121,10 +121,10 @@ def _checked_counts(trainer: Any, given_rows: Any, name: str) -> RowCounts:
     if "chosen_labels" in rows.column_names:
         # ORPO and CPO keep a row whose prompt alone fills max_length, and divide by 0 tokens
         answers = [_learns(*_lists(rows, f"{side}_labels"), first=0) for side in ("chosen", "rejected")]
-        if count := int((~(answers[0] & answers[1])).sum()):
-            limit = max_length_of(trainer)
+        if len(without := (~(answers[0] & answers[1])).nonzero()[0]):
             raise RecipeError(
-                f"The prompt alone fills max_length {limit} in {count} {name} rows, whose loss would be NaN."
+                f"The prompt alone fills max_length {max_length_of(trainer)} in {len(without)} {name} rows, whose loss "
+                f"would be NaN. Raise max_length, or leave these rows out; the first is row {int(without[0]) + 1}."
             )
     counts = count_rows(trainer, given_rows, name)
     if counts.empty == counts.used:  # both are 0 where all rows were dropped
