@@ -293,7 +293,7 @@ def test_an_implementation_of_the_users_is_left_alone():
         moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", moe.grouped_mm_experts_forward)
 
 
-@pytest.mark.parametrize("wrap", [None, adapted()], ids=["plain", "adapted"])
+@pytest.mark.parametrize("wrap", [pytest.param(None, marks=pytest.mark.slow), adapted()], ids=["plain", "adapted"])
 def test_under_torch_compile(wrap):
     want = step(model_of(PLAIN, "qwen3_moe", wrap))
     model = model_of(PLAIN, "qwen3_moe", wrap)
