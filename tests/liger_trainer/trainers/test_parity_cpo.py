@@ -39,9 +39,13 @@ def pair(model, tmp_path, **options):
 
 
 @pytest.mark.parametrize(
-    "model_type, kind, split", [("llama", "full", SPLITS[1]), ("qwen3", "lora", SPLITS[0])], ids=str
+    "loss_type, model_type, kind, split",
+    [
+        (loss_type, *(("llama", "full", SPLITS[1]), ("qwen3", "lora", SPLITS[0]))[i % 2])
+        for i, loss_type in enumerate(LOSS_TYPES)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_logged_number_of_every_step(loss_type, model_type, kind, split, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":
