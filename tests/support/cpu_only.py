@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 torch.cuda.traceback = torch.xpu.traceback = torch.mtia.traceback = types.SimpleNamespace(format_stack=list)
 modeling.is_peft_available = functools.cache(modeling.is_peft_available)
 
-# A tenth more: rows in memory are pickled for the names of caches that no test reads, and training ends in `gc.collect`.
+# A tenth more: rows in memory are pickled for names of caches that no test reads, and training ends in `gc.collect`.
 arrow_dataset.generate_fingerprint = lambda dataset: fingerprint.generate_random_fingerprint()
 for module in (arrow_dataset, fingerprint):
     module.update_fingerprint = lambda *transform: fingerprint.generate_random_fingerprint()

@@ -265,7 +265,7 @@ def test_a_base_in_four_bits():
 def test_inputs_on_the_host():
     """All but the last and the one or two that are on their way."""
     options = {"checkpointing": {"use_reentrant": False, "offload": True}}
-    stays, leaves = (need(job(changes={"num_hidden_layers": 9}, **o), 4, 1024, True, PLENTY) for o in ({}, options))
+    stays, leaves = (need(job(changes={"num_hidden_layers": 12}, **o), 4, 1024, True, PLENTY) for o in ({}, options))
     inputs = 4 * 1024 * 256 * 2
     assert stays.host == 0 and leaves.host > 0
     assert stays.micro_batch - leaves.micro_batch > 4 * inputs  # gradients of weights take the place of the others
