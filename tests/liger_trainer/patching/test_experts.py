@@ -34,9 +34,13 @@ def with_implementation(name):
     return wrap
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("checkpointing", ["kept", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+WAYS, FAMILIES = ("kept", "checkpoint", "reentrant"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "model_type, checkpointing, implementation",  # each pair of values
+    [(FAMILIES[i], WAYS[j], IMPLEMENTATIONS[(i + j) % 3]) for i in range(3) for j in range(3)],
+)
 def test_a_step(model_type, checkpointing, implementation):
     setting = ("eager" if model_type == "gpt_oss" else "sdpa", checkpointing, "fp32")
     want = step(model_of(setting, model_type, with_implementation(implementation)))
