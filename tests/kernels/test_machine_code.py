@@ -1,4 +1,4 @@
-"""What is promised of the machine code, on sm_90 and, slowly, on sm_80, sm_89 and sm_120; no GPU needed: kernels compiled for them."""
+"""What is promised of the machine code, compiled for sm_90 and, slowly, for sm_80, sm_89 and sm_120: no GPU needed."""
 
 import functools
 import json
