@@ -46,8 +46,10 @@ test-kernels: $(READY)
 test-trainer: $(READY)
 	$(PYTEST) tests/liger_trainer tests/project tests/deploy
 
-# What `make test` runs and what is marked slow: every architecture of transformers, every option of TRL's trainers.
-test-all: test-kernels
+# What `make test` runs and what is marked slow: every architecture of transformers, every option of TRL's trainers, the
+# machine code of other GPUs.
+test-all: $(READY)
+	TRITON_INTERPRET=$(if $(GPU),0,1) $(PYTEST) -m "" tests/kernels
 	$(PYTEST) -m "" tests/liger_trainer tests/project
 
 # What is in deploy/ and the integrations, with the tools of their engines, and two machines as network namespaces (as root).

@@ -1,10 +1,12 @@
 """Compiles kernels for GPUs that need not be there and prints what their code does to memory, as one line of JSON.
 
-A script of its own: under TRITON_INTERPRET=1, with which the tests run, nothing is compiled.
+`machine_code.py CAPABILITY`, such as 90: a script of its own, because under TRITON_INTERPRET=1, with which the tests
+run, nothing is compiled.
 """
 
 import json
 import re
+import sys
 
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
@@ -107,13 +109,7 @@ def accesses(case, capability):
 
 
 if __name__ == "__main__":
+    capability = int(sys.argv[1])
     eight_bits = {True: (90,), False: (89, 90, 120)}  # of fp32, and of bf16
-    print(
-        json.dumps(
-            {
-                f"{name} {sm}": accesses(case, sm)
-                for name, case in CASES.items()
-                for sm in (eight_bits["fp32" in name] if "float8" in name else (80, 90, 120))
-            }
-        )
-    )
+    wanted = {n: eight_bits["fp32" in n] if "float8" in n else (80, 90, 120) for n in CASES}
+    print(json.dumps({n: accesses(case, capability) for n, case in CASES.items() if capability in wanted[n]}))

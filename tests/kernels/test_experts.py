@@ -26,9 +26,9 @@ FORMS = {
 
 
 def inputs(
-    device, dtype, tokens=37, hidden=40, inner=24, experts=5, top_k=3, transposed=False, bias=False, rank=0, **_
+    device, dtype, tokens=23, hidden=40, inner=24, experts=5, top_k=3, transposed=False, bias=False, rank=0, **_
 ):
-    """With five experts, expert 1 gets no token."""
+    """With five experts, expert 1 gets no token, and some of the others more than a tile of the interpreter has."""
 
     def randn(*shape, scale=1.0):
         return (scale * torch.randn(*shape)).to(device, dtype).requires_grad_()
@@ -100,8 +100,7 @@ def test_unusual_ids(change, bias, device, check_close):
     [
         pytest.param({"tokens": 1, "experts": 3, "top_k": 3}, id="one-token-all-experts"),
         pytest.param({"tokens": 40, "experts": 1, "top_k": 1}, id="one-expert"),
-        pytest.param({"tokens": 9, "experts": 70, "top_k": 2, "hidden": 8, "inner": 8}, id="more-experts-than-pairs"),
-        pytest.param({"tokens": 6, "experts": 512, "top_k": 3, "hidden": 8, "inner": 8}, id="512-experts"),
+        pytest.param({"tokens": 6, "experts": 512, "top_k": 3, "hidden": 8, "inner": 8}, id="more-experts-than-pairs"),
     ],
 )
 def test_sizes(sizes, device, check_close):
@@ -300,7 +299,7 @@ def in_mxfp4(weight):
 @pytest.mark.parametrize("pack", [in_mxfp4, quantized_matrices], ids=["mxfp4", "float8"])
 def test_packed_weights(pack, rank, interleaved, device):
     """The same bits as with the matrices that they stand for, and nothing of their size is kept."""
-    ids, given = inputs(device, torch.float32, hidden=64, inner=32, bias=True, rank=rank)
+    ids, given = inputs(device, torch.float32, 7, hidden=64, inner=32, experts=3, top_k=2, bias=True, rank=rank)
     packed = [pack(given[2]), pack(given[3])]
     results, kept = [], []
     for w, v in ([t.unpack() for t in packed], packed):

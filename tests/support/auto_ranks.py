@@ -53,7 +53,7 @@ def run(mode, out):
                 callbacks = [At(4, lambda memory=memory: setattr(memory, "size", 400_000))]
         model = tiny_model("llama", num_hidden_layers=LAYERS)
         model.set_attn_implementation("sdpa")
-        trainer = build(f"{out}/{checkpointing}", checkpointing, memory, callbacks, model=model)
+        trainer = build(f"{out}/{checkpointing}", checkpointing, memory, callbacks, model=model, max_steps=8)
         losses, weights = train(trainer)
         saved[checkpointing], highest[checkpointing] = (losses, whole(weights)), memory.highest
     return {"runs": saved, "agreed": agreed, "chosen": trainer.checkpointing.to_dict(), "highest": highest}

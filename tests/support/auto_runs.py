@@ -53,7 +53,7 @@ def build(
     out, checkpointing, memory=None, callbacks=(), trainer_class=LigerTrainer, model=None, model_init=None, **options
 ):
     defaults = {
-        "max_steps": 8, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+        "max_steps": 6, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
         "logging_steps": 1, "save_strategy": "no", "seed": 11, "remove_unused_columns": False, "use_liger": False,
     }  # fmt: skip
     args = LigerTrainingArguments(

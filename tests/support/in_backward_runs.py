@@ -2,7 +2,7 @@
 
 from auto_runs import build, train
 
-OPTIONS = {"max_steps": 20, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "weight_decay": 0.1}
+OPTIONS = {"max_steps": 8, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "weight_decay": 0.1}
 
 
 def make(out, in_backward, checkpointing=False, **options):

@@ -64,6 +64,7 @@ DEEPSPEED = {
     "zero3": ZERO3,
     "zero3-experts": ZERO3,
     "zero3-varlen": ZERO3,
+    "zero3-more-varlen": ZERO3,
     "zero3-bf16": ZERO3 | {"bf16": {"enabled": "auto"}},
 }
 OF_MODE = {
@@ -72,8 +73,10 @@ OF_MODE = {
     **dict.fromkeys(("zero3", "fsdp2-bf16"), WITHOUT_EXPERTS),  # bf16: ours, beside stock in fp32
     "zero3-experts": ("trainer-experts", "trainer-experts-lora"),
     # With `varlen_attention`, and with other lengths on each rank.
-    "fsdp2-varlen": ("trainer", "trainer-images", "sft-checkpointing", "dpo", "grpo"),
-    "zero3-varlen": ("trainer", "sft-checkpointing", "dpo", "grpo"),
+    "fsdp2-varlen": ("trainer-images", "sft-checkpointing", "dpo"),
+    "fsdp2-more-varlen": ("trainer", "grpo"),
+    "zero3-varlen": ("sft-checkpointing", "dpo"),
+    "zero3-more-varlen": ("trainer", "grpo"),
     # DeepSpeed cannot cut trained parameters of two dtypes: a LoRA in fp32 and a saved head in bf16.
     "zero3-bf16": tuple(case for case in WITHOUT_EXPERTS if case != "trainer-lora-beside-the-head"),
 }

@@ -1,6 +1,7 @@
 """Two steps of `Trainer`, stock or ours, from one seed, and what they logged; an adapter and a loss for such a run."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -13,11 +14,10 @@ from liger_trainer import LigerTrainer, LigerTrainingArguments
 SPLITS = [(8, 1), (4, 2), (1, 8)]
 MODELS = ["llama", "qwen3", "gemma2", "granite"]
 LLAMA_AND_SLOWLY_QWEN3 = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
-OFTEN = [("llama", "full"), ("llama", "lora"), ("gemma2", "full")]
-MODELS_AND_KINDS = [  # what is not run often is slow
-    pytest.param(model_type, kind, marks=() if (model_type, kind) in OFTEN else pytest.mark.slow)
-    for model_type in MODELS
-    for kind in ("full", "lora")
+OFTEN = [("llama", "full", "plain"), ("llama", "lora", "checkpointing"), ("gemma2", "full", "plain")]
+CELLS = [  # what is not run often is slow
+    pytest.param(*cell, marks=() if cell in OFTEN else pytest.mark.slow)
+    for cell in itertools.product(MODELS, ("full", "lora"), ("plain", "checkpointing"))
 ]
 
 

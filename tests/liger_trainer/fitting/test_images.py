@@ -1,5 +1,7 @@
 """Steps with images on tensors without values, of tiny models, by the processors that transformers has for them."""
 
+import functools
+
 import pytest
 import torch
 from image_models import image_model
@@ -20,18 +22,27 @@ def kernels_are_proven_by_their_twins(monkeypatch):
     monkeypatch.setattr(_dispatch, "INTERPRET", False)
 
 
-def needed(model_type, sizes, checkpointing=False, loss=losses.of_labels, **options):
-    images = row_images(processor_of(model_type), sizes) if sizes else None
+@functools.cache
+def needed(model_type, *sizes, checkpointing=False, loss=losses.of_labels):
+    images = row_images(processor_of(model_type), list(sizes)) if sizes else None
     job = Job(
         Shape(image_model(model_type).config, torch.bfloat16), loss, torch.optim.AdamW, torch.bfloat16,
-        checkpointing={"use_reentrant": False}, images=images, **options,
+        checkpointing={"use_reentrant": False}, images=images,
     )  # fmt: skip
     return need(job, ROWS, LENGTH, checkpointing, PLENTY)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava_onevision", "internvl"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen2_5_vl",
+        "gemma3",
+        "internvl",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_vl", "llava_onevision")),
+    ],
+)
 def test_images_add_what_their_tower_keeps(model_type):
-    none, one, two = (needed(model_type, sizes) for sizes in ([], [(80, 60)], [(80, 60), (80, 60)]))
+    none, one, two = (needed(model_type, *[(80, 60)] * images) for images in range(3))
     assert (one.weights, one.gradients, one.states) == (none.weights, none.gradients, none.states)
     pixels = [
         ROWS * row_images(processor_of(model_type), number * [(80, 60)]).inputs["pixel_values"].nbytes
@@ -48,7 +59,8 @@ def test_what_the_layers_of_a_tower_keep():
     ((_, rows, columns),) = row_images(processor_of("qwen2_5_vl"), sizes).inputs["image_grid_thw"].tolist()
     one = ROWS * rows * columns * config.hidden_size * 2
     kept, recomputed = (
-        needed("qwen2_5_vl", sizes, way).micro_batch - needed("qwen2_5_vl", [], way).micro_batch
+        needed("qwen2_5_vl", *sizes, checkpointing=way).micro_batch
+        - needed("qwen2_5_vl", checkpointing=way).micro_batch
         for way in (False, True)
     )
     assert kept - recomputed > (config.depth - 1) * 10 * one
@@ -56,14 +68,14 @@ def test_what_the_layers_of_a_tower_keep():
 
 
 def test_auto_keeps_layers_of_towers():
-    found = needed("qwen2_5_vl", [(80, 60)], "auto")
+    found = needed("qwen2_5_vl", (80, 60), checkpointing="auto")
     assert found.chosen.kept == found.chosen.layers == 4
-    assert found.micro_batch == needed("qwen2_5_vl", [(80, 60)], False).micro_batch
+    assert found.micro_batch == needed("qwen2_5_vl", (80, 60)).micro_batch
 
 
 def test_pairs_have_the_images_twice():
     labels, pairs = (
-        needed("qwen3_vl", [(80, 60)], loss=loss).micro_batch - needed("qwen3_vl", [], loss=loss).micro_batch
+        needed("qwen3_vl", (80, 60), loss=loss).micro_batch - needed("qwen3_vl", loss=loss).micro_batch
         for loss in (losses.of_labels, losses.of_pairs)
     )
     assert pairs == pytest.approx(2 * labels, rel=0.2)
@@ -89,7 +101,7 @@ def test_sizes_that_depend_on_pixels_are_refused():
     except ImportError as error:  # of torchvision
         pytest.skip(str(error).strip().splitlines()[0])
     with pytest.raises(UnknownSizes, match="depends on the values of pixels"):
-        needed("idefics3", [(80, 60)])
+        needed("idefics3", (80, 60))
 
 
 def test_pixels_are_not_lost_in_tensors_of_numbers():

@@ -1,5 +1,7 @@
 """Steps on tensors without values, of a tiny model."""
 
+import functools
+
 import pytest
 import torch
 from architectures import small_config
@@ -14,7 +16,7 @@ from liger_trainer.memory.selective import LONG
 from liger_triton import _dispatch, linear_cross_entropy
 from liger_triton.sizes import computes_nothing, sizes_only
 
-LAYERS = 4
+LAYERS = 3
 PLENTY = 1 << 40
 
 
@@ -33,6 +35,12 @@ def job(loss=losses.of_labels, optimizer=torch.optim.AdamW, changes=None, dtype=
     return Job(Shape(config(**(changes or {})), dtype), loss, optimizer, **options)
 
 
+@functools.cache
+def plain(rows, length, checkpointing):
+    """What a step of `job()` needs."""
+    return need(job(), rows, length, checkpointing, PLENTY)
+
+
 def parameters(**changes):
     from transformers import AutoModelForCausalLM
 
@@ -49,12 +57,12 @@ def test_weights_gradients_and_states_are_those_of_the_model(tied):
 
 
 def test_checkpointing_keeps_the_inputs_of_layers_alone():
-    none, full = (need(job(), 4, 512, checkpointing, PLENTY) for checkpointing in (False, True))
+    none, full = plain(4, 512, False), plain(4, 512, True)
     assert none.micro_batch - full.micro_batch > (LAYERS - 2) * 5 * 4 * 512 * 256 * 2  # five inputs a layer, and more
 
 
 def test_auto_keeps_what_the_budget_allows():
-    none, full = (need(job(), 4, 512, checkpointing, PLENTY) for checkpointing in (False, True))
+    none, full = plain(4, 512, False), plain(4, 512, True)
     assert need(job(), 4, 512, "auto", PLENTY).chosen.kept == LAYERS
     budget = (full.peak + 0.6 * (none.peak - full.peak)) / 2**30
     found = need(job(budget=budget), 4, 512, "auto", PLENTY)
@@ -75,11 +83,11 @@ def test_auto_keeps_the_results_of_attention_of_long_rows(length, long):
 
 def test_the_same_peak_when_states_are_taken_from_another_size():
     first = need(job(), 2, 64, False, PLENTY)
-    assert need(job(), 4, 128, False, PLENTY, first).peak == need(job(), 4, 128, False, PLENTY).peak
+    assert need(job(), 4, 512, False, PLENTY, first).peak == plain(4, 512, False).peak
 
 
 def test_accumulation_holds_gradients_from_one_micro_batch_to_the_next():
-    once, twice = (need(job(accumulates=accumulates), 4, 512, False, PLENTY) for accumulates in (False, True))
+    once, twice = plain(4, 512, False), need(job(accumulates=True), 4, 512, False, PLENTY)
     assert once.micro_batch < twice.micro_batch <= once.micro_batch + once.gradients
 
 
@@ -159,9 +167,10 @@ def test_temporaries_of_an_optimizer_in_backward_are_of_one_weight():
 
 def test_auto_within_a_budget_that_all_gradients_would_exceed():
     fused = lambda weights: torch.optim.AdamW(weights, fused=True)  # noqa: E731
-    budget = sum(need(make(optimizer=fused), 2, 256, True, PLENTY).peak for make in (job, in_backward)) / 2
+    options = {"optimizer": fused, "changes": {"num_hidden_layers": 4}}
+    budget = sum(need(make(**options), 2, 256, True, PLENTY).peak for make in (job, in_backward)) / 2
     ordinary, freed = (
-        need(make(optimizer=fused, budget=budget / 2**30), 2, 256, "auto", PLENTY) for make in (job, in_backward)
+        need(make(budget=budget / 2**30, **options), 2, 256, "auto", PLENTY) for make in (job, in_backward)
     )
     assert freed.chosen.kept > 0 and freed.peak <= budget < ordinary.peak
 
@@ -198,14 +207,10 @@ def test_a_frozen_base_in_eight_bits(checkpointing, autocast):
 def test_a_frozen_base_in_eight_bits_is_sharded(autocast):
     """What a GPU holds of it is halved, and so is what it gathers."""
     shards = Sharding("fsdp2", 2, autocast, autocast and torch.float32)
-    found = {
-        on: [
-            need(with_adapters(on, autocast=autocast, sharding=way), 2, 64, True, PLENTY)
-            for way in (Sharding(), shards)
-        ]
-        for on in (True, False)
-    }
-    (one, two), (_, plain) = found[True], found[False]
+    one, two, plain = (
+        need(with_adapters(fp8, autocast=autocast, sharding=way), 2, 64, True, PLENTY)
+        for fp8, way in ((True, Sharding()), (True, shards), (False, shards))
+    )
     widened = two.gradients * 2 - one.gradients if autocast else 0  # accelerate trains in fp32
     assert two.weights == (one.weights + widened) // 2 and two.loaded == 0
     assert plain.peak - two.peak > plain.weights - two.weights > 0

@@ -25,21 +25,21 @@ def between(runs, share):
     return (runs[True][2] + share * (runs[False][2] - runs[True][2])) / GIB
 
 
-@pytest.mark.parametrize("share, patched", [(0.15, False), (0.3, False), (0.6, False), (0.3, True)])
+@pytest.mark.parametrize("share, patched", [(0.3, False), (0.6, False), (0.3, True)])
 def test_the_same_bits_within_the_budget(share, patched, runs, tmp_path, caplog):
     """Rows of uneven lengths, dropout, two micro-batches in a step."""
     options = {"use_liger": patched, "liger_config": {"rebuild_above_mib": 0} if patched else None}
     want = train(build(tmp_path / "none", False, **options)) if patched else runs[False]
     budget, carries = between(runs, share), Carries()
-    without = build(tmp_path / "without", "auto", CountedMemory(), memory_budget=budget, **options)
-    train(without)
     trainer = build(tmp_path, "auto", memory := memory_with(carries), memory_budget=budget, **options)
     assert same_bits(train(trainer), want)
     chosen = trainer.checkpointing
     assert memory.highest <= budget * GIB * 1.005
     assert 0 < carries.most <= carries.host.room
     assert chosen.most_on_host > 0
-    assert chosen.kept + chosen.on_host > without.checkpointing.kept or share < 0.2
+    without = build(tmp_path / "without", "auto", CountedMemory(), memory_budget=budget, **options)
+    train(without)
+    assert chosen.kept + chosen.on_host > without.checkpointing.kept
     assert f"{chosen.most_on_host} had them in the host's memory" in caplog.text
     assert carries.host.taken == 0, "it is given back at the end"
     report = json.loads(json.dumps(chosen.to_dict()))

@@ -68,11 +68,18 @@ def same(got, want):
     return len(got) == len(want) and all(x == y or (x != x and y != y) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("ours, stock", [(OurTrainer, StockTrainer), (OurSFTTrainer, StockSFTTrainer)])
-@pytest.mark.parametrize("logging_steps", [1, 3])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_the_filter_logs_what_the_stock_one_logs(ours, stock, logging_steps, accumulation, broken, tmp_path):
+PAIRS = {"Trainer": (OurTrainer, StockTrainer), "SFT": (OurSFTTrainer, StockSFTTrainer)}
+
+
+@pytest.mark.parametrize(
+    "name, logging_steps, accumulation, broken",
+    [
+        ("Trainer", 1, 1, math.nan), ("Trainer", 3, 1, math.inf), ("Trainer", 3, 2, -math.inf), ("SFT", 1, 2, math.inf),
+        ("SFT", 3, 2, math.nan),
+    ],
+)  # fmt: skip
+def test_the_filter_logs_what_the_stock_one_logs(name, logging_steps, accumulation, broken, tmp_path):
+    ours, stock = PAIRS[name]
     when = (0, 3, 4, 8, 9)
     runs = []
     for trainer_class in (stock, ours):
@@ -84,9 +91,9 @@ def test_the_filter_logs_what_the_stock_one_logs(ours, stock, logging_steps, acc
     assert same(got, want), f"{got} against {want}"
 
 
-@pytest.mark.parametrize("ours, stock", [(OurTrainer, StockTrainer), (OurSFTTrainer, StockSFTTrainer)])
-@pytest.mark.parametrize("setting", [True, False])
-def test_the_filter_as_set(ours, stock, setting, tmp_path):
+@pytest.mark.parametrize("name, setting", [("Trainer", True), ("Trainer", False), ("SFT", False)])
+def test_the_filter_as_set(name, setting, tmp_path):
+    ours, stock = PAIRS[name]
     runs = []
     for trainer_class in (stock, ours):
         trainer = build(trainer_class, tmp_path, logging_nan_inf_filter=setting)
@@ -97,9 +104,10 @@ def test_the_filter_as_set(ours, stock, setting, tmp_path):
     assert same(got, want), f"{got} against {want}"
 
 
-@pytest.mark.parametrize("ours, stock", [(OurTrainer, StockTrainer), (OurSFTTrainer, StockSFTTrainer)])
 @pytest.mark.parametrize("options", [{}, {"logging_nan_inf_filter": False}], ids=str)
-def test_evaluation_filters_as_in_stock(ours, stock, options, tmp_path):
+@pytest.mark.parametrize("name", PAIRS)
+def test_evaluation_filters_as_in_stock(name, options, tmp_path):
+    ours, stock = PAIRS[name]
     runs = []
     for trainer_class in (stock, ours):
         trainer = build(trainer_class, tmp_path, **options)

@@ -28,7 +28,7 @@ def test_a_compiled_model(adapter, called, tmp_path):
     for trainer_class in (Trainer, LigerTrainer):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = tiny_model("llama")
+        model = tiny_model("llama", num_hidden_layers=1)
         model = torch.compile(get_peft_model(model, lora()) if adapter else model, backend="eager")
         if called:
             batch = collate(ragged_rows(4))

@@ -47,8 +47,7 @@ def rows_of_calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("kind", PACKINGS)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name, kind", [*(("llama", kind) for kind in PACKINGS), ("gemma3_text", "bfd")])
 def test_sft_is_trl_s(kind, name, tmp_path, rows_of_calls):
     model = tiny_model(name)
     model.set_attn_implementation("sdpa")

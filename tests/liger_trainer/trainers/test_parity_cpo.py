@@ -39,9 +39,13 @@ def pair(model, tmp_path, **options):
 
 
 @pytest.mark.parametrize(
-    "model_type, kind, split", [("llama", "full", SPLITS[1]), ("qwen3", "lora", SPLITS[0])], ids=str
+    "loss_type, model_type, kind, split",
+    [
+        (loss_type, *(("llama", "full", SPLITS[1]), ("qwen3", "lora", SPLITS[0]))[i % 2])
+        for i, loss_type in enumerate(LOSS_TYPES)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_logged_number_of_every_step(loss_type, model_type, kind, split, tmp_path):
     model = tiny_model(model_type)
     if kind == "lora":
@@ -70,8 +74,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+USED = {  # by which loss types
+    "label-smoothing": ("sigmoid", "hinge"), "no-likelihood": ("simpo", "ipo"), "weights": LOSS_TYPES,
+    "alpha": ("alphapo", "sigmoid"), "checkpointing": ("sigmoid",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "loss_type, options",
+    [pytest.param(loss, OPTIONS[name], id=f"{loss}-{name}") for name, losses in USED.items() for loss in losses],
+)
 def test_losses_gradients_and_metrics(loss_type, options, tmp_path):
     ours, stock = pair(tiny_model("qwen3"), tmp_path, loss_type=loss_type, **options)
     batch = batch_of(stock)

@@ -69,11 +69,10 @@ def test_every_option_is_covered():
 
 
 @pytest.mark.parametrize(
-    "model_type, kind, split",
-    [("llama", "full", (4, 1)), ("qwen3", "lora", (1, 4))],
-    ids=["llama-4x1", "qwen3-lora-1x4"],
+    "loss_type, model_type, kind, split",
+    [(loss_type, *(("llama", "full", (4, 1)), ("qwen3", "lora", (1, 4)))[i % 2]) for i, loss_type in enumerate(LOSSES)],
+    ids=str,
 )
-@pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss(loss_type, model_type, kind, split, tmp_path):
     """Two updates from one batch of completions: in the second the policy is no longer the one that wrote them."""
     options = {"loss_type": loss_type, "num_iterations": 2, "max_steps": 2, "epsilon": 0.05, "epsilon_high": 0.1}
@@ -85,8 +84,7 @@ def test_every_loss(loss_type, model_type, kind, split, tmp_path):
     assert clipped is None or logs[1][clipped] > 0
 
 
-@pytest.mark.parametrize("split", [(4, 1), (1, 4)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, split", [("full", (4, 1)), ("lora", (1, 4))], ids=str)
 @pytest.mark.parametrize("model_type", LLAMA_AND_SLOWLY_QWEN3)
 def test_every_split_with_a_reference(model_type, kind, split, tmp_path):
     model = with_reference(tiny_model(model_type), tmp_path)

@@ -53,13 +53,13 @@ def test_every_option_is_covered():
 
 
 @pytest.mark.parametrize(
-    "model_type, kind, whole",
+    "loss_type, model_type, kind, whole",
     [
-        ("llama", "full", True), ("llama", "lora", True), ("qwen3", "full", True), ("qwen3", "lora", True),
-        ("llama", "full", False), ("qwen3", "lora", False),
+        cell
+        for loss_type, models in zip(LOSSES, (("llama", "qwen3"), ("qwen3", "llama")), strict=True)
+        for cell in ((loss_type, models[0], "full", True), (loss_type, models[1], "lora", False))
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("loss_type", LOSSES)
+)
 def test_every_loss(loss_type, model_type, kind, whole, tmp_path):
     """Four rows a step, `whole` or split; the KL estimate of "kto" needs two in a micro-batch (TRL refuses one)."""
     split = (4, 1) if whole else (2, 2) if loss_type == "kto" else (1, 4)

@@ -13,13 +13,11 @@ MODEL_TYPES = {
     "opt": {}, "phi": {}, "phi3": {}, "phimoe": {}, "qwen2": {}, "qwen2_moe": {}, "qwen3": {}, "qwen3_moe": {},
     "qwen3_next": {}, "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": {},
 }  # fmt: skip
-QUICK = ("gemma2",)
 CAPPED = ("gemma2", "vaultgemma")
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODEL_TYPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_nothing_is_found_in_models_as_they_are(model_type):
     capped = {"attn_implementation": "eager"} if model_type in CAPPED else {}  # transformers 5.17 would take SDPA
     assert failed("SFT", model_type, config=MODEL_TYPES[model_type], model_init=capped) == {}
