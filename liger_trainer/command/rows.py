@@ -97,8 +97,18 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
+def _with_one_kind_of_text(rows):
+    """The rows with `string` in place of `large_string`, which pandas writes and `datasets` does not join with it."""
+    from datasets import Features, Value
+
+    large = [name for name, kind in rows.features.items() if getattr(kind, "dtype", None) == "large_string"]
+    return rows.cast(Features(rows.features | dict.fromkeys(large, Value("string")))) if large else rows
+
+
 def _with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...]):
     """The parts with the columns that all of them have. RecipeError if another one may be read in training."""
+    if len(parts) > 1:
+        parts = [_with_one_kind_of_text(part) for part in parts]
     shared = set.intersection(*(set(part.column_names) for part in parts))
     read = {*_READ, *(column for needed in columns for column in needed)}
     # Token ids come with columns of masks and labels, and rewards of what is written for a prompt read any column.
@@ -152,6 +162,8 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
         rows = _load(str(path or name), args.dataset_config, split)
     except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
         reason = _broken_json(path) or " ".join(str(error.__cause__ or error).split())
+        if path is None:
+            reason += f" No file or folder has this name, here nor in {folder.absolute()}."
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
@@ -202,7 +214,7 @@ def _broken_json(path: str | os.PathLike | None) -> str | None:
         for number, part in enumerate([file.read()] if whole else file, 1):
             try:
                 if part.strip():
-                    json.loads(part.rstrip())
+                    json.loads(part.decode("utf-8-sig").rstrip())
             except ValueError as error:
                 if whole:
                     return f"{error}."

@@ -28,6 +28,7 @@ WITHOUT_EFFECT = {
     "save_strategy": ({"save_strategy": "best"}, "eval_strategy: steps"),
     "liger_config": ({"liger_config": {"experts": False}, "use_liger": False}, "use_liger: true"),
     "num_train_epochs": ({"num_train_epochs": 2}, "max_steps 4"),
+    "dataset_stopping_strategy": ({"dataset_stopping_strategy": "all_exhausted"}, "dataset_weights"),
 }
 
 
@@ -76,6 +77,7 @@ OUT_OF_RANGE = {
     "per_device_eval_batch_size": -1,
     "gradient_accumulation_steps": 0,
     "max_steps": 0,
+    "learning_rate": 0.0,
     "num_train_epochs": 0.0,
     "save_total_limit": 0,
     "logging_steps": 0,
@@ -105,10 +107,11 @@ def test_a_negative_beta_would_train_towards_what_is_rejected(trainer, tmp_path,
     path = write_recipe(tmp_path, trainer=trainer, prompt_template=None, beta=-0.1)
     code, _, err = command(capsys, "train", path, "--dry_run")
     assert code == 2 and "beta is -0.1; expected a number of 0 or more" in err
+    code, _, err = command(capsys, "train", path, "--beta", "0", "--dry_run")
+    assert code == 2 and ("beta is 0, with which no preference is learned" in err) == (trainer in ("dpo", "kto"))
 
 
 LIBRARIES_SAY = {
-    "learning_rate": (-1.0, "Invalid learning rate: -1.0"),
     "adam_beta2": (1.0, "Invalid beta parameter at index 1: 1.0"),
     "lr_scheduler_kwargs": ({"foo": 1}, "unexpected keyword argument 'foo'"),
     "optim": ("galore_adamw", "You need to install `galore_torch`"),

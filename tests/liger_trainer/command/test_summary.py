@@ -45,6 +45,14 @@ def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
     assert str(folder) not in card.replace(f'model="{folder}', "")
 
 
+def test_a_run_that_ends_in_nan_says_so(folder, capsys):
+    """The losses that transformers logs then are 0."""
+    code, out, err = command(capsys, "train", write_recipe(folder, adam_epsilon=0.0, weight_decay=0.0))
+    assert code == 0, err
+    assert "\n  warning  the last gradient norm is NaN" in out
+    assert "warning" not in command(capsys, "train", write_recipe(folder, output_dir=str(folder / "other")))[1]
+
+
 def test_completions_that_no_function_judges(folder, capsys):
     """TRL logs None for the reward of such a step."""
     (folder / "prompts.jsonl").write_text('{"prompt": "w3 w4 "}\n' * 12)
