@@ -245,7 +245,7 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
         return logits
 
     run = functools.partial(masks.run_without_masks, call) if torch.compiler.is_compiling() else call.run
-    if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+    if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback():
         # The functions that would get a stand-in are compiled one by one, and cannot be.
         reason: str | None = "torch.compile has not compiled its call as a whole"
         torch.compiler.disable(report_unfused)(call.model, reason)

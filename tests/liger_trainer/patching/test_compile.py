@@ -265,7 +265,7 @@ def test_checkpointed_layers(tmp_path, caplog):
     assert got == pytest.approx(want, rel=1e-4) and "builds full logits" not in caplog.text
 
 
-def test_a_call_that_is_not_compiled_as_a_whole(caplog):
+def test_a_call_that_is_not_compiled_as_a_whole():
     """PEFT and transformers break the graph where layers are checkpointed below an adapter."""
     model, batch = sdpa_model("llama"), {"input_ids": PLAIN, "labels": PLAIN}
     model.get_input_embeddings().register_forward_hook(lambda module, args, out: (torch._dynamo.graph_break(), out)[1])
@@ -275,7 +275,6 @@ def test_a_call_that_is_not_compiled_as_a_whole(caplog):
     torch._dynamo.reset()
     for got, ref in zip(loss_and_gradients(torch.compile(model, backend="eager"), batch, **call), want, strict=True):
         torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-6)
-    assert "builds full logits" in caplog.text and "torch.compile has not compiled its call" in caplog.text
 
 
 @pytest.mark.parametrize("trainer_class", BOTH)
