@@ -264,6 +264,7 @@ def test_messages_without_assistant_only_loss_learn_all_and_the_summary_says_so(
     (folder / "model" / "chat_template.jinja").write_text(PLAIN)
     code, out, err = command(capsys, "train", recipe(folder, assistant_only_loss=False))
     assert code == 0 and "rows     8 used of 8; 94% of the tokens learned\n" in out, out + err
+    assert "## Quick start" in (folder / "out" / "README.md").read_text()
 
 
 @EXACT

@@ -36,6 +36,7 @@ def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
     assert f"\n  {line:8} {logged[0]:.3f} -> {logged[-1]:.3f}\n" in out, out
     card = (folder / "out" / "README.md").read_text()
     assert "fine-tuned version of `model`." in card and "None" not in card
+    assert "Quick start" not in card, "it would ask with a chat template, and the model has none"
     assert re.search(rf"^- Loss: {loss}, 4 steps, from [\d.e-]+ to [\d.e-]+$", card, re.M), card
     assert re.search(rf"^- Data: `{keys.get('dataset_name', 'rows.jsonl')}` \(12 rows, crc32 ", card, re.M)
     assert re.search(r"^- liger_trainer \d", card, re.M) and "huggingface.co/datasets" not in card
