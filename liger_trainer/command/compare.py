@@ -154,6 +154,8 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
                 self.losses.append(float(logs["loss"]))
                 self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's, which leaves out padding
 
+    if arm == _LIGER and not torch.accelerator.is_available():
+        raise RecipeError("liger-kernel has kernels for GPUs alone.")
     trainer_class = getattr(liger_trainer, recipe.entry.trainer)
     sources, clock = find_sources(recipe)._replace(eval_rows=None), Clock()
     left_out: list[str] = []

@@ -163,7 +163,7 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
     except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
         reason = _broken_json(path) or " ".join(str(error.__cause__ or error).split())
         if path is None:
-            reason += f" No file or folder has this name, here nor in {folder.absolute()}."
+            reason = f"{reason.rstrip('.')}. No file or folder has this name, here nor in {folder.absolute()}."
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")

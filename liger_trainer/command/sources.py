@@ -102,7 +102,7 @@ def _check_columns_of(name: str, reward: Callable, columns: list[str]) -> None:
     if missing := [column for column in needed if column not in from_trl.union(columns)]:
         raise RecipeError(
             f"reward_funcs has {name!r}, which reads the column {missing[0]}, and the rows have {', '.join(columns)}. "
-            f"Say which it is in columns, such as {{{missing[0]}: {columns[-1]}}}, or add it."
+            f"Say which it is in columns, such as {{{missing[0]}: answer}}, or add it."
         )
 
 

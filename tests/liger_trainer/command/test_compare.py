@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from checkout import ROOT
 from matplotlib.colors import to_hex
 from recipe_fixtures import SAVING, command, write_recipe
@@ -134,6 +135,12 @@ def test_an_arm_has_the_color_that_it_has_in_the_docs(monkeypatch):
 def test_medusa_has_no_stock_trainer(folder, capsys):
     path = write_recipe(folder, trainer="medusa")
     assert arm(capsys, path, "stock") == {"error": "No stock trainer trains Medusa heads."}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="liger-kernel runs here")
+def test_liger_kernel_needs_a_gpu(folder, capsys):
+    said = {"error": "liger-kernel has kernels for GPUs alone."}
+    assert arm(capsys, write_recipe(folder), "stock + Liger") == said
 
 
 @pytest.mark.parametrize("words", [("--steps", "0"), ("--steps", "1"), ("--json",), ("--chart",), ("--max_stepz", "3")])

@@ -9,6 +9,7 @@ import torch
 import yaml
 from recipe_fixtures import command, losses, write_recipe, write_rows
 from tiny_models import tiny_model, tiny_tokenizer
+from transformers import BertConfig, BertForSequenceClassification
 
 from liger_trainer.command.recipe import parse_recipe, recipe_names
 
@@ -278,6 +279,13 @@ def test_a_model_folder_that_is_not_whole(missing, folder, capsys):
         path.unlink()
     code, _, err = command(capsys, "train", write_recipe(folder))
     assert code == 2 and MISSING[missing] in err and str(folder / "model") in err and "Traceback" not in err
+
+
+def test_a_model_that_writes_no_text(folder, capsys):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertForSequenceClassification(BertConfig(vocab_size=131, **sizes)).save_pretrained(folder / "model")
+    code, _, err = command(capsys, "train", write_recipe(folder))
+    assert code == 2 and "a BertForSequenceClassification, which is no language model" in err
 
 
 def test_one_target_module(folder, capsys):
