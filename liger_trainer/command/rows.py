@@ -183,7 +183,9 @@ def _load(source: str, config: str | None, split: str):
     from datasets.exceptions import DatasetGenerationError
 
     if not os.path.isfile(source):
-        return load_dataset(source, config, split=split)
+        rows = load_dataset(source, config, split=split)
+        _check_kinds(Path(source), rows.info.builder_name)
+        return rows
     size, builder = os.path.getsize(source), _FILE_BUILDERS.get(Path(source).suffix)
     if builder is None:
         raise RecipeError(f"expected a file whose name ends in one of {', '.join(_FILE_BUILDERS)}.")
@@ -201,6 +203,15 @@ def _load(source: str, config: str | None, split: str):
     elif builder == "text":
         rows = rows.filter(lambda row: row["text"].strip(), desc="Leaving out empty lines")
     return rows
+
+
+def _check_kinds(folder: Path, builder: str) -> None:
+    """RecipeError if a folder has files of other kinds than the one that `datasets` has read from it."""
+    about = ("dataset_infos.json", "dataset_dict.json", "state.json")
+    kinds = {path: _FILE_BUILDERS.get(path.suffix) for path in folder.rglob("*") if path.name not in about}
+    unread = sorted(path for path, kind in kinds.items() if kind not in (None, builder))
+    if unread and builder in _FILE_BUILDERS.values():
+        raise RecipeError(f"{unread[0]} is of another kind than the files that were read. List the files by name.")
 
 
 def _broken_json(path: str | os.PathLike | None) -> str | None:
