@@ -97,6 +97,8 @@ def test_named_templates_are_the_public_formats():
     for messages in ([USER, CALL, answer, answer, CALL | {"content": "w8"}, answer, ANSWER], [SYSTEM, USER, CALL]):
         expected = render(theirs("qwen3_instruct_2507"), messages, tools=TOOLS)
         assert render(ours("qwen"), messages, tools=TOOLS) == expected
+    missing = {key: value for key, value in CALL.items() if key != "content"}  # TRL drops what is None
+    assert render(ours("qwen"), [USER, missing]) == render(ours("qwen"), [USER, CALL])
     text, _ = render(ours("mistral"), [SYSTEM, *CONVERSATION])
     assert text == "<s>[INST] w3\n\nw4 w5 [/INST] w6</s>[INST] w7 [/INST] w8 w9</s>"
 

@@ -47,6 +47,8 @@ def test_found_by_name_or_dotted_path():
 def test_last_turn():
     turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     assert last_turn_row({"messages": turns, "label": True}) == {"prompt": turns[:2], "completion": turns[2:]}
+    called = [turns[1], {"role": "assistant", "content": None, "tool_calls": [{}]}, turns[2]]
+    assert last_turn_row({"messages": called})["prompt"] == called[:2]
     for messages in (turns[:2], turns[2:], "text", None, [{"from": "human", "value": "x"}] * 2):
         with pytest.raises(RecipeError, match="Row 7 of the dataset has messages.*expected two or more turns"):
             last_turn_row({"messages": messages}, 7)
