@@ -27,7 +27,7 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("bnb_4bit_* use_bnb_nested_quant", "load_in_4bit", "load_in_4bit: true", _on),
     ("save_steps", "save_strategy", "save_strategy: steps", lambda strategy: strategy == "steps"),
     ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _on),
-    ("eval_steps load_best_model_at_end", "eval_strategy", "eval_strategy: steps or epoch", _on),
+    ("eval_steps load_best_model_at_end eval_on_start do_eval", "eval_strategy", "eval_strategy: steps or epoch", _on),
     (" ".join(_EVAL_ROWS), "eval_strategy", "eval_strategy: steps or epoch", _on),
     ("dataset_stopping_strategy", "dataset_weights", "dataset_weights (each data set is used to its end)", _on),
     ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _on),
@@ -95,6 +95,9 @@ def settle(
         raise RecipeError("save_strategy is 'best', which saves nothing without eval_strategy: steps or epoch.")
     if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":
         raise RecipeError("packing_strategy is 'wrapped', which lets rows see each other. Set packing_strategy: bfd.")
+    for key, only in (("do_train", True), ("do_predict", False)):
+        if key in chosen and value(key) is not only:
+            raise RecipeError(f"{key} is {value(key)}, which has no effect: the command trains. Remove it.")
     if value("enable_jit_checkpoint"):
         raise RecipeError("enable_jit_checkpoint is true. Remove it: at SIGTERM a run saves all its processes anyway.")
     for key, mend in NOT_ON_EXPERTS.items():

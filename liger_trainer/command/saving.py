@@ -163,6 +163,10 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
     keeper, beginning = trainer.keeper, trainer.keeper.beginning
     try:
         trainer.train(resume_from_checkpoint=beginning.checkpoint)
+        if trainer.state.global_step == 0:
+            raise RecipeError(
+                "No step was trained, since the rows do not fill a batch: set dataloader_drop_last: false."
+            )
         keeper.wait(trainer)
         _save_model(trainer)
     except Terminated:

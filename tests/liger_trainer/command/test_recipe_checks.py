@@ -24,6 +24,8 @@ WITHOUT_EFFECT = {
     "save_total_limit": ({"save_total_limit": 2}, "save_strategy: steps or epoch"),
     "eval_steps": ({"eval_steps": 2}, "eval_strategy: steps or epoch"),
     "load_best_model_at_end": ({"load_best_model_at_end": True}, "eval_strategy: steps or epoch"),
+    "eval_on_start": ({"eval_on_start": True}, "eval_strategy: steps or epoch"),
+    "do_train": ({"do_train": False}, "the command trains"),
     "memory_budget": ({"memory_budget": 70}, "activation_checkpointing: auto"),
     "eval_fraction": ({"eval_fraction": 0.25}, "eval_strategy: steps or epoch"),
     "save_strategy": ({"save_strategy": "best"}, "eval_strategy: steps"),
@@ -306,6 +308,13 @@ def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     _, _, err = command(capsys, "train", write_recipe(folder, bf16=True, use_cpu=True), "--dry_run")
     assert "mixed_precision" not in err
+
+
+def test_rows_that_do_not_fill_a_batch(folder, capsys):
+    keys = {"max_rows": 1, "per_device_train_batch_size": 2, "dataloader_drop_last": True}
+    code, _, err = command(capsys, "train", write_recipe(folder, **keys))
+    assert code == 2 and "No step was trained, since the rows do not fill a batch" in err
+    assert not (folder / "out" / "model.safetensors").exists()
 
 
 def test_a_run_too_short_to_log_a_loss(folder, capsys):
