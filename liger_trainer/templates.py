@@ -142,9 +142,8 @@ def last_turn_row(row: dict, index: int = 0) -> dict[str, list[dict[str, str]]]:
             assistant's.
     """
     messages = row["messages"]
-    well_formed = isinstance(messages, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("content"), str) and turn.get("role") for turn in messages
-    )
+    # The content of a turn, in whose place there may be calls of tools, is checked as that of any row.
+    well_formed = isinstance(messages, list) and all(isinstance(turn, dict) and turn.get("role") for turn in messages)
     if not well_formed or len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise RecipeError(
             f"Row {index} of the dataset has messages {short(messages)}; expected two or more turns of role and "

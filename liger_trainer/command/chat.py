@@ -41,7 +41,11 @@ def add_chat_command(commands: Any) -> None:
 def _chat(args: Any) -> None:
     if lost := [name for name in args.images if not os.path.isfile(name)]:
         raise RecipeError(f"--images names {lost[0]!r}, and there is no such file.")
-    model, reader, is_adapter = _load(args)
+    is_adapter = os.path.isfile(os.path.join(args.model, "adapter_config.json"))
+    for option, given in (("--base", args.base), ("--model", args.base_model)):
+        if given and not is_adapter:
+            raise RecipeError(f"{option} is about the base of an adapter, and {args.model!r} is none. Remove it.")
+    model, reader = _load(args, is_adapter)
     template = args.prompt_template or ("chat" if reader.chat_template else "none")
     if template == "chat" and not reader.chat_template:
         raise RecipeError(f"The tokenizer of {args.model!r} has no chat template. Pass --prompt_template none.")
@@ -49,8 +53,6 @@ def _chat(args: Any) -> None:
         raise RecipeError(
             f"--system needs a chat template, and lines reach the model by prompt_template {template}. Remove it."
         )
-    if args.base and not is_adapter:
-        raise RecipeError(f"--base shows the base of an adapter, and {args.model!r} is a whole model.")
     if args.images and (template != "chat" or not hasattr(reader, "image_processor")):
         raise RecipeError(f"--images needs a model of images with a chat template; {args.model!r} is none. Remove it.")
     start = [{"role": "system", "content": args.system}] if args.system else []
@@ -87,17 +89,17 @@ def _chat(args: Any) -> None:
         history.append({"role": "assistant", "content": _answer(model, reader, prompt, args)})
 
 
-def _load(args: Any) -> tuple[Any, Any, bool]:
-    """The model, its tokenizer or its processor of images, and whether it is an adapter on its base."""
-    if not os.path.isfile(os.path.join(args.model, "adapter_config.json")):
-        return *load_to_answer(args.model, args, shows_images=True), False
+def _load(args: Any, is_adapter: bool) -> tuple[Any, Any]:
+    """The model, an adapter on its base if it is one, and its tokenizer or its processor of images."""
+    if not is_adapter:
+        return load_to_answer(args.model, args, shows_images=True)
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(args.model)
     base = args.base_model or find_base(config.base_model_name_or_path, args.model)
     model, reader = load_to_answer(base, args, gets_adapter=True, shows_images=True, revision=config.revision)
     model = with_adapter(model, args.model).eval()
-    return model, tokenizer_of(args.model, args.trust_remote_code) or reader, True
+    return model, tokenizer_of(args.model, args.trust_remote_code) or reader
 
 
 def _read(reader: Any, prompt: Any) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ _STOCK, _LIGER, _OURS = "stock", "stock + Liger", "ours"
 _ALONE = {  # what a run does besides training, or writes
     "save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": "false", "report_to": "none",
     "push_to_hub": "false", "logging_strategy": "steps", "logging_steps": "1", "disable_tqdm": "true",
+    "logging_nan_inf_filter": "false",
 }  # fmt: skip
 _ROW = "{:14} {:>15} {:>9} {:>9} {:>9} {:>11} {:>10}"
 
@@ -49,7 +51,11 @@ def _compare(args: argparse.Namespace) -> int:
     if "arm" in given:
         Path(given["json"]).write_text(json.dumps(_run_arm(args.recipe, words, given["arm"], steps)))
         return 0
+    if steps < 2:
+        raise RecipeError(f"--steps is {steps}; expected 2 or more, since the first step is not timed.")
     for option in ("json", "chart"):
+        if option in given and Path(given[option]).is_dir():
+            raise RecipeError(f"--{option} is {given[option]!r}, a folder; expected a file to write.")
         if option in given and not Path(given[option]).name:
             raise RecipeError(f"--{option} has no value; expected a file to write.")
         if option in given and not (folder := Path(given[option]).absolute().parent).is_dir():
@@ -148,6 +154,8 @@ def _train(recipe: Recipe, arm: str, steps: int) -> dict[str, Any]:
                 self.losses.append(float(logs["loss"]))
                 self.tokens += [logs["num_tokens"]] if "num_tokens" in logs else []  # TRL's, which leaves out padding
 
+    if arm == _LIGER and not torch.accelerator.is_available():
+        raise RecipeError("liger-kernel has kernels for GPUs alone.")
     trainer_class = getattr(liger_trainer, recipe.entry.trainer)
     left_out: list[str] = []
     if arm != _OURS:
@@ -199,9 +207,14 @@ def _note_losses(arms: list[dict[str, Any]]) -> None:
     want: list[float] = next((arm["losses"] for arm in arms if arm["arm"] == _STOCK and "losses" in arm), [])
     for arm in arms:
         first, later = (0.01, 0.05) if arm.get("in_16_bits") else (0.001, 0.01)
-        for step, (got, loss) in enumerate(zip(arm.get("losses", ()), want, strict=False), 1):
-            if not abs(got - loss) <= (first if step == 1 else later) * max(map(abs, want)):
-                arm["note"] = f"loss {got:.4f} at step {step}, where the stock trainer has {loss:.4f}"
+        for step, got in enumerate(arm.get("losses", ()), 1):
+            if not math.isfinite(got):
+                arm["note"] = f"has the loss {got} at step {step}"
+                break
+            loss = want[step - 1] if step <= len(want) else got
+            if not abs(got - loss) <= (first if step == 1 else later) * max(map(abs, want), default=0.0):
+                stock = f"{loss:.4f}, which is the stock trainer's"
+                arm["note"] = f"differs by more than rounding: loss {got:.4f} at step {step}, and not {stock}"
                 break
 
 
@@ -228,7 +241,7 @@ def _table(result: dict[str, Any]) -> str:
             *(f"{arm['losses'][at]:.4f}" if arm["losses"] else "" for at in (0, -1)),
         ))  # fmt: skip
     lines += ["", f"Useful tokens are those that are not padding; the peak is that of {memory}."]
-    lines += [f"{arm['arm']} differs by more than rounding: {arm['note']}." for arm in ran if "note" in arm]
+    lines += [f"{arm['arm']} {arm['note']}." for arm in ran if "note" in arm]
     if left_out := next((arm["left_out"] for arm in ran if arm["left_out"]), None):
         lines.append(f"The stock trainer has no {', '.join(left_out)}, and trained without.")
     return "\n".join(lines)

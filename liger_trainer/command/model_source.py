@@ -119,8 +119,8 @@ def find_model(name: str | None, gguf_file: str | None = None, **options) -> Mod
     if os.path.isfile(path):
         folder, file = os.path.split(path)
         raise RecipeError(
-            f"model_name_or_path is {name!r}, a file; expected {folder or '.'}, and for a GGUF file model_init_kwargs: "
-            f"{{gguf_file: {file}}}."
+            f"model_name_or_path is {name!r}, a file; expected its folder, {folder or '.'}, and for a GGUF file "
+            f"model_init_kwargs: {{gguf_file: {file}}}."
         )
     is_path = path.startswith((".", os.sep)) or path.count("/") > 1 or path.endswith(".gguf")  # no name on the Hub
     if is_path and not os.path.isdir(path):

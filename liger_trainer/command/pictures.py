@@ -1,6 +1,7 @@
 """Pictures of a run's logs and of a comparison, drawn where matplotlib is installed."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ _PANELS = (
     ("accuracy", ("rewards/accuracies",)),
 )
 _COLORS = ("#d55e00", "#0072b2", "#555555")  # of Okabe and Ito, which every kind of colour blindness tells apart
+_ARMS = {"stock": "#555555", "stock + Liger": "#0072b2", "ours": "#d55e00"}  # as in the figures of the docs
 _STYLES = ("-", "--", ":")  # equal lines lie on each other
 
 
@@ -50,11 +52,12 @@ def draw_comparison(arms: list[dict[str, Any]], where: str, path: str) -> None:
     for axis, key, title in ((axes[0], "tokens_per_s", "useful tokens/s"), (axes[1], "peak_gib", "peak memory, GiB")):
         if not any(arm.get(key) for arm in ran):  # the trainer counts no tokens
             key, title = "step_s", "seconds a step"
-        for color, arm in zip(_COLORS, ran, strict=False):
-            bar = axis.bar(arm["arm"], arm[key] or 0, color=color)
+        for arm in ran:
+            bar = axis.bar(arm["arm"], arm[key] or 0, color=_ARMS[arm["arm"]])
             axis.bar_label(bar, fmt="{:,.4g}", fontsize=8)
         axis.set_title(title, loc="left", fontsize=9)
-    _draw_lines(axes[2], "loss", {arm["arm"]: list(enumerate(arm["losses"], 1)) for arm in ran})
+    losses = {arm["arm"]: list(enumerate(arm["losses"], 1)) for arm in ran}
+    _draw_lines(axes[2], "loss", losses, [_ARMS[name] for name in losses])
     figure.suptitle(where, fontsize=9)
     figure.savefig(path, dpi=110)
 
@@ -70,8 +73,10 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _draw_lines(axis: Any, title: str, lines: dict[str, list[tuple[int, float]]]) -> None:
-    for color, style, (label, line) in zip(_COLORS, _STYLES, lines.items(), strict=False):
+def _draw_lines(
+    axis: Any, title: str, lines: dict[str, list[tuple[int, float]]], colors: Sequence[str] = _COLORS
+) -> None:
+    for color, style, (label, line) in zip(colors, _STYLES, lines.items(), strict=False):
         marker = "o" if len(line) < 20 else None
         axis.plot(*zip(*line, strict=True), color=color, linestyle=style, label=label, marker=marker, markersize=3)
     axis.set_title(title, loc="left", fontsize=9)

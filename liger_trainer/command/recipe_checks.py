@@ -27,8 +27,9 @@ _SWITCHES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     ("bnb_4bit_* use_bnb_nested_quant", "load_in_4bit", "load_in_4bit: true", _on),
     ("save_steps", "save_strategy", "save_strategy: steps", lambda strategy: strategy == "steps"),
     ("save_total_limit save_only_model", "save_strategy", "save_strategy: steps or epoch", _on),
-    ("eval_steps load_best_model_at_end", "eval_strategy", "eval_strategy: steps or epoch", _on),
+    ("eval_steps load_best_model_at_end eval_on_start do_eval", "eval_strategy", "eval_strategy: steps or epoch", _on),
     (" ".join(_EVAL_ROWS), "eval_strategy", "eval_strategy: steps or epoch", _on),
+    ("dataset_stopping_strategy", "dataset_weights", "dataset_weights (each data set is used to its end)", _on),
     ("early_stopping_patience", "load_best_model_at_end", "load_best_model_at_end: true", _on),
     ("memory_budget host_memory_budget", "activation_checkpointing", "activation_checkpointing: auto",
      lambda value: value == "auto"),
@@ -46,7 +47,7 @@ _RANGES = (
      "save_total_limit max_length max_completion_length lora_r lora_alpha"),
     ("of 0 or more", 0, math.inf, "weight_decay max_grad_norm warmup_steps dataloader_num_workers neftune_noise_alpha "
      "beta desirable_weight undesirable_weight cpo_alpha"),
-    ("above 0", 1e-12, math.inf, "num_train_epochs logging_steps eval_steps save_steps temperature"),
+    ("above 0", 1e-12, math.inf, "learning_rate num_train_epochs logging_steps eval_steps save_steps temperature"),
     ("from 0 to 1", 0, 1, "label_smoothing_factor lora_dropout"),
 )  # fmt: skip
 
@@ -94,6 +95,9 @@ def settle(
         raise RecipeError("save_strategy is 'best', which saves nothing without eval_strategy: steps or epoch.")
     if (value("packing") or value("eval_packing")) and value("packing_strategy") == "wrapped":
         raise RecipeError("packing_strategy is 'wrapped', which lets rows see each other. Set packing_strategy: bfd.")
+    for key, only in (("do_train", True), ("do_predict", False)):
+        if key in chosen and value(key) is not only:
+            raise RecipeError(f"{key} is {value(key)}, which has no effect: the command trains. Remove it.")
     if value("enable_jit_checkpoint"):
         raise RecipeError("enable_jit_checkpoint is true. Remove it: at SIGTERM a run saves all its processes anyway.")
     for key, mend in NOT_ON_EXPERTS.items():
@@ -101,6 +105,8 @@ def settle(
             raise RecipeError(
                 f"{key} is {value(key)}, which PEFT refuses with lora_target_parameters. Set {key}: {mend}."
             )
+    if value("beta") == 0 and entry.trainer in ("LigerDPOTrainer", "LigerKTOTrainer"):
+        raise RecipeError("beta is 0, with which no preference is learned. Set a number above 0.")
     if bool(value("reward_funcs")) != entry.rewards:
         with_rewards = ", ".join(name for name, other in TRAINERS.items() if other.rewards)
         raise RecipeError(f"reward_funcs is {value('reward_funcs')!r}; expected a list for {with_rewards} alone.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from liger_trainer.command.launch import say
 from liger_trainer.errors import RecipeError, short
 
 # What a column may hold, in words.
@@ -25,7 +26,8 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
     if "chosen" in needed and "prompt" in rows.column_names:
         needed = ("prompt", *needed)
     kinds: dict[str, str] = {}
-    index = same = 0
+    index = same = silent = 0
+    answer = next((name for name in ("completion", "chosen", "messages") if name in needed), "")
     for batch in rows.select_columns(list(needed)).iter(1000):
         for values in zip(*(batch[column] for column in needed), strict=True):
             for column, value in zip(needed, values, strict=True):
@@ -41,6 +43,7 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
             if needed[:2] == ("chosen", "rejected"):
                 _check_pair(index, row, kinds["chosen"])
             index, same = index + 1, same + ("chosen" in row and row["chosen"] == row["rejected"])
+            silent += bool(answer and row.get("label", True) and _says_nothing(row[answer]))
     if type(rows.features.get("label")).__name__ == "Json" and "label" in needed:
         raise RecipeError(f"In some rows of the dataset, label is text; expected {LABEL}, in every row.")
     if len({kinds[column] for column in needed if column in _EITHER}) > 1:
@@ -48,6 +51,17 @@ def check_rows(rows: Any, needed: tuple[str, ...]) -> None:
         raise RecipeError(f"{found}. Write all of them as text, or all as lists of messages.")
     if 0 < same == index:
         raise RecipeError("chosen and rejected are the same in every row, and only their difference is learned.")
+    if 0 < silent == index:
+        raise RecipeError(f"{answer} has an empty answer in every row.")
+    if silent:
+        say(f"{silent} of {index} rows have an empty answer in {answer}, which teaches the model to say nothing.")
+
+
+def _says_nothing(value: Any) -> bool:
+    """Tell whether a text, or all that the assistant says in messages, is empty."""
+    turns = value if isinstance(value, list) else [{"role": "assistant", "content": value}]
+    said = [part for turn in turns if turn["role"] == "assistant" for name, part in turn.items() if name != "role"]
+    return bool(said) and not any(part.strip() if isinstance(part, str) else part for part in said)
 
 
 def _fits(value: Any, kind: str) -> bool:
@@ -103,6 +117,8 @@ def _check_roles(index: int, column: str, messages: list[dict[str, Any]]) -> Non
 def _meant(role: str) -> str | None:
     known = ("system", "user", "assistant")
     if role in (*known, "tool"):
+        return None
+    if any(letter.isdigit() for letter in role):  # such as user_1, one of several
         return None
     near = difflib.get_close_matches(role.strip().lower(), known, n=1, cutoff=0.8)
     return {"human": "user", "gpt": "assistant"}.get(role) or next(iter(near), None)

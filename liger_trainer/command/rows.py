@@ -93,8 +93,18 @@ def _all_rows_of(args: RecipeArguments, key: str, split: str, folder: Path, colu
     return rows if max_rows is None else rows.select(range(min(max_rows, len(rows))))
 
 
+def _with_one_kind_of_text(rows):
+    """The rows with `string` in place of `large_string`, which pandas writes and `datasets` does not join with it."""
+    from datasets import Features, Value
+
+    large = [name for name, kind in rows.features.items() if getattr(kind, "dtype", None) == "large_string"]
+    return rows.cast(Features(rows.features | dict.fromkeys(large, Value("string")))) if large else rows
+
+
 def _with_shared_columns(key: str, names, parts, columns: tuple[tuple[str, ...], ...]):
     """The parts with the columns that all of them have. RecipeError if another one may be read in training."""
+    if len(parts) > 1:
+        parts = [_with_one_kind_of_text(part) for part in parts]
     shared = set.intersection(*(set(part.column_names) for part in parts))
     read = {*_READ, *(column for needed in columns for column in needed)}
     # Token ids come with columns of masks and labels, and rewards of what is written for a prompt read any column.
@@ -148,6 +158,8 @@ def _rows_of(args: RecipeArguments, key: str, name: str | None, mapping, folder:
         rows = _load(str(path or name), args.dataset_config, split)
     except (OSError, ValueError, DatasetGenerationError) as error:  # of which the cause says what is wrong with a file
         reason = _broken_json(path) or " ".join(str(error.__cause__ or error).split())
+        if path is None:
+            reason = f"{reason.rstrip('.')}. No file or folder has this name, here nor in {folder.absolute()}."
         raise RecipeError(f"{key} {name!r}, split {split!r}, cannot be loaded: {reason}") from error
     if len(rows) == 0:
         raise RecipeError(f"{key} {name!r}, split {split!r}, has no rows.")
@@ -167,7 +179,9 @@ def _load(source: str, config: str | None, split: str):
     from datasets.exceptions import DatasetGenerationError
 
     if not os.path.isfile(source):
-        return load_dataset(source, config, split=split)
+        rows = load_dataset(source, config, split=split)
+        _check_kinds(Path(source), rows.info.builder_name)
+        return rows
     size, builder = os.path.getsize(source), _FILE_BUILDERS.get(Path(source).suffix)
     if builder is None:
         raise RecipeError(f"expected a file whose name ends in one of {', '.join(_FILE_BUILDERS)}.")
@@ -187,6 +201,15 @@ def _load(source: str, config: str | None, split: str):
     return rows
 
 
+def _check_kinds(folder: Path, builder: str) -> None:
+    """RecipeError if a folder has files of other kinds than the one that `datasets` has read from it."""
+    about = ("dataset_infos.json", "dataset_dict.json", "state.json")
+    kinds = {path: _FILE_BUILDERS.get(path.suffix) for path in folder.rglob("*") if path.name not in about}
+    unread = sorted(path for path, kind in kinds.items() if kind not in (None, builder))
+    if unread and builder in _FILE_BUILDERS.values():
+        raise RecipeError(f"{unread[0]} is of another kind than the files that were read. List the files by name.")
+
+
 def _broken_json(path: str | os.PathLike | None) -> str | None:
     """Say where a JSON file is broken, because its reader counts bytes, or rows from 0. None for any other file."""
     if path is None or not os.path.isfile(path) or Path(path).suffix not in (".json", ".jsonl"):
@@ -198,7 +221,7 @@ def _broken_json(path: str | os.PathLike | None) -> str | None:
         for number, part in enumerate([file.read()] if whole else file, 1):
             try:
                 if part.strip():
-                    json.loads(part.rstrip())
+                    json.loads(part.decode("utf-8-sig").rstrip())
             except ValueError as error:
                 if whole:
                     return f"{error}."

@@ -135,6 +135,10 @@ def build_trainer(recipe: Recipe, sources: Sources, callbacks: list[Any], traine
             and (unanswered := row_without_answer(train_rows, eval_rows)) is not None
         ):
             raise RecipeError(unanswered) from error
+        if isinstance(error, AttributeError) and "'generation_config'" in str(error):
+            kind = (getattr(config, "architectures", None) or ["model"])[0]
+            name = recipe.model.model_name_or_path
+            raise RecipeError(f"model_name_or_path is {name!r}, a {kind}, which is no language model.") from error
         said = refusal(error, "assistant_only_loss", model_init_kwargs=[*options], report_to=training.report_to)
         if raised_by_template(error):
             said = f"a chat template refuses a row: {' '.join(str(error).split())}"

@@ -1,6 +1,7 @@
 """Saves a run: checkpoints that end with a manifest, the stop at a SIGTERM, and what is kept if a save fails."""
 
 import contextlib
+import re
 import shutil
 import tempfile
 import uuid
@@ -139,6 +140,8 @@ class SavesWithManifest:
         card = Path(self.args.output_dir, "README.md")
         text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
         text = text.replace('model="None"', f'model="{self.args.output_dir}"')
+        if self.recipe.args.prompt_template == "alpaca" or not getattr(self.processing_class, "chat_template", None):
+            text = re.sub("## Quick start\n.*?(?=## Training)", "", text, flags=re.DOTALL)  # it asks by a chat template
         card.write_text(text.replace("### Framework versions\n", trained), "utf-8")
 
 
@@ -160,6 +163,10 @@ def train_and_save(trainer: Any, recipe: Recipe) -> None:
     keeper, beginning = trainer.keeper, trainer.keeper.beginning
     try:
         trainer.train(resume_from_checkpoint=beginning.checkpoint)
+        if trainer.state.global_step == 0:
+            raise RecipeError(
+                "No step was trained, since the rows do not fill a batch: set dataloader_drop_last: false."
+            )
         keeper.wait(trainer)
         _save_model(trainer)
     except Terminated:

@@ -77,6 +77,8 @@ def _path(args) -> int:
 def _init(args) -> int:
     name, path = find_shipped(args.name)
     folder = Path(args.folder).expanduser()
+    if folder.suffix in (".yaml", ".yml"):
+        raise RecipeError(f"DIR is {args.folder!r}; expected a folder. The copy keeps its name, {path.name}.")
     target, run = folder / path.name, "accelerate launch --config_file {} -m liger_trainer train RECIPE"
     copies = {path: target}
     if name in recipe_names():

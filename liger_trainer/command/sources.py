@@ -54,6 +54,8 @@ def find_sources(recipe: Recipe) -> Sources:
     check_rows(recipe, train_rows.column_names)
     _check_pictures(recipe, config, train_rows)
     rewards = [find_reward(name, recipe.path.parent) for name in recipe.args.reward_funcs or ()]
+    for name, reward in zip(recipe.args.reward_funcs or (), rewards, strict=True):
+        _check_columns_of(name, reward, train_rows.column_names)
     _check_template(recipe, source, train_rows)
     return Sources(source, config, train_rows, eval_rows, rewards)
 
@@ -81,8 +83,26 @@ def _check_template(recipe: Recipe, source: ModelSource, rows: Any) -> None:
         return
     tokenizer, where = find_template(recipe, source)
     if getattr(tokenizer, "chat_template", None) is None:
+        mend = (
+            "Set chat_template_path, such as chatml."
+            if hasattr(recipe.training, "chat_template_path")
+            else "Take a model with one: trainer: sft with chat_template_path: chatml saves it with the model."
+        )
+        raise RecipeError(f"the rows are messages, and {where} has no chat template. {mend}")
+
+
+def _check_columns_of(name: str, reward: Callable, columns: list[str]) -> None:
+    """RecipeError if a reward function reads a column that the rows do not have, which it would notice in training."""
+    from_trl = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # of a function that has none, such as one in C
+        return
+    needed = [p.name for p in parameters if p.default is p.empty and not p.kind.name.startswith("VAR_")]
+    if missing := [column for column in needed if column not in from_trl.union(columns)]:
         raise RecipeError(
-            f"the rows are messages, and {where} has no chat template. Set chat_template_path, such as chatml."
+            f"reward_funcs has {name!r}, which reads the column {missing[0]}, and the rows have {', '.join(columns)}. "
+            f"Say which it is in columns, such as {{{missing[0]}: answer}}, or add it."
         )
 
 
@@ -95,19 +115,21 @@ def find_reward(name: str, folder: Path | None = None) -> Callable:
     if name in REWARDS:
         return REWARDS[name]
     module, _, attribute = name.rpartition(".")
-    found = None
+    found, why = None, ""
     if module:
         for path in (folder, Path.cwd()):
             if path is not None and str(path.resolve()) not in sys.path:
                 sys.path.append(str(path.resolve()))
         try:
             found = getattr(importlib.import_module(module), attribute, None)
+            why = f" {module} has no function {attribute}." if found is None else ""
         except ModuleNotFoundError as error:
-            if error.name != module.partition(".")[0]:
+            if not f"{module}.".startswith(f"{error.name}."):
                 raise
+            why = f" There is no module {error.name}, next to the recipe nor in the working directory."
     if inspect.isclass(found) or not callable(found):
         raise RecipeError(
-            f"reward_funcs has {name!r}, which is none of {', '.join(REWARDS)}, and no path of a function."
+            f"reward_funcs has {name!r}, which is none of {', '.join(REWARDS)}, and no path of a function.{why}"
         )
     try:
         parameters = inspect.signature(found).parameters.values()

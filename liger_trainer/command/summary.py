@@ -1,5 +1,6 @@
 """The few lines that `liger-trainer train` prints at the end."""
 
+import math
 import platform
 import sys
 import time
@@ -32,6 +33,7 @@ class RunRecorder(TrainerCallback):
         self._logged: dict[str, list[float]] = {}
         self._mean_loss: float | None = None  # of all steps, if no loss was logged during training
         self._first_step = 0
+        self._norm = 0.0  # of the gradient, as logged last
         self._tokens = self._seconds = 0.0  # 0 as long as no tokens are counted
         self._start = 0.0
 
@@ -47,6 +49,7 @@ class RunRecorder(TrainerCallback):
         for key in _LOGGED.keys() & logs.keys():
             if logs[key] is not None:  # the reward of completions that no function judges
                 self._logged.setdefault(key, []).append(float(logs[key]))
+        self._norm = float(logs.get("grad_norm", self._norm))
         if "train_loss" in logs and "loss" not in self._logged and state.global_step > self._first_step:
             self._mean_loss = logs["train_loss"]
         if "num_tokens" in logs and ("loss" in logs or self._mean_loss is not None):  # TRL counts over all processes
@@ -75,6 +78,8 @@ class RunRecorder(TrainerCallback):
         for key, name in _LOGGED.items():
             if logged := self._logged.get(key):
                 lines.append(f"  {name:8} {logged[0]:.3f} -> {logged[-1]:.3f}")
+        if math.isnan(self._norm):
+            lines.append("  warning  the last gradient norm is NaN, and a loss that is NaN is left out above")
         lines += [
             f"  speed    {'not counted' if self.speed is None else f'{self.speed:.0f} tokens/s'}",
             f"  memory   {peak_memory(0 if chosen is None else chosen.highest)}",

@@ -245,8 +245,11 @@ def _deferred(call: _Call, use: Callable[[Any], Any] | None = None) -> Any:
         return logits
 
     run = functools.partial(masks.run_without_masks, call) if torch.compiler.is_compiling() else call.run
-    reason = why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)
-    if reason is not None:
+    if not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        # The functions that would get a stand-in are compiled one by one, and cannot be.
+        reason: str | None = "torch.compile has not compiled its call as a whole"
+        torch.compiler.disable(report_unfused)(call.model, reason)
+    elif (reason := why_not_fusable(call.head, call.options.cast_lm_head_to_fp32)) is not None:
         report_unfused(call.model, reason)
     outputs = capture(call.head, stand_in if reason is None else None, run)
     if use is None:

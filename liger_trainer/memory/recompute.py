@@ -133,11 +133,13 @@ def _autocast_on(kind: str) -> tuple[bool, torch.dtype]:
 
 def checkpoint(switch: Switch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call the layer of `switch`, checkpointed."""
+    if torch.compiler.is_compiling():  # it cannot trace what is asked of the tensors below
+        return switch.checkpointed(function, *args)
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     devices = {x.device for x in tensors}
     plain = len(devices) == 1 and all(device.type in ("cpu", "cuda") for device in devices)
     plain = plain and torch.is_grad_enabled() and not any(x.is_inference() for x in tensors)
-    others = torch.compiler.is_compiling() or hooks_in_force() is not None or torch._C._len_torch_function_stack()
+    others = hooks_in_force() is not None or torch._C._len_torch_function_stack()
     if plain and not others and options_of(switch.checkpointed) == {"use_reentrant": False}:
         return _Call(function, args, devices.pop()).run()
     return switch.checkpointed(function, *args)

@@ -287,7 +287,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
 
     def _without_needless_mask(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """`model` or, if it is compiled for training, a stand-in that calls it without attention masks of ones."""
-        if self.args.torch_compile and self.model.training:
+        if self.uses_liger and self.args.torch_compile and self.model.training:
             return masks.without_mask_of_ones(model, base_model_of(self.model))
         return model
 

@@ -97,6 +97,8 @@ def test_named_templates_are_the_public_formats():
     for messages in ([USER, CALL, answer, answer, CALL | {"content": "w8"}, answer, ANSWER], [SYSTEM, USER, CALL]):
         expected = render(theirs("qwen3_instruct_2507"), messages, tools=TOOLS)
         assert render(ours("qwen"), messages, tools=TOOLS) == expected
+    missing = {key: value for key, value in CALL.items() if key != "content"}  # TRL drops what is None
+    assert render(ours("qwen"), [USER, missing]) == render(ours("qwen"), [USER, CALL])
     text, _ = render(ours("mistral"), [SYSTEM, *CONVERSATION])
     assert text == "<s>[INST] w3\n\nw4 w5 [/INST] w6</s>[INST] w7 [/INST] w8 w9</s>"
 
@@ -264,6 +266,7 @@ def test_messages_without_assistant_only_loss_learn_all_and_the_summary_says_so(
     (folder / "model" / "chat_template.jinja").write_text(PLAIN)
     code, out, err = command(capsys, "train", recipe(folder, assistant_only_loss=False))
     assert code == 0 and "rows     8 used of 8; 94% of the tokens learned\n" in out, out + err
+    assert "## Quick start" in (folder / "out" / "README.md").read_text()
 
 
 @EXACT

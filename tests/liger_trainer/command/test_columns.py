@@ -89,6 +89,10 @@ def test_columns_of_each_data_set(tmp_path):
     columns = [PAIR, {"prompt": "q", "completion": "a"}]
     rows = load(tmp_path, dataset_name=names, columns=columns)
     assert rows.to_list() == [{"prompt": "w4", "completion": "w5"}, {"prompt": "w6", "completion": "w7"}]
+    table = tmp_path / "d.csv"  # pandas has other strings than the reader of JSON
+    table.write_text("prompt,completion\nw8,w9\n")
+    rows = load(tmp_path, dataset_name=[names[0], str(table)], columns=[PAIR, {}])
+    assert rows.to_list()[1] == {"prompt": "w8", "completion": "w9"}
     plain = write(tmp_path / "c.jsonl", [{"prompt": "w8", "completion": "w9"}])
     rows = load(tmp_path, dataset_name=[names[0], plain], columns=[PAIR, {}])
     assert rows.to_list() == [{"prompt": "w4", "completion": "w5"}, {"prompt": "w8", "completion": "w9"}]

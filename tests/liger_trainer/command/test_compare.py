@@ -9,11 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from checkout import ROOT
+from matplotlib.colors import to_hex
 from recipe_fixtures import SAVING, command, write_recipe
 
 from liger_trainer.command import compare
+from liger_trainer.command.pictures import draw_comparison
 
+OURS = "#d55e00"  # in benchmarks/figures.py
 RECIPES = {
     "sft": {},
     "lora": {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0,
@@ -113,21 +117,48 @@ def test_losses_that_differ_are_named(losses, said, folder, capsys, monkeypatch)
     assert ("ours differs by more than rounding: loss" in out) == said
 
 
+def test_a_loss_that_is_nan_is_named(folder, capsys, monkeypatch):
+    """transformers would log 0 in its place, in all arms."""
+    path = write_recipe(folder, adam_epsilon=0.0)
+    found = arm(capsys, path, "stock")
+    arms_of(monkeypatch, stock=found, ours=found)
+    out = command(capsys, "compare", path)[1]
+    assert "stock has the loss nan at step 2.\n" in out and "ours has the loss nan at step 2.\n" in out
+
+
+def test_an_arm_has_the_color_that_it_has_in_the_docs(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    for names in (["stock", "stock + Liger", "ours"], ["ours"]):
+        draw_comparison([RAN | {"arm": name} for name in names], "here", "chart.png")
+    colors = [(axes[0].patches[-1].get_facecolor(), axes[2].lines[-1].get_color()) for axes in (f.axes for f in drawn)]
+    assert [(to_hex(bar), line) for bar, line in colors] == [(OURS, OURS)] * 2
+
+
 def test_medusa_has_no_stock_trainer(folder, capsys):
     path = write_recipe(folder, trainer="medusa")
     assert arm(capsys, path, "stock") == {"error": "No stock trainer trains Medusa heads."}
 
 
-@pytest.mark.parametrize("words", [("--steps", "0"), ("--json",), ("--chart",), ("--max_stepz", "3")])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="liger-kernel runs here")
+def test_liger_kernel_needs_a_gpu(folder, capsys):
+    said = {"error": "liger-kernel has kernels for GPUs alone."}
+    assert arm(capsys, write_recipe(folder), "stock + Liger") == said
+
+
+@pytest.mark.parametrize("words", [("--steps", "0"), ("--steps", "1"), ("--json",), ("--chart",), ("--max_stepz", "3")])
 def test_mistakes(words, folder, capsys):
     code, _, err = command(capsys, "compare", write_recipe(folder), *words)
     assert code == 2 and words[0] in err
 
 
-@pytest.mark.parametrize("option, file", [("--chart", "nodir/x.png"), ("--json", "nodir/x.json"), ("--chart", "x.txt")])
+@pytest.mark.parametrize(
+    "option, file", [("--chart", "nodir/x.png"), ("--json", "nodir/x.json"), ("--chart", "x.txt"), ("--json", "model")]
+)
 def test_a_file_that_cannot_be_written_is_refused_before_training(option, file, folder, capsys):
     code, _, err = command(capsys, "compare", write_recipe(folder), option, folder / file)
-    said = "expected a file ending in" if file == "x.txt" else f"there is no folder {folder / 'nodir'}. Make it first."
+    other = {"x.txt": "expected a file ending in", "model": "a folder; expected a file"}
+    said = other.get(file, f"there is no folder {folder / 'nodir'}. Make it first.")
     assert code == 2 and said in err and "training" not in err
 
 

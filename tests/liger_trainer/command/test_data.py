@@ -88,6 +88,11 @@ def test_folder_with_splits(tmp_path):
     assert (len(train), len(evaluation)) == (6, 4)
     with pytest.raises(RecipeError, match="split 'validation', cannot be loaded"):
         load(tmp_path, dataset_name="folder", dataset_train_split="validation", prompt_template="alpaca")
+    (folder / "dataset_infos.json").write_text("{}")  # as in a copy of a repository of the Hub
+    assert len(load(tmp_path, dataset_name="folder", prompt_template="alpaca")[0]) == 6
+    (folder / "more.csv").write_text("instruction,output\na,b\n")  # datasets would leave it out
+    with pytest.raises(RecipeError, match="more.csv is of another kind than the files that were read"):
+        load(tmp_path, dataset_name="folder", prompt_template="alpaca")
 
 
 @pytest.mark.parametrize(

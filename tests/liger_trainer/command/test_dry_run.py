@@ -138,7 +138,8 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dry")
     write_model(folder / "model")
     write_rows(folder / "rows.jsonl")
-    chat = [{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}] * 4
+    turns = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
+    chat = [{"messages": turns, "label": label} for label in (True, False)] * 2
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
     return folder
 
@@ -151,6 +152,10 @@ WRONG = {
     "no template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None},
         "has no chat template. Set chat_template_path, such as chatml",
+    ),
+    "no template, and no key for one": (
+        {"dataset_name": "chat.jsonl", "prompt_template": "last_turn", "trainer": "kto"},
+        "has no chat template. Take a model with one: trainer: sft with chat_template_path: chatml saves it",
     ),
     "a missing template": (
         {"dataset_name": "chat.jsonl", "prompt_template": None, "chat_template_path": "no.jinja"},

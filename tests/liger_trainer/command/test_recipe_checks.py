@@ -9,6 +9,7 @@ import torch
 import yaml
 from recipe_fixtures import command, losses, write_recipe, write_rows
 from tiny_models import tiny_model, tiny_tokenizer
+from transformers import BertConfig, BertForSequenceClassification
 
 from liger_trainer.command.recipe import parse_recipe, recipe_names
 
@@ -23,11 +24,14 @@ WITHOUT_EFFECT = {
     "save_total_limit": ({"save_total_limit": 2}, "save_strategy: steps or epoch"),
     "eval_steps": ({"eval_steps": 2}, "eval_strategy: steps or epoch"),
     "load_best_model_at_end": ({"load_best_model_at_end": True}, "eval_strategy: steps or epoch"),
+    "eval_on_start": ({"eval_on_start": True}, "eval_strategy: steps or epoch"),
+    "do_train": ({"do_train": False}, "the command trains"),
     "memory_budget": ({"memory_budget": 70}, "activation_checkpointing: auto"),
     "eval_fraction": ({"eval_fraction": 0.25}, "eval_strategy: steps or epoch"),
     "save_strategy": ({"save_strategy": "best"}, "eval_strategy: steps"),
     "liger_config": ({"liger_config": {"experts": False}, "use_liger": False}, "use_liger: true"),
     "num_train_epochs": ({"num_train_epochs": 2}, "max_steps 4"),
+    "dataset_stopping_strategy": ({"dataset_stopping_strategy": "all_exhausted"}, "dataset_weights"),
 }
 
 
@@ -76,6 +80,7 @@ OUT_OF_RANGE = {
     "per_device_eval_batch_size": -1,
     "gradient_accumulation_steps": 0,
     "max_steps": 0,
+    "learning_rate": 0.0,
     "num_train_epochs": 0.0,
     "save_total_limit": 0,
     "logging_steps": 0,
@@ -105,10 +110,11 @@ def test_a_negative_beta_would_train_towards_what_is_rejected(trainer, tmp_path,
     path = write_recipe(tmp_path, trainer=trainer, prompt_template=None, beta=-0.1)
     code, _, err = command(capsys, "train", path, "--dry_run")
     assert code == 2 and "beta is -0.1; expected a number of 0 or more" in err
+    code, _, err = command(capsys, "train", path, "--beta", "0", "--dry_run")
+    assert code == 2 and ("beta is 0, with which no preference is learned" in err) == (trainer in ("dpo", "kto"))
 
 
 LIBRARIES_SAY = {
-    "learning_rate": (-1.0, "Invalid learning rate: -1.0"),
     "adam_beta2": (1.0, "Invalid beta parameter at index 1: 1.0"),
     "lr_scheduler_kwargs": ({"foo": 1}, "unexpected keyword argument 'foo'"),
     "optim": ("galore_adamw", "You need to install `galore_torch`"),
@@ -277,6 +283,13 @@ def test_a_model_folder_that_is_not_whole(missing, folder, capsys):
     assert code == 2 and MISSING[missing] in err and str(folder / "model") in err and "Traceback" not in err
 
 
+def test_a_model_that_writes_no_text(folder, capsys):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertForSequenceClassification(BertConfig(vocab_size=131, **sizes)).save_pretrained(folder / "model")
+    code, _, err = command(capsys, "train", write_recipe(folder))
+    assert code == 2 and "a BertForSequenceClassification, which is no language model" in err
+
+
 def test_one_target_module(folder, capsys):
     path = write_recipe(folder, use_peft=True, lora_target_modules=["q_proj"])
     code, _, err = command(capsys, "train", path)
@@ -295,6 +308,13 @@ def test_the_recipe_decides_the_precision(folder, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     _, _, err = command(capsys, "train", write_recipe(folder, bf16=True, use_cpu=True), "--dry_run")
     assert "mixed_precision" not in err
+
+
+def test_rows_that_do_not_fill_a_batch(folder, capsys):
+    keys = {"max_rows": 1, "per_device_train_batch_size": 2, "dataloader_drop_last": True}
+    code, _, err = command(capsys, "train", write_recipe(folder, **keys))
+    assert code == 2 and "No step was trained, since the rows do not fill a batch" in err
+    assert not (folder / "out" / "model.safetensors").exists()
 
 
 def test_a_run_too_short_to_log_a_loss(folder, capsys):

@@ -34,7 +34,11 @@ def test_boxed_answer(completion, solution, reward):
 def test_found_by_name_or_dotted_path():
     assert find_reward("boxed_answer") is REWARDS["boxed_answer"]
     assert find_reward("trl.rewards.think_format_reward").__name__ == "think_format_reward"
-    for name in ("boxed_anser", "no_such_module.reward", "liger_trainer.rewards.length",
+    with pytest.raises(RecipeError, match="There is no module no_such_module, next to the recipe nor in the working"):
+        find_reward("no_such_module.reward")
+    with pytest.raises(RecipeError, match="liger_trainer.rewards has no function length"):
+        find_reward("liger_trainer.rewards.length")
+    for name in ("boxed_anser", "json.decoder.no.reward", "no_such_module.reward", "liger_trainer.rewards.length",
                  "math.pi", "collections.Counter"):  # fmt: skip
         with pytest.raises(RecipeError, match=f"'{name}', which is none of boxed_answer, and no path of a function"):
             find_reward(name)
@@ -43,6 +47,8 @@ def test_found_by_name_or_dotted_path():
 def test_last_turn():
     turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     assert last_turn_row({"messages": turns, "label": True}) == {"prompt": turns[:2], "completion": turns[2:]}
+    called = [turns[1], {"role": "assistant", "content": None, "tool_calls": [{}]}, turns[2]]
+    assert last_turn_row({"messages": called})["prompt"] == called[:2]
     for messages in (turns[:2], turns[2:], "text", None, [{"from": "human", "value": "x"}] * 2):
         with pytest.raises(RecipeError, match="Row 7 of the dataset has messages.*expected two or more turns"):
             last_turn_row({"messages": messages}, 7)
@@ -103,6 +109,14 @@ RECIPES = {
     "rloo": {"dataset_name": "prompts.jsonl", "reward_funcs": ["step_parity.letters"], **GROUPS},
     "distillation": {"dataset_name": "prompts.jsonl", "max_completion_length": 4},
 }
+
+
+def test_a_column_that_a_reward_reads(folder, capsys):
+    """`boxed_answer` needs the solution, and the rows have it under another name."""
+    path = write_recipe(folder, trainer="grpo", max_length=None, **RECIPES["grpo"] | {"prompt_template": None})
+    code, _, err = command(capsys, "train", path, "--columns", "{answer: solution}", "--dry_run")
+    assert code == 2 and "'boxed_answer', which reads the column solution, and the rows have prompt, answer." in err
+    assert command(capsys, "train", path, "--dry_run")[0] == 0
 
 
 def test_too_few_rewards(folder, tmp_path, capsys, monkeypatch):

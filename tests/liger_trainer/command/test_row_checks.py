@@ -147,6 +147,16 @@ BAD = {
         [{"prompt": "Hi", "chosen": [ANSWER], "rejected": [ANSWER]}],
         "prompt is text; chosen is a list of messages",
     ),
+    "empty completions": (
+        "sft",
+        [{"prompt": "a", "completion": " "}] * 2,
+        "completion has an empty answer in every row",
+    ),
+    "messages without a word": (
+        "sft",
+        [{"messages": [USER, ANSWER | {"content": ""}]}],
+        "messages has an empty answer in every row",
+    ),
     "no tokens": ("sft", [{"input_ids": [1, 2]}, {"input_ids": []}], r"Row 1 of the dataset has input_ids \[\]"),
     "tokens as text": ("sft", [{"input_ids": "a"}], "Row 0 of the dataset has input_ids 'a'; expected a list of token"),
     "empty prompt for rewards": ("grpo", [{"prompt": []}], r"Row 0 of the dataset has prompt \[\]"),
@@ -159,6 +169,21 @@ def test_row_that_no_trainer_can_use(trainer, rows, message, tmp_path):
         load(tmp_path, rows, trainer)
     assert str(error.value).startswith("dataset_name 'rows.jsonl'")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "trainer, rows, count",
+    [
+        ("sft", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}], 1),
+        ("sft", [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER | {"content": " "}]}], 1),
+        ("sft", [{"messages": [USER, ANSWER]}, {"messages": [USER, CALL]}], 0),
+        ("kto", [{"prompt": "a", "completion": c, "label": bool(c)} for c in ("b", "")], 0),
+    ],
+)
+def test_a_few_empty_answers_are_told(trainer, rows, count, tmp_path, capsys):
+    """Real data has them, such as Alpaca's; a bad answer may well be empty."""
+    assert len(load(tmp_path, rows, trainer)) == 2
+    assert ("1 of 2 rows have an empty answer" in capsys.readouterr().err) == bool(count)
 
 
 def test_long_values_are_shortened(tmp_path):
@@ -177,13 +202,14 @@ def test_a_file_without_rows(name, tmp_path):
         load_rows(RecipeArguments(dataset_name=name), tmp_path, TRAINERS["sft"].columns, 0)
 
 
-@pytest.mark.parametrize("name", ["latin.jsonl", "latin.csv", "ragged.csv", "random.parquet"])
+@pytest.mark.parametrize("name", ["latin.jsonl", "utf16.jsonl", "latin.csv", "ragged.csv", "random.parquet"])
 @pytest.mark.parametrize("template", ["none", "alpaca"])
 def test_a_file_that_cannot_be_read(name, template, tmp_path):
     """One line for each; the JSON reader takes Latin-1 for text, and what decodes it later would fail."""
     latin = '{"instruction": "caf\xe9", "output": "b", "text": "caf\xe9"}\n'.encode("latin-1")
     content = {
         "latin.jsonl": latin,
+        "utf16.jsonl": '{"text": "b"}\n'.encode("utf-16"),
         "latin.csv": "text\ncaf\xe9\n".encode("latin-1"),
         "ragged.csv": b"a\nb,c\n1,2,3,4\n",
     }
@@ -191,7 +217,7 @@ def test_a_file_that_cannot_be_read(name, template, tmp_path):
     with pytest.raises(RecipeError, match=f"dataset_name '{name}', split 'train', cannot be loaded: ") as error:
         load_rows(RecipeArguments(dataset_name=name, prompt_template=template), tmp_path, TRAINERS["sft"].columns, 0)
     assert "\n" not in str(error.value)
-    assert "latin" not in name or "UTF" in str(error.value) or "utf-8" in str(error.value)
+    assert name[:3] not in ("lat", "utf") or "UTF" in str(error.value) or "utf-8" in str(error.value)
 
 
 def test_turns_of_another_name(tmp_path):
@@ -208,6 +234,7 @@ def test_messages_under_the_name_of_turns(tmp_path):
 GOOD = {
     "tool calls and parts": ("sft", [{"messages": [USER, CALL]}, {"messages": [USER, ANSWER]}]),
     "content in parts": ("sft", [{"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, ANSWER]}]),
+    "several users": ("sft", [{"messages": [USER | {"role": f"user_{n}"} for n in (1, 2)] + [ANSWER]}]),
     "empty text": ("sft", [{"text": ""}, {"text": "a"}]),
     "empty prompt": ("sft", [{"prompt": "", "completion": "a"}]),
     "numbers 0 and 1 as labels": ("kto", [{"prompt": "a", "completion": "b", "label": i} for i in (0, 1)]),

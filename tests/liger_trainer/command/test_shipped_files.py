@@ -110,3 +110,5 @@ def test_folder_that_cannot_be_made(capsys, tmp_path):
     (tmp_path / "file").touch()
     code, _, err = command(capsys, "init", "fsdp2", tmp_path / "file")
     assert code == 2 and "cannot be written" in err
+    code, _, err = command(capsys, "init", "fsdp2", tmp_path / "mine.yaml")
+    assert code == 2 and "expected a folder" in err and not (tmp_path / "mine.yaml").exists()

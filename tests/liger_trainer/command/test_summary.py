@@ -36,6 +36,7 @@ def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
     assert f"\n  {line:8} {logged[0]:.3f} -> {logged[-1]:.3f}\n" in out, out
     card = (folder / "out" / "README.md").read_text()
     assert "fine-tuned version of `model`." in card and "None" not in card
+    assert "Quick start" not in card, "it would ask with a chat template, and the model has none"
     assert re.search(rf"^- Loss: {loss}, 4 steps, from [\d.e-]+ to [\d.e-]+$", card, re.M), card
     assert re.search(rf"^- Data: `{keys.get('dataset_name', 'rows.jsonl')}` \(12 rows, crc32 ", card, re.M)
     assert re.search(r"^- liger_trainer \d", card, re.M) and "huggingface.co/datasets" not in card
@@ -43,6 +44,14 @@ def test_what_a_run_has_learned(keys, loss, line, folder, capsys):
     assert "\nliger-trainer train recipe.yaml\n" in card and "\nmodel_name_or_path: model\n" in card
     assert f"]({CURVES})" in card and Image.open(folder / "out" / CURVES).width > 700
     assert str(folder) not in card.replace(f'model="{folder}', "")
+
+
+def test_a_run_that_ends_in_nan_says_so(folder, capsys):
+    """The losses that transformers logs then are 0."""
+    code, out, err = command(capsys, "train", write_recipe(folder, adam_epsilon=0.0, weight_decay=0.0))
+    assert code == 0, err
+    assert "\n  warning  the last gradient norm is NaN" in out
+    assert "warning" not in command(capsys, "train", write_recipe(folder, output_dir=str(folder / "other")))[1]
 
 
 def test_completions_that_no_function_judges(folder, capsys):

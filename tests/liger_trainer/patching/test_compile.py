@@ -236,7 +236,7 @@ def losses(trainer_class, tmp_path, rows, compiled, **options):
     args = (LigerSFTConfig if sft else LigerTrainingArguments)(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, logging_steps=1, use_cpu=True,
         report_to="none", save_strategy="no", torch_compile=compiled, train_sampling_strategy="sequential",
-        gradient_checkpointing=False, **({"torch_compile_backend": "eager"} if compiled else {}), **options,
+        **{"gradient_checkpointing": False} | ({"torch_compile_backend": "eager"} if compiled else {}) | options,
     )  # fmt: skip
     tokenizer = tiny_tokenizer()
     inputs = {"processing_class": tokenizer} if sft else {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
@@ -262,6 +262,25 @@ def test_a_trainer_drops_masks_of_ones(trainer_class, tmp_path, monkeypatch):
     assert not asked
     assert losses(trainer_class, tmp_path, rows, compiled=True) == pytest.approx(want, rel=1e-4)
     assert asked and all(asked)  # asked of rows of one length only
+
+
+def test_checkpointed_layers(tmp_path, caplog):
+    """As the configs of TRL have them, in one graph: the head stays fused."""
+    want = losses(LigerSFTTrainer, tmp_path, EVEN, compiled=False, gradient_checkpointing=True)
+    got = losses(LigerSFTTrainer, tmp_path, EVEN, compiled=True, gradient_checkpointing=True)
+    assert got == pytest.approx(want, rel=1e-4) and "builds full logits" not in caplog.text
+
+
+def test_a_call_that_is_not_compiled_as_a_whole():
+    """PEFT and transformers break the graph where layers are checkpointed below an adapter."""
+    model, batch = sdpa_model("llama"), {"input_ids": PLAIN, "labels": PLAIN}
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: (torch._dynamo.graph_break(), out)[1])
+    apply_liger(model)
+    call = {"fused_lm_head": True, "uniform_grad": True}
+    want = loss_and_gradients(model, batch, **call)
+    torch._dynamo.reset()
+    for got, ref in zip(loss_and_gradients(torch.compile(model, backend="eager"), batch, **call), want, strict=True):
+        torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("trainer_class", BOTH)
