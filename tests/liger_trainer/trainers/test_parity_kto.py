@@ -56,7 +56,8 @@ def test_every_option_is_covered():
     "loss_type, model_type, kind, whole",
     [
         cell
-        for loss_type, models in zip(LOSSES, (("llama", "qwen3"), ("qwen3", "llama")), strict=True)
+        for i, loss_type in enumerate(LOSSES)
+        for models in [(("llama", "qwen3"), ("qwen3", "llama"))[i % 2]]
         for cell in ((loss_type, models[0], "full", True), (loss_type, models[1], "lora", False))
     ],
 )
