@@ -96,7 +96,7 @@ def test_alpaca_s_prompt(folder, monkeypatch, capsys):
     [
         (("--base",), "--base is about the base of an adapter"),
         (("--model", "other"), "--model is about the base of an adapter"),
-        (("--system", "w3"), "--system needs a chat template, and --prompt_template is none."),
+        (("--system", "w3"), "--system needs a chat template, and lines reach the model by prompt_template none."),
         (("--prompt_template", "chat"), "has no chat template"),
         (("--system", "w3"), "--system needs a chat template, and lines reach the model by prompt_template none"),
         (("--max_new_tokens", "0"), "`max_new_tokens` must be greater than 0, but is 0."),
