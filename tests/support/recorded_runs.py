@@ -35,6 +35,8 @@ def newest():
             continue
         if "cp2" in (options.get("config_file") or ""):  # context parallelism, which `liger-trainer fit` refuses
             continue
+        if options.get("lora") and "fsdp2" in (options.get("config_file") or ""):  # its peak is before it was sharded
+            continue
         if rows[0].get("gib") is not None:
             found.append(Recorded(folder.name, options, rows[0]["gib"]))
     return found
