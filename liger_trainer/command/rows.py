@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from liger_trainer.command.launch import say
 from liger_trainer.command.recipe_keys import RecipeArguments
 from liger_trainer.command.recipe_parser import nearest
 from liger_trainer.command.row_checks import check_rows
@@ -206,9 +207,12 @@ def _check_kinds(folder: Path, builder: str) -> None:
     if builder not in _FILE_BUILDERS.values():  # of pictures, of which metadata.jsonl tells more
         return
     about = ("dataset_infos.json", "dataset_dict.json", "state.json")
-    kinds = {path: _FILE_BUILDERS.get(path.suffix) for path in folder.rglob("*") if path.name not in about}
-    if unread := sorted(path for path, kind in kinds.items() if kind not in (None, builder)):
-        raise RecipeError(f"{unread[0]} is of another kind than the files that were read. List the files by name.")
+    unread = [path for path in sorted(folder.rglob("*")) if _FILE_BUILDERS.get(path.suffix, builder) != builder]
+    for path in unread:
+        if path.suffix not in (".txt", ".json"):
+            raise RecipeError(f"{path} is of another kind than the files that were read. List the files by name.")
+        if path.name not in about:  # it may be a licence
+            say(f"{path} is of another kind than the files that were read, and is left out.")
 
 
 def _broken_json(path: str | os.PathLike | None) -> str | None:

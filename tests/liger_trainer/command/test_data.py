@@ -79,7 +79,7 @@ def test_relative_to_the_recipe_or_to_the_working_directory(tmp_path, monkeypatc
     assert len(load(folder, dataset_name="rows.jsonl", prompt_template="alpaca")[0]) == 5
 
 
-def test_folder_with_splits(tmp_path):
+def test_folder_with_splits(tmp_path, capsys):
     folder = tmp_path / "folder"
     folder.mkdir()
     write(folder / "train.jsonl", ALPACA[:6])
@@ -90,6 +90,9 @@ def test_folder_with_splits(tmp_path):
         load(tmp_path, dataset_name="folder", dataset_train_split="validation", prompt_template="alpaca")
     (folder / "dataset_infos.json").write_text("{}")  # as in a copy of a repository of the Hub
     assert len(load(tmp_path, dataset_name="folder", prompt_template="alpaca")[0]) == 6
+    (folder / "LICENSE.txt").write_text("as is")
+    assert len(load(tmp_path, dataset_name="folder", prompt_template="alpaca")[0]) == 6
+    assert capsys.readouterr().err.count("LICENSE.txt is of another kind than the files that were read") == 1
     (folder / "more.csv").write_text("instruction,output\na,b\n")  # datasets would leave it out
     with pytest.raises(RecipeError, match="more.csv is of another kind than the files that were read"):
         load(tmp_path, dataset_name="folder", prompt_template="alpaca")
