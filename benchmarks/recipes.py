@@ -67,7 +67,7 @@ SEVERAL_GPUS = ("llama3_8b/dpo_ultrafeedback", "llama3_8b/orpo", "llama3_8b/kto"
 ROWS = {
     "sft": ("alpaca_en_demo.json", []),
     "dpo": ("dpo_en_demo.json", ["--prompt_template", "sharegpt"]),
-    "orpo": ("dpo_en_demo.json", ["--prompt_template", "sharegpt"]),
+    "orpo": ("pairs.json", ["--prompt_template", "sharegpt"]),
     "kto": ("kto_en_demo.json", ["--prompt_template", "last_turn"]),
     "grpo": ("questions.jsonl", []),
     "medusa": ("answers.jsonl", []),
@@ -130,7 +130,7 @@ def command(words, log, processes=1, config="fsdp2", steps=None, gpu_memory=None
 
 
 def write_rows(data, folder, images=256):
-    """The rows that no file of `data` has: answers for Medusa heads, questions with a solution for GRPO, images."""
+    """Rows that no file of `data` has: answers for Medusa, questions with a solution for GRPO, short pairs, images."""
     rows = json.loads((data / "alpaca_en_demo.json").read_text())
     user = [{"role": "user", "content": f"{row['instruction']}\n{row['input']}".strip()} for row in rows]
     answers = [
@@ -140,6 +140,10 @@ def write_rows(data, folder, images=256):
     questions = [{"prompt": [question], "solution": str(k)} for k, question in enumerate(user)]
     for name, written in ("answers", answers), ("questions", questions):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    # ORPO refuses rows whose prompt alone fills max_length
+    pairs = json.loads((data / "dpo_en_demo.json").read_text())
+    short = [row for row in pairs if sum(len(turn["value"].encode()) for turn in row["conversations"]) < 2000]
+    (folder / "pairs.json").write_text(json.dumps(short))
     # as many as medusa-eval takes here
     (folder / "prompts.json").write_text(json.dumps([{"messages": [question]} for question in user[:4]]))
     write_images(answers[:images], folder / IMAGES)

@@ -16,7 +16,7 @@ def test_a_recipe_gets_rows_of_its_trainer(name, tmp_path):
 
     import recipes
 
-    rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}]
+    rows = [{"instruction": "Add.", "input": "1 2", "output": "3", "conversations": []}]
     for file in ("alpaca", "dpo", "kto"):
         (tmp_path / f"{file}_en_demo.json").write_text(json.dumps(rows))
     recipes.write_rows(tmp_path, tmp_path)
