@@ -208,11 +208,10 @@ def _check_kinds(folder: Path, builder: str) -> None:
         return
     about = ("dataset_infos.json", "dataset_dict.json", "state.json")
     unread = [path for path in sorted(folder.rglob("*")) if _FILE_BUILDERS.get(path.suffix, builder) != builder]
-    for path in unread:
-        if path.suffix not in (".txt", ".json"):
-            raise RecipeError(f"{path} is of another kind than the files that were read. List the files by name.")
-        if path.name not in about:  # it may be a licence
-            say(f"{path} is of another kind than the files that were read, and is left out.")
+    if rows := [path for path in unread if path.suffix not in (".txt", ".json")]:
+        raise RecipeError(f"{rows[0]} is of another kind than the files that were read. List the files by name.")
+    if left := [path for path in unread if path.name not in about]:  # licences, or what describes the rows
+        say(f"{left[0]} is of another kind than the files that were read, and is left out, as are all such files.")
 
 
 def _broken_json(path: str | os.PathLike | None) -> str | None:
