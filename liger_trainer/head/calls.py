@@ -49,7 +49,7 @@ from liger_trainer.head.scores import predictions, token_scores, vocab_mean
 from liger_trainer.instance.binding import bind, call_previous, in_place_of
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.instance.report import Place
-from liger_trainer.varlen.decide import bound_backbone, plan_of_call, states_shown
+from liger_trainer.varlen.decide import bound_backbone, decide, states_shown
 from liger_trainer.varlen.padding import Plan, cache_of, running
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
@@ -170,7 +170,9 @@ def _forward_of(model_class: type[nn.Module]) -> Callable:
             answer = functools.partial(_own_outputs, call, skip_logits)
         if backbone is None:
             return answer()
-        plan = plan_of_call(self, backbone, args, kwargs, shown, functools.partial(_why_unfit, call))
+        plan, reason = decide(self, backbone, args, kwargs, shown, functools.partial(_why_unfit, call))
+        if reason is not None and reason.instead is not None:
+            backbone.tell(reason.text, reason.instead)
         with running(plan):  # None too: calls may lie in others
             return answer()
 

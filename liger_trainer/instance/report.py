@@ -62,12 +62,14 @@ class LigerReport:
     Attributes:
         operations (`dict[str, OperationReport]`): One entry for each key of the config, in the order of `OPERATIONS`.
         checkpointing (`dict` or `None`): What `activation_checkpointing: auto` has chosen while the model was trained.
+        cuda_graphs (`dict` or `None`): Which sizes of steps were captured, and why calls were not.
     """
 
     def __init__(self, model_name: str):
         self.model_name = model_name
         self.operations = {name: OperationReport() for name in OPERATIONS}
         self.checkpointing: dict[str, Any] | None = None
+        self.cuda_graphs: dict[str, Any] | None = None
 
     def __getitem__(self, operation: str) -> OperationReport:
         return self.operations[operation]
@@ -80,6 +82,8 @@ class LigerReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts and lists. A name such as `model.layers.*.mlp` stands for `count` modules."""
         chosen = {} if self.checkpointing is None else {"activation_checkpointing": self.checkpointing}
+        if self.cuda_graphs is not None:
+            chosen["cuda_graphs"] = self.cuda_graphs
         return {
             "model": self.model_name,
             "operations": {

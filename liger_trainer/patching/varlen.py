@@ -145,7 +145,19 @@ def _prove(model):
             return None, reason or differs
     if reason is not None and not proven.is_local:
         return None, reason
-    return proven._replace(keeps_padding=reason), None
+    needs_ids, error = attempt(lambda copy: (_why_ids_are_needed(copy, copied, batches[0][1]), None), ours)
+    return proven._replace(keeps_padding=reason, needs_ids=needs_ids or error), None
+
+
+def _why_ids_are_needed(ours, backbone, batch) -> str | None:
+    """Name what differs if `backbone` gets embeddings in place of the ids of `batch`, or return None.
+
+    Some models read ids again in later layers (per-layer embeddings). A capture begins at the embeddings.
+    """
+    embeds = backbone.get_input_embeddings()(batch["input_ids"])
+    with_embeds = {name: x for name, x in batch.items() if name != "input_ids"} | {"inputs_embeds": embeds}
+    apart = _apart(_run(ours, with_embeds), _run(ours, batch))
+    return None if apart is None else f"given embeddings in place of ids, {apart}"
 
 
 def _differs(ours, batch, wanted, what: str, kinds: set[str]) -> str | None:

@@ -27,6 +27,7 @@ from liger_trainer.trainers.features import FEATURES
 from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
+from liger_trainer.varlen.captured import Summary
 from liger_trainer.varlen.decide import bound_backbone
 from liger_trainer.varlen.host_copies import real_tokens, remembering
 from liger_trainer.world import fault_of_world
@@ -64,6 +65,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         freezes_model (`bool`): Whether the model is frozen as a whole, under something of the trainer's own.
         freezes_in_eight_bits (`bool`): Whether the frozen base of the model is put into eight bits, as `fp8` asks.
         checkpointing (`CheckpointingSummary` or `None`): What `auto` chose in the last training.
+        captured_steps (`Summary` or `None`): What `cuda_graphs` captured in the last training.
         device_memory (`GpuMemory` or `None`): Another memory than the GPU's, by which it chooses.
         grad_norm_of_step (`Callable` or `None`): What finds the norm of the gradients in place of the stock trainer.
     """
@@ -79,6 +81,7 @@ class LigerTrainerMixin(LoadsRenamedWeights):
     freezes_model: bool = False
     freezes_in_eight_bits: bool = False
     checkpointing: CheckpointingSummary | None = None
+    captured_steps: Summary | None = None
     device_memory: GpuMemory | None = None
     grad_norm_of_step: Callable[[], torch.Tensor] | None = None
     _runs: Sequence[Run] = ()  # what runs training steps while training, the outermost first

@@ -15,6 +15,7 @@ from liger_trainer.fp8.feature import Fp8, Fp8Fields
 from liger_trainer.memory.feature import Checkpointing, MemoryFields
 from liger_trainer.optimizer_in_backward import InBackward, InBackwardFields
 from liger_trainer.patching.apply import swap_converted
+from liger_trainer.trainers.cuda_graphs import CudaGraphs, CudaGraphsFields
 
 
 class LossFilter(Feature):
@@ -85,20 +86,22 @@ class _ReportCallback(TrainerCallback):
         self._write(args, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.checkpointing is not None:
+        if self.trainer.checkpointing is not None or self.trainer.captured_steps is not None:
             self._write(args, state)
 
     def _write(self, args: Any, state: Any) -> None:
         report, chosen = self.trainer.liger_report, self.trainer.checkpointing
         if state.is_world_process_zero and args.output_dir is not None:
             report.checkpointing = None if chosen is None else chosen.to_dict()
+            captured = self.trainer.captured_steps
+            report.cuda_graphs = None if captured is None else captured.to_dict()
             os.makedirs(args.output_dir, exist_ok=True)
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 
 
-FEATURES: tuple[Feature, ...] = (Checkpointing(), LossFilter(), InBackward(), Fp8(), Report())
+FEATURES: tuple[Feature, ...] = (Checkpointing(), CudaGraphs(), LossFilter(), InBackward(), Fp8(), Report())
 
 
 @dataclass
-class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields):
+class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields, CudaGraphsFields):
     """The fields of `FEATURES`."""

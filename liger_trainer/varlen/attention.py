@@ -53,7 +53,8 @@ class Rows:
     """
 
     def __init__(self, lengths: list[int], device: torch.device, batch: int = 1):
-        self.lengths, self.tokens, self.longest = lengths, sum(lengths), max(lengths)
+        self.lengths: list[int] = lengths
+        self.tokens, self.longest = sum(lengths), max(lengths)
         self.batch, self.kinds, self._chunks = batch, set[str](), dict[int, Rows]()
         self.offsets = sent(torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), device)
 
@@ -74,6 +75,40 @@ class Rows:
             self._chunks[size] = Rows(cut, self.offsets.device, self.batch)
             self._chunks[size].kinds = self.kinds
         return self._chunks[size]
+
+
+class StaticRows(Rows):
+    """Rows whose lengths change from one replay of a captured backbone to the next, within bounds.
+
+    Args:
+        offsets (`torch.Tensor`): int32 (rows + 1,), a buffer that is written before each replay. Rows after the last
+            one are empty.
+        tokens (`int`): Of all rows together, the same in every replay.
+        longest (`int`): Tokens that a row may have.
+    """
+
+    def __init__(self, offsets: torch.Tensor, tokens: int, longest: int):
+        self.offsets, self.tokens, self.longest = offsets, tokens, longest
+        self.batch, self.kinds, self._chunks = 1, set[str](), dict[int, Rows]()
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        """The lengths now, on a CPU. `NotForRows` on a GPU, where reading them would bake them into a capture."""
+        if self.offsets.device.type != "cpu":
+            raise NotForRows("its attention needs lengths on the host (dtype, head size or dropout)")
+        return self.offsets.diff().tolist()
+
+    @property
+    def full(self) -> bool:
+        return False
+
+    @property
+    def equal(self) -> bool:
+        """Not even if they are now: one kernel attends in all replays."""
+        return False
+
+    def in_chunks(self, size: int) -> Rows:
+        raise NotForRows("its layers attend in chunks, whose number depends on the lengths of rows")
 
 
 class RowMask:

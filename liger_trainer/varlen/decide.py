@@ -6,8 +6,10 @@ of the proof. With anything else that may see rows or padding (a class or a func
 every position) the batch goes through as it is, and the report names it.
 """
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from liger_trainer.instance.binding import Binding, own_class
 from liger_trainer.instance.hooks import comes_from, has_hooks, hook_on
 from liger_trainer.varlen.attention import Rows
+from liger_trainer.varlen.captured import BackboneGraphs, active_graphs
 from liger_trainer.varlen.host_copies import remember, sent, values_of
 from liger_trainer.varlen.padding import COMPUTES_PADDING, BackboneBinding, Plan, cache_of, tokens_of
 
@@ -68,49 +71,177 @@ def bound_backbone(model) -> BackboneBinding | None:
     return None if backbone is None else BackboneBinding.of(backbone)
 
 
-def plan_of_call(
-    model, bound: BackboneBinding, args: tuple, call: dict[str, Any], shown: str | None,
-    unfit: Callable[[Plan], str | None],
-) -> Plan | None:  # fmt: skip
-    """Plan how a call of `model` goes through its backbone on real tokens; None where the batch goes through as it is.
+class Reason(NamedTuple):
+    """Why a call goes through the backbone as it is.
 
-    Args:
+    Attributes:
+        text (`str`): For the report and the log.
+        instead (`str` or None): What the backbone does without a plan, for the log. None: this is not worth a line, as
+            in generation.
+    """
+
+    text: str
+    instead: str | None = None
+
+
+class Decision(NamedTuple):
+    """How a call of a model goes through its backbone.
+
+    Attributes:
+        plan (`Plan` or None): On real tokens; `plan.graphs` may replay it.
+        reason (`Reason` or None): Why there is no plan.
+    """
+
+    plan: Plan | None = None
+    reason: Reason | None = None
+
+
+@dataclass
+class BackboneCall:
+    """A call of a model, as the checks see it.
+
+    Attributes:
         model ([`~transformers.PreTrainedModel`]): The model.
-        bound (`BackboneBinding`): `bound_backbone(model)`.
-        args (`tuple`): Its arguments by position.
-        call (`dict`): Its arguments by name.
-        shown (`str`, *optional*): What the answer has of every position. A packed row has no padding.
+        backbone (`nn.Module`): Its backbone.
+        bound (`BackboneBinding`): The binding of the backbone.
+        args (`tuple`): Arguments by position.
+        call (`dict`): Arguments by name.
+        shown (`str` or None): What the answer has of every position. A packed row has no padding.
         unfit (`Callable`): Says what in the model keeps a plan from being used, or None.
+        graphs (`BackboneGraphs` or None): The captures of the backbone, within the step of a trainer.
+    """
+
+    model: Any
+    backbone: nn.Module
+    bound: BackboneBinding
+    args: tuple
+    call: dict[str, Any]
+    shown: str | None
+    unfit: Callable[[Plan], str | None]
+    graphs: BackboneGraphs | None = None
+
+    @functools.cached_property
+    def plan(self) -> Plan | None:
+        """The plan, if the rows of the call can be told.
+
+        Rows without padding have one where layers need more than causal attention, and where they may be replayed.
+        """
+        proven, may_replay = self.bound.proven, self.graphs is not None
+        plan = plan_of(self.model.config, self.call, proven.attention, full=proven.is_local or may_replay)
+        if plan is not None and plan.rows.full and not plan.leaves_out:
+            plan.only_replayed = not proven.is_local
+        return plan
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch has no padding. A batch of one padded row has some."""
+        return self.plan is not None and self.plan.rows.full and not self.plan.leaves_out
+
+
+def _not_in_force(asked: BackboneCall) -> Reason | None:
+    if asked.bound.aside:
+        return Reason("its own code was told to run")
+    if asked.args:
+        return Reason("arguments are given by position")
+    return None
+
+
+def _shows_padding(asked: BackboneCall) -> Reason | None:
+    if asked.shown is not None and asked.call.get("attention_mask") is not None and not asked.is_full:
+        trains = asked.model.training and torch.is_grad_enabled()  # evaluation and generation want logits
+        return Reason(asked.shown, COMPUTES_PADDING if trains else None)
+    return None
+
+
+def _rows_unknown(asked: BackboneCall) -> Reason | None:
+    return Reason("its rows cannot be told") if asked.plan is None else None
+
+
+def _keeps_padding(asked: BackboneCall) -> Reason | None:
+    reason = asked.bound.proven.keeps_padding
+    return None if reason is None or asked.is_full else Reason(reason)
+
+
+def _returns_attention(asked: BackboneCall) -> Reason | None:
+    wants = asked.call.get("output_attentions") or _of_config(asked.model.config, "output_attentions")
+    return Reason("it returns the weights of attention") if asked.bound.proven.attention == "eager" and wants else None
+
+
+def _turns_by_length(asked: BackboneCall) -> Reason | None:
+    assert asked.plan is not None, "an earlier check has looked"
+    reaches_end = asked.plan.reaches_end and asked.call.get("position_ids") is None
+    if asked.plan.leaves_out and not reaches_end and _rotates_by_length(asked.model.config):
+        return Reason("its rotary frequencies depend on the longest position, padding included")
+    return None
+
+
+def _unfit(asked: BackboneCall) -> Reason | None:
+    """Check the code that runs. That of a call whose captures are unchanged was checked before the capture."""
+    assert asked.plan is not None, "an earlier check has looked"
+    why = asked.unfit(asked.plan)
+    unchanged = asked.graphs is not None and asked.graphs.is_unchanged()
+    if why is None and not unchanged:
+        why = _why_whole(asked.model, asked.backbone, asked.bound)
+    if why is None:
+        return None
+    if asked.bound.proven.mixes and not asked.plan.leaves_out and not asked.is_full:
+        raise ValueError(
+            f"Packed rows would see each other in {type(asked.backbone).__name__}, whose own attention has to run: "
+            f"{why}. Take that away, or switch packing off."
+        )
+    return Reason(why, "attends with masks" if asked.is_full else COMPUTES_PADDING)
+
+
+# In this order. The first that gives a reason decides, and later ones rely on the earlier.
+_CHECKS = (
+    _not_in_force,
+    _shows_padding,
+    _rows_unknown,
+    _keeps_padding,
+    _returns_attention,
+    _turns_by_length,
+    _unfit,
+)
+
+
+def decide(
+    model: Any,
+    bound: BackboneBinding,
+    args: tuple,
+    call: dict[str, Any],
+    shown: str | None,
+    unfit: Callable[[Plan], str | None],
+) -> Decision:
+    """Decide how a call of `model` goes through its backbone. The arguments are those of `BackboneCall`.
 
     Raises:
         ValueError: The rows of a packed row would see each other in the model's own code, which has to run.
     """
-    backbone, proven = bound.module.to(), bound.proven
-    if bound.aside or args:
+    backbone: Any = bound.module.to()
+    asked = BackboneCall(model, backbone, bound, args, call, shown, unfit)
+    step = active_graphs()
+    if step is not None:
+        asked.graphs = step.of(backbone, functools.partial(_without_head, model))
+    for check in _CHECKS:
+        reason = check(asked)
+        if reason is not None:
+            return Decision(None, reason)
+    assert asked.plan is not None, "a check has looked"
+    if asked.graphs is not None:
+        asked.plan.graphs = _if_capturable(asked, asked.graphs)
+    return Decision(asked.plan)
+
+
+def _if_capturable(asked: BackboneCall, graphs: BackboneGraphs) -> BackboneGraphs | None:
+    """Return `graphs`, or None where no call of this model can be captured, with the reason in the summary."""
+    needs_ids = asked.bound.proven.needs_ids
+    if needs_ids is not None:
+        graphs.summary.count(needs_ids)
         return None
-    plan = plan_of(model.config, call, proven.attention, proven.is_local)
-    full = plan is not None and plan.rows.full and not plan.leaves_out  # a batch of one padded row is not
-    if shown is not None and call.get("attention_mask") is not None and not full:
-        if model.training and torch.is_grad_enabled():  # evaluation and generation want logits, which is no news
-            bound.tell(shown, COMPUTES_PADDING)
+    if _rotates_by_length(asked.model.config):
+        graphs.summary.count("its rotary frequencies depend on the longest position")
         return None
-    if plan is None or (proven.keeps_padding is not None and not full):
-        return None
-    if proven.attention == "eager" and (call.get("output_attentions") or _of_config(model.config, "output_attentions")):
-        return None
-    reaches_end = plan.reaches_end and call.get("position_ids") is None
-    if plan.leaves_out and not reaches_end and _rotates_by_length(model.config):
-        return None
-    why = unfit(plan) or _why_whole(model, backbone, bound)
-    if why is None:
-        return plan
-    if proven.mixes and not plan.leaves_out and not full:
-        raise ValueError(
-            f"Packed rows would see each other in {type(backbone).__name__}, whose own attention has to run: {why}. "
-            "Take that away, or switch packing off."
-        )
-    bound.tell(why, "attends with masks" if full else COMPUTES_PADDING)
-    return None
+    return graphs
 
 
 # Who reads what a model computes

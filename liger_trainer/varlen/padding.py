@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from liger_trainer.instance.binding import Binding, call_previous, in_place_of
 from liger_trainer.varlen.attention import NotForRows, Rows, rows_known
+from liger_trainer.varlen.captured import BackboneGraphs
 from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.known import Known, is_stale
 
@@ -44,6 +45,8 @@ class Proven(NamedTuple):
         mixes (`bool`): Whether the rows of a packed row see each other with the model's own attention.
         forwards (`dict`): The classes of its modules, with their forwards.
         loss (`Callable`): The function that its forward calls for the loss.
+        needs_ids (`str` or None): Why the backbone, given embeddings, computes something else than given their ids,
+            or None. A capture begins at the embeddings.
     """
 
     attention: str
@@ -52,6 +55,7 @@ class Proven(NamedTuple):
     mixes: bool
     forwards: dict[type, Callable]
     loss: Callable
+    needs_ids: str | None = None
 
     @property
     def is_local(self) -> bool:
@@ -82,7 +86,13 @@ class Plan:
 
     Attributes:
         used (`bool`): Whether a backbone has run by it.
+        graphs (`BackboneGraphs` or `None`): What may replay the backbone in place of its code.
+        only_replayed (`bool`): Whether the call is as it came where it is not replayed: rows without padding in a model
+            that needs no other attention for them than its own.
     """
+
+    graphs: BackboneGraphs | None = None
+    only_replayed: bool = False
 
     def __init__(self, given: dict[str, Any], rows: Rows, index: torch.Tensor | None = None, reaches_end: bool = True):
         self.given, self.rows, self.index, self.reaches_end, self.used = given, rows, index, reaches_end, False
@@ -203,8 +213,8 @@ def _forward_of(backbone_class):
                 bound.tell("its mask or other inputs are made by the model around it", COMPUTES_PADDING)
             return call_previous(self, BackboneBinding, args, kwargs)
         try:
-            with running(None), rows_known(plan.rows):
-                outputs = call_previous(self, BackboneBinding, (), plan.packed(call))
+            with running(None):
+                outputs = _run(self, plan, call)
         except NotForRows as error:
             bound.aside = True
             bound.tell(str(error), COMPUTES_PADDING)
@@ -213,6 +223,28 @@ def _forward_of(backbone_class):
         return plan.padded(outputs)
 
     return forward
+
+
+def _run(backbone, plan: Plan, call: dict[str, Any]):
+    """Call `backbone` on real tokens, by a replay where one is at hand."""
+    packed = plan.packed(call)
+
+    def own_forward(**given):
+        return call_previous(backbone, BackboneBinding, (), given)
+
+    def run_uncaptured(embeds: torch.Tensor | None = None):
+        """Run its own code, from `embeds` where its input embedding has run already."""
+        given = call if plan.only_replayed else packed
+        if embeds is not None:
+            given = {name: value for name, value in given.items() if name != "input_ids"} | {"inputs_embeds": embeds}
+        if plan.only_replayed:
+            return own_forward(**given)
+        with rows_known(plan.rows):
+            return own_forward(**given)
+
+    if plan.graphs is None:
+        return run_uncaptured()
+    return plan.graphs.run(own_forward, run_uncaptured, plan.rows, packed)
 
 
 def binding_of(backbone, proven: Proven) -> BackboneBinding:

@@ -1,0 +1,117 @@
+"""The option `cuda_graphs`: captured backbones in the steps of one training."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from liger_trainer._logging import logger
+from liger_trainer.feature import Feature, Run
+from liger_trainer.head.module import base_model_of
+from liger_trainer.memory.memory import is_out_of_memory
+from liger_trainer.varlen.captured import StepGraphs, step_graphs
+from liger_trainer.varlen.decide import bound_backbone
+
+AUTO = "auto"
+_WORDS = {"true": True, "false": False, AUTO: AUTO}
+
+
+@dataclass
+class CudaGraphsFields:
+    """The field of captured steps."""
+
+    cuda_graphs: str | None = field(
+        default=AUTO,
+        metadata={
+            "help": "'auto': where the GPU would wait for Python, replay the backbone of the model as CUDA graphs, one "
+            "pair for each size of batch, and leave all else as it is. Needs one GPU and a model that runs on real "
+            "tokens. true: an error where no step can be captured. false: never.",
+            "nargs": "?",
+            "const": "true",
+        },
+    )
+
+
+class CudaGraphs(Feature):
+    """Captures the backbones that a trainer calls in its training steps."""
+
+    def settle(self, args: Any) -> None:
+        value = args.cuda_graphs
+        if isinstance(value, str):
+            value = _WORDS.get(value.lower(), value)
+        if not isinstance(value, bool) and value != AUTO:
+            raise ValueError(f"cuda_graphs is {args.cuda_graphs!r}; expected auto, true or false.")
+        args.cuda_graphs = value
+
+    @contextmanager
+    def around_training(self, trainer: Any) -> Iterator[Run | None]:
+        wanted = getattr(trainer.args, "cuda_graphs", False)
+        reason = "cuda_graphs is false" if wanted is False else why_not_captured(trainer)
+        if reason is not None and wanted is True:
+            raise ValueError(f"cuda_graphs is true, but {reason}. Set cuda_graphs: auto, or false.")
+        if reason is not None:
+            trainer.captured_steps = None
+            _tell(trainer, f"cuda_graphs: steps are not captured, because {reason}.", wanted)
+            yield None
+            return
+        graphs = StepGraphs()
+        trainer.captured_steps = graphs.summary
+        began_at = trainer.state.global_step
+
+        def run(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # The first step of the optimizer makes its states, and before it nobody knows what memory they leave.
+            graphs.may_capture = trainer.state.global_step > began_at
+            try:
+                with step_graphs(graphs):
+                    return step(*args, **kwargs)
+            except RuntimeError as error:
+                if is_out_of_memory(error) and graphs.summary.sizes:
+                    graphs.release()
+                    error.add_note(
+                        "The memory of captured steps was released. To train without, set cuda_graphs: false."
+                    )
+                raise
+
+        try:
+            yield run
+        finally:
+            graphs.release()
+            _tell(trainer, graphs.summary.one_line(), wanted)
+
+
+def _tell(trainer: Any, line: str, wanted: Any) -> None:
+    if wanted is not False and trainer.uses_liger and trainer.args.process_index == 0:
+        logger.info(line)
+
+
+def why_not_captured(trainer: Any) -> str | None:
+    """Name what in a trainer and its arguments keeps all steps from being captured, or return None.
+
+    What depends on a call, and may change in a training, is asked in each call (`varlen/decide.py`).
+    """
+    args = trainer.args
+    if not trainer.uses_liger:
+        return "use_liger is false"
+    if args.device.type != "cuda":
+        return f"it trains on {args.device.type}, and CUDA graphs need a CUDA GPU"
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.num_processes > 1:
+        return "several processes train, which exchange gradients within the backward pass"
+    if args.n_gpu > 1 or len(set((getattr(trainer.model, "hf_device_map", None) or {"": 0}).values())) > 1:
+        return "the model is spread over several devices"
+    if args.torch_compile:
+        return "torch_compile is set"
+    if getattr(args, "optimizer_in_backward", False):
+        return "optimizer_in_backward steps weights within the backward pass"
+    if getattr(args, "activation_checkpointing", None) == AUTO:
+        return "activation_checkpointing is 'auto', which decides in Python what each layer keeps"
+    options = args.gradient_checkpointing_kwargs
+    offloads = isinstance(options, dict) and options.get("offload")
+    if offloads or getattr(args, "activation_offloading", False):
+        return "activations are moved to the host"
+    if trainer._overrides_compute_loss:
+        return f"{type(trainer).__name__} overrides compute_loss"
+    if trainer.model is None:  # with `model_init` there is none before training has begun
+        return None
+    if bound_backbone(base_model_of(trainer.model)) is None:
+        return "its model does not run on real tokens (varlen_attention)"
+    return None

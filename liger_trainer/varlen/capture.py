@@ -1,0 +1,213 @@
+"""One capture: what is recorded, and the comparison of its replay with the code that was recorded."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_trainer.varlen.attention import rows_known
+from liger_trainer.varlen.recorder import Recorder
+from liger_trainer.varlen.static_batch import Batch, Size
+from liger_trainer.varlen.static_gradients import GradientBuffers
+
+WORTHWHILE = 0.95  # of the time of Python's code; a replay that takes more is not used
+CLOSE = 0.05  # largest relative difference of a replay and the code it was captured from, in the L2 norm
+SAMPLE = 4096  # elements of each tensor that are compared after a capture
+
+
+class NotCapturable(Exception):  # noqa: N818 - no error of the user's
+    """Raised where a call cannot be captured; the message is the reason in the report."""
+
+
+class DoesNotPay(Exception):  # noqa: N818
+    """Raised where a replay is not faster than Python's code, or its memory would be missed."""
+
+
+class CapturedRun:
+    """One capture of a size.
+
+    Args:
+        size (`Size`): What is captured.
+        gradients (`GradientBuffers`): What its backward adds to.
+        recorder (`Recorder`): Of the device.
+        forward (`Callable`): The forward of the backbone.
+        constants (`dict`): Arguments of it that are the same in every replay.
+        modules (`list[nn.Module]`): Those that hold the parameters.
+        parameters (`list[nn.Parameter]`): Those that are trained.
+        trains (`bool`): Whether there is a backward.
+
+    Attributes:
+        alias_of (`dict`): What stands in the place of each parameter while the backbone runs: the same memory, with a
+            gradient of its own. The nodes by which autograd adds to gradients belong to the stream on which they were
+            made first, and users' hooks hang on those of the real parameters. An alias has new ones.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        gradients: GradientBuffers,
+        recorder: Recorder,
+        forward: Callable[..., Any],
+        constants: dict[str, Any],
+        modules: list[nn.Module],
+        parameters: list[nn.Parameter],
+        trains: bool,
+    ):
+        self.size, self.gradients, self.recorder = size, gradients, recorder
+        self.trains = trains
+        self.alias_of = {p: nn.Parameter(p.detach(), requires_grad=True) for p in parameters}
+        self._places = [
+            (module._parameters, name, p)
+            for module in modules
+            for name, p in module._parameters.items()
+            if p is not None and p in self.alias_of
+        ]
+        self._forward, self._constants = forward, constants
+        self._hidden: torch.Tensor | None = None  # with its autograd graph, between forward and backward
+        self._bytes_kept = 0  # by the forward for the backward
+
+    def forward(self) -> None:
+        size = self.size
+        call = {
+            "inputs_embeds": size.embeds,
+            "position_ids": size.positions,
+            "attention_mask": size.mask,
+            "use_cache": False,
+        }
+        with self._aliases(), torch.set_grad_enabled(self.trains), rows_known(size.rows):
+            outputs = self._forward(**call, **self._constants)
+        filled = [name for name, value in outputs.items() if value is not None]
+        if filled != ["last_hidden_state"]:
+            raise NotCapturable(f"the backbone returns {', '.join(filled)}")
+        hidden = outputs["last_hidden_state"]
+        if hidden.requires_grad != self.trains:
+            raise NotCapturable("its output does not depend on what is trained")
+        size.output, size.output_class = hidden.detach(), type(outputs)
+        self._hidden = hidden if self.trains else None
+
+    def backward(self) -> None:
+        size, hidden = self.size, self._hidden
+        assert hidden is not None, "the forward comes first"
+        size.embeds.grad = None
+        device = hidden.device.type
+        # A layer that is checkpointed runs again.
+        with (
+            self._aliases(),
+            torch.autocast(device, enabled=False),
+        ):  # as in a training step, whose backward is outside of autocast
+            torch.autograd.backward([hidden], [size.upstream])
+        size.embeds_grad = size.embeds.grad
+        self._hidden = None
+
+    @contextlib.contextmanager
+    def _aliases(self) -> Iterator[None]:
+        for table, name, p in self._places:
+            table[name] = self.alias_of[p]
+        try:
+            yield
+        finally:
+            for table, name, p in self._places:
+                table[name] = p
+
+    def capture(self, batch: Batch, random_state: Any, timed: bool) -> None:
+        """Record forward and backward, and compare their replay with Python's code for `batch`.
+
+        Raises:
+            NotCapturable: The backbone returns more than hidden states, or the replay gives something else.
+            DoesNotPay: The memory would be missed or, with `timed`, the replay is not faster.
+        """
+        size, recorder = self.size, self.recorder
+        size.fill(batch)
+        with recorder.warm_up():
+            wanted = self._results_of(self._run_python, random_state)
+            python_seconds = self.recorder.seconds_of(self._run_python) if timed else 0.0
+        # As much again for what a layer needs on its way, and for what lies between the blocks of the pool.
+        if not recorder.make_room(2 * self._bytes_kept):
+            raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left for their graphs")
+        size.forward = recorder.record(self.forward)
+        if self.trains:
+            size.backward = recorder.record(self.backward)
+        got = self._results_of(self._replay, random_state)
+        self._compare(got, wanted)
+        if timed and self.recorder.seconds_of(self._replay) > WORTHWHILE * python_seconds:
+            raise DoesNotPay(f"{size.tokens} tokens and more: replaying is not faster")
+        if recorder.bytes_free() < 0:
+            raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left beside their graphs")
+
+    def _run_python(self) -> None:
+        size = self.size
+        free = self.recorder.bytes_free()
+        self.forward()
+        self._bytes_kept = max(self._bytes_kept, free - self.recorder.bytes_free())
+        if not self.trains:
+            return
+        assert size.output is not None, "the forward has set it"
+        if size.upstream is None:
+            size.upstream = torch.empty_like(size.output)
+        size.upstream.copy_(size.output)  # any gradient will do that is not all zeros
+        self._backward_noting_gradients()
+
+    def _backward_noting_gradients(self) -> None:
+        """Run the backward, and note the parameters that get a gradient.
+
+        The others get none in a replay either: an optimizer would decay them for a gradient of zero. What the first
+        run leaves as gradients is the buffers of all later ones.
+        """
+        learned: list[nn.Parameter] = []
+        hooks = [
+            alias.register_post_accumulate_grad_hook(lambda _, p=p: learned.append(p))  # type: ignore[misc]
+            for p, alias in self.alias_of.items()
+        ]
+        try:
+            self.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for p in learned:
+            gradient = self.alias_of[p].grad
+            assert gradient is not None, "it has just been added to"
+            self.gradients.keep(p, gradient)
+        self.size.learned = learned
+
+    def _replay(self) -> None:
+        size = self.size
+        assert size.forward is not None and size.output is not None, "it was recorded"
+        size.forward.replay()
+        if size.backward is not None and size.upstream is not None:
+            size.upstream.copy_(size.output)
+            size.backward.replay()
+
+    def _results_of(self, run: Callable[[], None], random_state: Any) -> list[torch.Tensor]:
+        """Run forward and backward from zero gradients. Returns samples of all results."""
+        self.recorder.set_random_state(random_state)
+        self.gradients.zero(self.alias_of)
+        for p, alias in self.alias_of.items():
+            alias.grad = self.gradients.buffers.get(p)
+        run()
+        size = self.size
+        assert size.output is not None, "the forward has set it"
+        results = [_sample(size.output)]
+        if size.embeds_grad is not None:
+            results.append(_sample(size.embeds_grad))
+        if size.learned:
+            # Together: of some, such as the bias of keys, the gradient is nothing but rounding.
+            results.append(torch.cat([_sample(self.gradients.buffers[p]) for p in size.learned]))
+        self.gradients.zero(self.alias_of)
+        return results
+
+    def _compare(self, got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+        """Raise `NotCapturable` where a replay differs from Python's code for the same batch and random numbers."""
+        if len(got) != len(wanted):
+            raise NotCapturable("the replay gives other gradients than the code that was captured")
+        for got_one, wanted_one in zip(got, wanted, strict=True):
+            apart = (got_one - wanted_one).norm()
+            if not bool(apart <= CLOSE * wanted_one.norm() + 1e-12):
+                raise NotCapturable("the replay computes something else than the code that was captured")
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """At most some `SAMPLE` elements of x in fp32, spread over all of it."""
+    flat = x.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)].float().clone()

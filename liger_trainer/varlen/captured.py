@@ -1,0 +1,471 @@
+"""The backbone of a model as two CUDA graphs for each size of batch: its forward and its backward pass.
+
+In a step of few tokens the GPU waits for Python. A replayed graph needs no Python: a few thousand kernels are launched
+by one call. The tokens of a batch are laid into one row of a static buffer and filled up to the size by a row of zeros
+that nothing attends to. The head, the loss and the optimizer stay outside.
+
+    embeddings -> copy into the static buffer -> replay the forward -> clone of the real tokens -> head, loss
+    gradients of parameters <- add to static buffers <- replay the backward <- copy of the upstream gradient
+
+Four rules keep this exact:
+
+- A size is captured from the model's own Python code, which has run before with the same state (`Snapshot`). It is used
+  only after its replay gave what that code gives for the same batch.
+- A replay takes place only where `Snapshot` finds nothing changed. Otherwise the model's own code runs, in that call.
+- No tensor of a graph is handed out: outputs are clones, and a gradient is added into a buffer that `.grad` refers to
+  only until it is None again.
+- A forward whose activations another replay has overwritten is replayed again before its backward.
+"""
+
+import contextlib
+import contextvars
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+from liger_trainer._logging import logger
+from liger_trainer.instance.hooks import HOOK_DICTS, home
+from liger_trainer.instance.kept import hooks_in_force
+from liger_trainer.varlen.attention import NotForRows, Rows
+from liger_trainer.varlen.capture import CapturedRun, DoesNotPay, NotCapturable
+from liger_trainer.varlen.recorder import CudaRecorder, Recorder
+from liger_trainer.varlen.snapshot import Snapshot, dropout_is_active
+from liger_trainer.varlen.static_batch import Batch, Size, bounds_of, power_of_2, round_up
+from liger_trainer.varlen.static_gradients import GradientBuffers
+
+MOST_MODES = 4  # states of the model, such as adapters switched on and off
+MOST_SIZES = 16  # of each mode
+LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
+
+# What transformers hands through to a backbone, and no layer that a proof has run reads.
+_UNREAD = ("num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in HOOK_DICTS]
+_STATIC_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache")
+
+
+@dataclass
+class Mode:
+    """The captures of one state of the model.
+
+    Attributes:
+        key (`tuple`): What a call has to have in common: gradients, dtypes, arguments.
+        snapshot (`Snapshot`): What else has to be as it was.
+        trains (`bool`): Whether there is a backward.
+        draws (`bool`): Whether a layer draws random numbers.
+        sizes (`dict[int, Size]`): By their tokens.
+    """
+
+    key: tuple
+    snapshot: Snapshot
+    trains: bool
+    draws: bool
+    sizes: dict[int, Size] = field(default_factory=dict)
+    last_used: int = 0
+
+
+class Summary:
+    """What was captured in one training, for the report."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.seconds = 0.0
+        self.replayed = 0
+        self.uncaptured: dict[str, int] = {}
+
+    def count(self, reason: str) -> None:
+        self.uncaptured[reason] = self.uncaptured.get(reason, 0) + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "sizes": sorted(self.sizes),
+            "capture_seconds": round(self.seconds, 2),
+            "calls_replayed": self.replayed,
+            "calls_not_captured": self.uncaptured,
+        }
+
+    def one_line(self) -> str:
+        total = self.replayed + sum(self.uncaptured.values())
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in self.uncaptured.items())
+        line = f"cuda_graphs: {self.replayed} of {total} calls of the backbone replayed"
+        if self.sizes:
+            line += f", {len(self.sizes)} sizes captured in {self.seconds:.1f} s"
+        return f"{line}. Not captured: {reasons}." if reasons else f"{line}."
+
+
+class BackboneGraphs:
+    """The captures of one backbone in one training.
+
+    Args:
+        backbone (`nn.Module`): The backbone. Its input embedding stays outside of the capture.
+        around (`list[nn.Module]`): The modules whose state decides about calls of the backbone.
+        recorder (`Recorder`): Of the device.
+        summary (`Summary`): What the training reports.
+    """
+
+    def __init__(self, backbone: nn.Module, around: list[nn.Module], recorder: Recorder, summary: Summary):
+        self.backbone, self.around, self.recorder, self.summary = backbone, around, recorder, summary
+        self.gradients = GradientBuffers()
+        self.modes: list[Mode] = []
+        self.off: str | None = None  # why nothing is captured from now on
+        self.generation = 0  # of the activations in the pool: every replay writes over those of the one before
+        self.clock = 0
+        self.may_capture = False  # once the optimizer has its states
+        self.worthwhile = 0  # tokens: the largest size whose replay was faster than Python's code
+        self.too_large: int | None = None  # tokens: the smallest size that did not pay, or found no memory
+        self.why_too_large = ""
+        self.carrier = torch.zeros((), requires_grad=True)
+        self._unmatched = 0  # modes that were replaced without a replay
+        self._snapshot: Snapshot | None = None  # that of the running call
+        self._difference: str | None = None  # why no snapshot is that of the running call
+
+    def is_unchanged(self) -> bool:
+        """Find the snapshot that holds for the call that begins now. Return whether there is one.
+
+        Then everything that an earlier call has checked before it was captured holds too.
+        """
+        self._snapshot = self._difference = None
+        snapshots = [mode.snapshot for mode in sorted(self.modes, key=lambda mode: -mode.last_used)]
+        for snapshot in dict.fromkeys(snapshots):
+            difference = snapshot.difference()
+            if difference is None:
+                self._snapshot = snapshot
+                return True
+            self._difference = self._difference or difference
+        return False
+
+    def run(
+        self, forward: Callable[..., Any], run_uncaptured: Callable[..., Any], rows: Rows, call: dict[str, Any]
+    ) -> Any:
+        """Replay a call of the backbone. Where its own code has to run, the summary says why.
+
+        Args:
+            forward (`Callable`): The forward of the backbone.
+            run_uncaptured (`Callable`): Runs its own code for this call, from embeddings if it is given some.
+            rows (`Rows`): The rows of the call.
+            call (`dict`): Its arguments: `input_ids` (B, S) or `inputs_embeds` (B, S, H), in one row of real tokens or
+                in rows without padding.
+        """
+        try:
+            self._refuse_now()
+            constants = constants_of(call)
+        except NotCapturable as reason:
+            self.summary.count(str(reason))
+            return run_uncaptured()
+        embeds = call.get("inputs_embeds")
+        if embeds is None:
+            embeds = self.backbone.get_input_embeddings()(call["input_ids"])
+        batch, shape = _batch_of(rows, embeds, call)
+        try:
+            mode = self._mode(batch, constants)
+            size = self._size(mode, batch, forward, dict(constants))
+        except NotCapturable as reason:
+            self.summary.count(str(reason))
+            return run_uncaptured(embeds)  # their hooks and random numbers are those of one call
+        self.summary.replayed += 1
+        self.clock += 1
+        mode.last_used = size.last_used = self.clock
+        hidden = self._replay(mode, size, batch).view(*shape, -1)
+        return size.output_class(last_hidden_state=hidden)
+
+    def release(self) -> None:
+        """Free all graphs and their memory. Gradients stay what they are."""
+        self.modes.clear()
+        self.gradients = GradientBuffers()
+
+    # The call
+
+    def _refuse_now(self) -> None:
+        """Raise `NotCapturable` where nothing is captured any more, or the process does more than run the model."""
+        if self.off is not None:
+            raise NotCapturable(self.off)
+        if hooks_in_force() is not None:
+            raise NotCapturable("hooks decide about the tensors that autograd saves")
+        if torch.is_inference_mode_enabled() or torch.is_anomaly_enabled() or torch._C._len_torch_function_stack():
+            raise NotCapturable("a mode of PyTorch is on (inference, anomaly detection or a function mode)")
+        if any(_GLOBAL_HOOKS):
+            raise NotCapturable("a hook is registered for all modules")
+
+    def _refuse_hooks(self) -> None:
+        """Raise `NotCapturable` where a module in the capture has a hook, except those by which transformers collects
+        outputs: they do nothing where none is asked for."""
+        outside = {id(module) for module in self.backbone.get_input_embeddings().modules()}
+        for module in self.backbone.modules():
+            if module is self.backbone or id(module) in outside:
+                continue
+            hooks = [hook for name in HOOK_DICTS for hook in module.__dict__[name].values()]
+            if not all(home(hook).startswith("transformers.") for hook in hooks):
+                raise NotCapturable(f"a {type(module).__name__} has a hook")
+
+    def _mode(self, batch: Batch, constants: tuple) -> Mode:
+        """Find the mode whose state is that of the model now, or begin one and raise `NotCapturable`."""
+        embeds = batch.embeds
+        grad = torch.is_grad_enabled()
+        key = (grad, grad and embeds.requires_grad, embeds.dtype, batch.positions.shape[:-2], constants)
+        for mode in self.modes:
+            if mode.key == key and mode.snapshot is self._snapshot:
+                return mode
+        self._begin_mode(key)
+        raise NotCapturable(self._difference or "the first call of its kind")
+
+    def _begin_mode(self, key: tuple) -> None:
+        if len(self.modes) == MOST_MODES:
+            oldest = min(self.modes, key=lambda mode: mode.last_used)
+            self.modes.remove(oldest)
+            self._unmatched += not any(size.last_used for size in oldest.sizes.values())
+            if self._unmatched > MOST_MODES:
+                self._turn_off(f"the model changes from call to call: {self._difference}")
+                return
+        if self._snapshot is None:
+            self._refuse_hooks()
+        snapshot = self._snapshot or Snapshot(self.around)
+        grad, embeds_require_grad = key[0], key[1]
+        trains = grad and (embeds_require_grad or any(True for _ in self._captured_parameters(snapshot)))
+        self.clock += 1
+        self.modes.append(Mode(key, snapshot, trains, dropout_is_active(self.around), last_used=self.clock))
+
+    def _captured_parameters(self, snapshot: Snapshot) -> Iterator[nn.Parameter]:
+        """Yield the trained parameters inside the capture: those of the backbone without its input embedding."""
+        outside = {id(p) for p in self.backbone.get_input_embeddings().parameters()}
+        inside = {id(p) for p in self.backbone.parameters()} - outside
+        for p in snapshot.trained:
+            if id(p) in inside:
+                yield p
+
+    def _turn_off(self, reason: str) -> None:
+        self.off = reason
+        self.release()
+        logger.warning(f"cuda_graphs: steps are not captured from now on, because {reason}.")
+
+    # Captures
+
+    def _size(self, mode: Mode, batch: Batch, forward: Callable[..., Any], constants: dict[str, Any]) -> Size:
+        """Find the graphs for a batch, or capture them. Raises `NotCapturable`."""
+        tokens = round_up(batch.tokens)
+        size = mode.sizes.get(tokens)
+        if size is not None and size.takes(batch):
+            return size
+        if self.too_large is not None and tokens >= self.too_large:
+            raise NotCapturable(self.why_too_large)
+        if not self.may_capture:
+            raise NotCapturable("captures begin after the first step of the optimizer")
+        if mode.trains and self.gradients.in_use():
+            raise NotCapturable("captures wait for the first micro-batch of a step")
+        if size is None and len(mode.sizes) == MOST_SIZES:
+            del mode.sizes[min(mode.sizes, key=lambda tokens: mode.sizes[tokens].last_used)]
+        rows, longest = bounds_of(batch, tokens)
+        # The bounds of all sizes grow with the largest seen, so that few sizes are captured twice.
+        known = [*mode.sizes.values()]
+        most_rows = max([power_of_2(rows), *(one.most_rows for one in known)])
+        longest = max([LEAST_LONGEST, power_of_2(longest), *(one.longest for one in known)])
+        begin = time.perf_counter()
+        size = Size(batch, tokens, most_rows, min(longest, power_of_2(tokens)), mode.trains and mode.key[1])
+        self._capture(mode, size, batch, forward, constants)
+        mode.sizes[tokens] = size
+        self.summary.sizes.append(tokens)
+        self.summary.seconds += time.perf_counter() - begin
+        return size
+
+    def _capture(
+        self, mode: Mode, size: Size, batch: Batch, forward: Callable[..., Any], constants: dict[str, Any]
+    ) -> None:
+        """Record the graphs of `size`, and compare their replay with the code that they were recorded from.
+
+        Raises:
+            NotCapturable: It failed, or does not pay. Nothing has changed then but `too_large` or `off`.
+        """
+        state = self.recorder.random_state()
+        parameters = list(self._captured_parameters(mode.snapshot)) if mode.trains else []
+        timed = size.tokens > self.worthwhile
+        try:
+            with self._capture_conditions():
+                run = CapturedRun(
+                    size, self.gradients, self.recorder, forward, constants, self.around, parameters, mode.trains
+                )
+                run.capture(batch, state, timed)
+            self.gradients.count_holders()
+            self.worthwhile = max(self.worthwhile, size.tokens)
+        except NotForRows as error:
+            self._turn_off(str(error))
+            raise NotCapturable(str(error)) from error
+        except DoesNotPay as error:
+            self.too_large, self.why_too_large = size.tokens, str(error)
+            raise NotCapturable(str(error)) from error
+        except (RuntimeError, NotCapturable) as error:  # also torch.OutOfMemoryError and torch.AcceleratorError
+            text = str(error).split("\n")[0]
+            error.__traceback__ = None  # whose frames hold tensors of the pool
+            del error
+            self.recorder.after_failure()
+            self._turn_off(f"a capture has failed: {text}")
+            raise NotCapturable(f"a capture has failed: {text}") from None
+        except BaseException:  # Ctrl-C: the run ends, with random numbers and gradients as they were
+            self.recorder.after_failure()
+            self.release()
+            raise
+        finally:
+            self.recorder.set_random_state(state)
+            self.generation += 1
+
+    @contextlib.contextmanager
+    def _capture_conditions(self) -> Iterator[None]:
+        """Switch off what would leave a tensor of the capture behind: autocast's cache of weights in 16 bits."""
+        cached = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    # Replays
+
+    def _replay(self, mode: Mode, size: Size, batch: Batch) -> torch.Tensor:
+        """Return the hidden states (1, N, H) of a batch."""
+        if not mode.trains:
+            return self._replay_forward(size, batch)
+        return _Replayed.apply(batch.embeds, self.carrier, self, mode, size, batch)
+
+    def _replay_forward(self, size: Size, batch: Batch) -> torch.Tensor:
+        assert size.forward is not None and size.output is not None, "it was captured"
+        size.fill(batch)
+        size.forward.replay()
+        self.generation += 1
+        return size.output[:, : batch.tokens].clone()
+
+
+class _Replayed(torch.autograd.Function):
+    """The captured backbone in autograd: a function of the embeddings and of a scalar that requires a gradient.
+
+    The parameters are no inputs: 448 of them would take the host longer than all else in a step. The backward adds to
+    their gradients itself, which is right where the engine would do so too (`loss.backward()`). In other backward
+    passes it is an error.
+    """
+
+    @staticmethod
+    def forward(ctx, embeds, carrier, graphs: BackboneGraphs, mode: Mode, size: Size, batch: Batch):  # noqa: ANN001
+        ctx.save_for_backward(embeds)
+        ctx.given = graphs, mode, size, batch._replace(embeds=embeds.detach())
+        ctx.random_state = graphs.recorder.random_state() if mode.draws else None
+        output = graphs._replay_forward(size, batch)
+        ctx.generation, ctx.versions = graphs.generation, _versions(size)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # noqa: ANN001
+        graphs, mode, size, batch = ctx.given
+        if not torch._C._will_engine_execute_node(get_gradient_edge(graphs.carrier).node):
+            raise RuntimeError(
+                "The backbone of this step is captured (cuda_graphs), so that its weights get their gradients from "
+                "loss.backward() alone. Set cuda_graphs: false to call torch.autograd.grad or backward(inputs=...)."
+            )
+        ctx.saved_tensors  # noqa: B018 - raises if they were modified in place
+        if ctx.versions != _versions(size):
+            raise RuntimeError(
+                "A weight of the captured backbone has been modified by an inplace operation between its forward and "
+                "its backward pass."
+            )
+        now = None if ctx.random_state is None else graphs.recorder.random_state()
+        if ctx.random_state is not None:  # layers that are computed again draw what they drew in the forward
+            graphs.recorder.set_random_state(ctx.random_state)
+        if ctx.generation != graphs.generation:
+            graphs._replay_forward(size, batch)
+            if ctx.random_state is not None:
+                graphs.recorder.set_random_state(ctx.random_state)
+        graphs.generation += 1  # what the forward has kept is used up
+        size.upstream[:, : batch.tokens].copy_(gradient)
+        size.upstream[:, batch.tokens :].zero_()
+        elsewhere = graphs.gradients.begin(size.learned)
+        size.backward.replay()
+        graphs.gradients.end(size.learned, elsewhere)
+        if now is not None:
+            graphs.recorder.set_random_state(now)
+        of_embeds = None
+        if ctx.needs_input_grad[0]:
+            of_embeds = size.embeds_grad[:, : batch.tokens].clone()
+        return of_embeds, None, None, None, None, None
+
+
+def _versions(size: Size) -> tuple[int, ...]:
+    """The versions of the first and the last weight: an optimizer's step, or a loading of weights, raises all."""
+    ends = size.learned[:1] + size.learned[-1:]
+    return tuple(p._version for p in ends)
+
+
+def constants_of(call: dict[str, Any]) -> tuple:
+    """Return the arguments of a call that are the same in every replay, as sorted (name, value).
+
+    Raises:
+        NotCapturable: One of them is neither a number nor a word, such as the visual embeddings of Qwen3-VL.
+    """
+    constants = []
+    for name, value in sorted(call.items()):
+        if name in _STATIC_INPUTS or name in _UNREAD or value is None:
+            continue
+        if name.startswith("output_") and value:
+            raise NotCapturable(f"the call asks for {name}")
+        if not isinstance(value, bool | int | float | str):
+            raise NotCapturable(f"its argument {name} is a {type(value).__name__}")
+        constants.append((name, value))
+    return tuple(constants)
+
+
+# The captures of a training step
+
+
+def _batch_of(rows: Rows, embeds: torch.Tensor, call: dict[str, Any]) -> tuple[Batch, tuple[int, int]]:
+    """Return the batch of a call in one row, and its (B, S)."""
+    batch, length = embeds.shape[:2]
+    positions = call.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=embeds.device)[None]
+    positions = positions.expand(*positions.shape[:-2], batch, length)
+    in_one_row = positions.reshape(*positions.shape[:-2], 1, batch * length)
+    return Batch(embeds.reshape(1, batch * length, -1), in_one_row, rows.lengths), (batch, length)
+
+
+class StepGraphs:
+    """The captures of all backbones that a trainer calls in its steps."""
+
+    def __init__(self, make_recorder: Callable[[torch.device], Recorder] = CudaRecorder):
+        self._make_recorder = make_recorder
+        self._of: dict[int, BackboneGraphs] = {}
+        self.summary = Summary()
+        self.may_capture = False
+
+    def of(self, backbone: nn.Module, around: Callable[[], list[nn.Module]]) -> BackboneGraphs:
+        """Return the captures of a backbone. `around` lists the modules that decide about its calls."""
+        graphs = self._of.get(id(backbone))
+        if graphs is None:
+            device = next(backbone.parameters()).device
+            graphs = BackboneGraphs(backbone, around(), self._make_recorder(device), self.summary)
+            self._of[id(backbone)] = graphs
+        graphs.may_capture = self.may_capture
+        return graphs
+
+    def release(self) -> None:
+        for graphs in self._of.values():
+            graphs.release()
+        self._of.clear()
+
+
+_active: contextvars.ContextVar[StepGraphs | None] = contextvars.ContextVar("graphs of the step", default=None)
+
+
+@contextlib.contextmanager
+def step_graphs(graphs: StepGraphs | None) -> Iterator[None]:
+    """Within it, backbones on real tokens are captured and replayed."""
+    token = _active.set(graphs)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active_graphs() -> StepGraphs | None:
+    return _active.get()
