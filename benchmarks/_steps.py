@@ -153,14 +153,15 @@ def classes_of(arm):
     return getattr(module, name), getattr(module, config)
 
 
-def make_trainer(arm, run, callbacks):
+def make_trainer(arm, run, callbacks, **more):
+    """The trainer of `arm`. `more` are fields of its arguments beside those that `run` and `arm` stand for."""
     from peft import LoraConfig, get_peft_model
 
     stock_class, args_class = classes_of(arm)
     is_trl = any(base.__module__.startswith("trl.") for base in stock_class.__mro__)
     model = build(run)
     vocab = model.config.get_text_config().vocab_size
-    options, inputs, methods = {}, {}, {}
+    options, inputs, methods = dict(more), {}, {}
     switches = set(arm.split(" ")[1:])
     if "Liger" in switches:
         options["use_liger_kernel"] = True
@@ -183,7 +184,7 @@ def make_trainer(arm, run, callbacks):
     if is_trl:
         from datasets import Dataset
 
-        options["max_length"] = run.length
+        options.setdefault("max_length", run.length)  # the rows are cut already
         inputs["processing_class"] = tokenizer_of()
     if run.trainer == "dpo":
         # The rows are token ids already, for which TRL's DPOTrainer has no option.
@@ -376,10 +377,10 @@ def numbers_of(weight):
     return weight.quant_state.shape.numel() if type(weight).__name__ == "Params4bit" else weight.numel()
 
 
-def flag_losses(rows):
+def flag_losses(rows, stock_arms=STOCK):
     """Add a note to every row whose losses are not those of the stock trainer, if that ran. The first may differ by 1
     %, and the later ones, which bf16 has driven apart, by 5 %."""
-    stock = next((row["losses"] for row in rows if row["arm"] in STOCK and row.get("losses")), None)
+    stock = next((row["losses"] for row in rows if row["arm"] in stock_arms and row.get("losses")), None)
     for row in rows:
         if stock is None or not row.get("losses"):
             continue

@@ -28,7 +28,9 @@ Memory beyond inputs and gradients: C * V elements of the compute dtype (plain P
 fp32 sum of dW until the backward pass rounds it, and the converted weight under autocast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -76,14 +78,41 @@ class HeadSpec(NamedTuple):
         return (*self.rows, self.needs, self.lean, self.chunk_rows, self.compute_dtype)
 
 
+_on_host: ContextVar[torch.Tensor | None] = ContextVar("the targets of the head on the host", default=None)
+
+
+@contextmanager
+def targets_on_host(values: torch.Tensor | None) -> Iterator[None]:
+    """A context for one call of a head, whose targets have these values. The host then does not wait for the device.
+
+    Args:
+        values (`torch.Tensor`, *optional*): The targets on the CPU, in the shape in which the call gets them. None: not
+            known, so that the call waits.
+    """
+    before = _on_host.set(values)
+    try:
+        yield
+    finally:
+        _on_host.reset(before)
+
+
 def _kept_rows(target, ignore_index, vocab):
     """The indices of the rows that count, or None if all do. This is the one place where the host waits for the
-    device."""
+    device, unless it knows the targets."""
     if ignore_index == EVERY_ROW or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None  # a CUDA graph cannot wait: row_pass gives ignored rows zeros and bad targets NaN
-    if check_target_range(target, ignore_index, vocab) == target.shape[0]:
+    known = _on_host.get()
+    known = target if known is None else known.reshape(-1)
+    if known.shape != target.shape:
+        raise ValueError(
+            f"targets_on_host has {known.numel()} targets, but the head has {target.numel()}; expected the same."
+        )
+    if check_target_range(known, ignore_index, vocab) == target.shape[0]:
         return None
-    return (target != ignore_index).nonzero().squeeze(1)
+    kept = (known != ignore_index).nonzero().squeeze(1)
+    if kept.device == target.device:
+        return kept
+    return (kept.pin_memory() if target.is_cuda else kept).to(target.device, non_blocking=True)
 
 
 def _chunks_of(head: Head, target, spec: HeadSpec, all_rows: bool) -> Chunks:

@@ -50,6 +50,7 @@ from liger_trainer.instance.binding import bind, call_previous, in_place_of
 from liger_trainer.instance.hooks import replaced_forward
 from liger_trainer.instance.report import Place
 from liger_trainer.varlen.decide import bound_backbone, decide, states_shown
+from liger_trainer.varlen.host_copies import values_of
 from liger_trainer.varlen.padding import Plan, cache_of, running
 
 _OF_A_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # from which a model would compute a loss
@@ -86,6 +87,17 @@ class _Call(NamedTuple):
                 "labels is None; pass labels=(B, S) or shift_labels=(B, S) with fused_lm_head or label_smoothing."
             )
         return logits[:, :-1], labels[:, 1:]
+
+    def labels_on_host(self) -> torch.Tensor | None:
+        """The labels of `shifted` on the CPU, or None where the host does not know them."""
+        shift_labels = self.kwargs.get("shift_labels")
+        labels = self.kwargs["labels"] if shift_labels is None else shift_labels
+        if torch.compiler.is_compiling() or labels.device.type == "cpu":
+            return None
+        known = values_of(labels)[0]
+        if known.device.type != "cpu":
+            return None
+        return known[:, 1:] if shift_labels is None else known
 
 
 def install_fused_head(model: nn.Module, options: HeadOptions | None = None, place: Place | None = None) -> str | None:
@@ -308,7 +320,7 @@ def _scores(call: _Call, outputs: Any) -> dict[str, Any]:
     scores = token_scores(
         logits, target, tuple(name for name in TOKEN_OUTPUTS if name in wanted or name == "log_probs"),
         temperature=options.temperature, label_smoothing=call.label_smoothing, uniform_grad=call.uniform_grad,
-        in_fp32=options.cast_lm_head_to_fp32,
+        in_fp32=options.cast_lm_head_to_fp32, on_host=call.labels_on_host(),
     )  # fmt: skip
     mask = target.to(scores["log_probs"].device) != -100
     count = call.kwargs.get("num_items_in_batch")

@@ -1,5 +1,6 @@
 """Scores of logits and labels for the trainers: by the fused kernels from stand-ins, by PyTorch from real logits."""
 
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -8,6 +9,7 @@ from liger_trainer.head.deferred import DeferredLogits, is_deferred, real
 from liger_trainer.head.module import LoRA
 from liger_trainer.head.outputs import TOKEN_OUTPUTS
 from liger_triton import linear_logprobs, linear_token_ranks, token_ranks
+from liger_triton.linear_head import targets_on_host
 from liger_triton.reference import logprobs
 
 Logits: TypeAlias = torch.Tensor | DeferredLogits
@@ -22,13 +24,19 @@ def token_scores(
     label_smoothing: float,
     uniform_grad: bool,
     in_fp32: bool,
+    on_host: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """The fields `outputs` of `FusedLMOutput`, one value per token (...), from logits (..., V) and labels (...)."""
+    """The fields `outputs` of `FusedLMOutput`, one value per token (...), from logits (..., V) and labels (...).
+
+    `on_host` are the labels on the CPU, where they are known. The host then does not wait for the device.
+    """
     if is_deferred(logits):
-        found = logits.fused(
-            linear_logprobs, target, in_fp32, outputs=outputs, temperature=temperature,
-            label_smoothing=label_smoothing, uniform_grad=uniform_grad,
-        )  # fmt: skip
+        knows = nullcontext() if on_host is None else targets_on_host(on_host)
+        with knows:
+            found = logits.fused(
+                linear_logprobs, target, in_fp32, outputs=outputs, temperature=temperature,
+                label_smoothing=label_smoothing, uniform_grad=uniform_grad,
+            )  # fmt: skip
         return dict(zip(TOKEN_OUTPUTS, found, strict=True))  # None for those that are not wanted
     z = real(logits).float() / temperature
     return logprobs(z, target.to(z.device), outputs, label_smoothing)

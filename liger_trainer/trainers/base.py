@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from accelerate.data_loader import DataLoaderShard
 from torch import nn
 from torch.utils.data import DataLoader
@@ -25,6 +26,7 @@ from liger_trainer.patching import LigerReport
 from liger_trainer.trainers import init_checks
 from liger_trainer.trainers.features import FEATURES
 from liger_trainer.trainers.fsdp2 import keep_losses_in_fp32
+from liger_trainer.trainers.module_walks import WithParameters
 from liger_trainer.trainers.patched_models import PatchedModels
 from liger_trainer.trainers.renamed_weights import LoadsRenamedWeights
 from liger_trainer.varlen.captured import Summary
@@ -178,9 +180,19 @@ class LigerTrainerMixin(LoadsRenamedWeights):
         """Count the tokens that a step of `inputs` computes, where padding is left out and the host knows it."""
         return None if bound_backbone(base_model_of(self.model)) is None else real_tokens(inputs)
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return super()._clip_grad_norm(self._with_parameters(model, super()._clip_grad_norm))
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = self.grad_norm_of_step
-        return super()._get_grad_norm(model, grad_norm) if norm is None else norm()
+        if self.grad_norm_of_step is not None:
+            return self.grad_norm_of_step()
+        return super()._get_grad_norm(self._with_parameters(model, super()._get_grad_norm), grad_norm)
+
+    def _with_parameters(self, model: nn.Module, stock: Any) -> Any:
+        """What `stock`, a method of `Trainer` that reads the parameters of a model and no more, gets as the model."""
+        is_stock = getattr(stock, "__func__", None) is getattr(Trainer, stock.__name__)
+        alone = self.accelerator.distributed_type == DistributedType.NO
+        return WithParameters(model) if self.uses_liger and is_stock and alone else model
 
     def _use_own_heads(self) -> None:
         """Give the heads the options of this trainer, since another one may have been built on the same models.

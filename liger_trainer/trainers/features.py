@@ -1,4 +1,4 @@
-"""All features of the trainers, and the two without an option of their own: filtering logged losses, and the report."""
+"""All features of the trainers, and two without an option: the filter of logged losses, and the report."""
 
 import os
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from liger_trainer.memory.feature import Checkpointing, MemoryFields
 from liger_trainer.optimizer_in_backward import InBackward, InBackwardFields
 from liger_trainer.patching.apply import swap_converted
 from liger_trainer.trainers.cuda_graphs import CudaGraphs, CudaGraphsFields
+from liger_trainer.trainers.module_walks import ModuleWalks
 
 
 class LossFilter(Feature):
@@ -99,7 +100,15 @@ class _ReportCallback(TrainerCallback):
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 
 
-FEATURES: tuple[Feature, ...] = (Checkpointing(), CudaGraphs(), LossFilter(), InBackward(), Fp8(), Report())
+FEATURES: tuple[Feature, ...] = (
+    Checkpointing(),
+    CudaGraphs(),
+    LossFilter(),
+    InBackward(),
+    Fp8(),
+    Report(),
+    ModuleWalks(),
+)
 
 
 @dataclass

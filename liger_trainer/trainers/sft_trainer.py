@@ -1,18 +1,24 @@
 """`LigerSFTTrainer`: `trl.SFTTrainer` with our fused head in the place of TRL's own."""
 
+import dataclasses
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from liger_trainer.head.module import who_sees_outputs
+from liger_trainer.head.outputs import FusedLMOutput
 from liger_trainer.templates import has_images
 from liger_trainer.trainers.arguments import LigerArguments
+from liger_trainer.trainers.late_metrics import LateMetrics
 from liger_trainer.trainers.packed_images import pack_images
 from liger_trainer.trainers.trl import LigerTRLMixin
+from liger_trainer.varlen.host_copies import values_of
 
 
 @dataclass
@@ -36,6 +42,7 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
     args: SFTConfig
     label_smoother: Any
     router_aux_loss_coef: float
+    _late_metrics: LateMetrics
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(SFTTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
@@ -75,21 +82,53 @@ class LigerSFTTrainer(LigerTRLMixin, SFTTrainer):
             if smoothed:
                 options["label_smoothing"] = smoother.epsilon
 
+        late = self._metrics_may_be_late(is_read or return_outputs, num_items_in_batch)
+        given, on_device = self._counted_on_host(inputs) if late else (inputs, {})
+        replaced: list[FusedLMOutput] = []
+
         def scored(**call: Any) -> Any:
             if not call.get("fused_lm_head"):
                 return model(**call)
-            outputs = model(**call, **options)
+            outputs = model(**(call | on_device), **options)
             if own_loss:
-                outputs.log_probs = -self._token_loss_of(outputs, inputs)
+                outputs.log_probs = -self._token_loss_of(outputs, given | on_device)
             if smoothed and outputs.aux_loss is not None:
                 outputs.aux_loss = outputs.aux_loss.detach()
+            if late:
+                replaced.append(outputs)
+                outputs = dataclasses.replace(outputs, **self._late_metrics.placeholders())
             return outputs
 
         stock = self.label_smoother, self.router_aux_loss_coef
         self.label_smoother = None  # log_probs are smoothed already; with it, TRL would build logits in a second pass
         if smoothed:  # the stock trainer adds no auxiliary loss to a smoothed one
             self.router_aux_loss_coef = 0.0
+        recording = self._late_metrics.recording(replaced) if late else nullcontext()
         try:
-            return super().compute_loss(scored, inputs, return_outputs, num_items_in_batch)
+            with recording:
+                return super().compute_loss(scored, given, return_outputs, num_items_in_batch)
         finally:
             self.label_smoother, self.router_aux_loss_coef = stock
+
+    @property
+    def _metrics(self) -> dict[str, Any]:
+        """TRL's lists of metrics. Values that are still on the GPU are read now."""
+        return self._late_metrics.read()
+
+    @_metrics.setter
+    def _metrics(self, lists: dict[str, Any]) -> None:
+        self._late_metrics = LateMetrics(lists)
+
+    def _metrics_may_be_late(self, is_read: bool, num_items_in_batch: Any) -> bool:
+        """Whether TRL reads entropy, accuracy and the mask of labels for its metrics alone, and gathers nothing."""
+        alone = self.accelerator.distributed_type == DistributedType.NO
+        return alone and self.model.training and not is_read and num_items_in_batch is not None
+
+    @staticmethod
+    def _counted_on_host(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """`inputs` with the tensor by which TRL counts tokens as the host knows it, and that tensor on the device."""
+        name = "attention_mask" if "attention_mask" in inputs else "position_ids"
+        counted = inputs.get(name)
+        if not isinstance(counted, torch.Tensor):
+            return inputs, {}
+        return {**inputs, name: values_of(counted)[0]}, {name: counted}

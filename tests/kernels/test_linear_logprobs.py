@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_triton import LogProbs, linear_logprobs, reference
+from liger_triton import LogProbs, linear_head, linear_logprobs, reference
 
 T, H, V, CHUNK = 23, 24, 211, 5
 DTYPES = [torch.float32, torch.bfloat16]
@@ -214,3 +214,37 @@ def test_errors(options, message):
     x, w, b, y = inputs("cpu")
     with pytest.raises(ValueError, match=message):
         linear_logprobs(x, w, y, b, **options)
+
+
+@pytest.mark.parametrize("all_count", [False, True], ids=["some", "all"])
+def test_targets_that_the_host_knows_are_not_read_from_the_device(all_count, device, row_pass, monkeypatch):
+    """The values and gradients are the same to the last bit, and another number of targets is an error."""
+    x, w, b, y = inputs(device)
+    y = y.abs() if all_count else y
+    host = y.cpu().clone()
+    looked_at = []
+    check = linear_head.check_target_range
+    monkeypatch.setattr(linear_head, "check_target_range", lambda t, *rest: looked_at.append(t) or check(t, *rest))
+
+    def run():
+        for t in (x, w, b):
+            t.grad = None
+        found = linear_logprobs(x, w, y, b, outputs=("log_probs", "entropy"), chunk_rows=CHUNK)
+        found.log_probs.sum().backward()
+        return [found.log_probs, found.entropy, x.grad, w.grad, b.grad]
+
+    wanted = run()
+    with linear_head.targets_on_host(host):
+        got = run()
+    assert all(torch.equal(g, t) for g, t in zip(got, wanted, strict=True))
+    assert all(t.data_ptr() == y.data_ptr() for t in looked_at[: len(looked_at) // 2])
+    assert all(t.data_ptr() == host.data_ptr() for t in looked_at[len(looked_at) // 2 :])
+
+    with (
+        linear_head.targets_on_host(host[1:]),
+        pytest.raises(ValueError, match=f"{T - 1} targets, but the head has {T}"),
+    ):
+        run()
+    host[2] = V
+    with linear_head.targets_on_host(host), pytest.raises(IndexError, match=rf"target\[2\] is {V}"):
+        run()

@@ -1,0 +1,263 @@
+"""Training steps of few tokens on one GPU, which wait for the host: useful tokens/s, ms a step, memory and first losses
+of TRL's SFTTrainer and ours, by their `train()`.
+
+    python benchmarks/small_steps.py --data alpaca_en_demo.llama3.npz [--cases 8b-lora 1b-full] [--rows alpaca 512]
+        [--arms stock trl_liger ours ours_captured] [--profile]
+
+Weights are random, shapes are real, and rows are token ids. `alpaca` is 8 rows of `--data` a step, as they come; `512`
+is one row of 512 tokens. A case is a model and how it is trained (`CASES`); an arm is a trainer (`ARMS`). "flat" is
+TRL's padding_free, "compile" has each layer compiled for any number of tokens, "captured" is cuda_graphs="true".
+
+Every case and arm has a process of its own, which takes one kind of rows after the other. What fails is a row that says
+why. Steps before the clock starts train on the same rows as those on the clock, so that everything is compiled,
+captured and allocated by then. `ms` is the median of the steps, by events on the GPU's stream, for which the host does
+not wait. tokens/s is of real tokens, over all steps on the clock.
+
+Memory is that of the process at the ends of steps, by the driver (`gib_used`: with the pools of captured graphs, which
+the allocator does not count in replays), and the allocator's peak. `--profile` runs a few more steps under PyTorch's
+profiler and adds `gpu_ms`, the time a step in which a kernel or a copy runs.
+
+`--tiny` tries the script out, on a CPU too.
+"""
+
+import os
+import statistics
+import time
+import traceback
+from dataclasses import dataclass, field
+
+import torch
+from _measure import DEVICE, Record, arguments, table
+from _processes import emit, release, rows_from
+from _steps import Run, classes_of, flag_losses, flag_tokens, make_trainer
+
+CASES = {
+    "8b-lora": {"model": "Llama-3-8B", "lora": 16, "checkpointing": True},
+    "8b-nf4": {"model": "Llama-3-8B", "lora": 16, "nf4": True, "checkpointing": True},
+    "8b-full": {"model": "Llama-3-8B", "checkpointing": True},
+    "1b-full": {"model": "Llama-3.2-1B"},
+    "135m-full": {"model": "SmolLM2-135M"},
+    "moe24-lora-attn": {"model": "Qwen3-30B-A3B", "layers": 24, "lora": 16, "checkpointing": True},
+}
+ROWS = ("alpaca", "128", "256", "512", "1024", "2048", "4096")
+
+
+@dataclass
+class Arm:
+    trainer: str  # a name of `_steps.ARMS`
+    options: dict = field(default_factory=dict)  # fields of its arguments
+    compiled: bool = False  # each layer, with the number of tokens as a variable
+
+
+FLAT = {"padding_free": True, "max_length": None}  # TRL cuts no rows then; they are cut already
+ARMS = {
+    "stock": Arm("SFTTrainer"),
+    "stock_flat": Arm("SFTTrainer", FLAT),
+    "stock_compile": Arm("SFTTrainer", compiled=True),
+    "stock_flat_compile": Arm("SFTTrainer", FLAT, compiled=True),
+    "trl_liger": Arm("SFTTrainer + Liger"),
+    "ours": Arm("LigerSFTTrainer", {"cuda_graphs": "false"}),
+    "ours_auto": Arm("LigerSFTTrainer"),
+    "ours_captured": Arm("LigerSFTTrainer", {"cuda_graphs": "true"}),
+}
+DEFAULT_ARMS = tuple(arm for arm in ARMS if arm != "ours_auto")
+PROFILED = 4  # steps
+
+
+def run_of(case, rows, options):
+    """What is trained, and how many steps are on the clock. Batches of real rows recur after so many steps."""
+    kind = dict(CASES[case])
+    batches, rounds = options.batches, options.rounds
+    if options.tiny:
+        kind["model"] = "tiny-moe" if "A3B" in kind["model"] else "tiny"
+        kind.pop("layers", None)
+    steps = batches * (rounds + 1) + (min(PROFILED, batches) if options.profile else 0)
+    kind |= {"steps": steps, "skip": steps - batches, "data": options.data}
+    kind["workers"] = 4 if DEVICE == "cuda" else 0
+    if rows == "alpaca":
+        return Run(batch=8, length=options.length, rows="padded", **kind), batches
+    return Run(batch=1, length=int(rows), **kind), batches
+
+
+def options_of(arm):
+    """The fields of the arguments of `arm`. ValueError if it asks for captured steps, and there is no such field."""
+    given = dict(arm.options)
+    known = classes_of(arm.trainer)[1].__dataclass_fields__
+    if "cuda_graphs" in given and "cuda_graphs" not in known:
+        if given.pop("cuda_graphs") == "true":
+            raise ValueError("this version's LigerSFTConfig has no field cuda_graphs")
+    return given
+
+
+def compile_layers(model):
+    """Compile each layer of the decoder by itself."""
+    torch._dynamo.config.recompile_limit = 64  # each kind of rows makes the model anew
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in base.model.layers:
+        layer.compile(dynamic=True)
+
+
+def gib_used():
+    """What all processes have of the GPU's memory."""
+    if DEVICE != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def stamp():
+    if DEVICE != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds_between(start, end):
+    return (end - start) * 1e3 if DEVICE != "cuda" else start.elapsed_time(end)
+
+
+def clock_of(start, count):
+    """A callback that marks the ends of the steps from `start` to `start + count`, and profiles the steps after."""
+    from torch.profiler import ProfilerActivity, profile
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.stamps, self.used, self.allocated, self.profiler = [], 0.0, 0, None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            step = state.global_step
+            if step == start and DEVICE == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            if start <= step <= start + count:
+                self.stamps.append(stamp())
+                self.used = max(self.used, gib_used())
+            if step == start + count < state.max_steps:
+                self.end_of_clock()
+                watched = ProfilerActivity.CUDA if DEVICE == "cuda" else ProfilerActivity.CPU
+                self.profiler = profile(activities=[watched])
+                self.profiler.start()
+            elif step == state.max_steps:
+                self.end_of_clock()
+                if self.profiler is not None:
+                    self.profiler.stop()
+
+        def end_of_clock(self):
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+                if not self.allocated:
+                    self.allocated = torch.cuda.max_memory_allocated()
+
+        def busy_ms(self):
+            """The time in which anything ran on the GPU, in ms a step."""
+            spans = [event.time_range for event in self.profiler.events() if event.device_type.name == "CUDA"]
+            total, end = 0.0, 0.0
+            for span in sorted(spans, key=lambda span: span.start):
+                total += max(0.0, span.end - max(span.start, end))
+                end = max(end, span.end)
+            return total / 1e3 / PROFILED
+
+    return Clock()
+
+
+def train(options, rows, before):
+    """Train the arm of this process on one kind of rows. `before` is the GPU memory in use when the process began."""
+    arm = ARMS[options.arm]
+    run, timed = run_of(options.case, rows, options)
+    first = timed * options.rounds
+    clock = clock_of(first, timed)
+    trainer = make_trainer(arm.trainer, run, [clock], **options_of(arm))
+    if arm.compiled:
+        compile_layers(trainer.model)
+    release()
+    trainer.train()
+    times = [milliseconds_between(a, b) for a, b in zip(clock.stamps, clock.stamps[1:], strict=False)]
+    counted = [tuple(map(int, step)) for step in trainer.counted[first : first + timed]]
+    tokens = [real for real, _, _ in counted]
+    row = {
+        "tokens_per_s": 1e3 * sum(tokens) / sum(times),
+        "ms": statistics.median(times),
+        "step_ms": times,
+        "step_tokens": tokens,
+        "padding": 1 - sum(tokens) / sum(positions for _, _, positions in counted),
+        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log][:3],
+        "attention": trainer.model.config._attn_implementation,
+    }
+    if DEVICE == "cuda":
+        row |= {"gib_used": clock.used - before, "gib_allocated": clock.allocated / 2**30}
+    if options.profile and DEVICE == "cuda":
+        row["gpu_ms"] = clock.busy_ms()
+    if (report := getattr(trainer, "liger_report", None)) is not None:
+        row["patched"] = report.one_line()
+    trainer.accelerator.free_memory()
+    return row
+
+
+def one_arm(options):
+    before = gib_used()
+    for rows in options.rows:
+        about = {"case": options.case, "rows": rows, "arm": options.arm}
+        try:
+            emit(about | train(options, rows, before))
+        except Exception as error:
+            traceback.print_exc()
+            first = (str(error).strip() or "no message").splitlines()[0]
+            emit(about | {"note": f"{type(error).__name__}: {first[:200]}"})
+        release()
+
+
+def check_data(parser, options):
+    if "alpaca" in options.rows and options.data is None:
+        parser.error("--rows alpaca takes the rows of a file: name it with --data")
+
+
+COLUMNS = {
+    "case": ("case", ""), "rows": ("rows", ""), "arm": ("trainer", ""), "tokens_per_s": ("tokens/s", ".0f"),
+    "ms": ("ms", ".1f"), "gpu_ms": ("GPU ms", ".1f"), "gib_used": ("GiB used", ".1f"),
+    "gib_allocated": ("allocated", ".1f"), "padding": ("padding", ".0%"),
+    "losses": ("loss: step 1, means of 2-5, 6-10", ""), "note": ("", ""),
+}  # fmt: skip
+
+
+def main():
+    parser = arguments(__doc__, "--arm", "--case")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(DEFAULT_ARMS))
+    parser.add_argument("--data", help="an .npz of rows, as in training.py; single rows take random ids without it")
+    parser.add_argument("--length", type=int, default=2048, help="the most tokens of a row of --data")
+    parser.add_argument("--batches", type=int, default=12, help="steps on the clock, each with rows of its own")
+    parser.add_argument("--rounds", type=int, default=2, help="how often their rows are trained on before")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds after which a process is given up")
+    parser.add_argument("--profile", action="store_true", help="add the time in which the GPU works")
+    parser.add_argument("--tiny", action="store_true", help="two layers, to try the script out")
+    options = parser.parse_args()
+    check_data(parser, options)
+    if options.arm:
+        return one_arm(options)
+    record = Record("small_steps", "-".join(options.cases), options.json, options.tiny)
+    one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    found = []
+    for case in options.cases:
+        for arm in options.arms:
+            child = rows_from(arm, options.timeout, env=one_gpu, more=("--case", case))
+            for row in child:
+                found.append({"case": case} | row)
+                record.write({"options": vars(options), "rows": found})
+        flag(found)
+        record.write({"options": vars(options), "rows": found})
+    table([row | {"losses": row.get("losses") and [round(x, 4) for x in row["losses"]]} for row in found], COLUMNS)
+    record.say_where()
+
+
+def flag(found):
+    """Note which rows have other losses than the stock trainer, or other tokens than the first arm."""
+    for key in {(row["case"], row.get("rows")) for row in found}:
+        alike = [row for row in found if (row["case"], row.get("rows")) == key]
+        flag_losses(alike, [arm for arm in ARMS if arm.startswith("stock")])
+        flag_tokens(alike)
+
+
+if __name__ == "__main__":
+    main()

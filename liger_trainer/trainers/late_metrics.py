@@ -1,0 +1,97 @@
+"""TRL's training metrics, read from the GPU when somebody asks for them.
+
+In every micro-batch TRL reads the number of labels, the entropy and the accuracy from the GPU, between forward and
+backward. The host waits there for the forward pass, and then the GPU waits for the host to launch the backward pass.
+The numbers are needed when they are logged. So TRL is given placeholders, and what it has appended to its lists is
+replaced by the values, computed on the GPU as TRL computes them, at the first look at the lists.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_trainer.head.outputs import FusedLMOutput
+
+_METRICS = ("entropy", "mean_token_accuracy")
+_MOST_PENDING = 256  # micro-batches, so that few small tensors are kept where nothing is logged for long
+
+
+class _Pending(NamedTuple):
+    """The sums of one micro-batch on the device, and where its metrics belong: a list and an index for each."""
+
+    entropy: torch.Tensor
+    correct: torch.Tensor
+    labels: torch.Tensor
+    places: list[tuple[list[float], int]]
+
+
+class LateMetrics:
+    """The lists of TRL's metrics, by mode and name, and what of them has not been read from the GPU yet.
+
+    Attributes:
+        lists (`dict`): TRL's `_metrics`.
+    """
+
+    def __init__(self, lists: dict[str, Any]):
+        self.lists = lists
+        self._pending: list[_Pending] = []
+        self._recording = False
+
+    def read(self) -> dict[str, Any]:
+        """Return TRL's lists with all their values, except while TRL appends to them."""
+        if self._pending and not self._recording:
+            self._fill_in()
+        return self.lists
+
+    @staticmethod
+    def placeholders() -> dict[str, torch.Tensor]:
+        """The fields by which TRL computes metrics of one label that are NaN, so that a use of them shows."""
+        nan = torch.full((1,), float("nan"))
+        return {"entropy": nan, "is_top1": nan, "label_mask": torch.ones(1, dtype=torch.bool)}
+
+    @contextmanager
+    def recording(self, outputs: list[FusedLMOutput]) -> Iterator[None]:
+        """A context in which TRL's `compute_loss` runs on placeholders, and `outputs` gets what they stand for.
+
+        RuntimeError if TRL has not appended one value to each metric.
+        """
+        train = self.lists["train"]
+        before = {name: len(train.get(name, ())) for name in _METRICS}
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+        grown = all(len(train.get(name, ())) == count + 1 for name, count in before.items())
+        if len(outputs) != 1 or not grown:
+            raise RuntimeError(
+                f"SFTTrainer.compute_loss called its model {len(outputs)} times and appended to {', '.join(_METRICS)} "
+                "other than once. This version of trl is not supported: install trl>=1.16,<2."
+            )
+        found = outputs[0]
+        self._pending.append(
+            _Pending(
+                entropy=found.entropy.detach().sum(),  # type: ignore[union-attr]  # TRL's head always has it
+                correct=found.is_top1.sum(),  # type: ignore[union-attr]
+                labels=found.label_mask.sum(),  # type: ignore[union-attr]
+                places=[(train[name], count) for name, count in before.items()],
+            )
+        )
+        if len(self._pending) == _MOST_PENDING:
+            self._fill_in()
+
+    def _fill_in(self) -> None:
+        """Replace the placeholders in TRL's lists. The host waits for the device once."""
+        pending, self._pending = self._pending, []
+        labels = torch.stack([x.labels for x in pending])
+        entropy = torch.stack([x.entropy for x in pending]) / labels
+        accuracy = torch.stack([x.correct for x in pending]) / labels
+        per_metric = torch.stack((entropy, accuracy))
+        per_metric = torch.where(labels > 0, per_metric, 0.0)  # as TRL has it for a batch without labels
+        for metric, values in enumerate(per_metric.tolist()):
+            for micro_batch, value in zip(pending, values, strict=True):
+                target, index = micro_batch.places[metric]
+                if index < len(target):  # otherwise somebody has emptied the list
+                    target[index] = value

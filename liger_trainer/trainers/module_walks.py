@@ -1,0 +1,139 @@
+"""`train()`, `zero_grad()` and `parameters()` of a model in a few sweeps over its modules.
+
+A trainer calls each of them in every step. An 8B model with adapters has 2,665 modules, and PyTorch's generators take
+some microseconds for each. Nothing is remembered from call to call: each walks through the modules that are there now,
+and goes PyTorch's way where a class or a module has a method of its own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
+from types import MethodType
+from typing import Any
+
+from accelerate import DistributedType
+from torch import nn
+from transformers import PreTrainedModel
+
+from liger_trainer.feature import Feature
+
+# The methods that PyTorch's `train` and `parameters` call on each module, or on the model alone, and whose they may be.
+# transformers' `train` does more only where the mode changes.
+_TRAIN_CALLS = {
+    "train": (nn.Module.train, PreTrainedModel.train),
+    "children": (nn.Module.children,),
+    "named_children": (nn.Module.named_children,),
+    "__setattr__": (nn.Module.__setattr__,),  # it gets `training`
+}
+_PARAMETERS_CALLS = {"named_modules": (nn.Module.named_modules,)}
+_PARAMETERS_CALLS_OF_MODEL = {
+    "parameters": (nn.Module.parameters,),
+    "named_parameters": (nn.Module.named_parameters,),
+    "_named_members": (nn.Module._named_members,),
+}
+_ZERO_GRAD = nn.Module.zero_grad
+
+
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model`, each once, in the order of `nn.Module.modules`."""
+    found: dict[nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in found:
+            continue
+        found[module] = None
+        children = module.__dict__["_modules"]
+        if children:
+            waiting.extend(reversed(children.values()))
+    return list(found)
+
+
+def _states_if_stock(model: nn.Module, methods: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]] | None:
+    """The `__dict__` of each module of `model`, or None where one has another of these methods than PyTorch's.
+
+    What is bound to `model` itself is ours, or is called before ours.
+    """
+    modules = _modules_of(model)
+    for cls in set(map(type, modules)):
+        for name, known in methods.items():
+            if getattr(cls, name) not in known:
+                return None
+    states = [module.__dict__ for module in modules]
+    for name in methods:
+        if any(map(contains, states[1:], repeat(name))):
+            return None
+    return states
+
+
+def is_training(model: nn.Module) -> bool:
+    """Whether `model.train()` would change nothing, since every module is in training mode. False where unsure."""
+    states = _states_if_stock(model, _TRAIN_CALLS)
+    return states is not None and all(map(is_, map(dict.get, states, repeat("training")), repeat(True)))
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter] | None:
+    """The parameters that `model.parameters()` would give, in its order, or None where a module has its own way."""
+    for name, known in _PARAMETERS_CALLS_OF_MODEL.items():
+        if name in model.__dict__ or getattr(type(model), name) not in known:
+            return None
+    states = _states_if_stock(model, _PARAMETERS_CALLS)
+    if states is None or "named_modules" in states[0]:
+        return None
+    every = chain.from_iterable(map(dict.values, map(itemgetter("_parameters"), states)))
+    distinct = dict.fromkeys(every)
+    distinct.pop(None, None)
+    return list(distinct)
+
+
+def train(model: nn.Module, mode: bool = True) -> nn.Module:
+    """`nn.Module.train`, which returns at once where every module is in training mode already."""
+    if mode is True and is_training(model):
+        return model
+    return type(model).train(model, mode)
+
+
+def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """`nn.Module.zero_grad`, which looks at each parameter once."""
+    is_stock = type(model).zero_grad is _ZERO_GRAD
+    parameters = parameters_of(model) if is_stock and set_to_none is True else None
+    if parameters is None:
+        type(model).zero_grad(model, set_to_none)
+        return
+    for parameter, gradient in zip(parameters, map(attrgetter("grad"), parameters), strict=True):
+        if gradient is not None:
+            parameter.grad = None
+
+
+class WithParameters:
+    """What `Trainer._clip_grad_norm` asks of a model."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        found = parameters_of(self._model)
+        return self._model.parameters() if found is None else iter(found)
+
+
+class ModuleWalks(Feature):
+    """Binds `train` and `zero_grad` to the model while it is trained, unless several processes share it."""
+
+    @contextmanager
+    def around_training(self, trainer: Any) -> Iterator[None]:
+        model = trainer.model
+        alone = trainer.accelerator.distributed_type == DistributedType.NO and trainer.args.n_gpu <= 1
+        if not (trainer.uses_liger and alone and isinstance(model, nn.Module)):
+            yield
+            return
+        state = model.__dict__
+        bound = {method.__name__: MethodType(method, model) for method in (train, zero_grad)}
+        bound = {name: method for name, method in bound.items() if name not in state}
+        state.update(bound)  # a copy has them bound to itself, and an unpickled model has its class's own
+        try:
+            yield
+        finally:
+            for name, method in bound.items():
+                if state.get(name) is method:  # otherwise somebody has wrapped or removed it
+                    del state[name]
