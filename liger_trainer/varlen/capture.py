@@ -67,6 +67,7 @@ class CapturedRun:
         self._forward, self._constants = forward, constants
         self._hidden: torch.Tensor | None = None  # with its autograd graph, between forward and backward
         self._bytes_kept = 0  # by the forward for the backward
+        self._output = torch.empty(0)  # a sample of what the last forward gave
 
     def forward(self) -> None:
         size = self.size
@@ -84,7 +85,11 @@ class CapturedRun:
         hidden = outputs["last_hidden_state"]
         if hidden.requires_grad != self.trains:
             raise NotCapturable("its output does not depend on what is trained")
-        size.output, size.output_class = hidden.detach(), type(outputs)
+        buffers = size.buffers
+        if buffers.exchange is None:
+            buffers.exchange = hidden.new_zeros(1, buffers.tokens, hidden.shape[-1])
+        size.exchange.copy_(hidden.detach())
+        size.output_class = type(outputs)
         self._hidden = hidden if self.trains else None
 
     def backward(self) -> None:
@@ -97,8 +102,10 @@ class CapturedRun:
             self._aliases(),
             torch.autocast(device, enabled=False),
         ):  # as in a training step, whose backward is outside of autocast
-            torch.autograd.backward([hidden], [size.upstream])
-        size.embeds_grad = size.embeds.grad
+            torch.autograd.backward([hidden], [size.exchange])
+        if size.embeds.grad is not None:
+            size.exchange.copy_(size.embeds.grad)
+            size.embeds.grad = None
         self._hidden = None
 
     @contextlib.contextmanager
@@ -137,17 +144,13 @@ class CapturedRun:
             raise DoesNotPay(f"{size.tokens} tokens and more: too little memory is left beside their graphs")
 
     def _run_python(self) -> None:
-        size = self.size
         free = self.recorder.bytes_free()
         self.forward()
         self._bytes_kept = max(self._bytes_kept, free - self.recorder.bytes_free())
+        self._output = _sample(self.size.exchange)
         if not self.trains:
             return
-        assert size.output is not None, "the forward has set it"
-        if size.upstream is None:
-            size.upstream = torch.empty_like(size.output)
-        size.upstream.copy_(size.output)  # any gradient will do that is not all zeros
-        self._backward_noting_gradients()
+        self._backward_noting_gradients()  # of the output as upstream gradient, since any will do
 
     def _backward_noting_gradients(self) -> None:
         """Run the backward, and note the parameters that get a gradient.
@@ -173,10 +176,10 @@ class CapturedRun:
 
     def _replay(self) -> None:
         size = self.size
-        assert size.forward is not None and size.output is not None, "it was recorded"
+        assert size.forward is not None, "it was recorded"
         size.forward.replay()
-        if size.backward is not None and size.upstream is not None:
-            size.upstream.copy_(size.output)
+        self._output = _sample(size.exchange)
+        if size.backward is not None:
             size.backward.replay()
 
     def _results_of(self, run: Callable[[], None], random_state: Any) -> list[torch.Tensor]:
@@ -187,10 +190,9 @@ class CapturedRun:
             alias.grad = self.gradients.buffers.get(p)
         run()
         size = self.size
-        assert size.output is not None, "the forward has set it"
-        results = [_sample(size.output)]
-        if size.embeds_grad is not None:
-            results.append(_sample(size.embeds_grad))
+        results = [self._output]
+        if size.needs_grad:
+            results.append(_sample(size.exchange))
         if size.learned:
             # Together: of some, such as the bias of keys, the gradient is nothing but rounding.
             results.append(torch.cat([_sample(self.gradients.buffers[p]) for p in size.learned]))

@@ -36,11 +36,12 @@ from liger_trainer.varlen.attention import NotForRows, Rows
 from liger_trainer.varlen.capture import CapturedRun, DoesNotPay, NotCapturable
 from liger_trainer.varlen.recorder import CudaRecorder, Recorder
 from liger_trainer.varlen.snapshot import Snapshot, dropout_is_active
-from liger_trainer.varlen.static_batch import Batch, Size, bounds_of, power_of_2, round_up
+from liger_trainer.varlen.static_batch import Batch, Buffers, Size, bounds_of, power_of_2, round_up
 from liger_trainer.varlen.static_gradients import GradientBuffers
 
 MOST_MODES = 4  # states of the model, such as adapters switched on and off
 MOST_SIZES = 16  # of each mode
+LARGEST_MARGIN = 125  # percent of the largest batch seen, for which the pool has room
 LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
 
 # What transformers hands through to a backbone, and no layer that a proof has run reads.
@@ -66,6 +67,7 @@ class Mode:
     trains: bool
     draws: bool
     sizes: dict[int, Size] = field(default_factory=dict)
+    buffers: Buffers | None = None
     last_used: int = 0
 
 
@@ -116,6 +118,7 @@ class BackboneGraphs:
         self.generation = 0  # of the activations in the pool: every replay writes over those of the one before
         self.clock = 0
         self.may_capture = False  # once the optimizer has its states
+        self.largest = 0  # tokens: what the pool has room for
         self.worthwhile = 0  # tokens: the largest size whose replay was faster than Python's code
         self.too_large: int | None = None  # tokens: the smallest size that did not pay, or found no memory
         self.why_too_large = ""
@@ -256,7 +259,34 @@ class BackboneGraphs:
             raise NotCapturable("captures begin after the first step of the optimizer")
         if mode.trains and self.gradients.in_use():
             raise NotCapturable("captures wait for the first micro-batch of a step")
-        if size is None and len(mode.sizes) == MOST_SIZES:
+        if tokens > self.largest:
+            self._begin_pool(mode, batch, tokens, forward, constants)
+        return self._captured_size(mode, batch, tokens, forward, constants)
+
+    def _begin_pool(
+        self, mode: Mode, batch: Batch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
+    ) -> None:
+        """Drop all captures, and capture the largest size that is to be expected.
+
+        In a pool, smaller sizes find room where a larger one was captured before them. In rising order each would take
+        memory of its own. The first size of a training is the only one where all batches are equal, so it has no
+        margin.
+        """
+        is_first = self.largest == 0
+        for other in self.modes:
+            other.sizes.clear()
+            other.buffers = None
+        self.recorder.begin_pool()
+        self.largest = tokens if is_first else round_up(tokens * LARGEST_MARGIN // 100)
+        if self.too_large is not None:
+            self.largest = min(self.largest, tokens)
+        if self.largest > tokens:
+            self._captured_size(mode, batch, self.largest, forward, constants)
+
+    def _captured_size(
+        self, mode: Mode, batch: Batch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
+    ) -> Size:
+        if len(mode.sizes) == MOST_SIZES and tokens not in mode.sizes:
             del mode.sizes[min(mode.sizes, key=lambda tokens: mode.sizes[tokens].last_used)]
         rows, longest = bounds_of(batch, tokens)
         # The bounds of all sizes grow with the largest seen, so that few sizes are captured twice.
@@ -264,7 +294,10 @@ class BackboneGraphs:
         most_rows = max([power_of_2(rows), *(one.most_rows for one in known)])
         longest = max([LEAST_LONGEST, power_of_2(longest), *(one.longest for one in known)])
         begin = time.perf_counter()
-        size = Size(batch, tokens, most_rows, min(longest, power_of_2(tokens)), mode.trains and mode.key[1])
+        if mode.buffers is None:
+            mode.buffers = Buffers(batch.embeds, self.largest)
+        needs_grad = mode.trains and mode.key[1]
+        size = Size(batch, tokens, most_rows, min(longest, power_of_2(tokens)), mode.buffers, needs_grad)
         self._capture(mode, size, batch, forward, constants)
         mode.sizes[tokens] = size
         self.summary.sizes.append(tokens)
@@ -331,11 +364,11 @@ class BackboneGraphs:
         return _Replayed.apply(batch.embeds, self.carrier, self, mode, size, batch)
 
     def _replay_forward(self, size: Size, batch: Batch) -> torch.Tensor:
-        assert size.forward is not None and size.output is not None, "it was captured"
+        assert size.forward is not None, "it was captured"
         size.fill(batch)
         size.forward.replay()
         self.generation += 1
-        return size.output[:, : batch.tokens].clone()
+        return size.exchange[:, : batch.tokens].clone()
 
 
 class _Replayed(torch.autograd.Function):
@@ -378,8 +411,8 @@ class _Replayed(torch.autograd.Function):
             if ctx.random_state is not None:
                 graphs.recorder.set_random_state(ctx.random_state)
         graphs.generation += 1  # what the forward has kept is used up
-        size.upstream[:, : batch.tokens].copy_(gradient)
-        size.upstream[:, batch.tokens :].zero_()
+        size.exchange[:, : batch.tokens].copy_(gradient)
+        size.exchange[:, batch.tokens :].zero_()
         elsewhere = graphs.gradients.begin(size.learned)
         size.backward.replay()
         graphs.gradients.end(size.learned, elsewhere)
@@ -387,7 +420,7 @@ class _Replayed(torch.autograd.Function):
             graphs.recorder.set_random_state(now)
         of_embeds = None
         if ctx.needs_input_grad[0]:
-            of_embeds = size.embeds_grad[:, : batch.tokens].clone()
+            of_embeds = size.exchange[:, : batch.tokens].clone()
         return of_embeds, None, None, None, None, None
 
 

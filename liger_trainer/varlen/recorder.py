@@ -29,11 +29,14 @@ class Recorder(Protocol):
 
     def set_random_state(self, state: Any) -> None: ...
 
+    def begin_pool(self) -> None:
+        """Record into new memory from now on, and give back that of recordings that are gone."""
+
     def bytes_free(self) -> int:
         """Return how many bytes could be allocated beyond the reserve. Less than 0: the reserve is touched."""
 
     def make_room(self, size: int) -> bool:
-        """Return whether a recording may allocate `size` bytes, after releasing what is cached if need be."""
+        """Return whether a recording may allocate `size` bytes, after releasing what is cached."""
 
     def after_failure(self) -> None:
         """Make the device usable again after a recording that has failed."""
@@ -82,6 +85,11 @@ class CudaRecorder:
         torch.cuda.synchronize(self.device)
         return graph
 
+    def begin_pool(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+
     def random_state(self) -> torch.Tensor:
         return self._generator.get_state()
 
@@ -97,9 +105,8 @@ class CudaRecorder:
     def make_room(self, size: int) -> bool:
         if size > self.bytes_free():
             return False
-        free, _ = torch.cuda.mem_get_info(self.device)
-        if size > free:  # the allocator cannot release its cache while it records
-            torch.cuda.empty_cache()
+        # The allocator cannot release its cache while it records. What Python's code had used is not used again.
+        torch.cuda.empty_cache()
         return True
 
     def after_failure(self) -> None:

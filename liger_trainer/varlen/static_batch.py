@@ -30,42 +30,64 @@ class Batch(NamedTuple):
         return self.embeds.shape[1]
 
 
+class Buffers:
+    """The buffers that all sizes of a model share, since one replay is done with them before the next begins.
+
+    Args:
+        embeds (`torch.Tensor`): (1, N, H), of which they have dtype and device.
+        tokens (`int`): The most that a size may have.
+
+    Attributes:
+        embeds (`torch.Tensor`): (1, tokens, H), what a forward reads.
+        exchange (`torch.Tensor` or `None`): (1, tokens, H), what passes in and out: the output of a forward, then the
+            gradient of the output, then the gradient of the embeddings. It is made by the first forward.
+    """
+
+    def __init__(self, embeds: torch.Tensor, tokens: int):
+        self.tokens = tokens
+        self.embeds = torch.zeros(1, tokens, embeds.shape[-1], dtype=embeds.dtype, device=embeds.device)
+        self.exchange: torch.Tensor | None = None
+
+
 class Size:
-    """The two graphs of one number of tokens, and the buffers that they read and write.
+    """The two graphs of one number of tokens, and what they read and write.
 
     Args:
         batch (`Batch`): The first batch of this size.
         tokens (`int`): T, its tokens with the row that fills it up.
         most_rows (`int`): Rows that the table of offsets has room for, the filling one included.
         longest (`int`): Tokens that a row may have. The attention kernel leaves out what lies beyond.
+        buffers (`Buffers`): Those of the model.
         needs_grad (`bool`): Whether the embeddings get a gradient.
 
     Attributes:
-        output (`torch.Tensor`): (1, T, H), what the forward writes.
-        upstream (`torch.Tensor`): (1, T, H), the gradient of the output that the backward reads.
-        embeds_grad (`torch.Tensor` or `None`): (1, T, H), what the backward writes.
+        embeds (`torch.Tensor`): (1, T, H), the part of the buffer that the forward reads.
         learned (`list`): The parameters whose gradients the backward adds to.
     """
 
-    def __init__(self, batch: Batch, tokens: int, most_rows: int, longest: int, needs_grad: bool):
-        embeds, positions = batch.embeds, batch.positions
-        device = embeds.device
+    def __init__(
+        self, batch: Batch, tokens: int, most_rows: int, longest: int, buffers: Buffers, needs_grad: bool
+    ):  # fmt: skip
+        positions, device = batch.positions, batch.embeds.device
         self.tokens, self.most_rows, self.longest = tokens, most_rows, longest
-        self.embeds = embeds.new_zeros(1, tokens, embeds.shape[-1]).requires_grad_(needs_grad)
+        self.buffers, self.needs_grad = buffers, needs_grad
+        self.embeds = buffers.embeds[:, :tokens].requires_grad_(needs_grad)
         self.positions = positions.new_zeros(*positions.shape[:-1], tokens)
         # transformers looks for rows in the values of positions where it gets no mask.
         self.mask = torch.ones(1, tokens, dtype=torch.long, device=device)
         offsets = torch.zeros(most_rows + 1, dtype=torch.int32, device=device)
         self.rows = StaticRows(offsets, tokens, longest)
-        self.output: torch.Tensor | None = None
         self.output_class: Any = None
-        self.upstream: torch.Tensor | None = None
-        self.embeds_grad: torch.Tensor | None = None
         self.learned: list[nn.Parameter] = []
         self.forward: Graph | None = None
         self.backward: Graph | None = None
         self.last_used = 0
-        self.seconds = 0.0  # of a replay, where it was timed
+
+    @property
+    def exchange(self) -> torch.Tensor:
+        """(1, T, H), see `Buffers`."""
+        assert self.buffers.exchange is not None, "the forward comes first"
+        return self.buffers.exchange[:, : self.tokens]
 
     def takes(self, batch: Batch) -> bool:
         rows, longest = bounds_of(batch, self.tokens)

@@ -25,6 +25,7 @@ class RerunRecorder:
 
     def __init__(self, device=None):
         self.free, self.recorded, self.failures, self.fails = 1 << 40, 0, 0, None
+        self.pools = 0
         self.seconds = itertools.cycle([1.0, 0.5])  # of Python's code, and of its replay
 
     @contextlib.contextmanager
@@ -36,6 +37,9 @@ class RerunRecorder:
         if self.fails is not None:
             raise self.fails
         return Rerun(function)
+
+    def begin_pool(self):
+        self.pools += 1
 
     def random_state(self):
         return torch.get_rng_state()
