@@ -190,6 +190,8 @@ def train(options, rows, before):
         row["gpu_ms"] = clock.busy_ms()
     if (report := getattr(trainer, "liger_report", None)) is not None:
         row["patched"] = report.one_line()
+    if (captured := getattr(trainer, "captured_steps", None)) is not None:
+        row["captured"] = captured.to_dict()
     trainer.accelerator.free_memory()
     return row
 

@@ -113,6 +113,23 @@ def test_tokens_are_counted_on_the_host_and_the_model_gets_the_mask_of_the_devic
     assert trainer._metrics["train"]["num_tokens"] == [3 * int(mask.sum())]
 
 
+class Overriding(LigerSFTTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("seen_by", ["override", "hook", "nothing"])
+def test_who_sees_the_outputs_has_trl_read_them(seen_by, tmp_path):
+    trainer = build(tmp_path, Overriding if seen_by == "override" else LigerSFTTrainer)
+    if seen_by == "hook":
+        trainer.model.register_forward_hook(lambda module, args, outputs: None)
+    trainer.model.train()
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=torch.tensor(9))
+    assert len(trainer._late_metrics._pending) == (seen_by == "nothing")
+    assert trainer._late_metrics.lists["train"]["entropy"][0] > 0 or seen_by == "nothing"
+
+
 def test_a_trl_that_appends_otherwise_is_told(tmp_path):
     trainer = build(tmp_path)
     with pytest.raises(RuntimeError, match="trl>=1.16"), trainer._late_metrics.recording([]):
