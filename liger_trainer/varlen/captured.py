@@ -41,7 +41,6 @@ from liger_trainer.varlen.static_gradients import GradientBuffers
 
 MOST_MODES = 4  # states of the model, such as adapters switched on and off
 MOST_SIZES = 16  # of each mode
-LARGEST_MARGIN = 125  # percent of the largest batch seen, for which the pool has room
 LEAST_LONGEST = 64  # tokens of the longest row that a size has room for at least
 
 # What transformers hands through to a backbone, and no layer that a proof has run reads.
@@ -260,28 +259,21 @@ class BackboneGraphs:
         if mode.trains and self.gradients.in_use():
             raise NotCapturable("captures wait for the first micro-batch of a step")
         if tokens > self.largest:
-            self._begin_pool(mode, batch, tokens, forward, constants)
+            self._begin_pool(tokens)
         return self._captured_size(mode, batch, tokens, forward, constants)
 
-    def _begin_pool(
-        self, mode: Mode, batch: Batch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]
-    ) -> None:
-        """Drop all captures, and capture the largest size that is to be expected.
+    def _begin_pool(self, tokens: int) -> None:
+        """Drop all captures, so that a size larger than all of them is captured before them.
 
-        In a pool, smaller sizes find room where a larger one was captured before them. In rising order each would take
-        memory of its own. The first size of a training is the only one where all batches are equal, so it has no
-        margin.
+        In a pool, smaller sizes find room where a larger one was captured first. In rising order each would take memory
+        of its own: 61 % more memory in use for a 1B model on Alpaca rows, where this way takes 15 %. A training meets
+        its largest size within a few steps, since sizes are an eighth apart.
         """
-        is_first = self.largest == 0
-        for other in self.modes:
-            other.sizes.clear()
-            other.buffers = None
+        for mode in self.modes:
+            mode.sizes.clear()
+            mode.buffers = None
         self.recorder.begin_pool()
-        self.largest = tokens if is_first else round_up(tokens * LARGEST_MARGIN // 100)
-        if self.too_large is not None:
-            self.largest = min(self.largest, tokens)
-        if self.largest > tokens:
-            self._captured_size(mode, batch, self.largest, forward, constants)
+        self.largest = tokens
 
     def _captured_size(
         self, mode: Mode, batch: Batch, tokens: int, forward: Callable[..., Any], constants: dict[str, Any]

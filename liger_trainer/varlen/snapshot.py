@@ -36,6 +36,17 @@ _GLOBAL_HOOKS = [getattr(nn.modules.module, f"_global{name}") for name in _HOOK_
 # The forward of these reads no attribute but its weights and children, which are compared for every module.
 # Of them it is enough that no attribute was added or removed, such as a `forward` of the instance.
 _WITHOUT_NUMBERS = (nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict)
+# What no forward and no backward reads: hooks of `state_dict`, and what is known about hooks that are there.
+_UNREAD_CONTAINERS = {
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+}
 _MISSING = object()
 
 
@@ -51,10 +62,10 @@ class Snapshot:
     """
 
     def __init__(self, modules: list[nn.Module]):
-        self._modules = modules
         self._with_numbers = [module for module in modules if type(module) not in _WITHOUT_NUMBERS]
         self._attributes = [dict(vars(module)) for module in self._with_numbers]
-        self._attribute_counts = [len(vars(module)) for module in modules]
+        self._without_numbers = [module for module in modules if type(module) in _WITHOUT_NUMBERS]
+        self._attribute_counts = [len(vars(module)) for module in self._without_numbers]
 
         containers = [container for module in modules for container in _containers_of(vars(module))]
         self._empty = [container for container in containers if not container]
@@ -105,7 +116,7 @@ class Snapshot:
     def _is_unchanged(self) -> bool:
         return (
             self._process == process_state()
-            and list(map(len, map(_dict_of, self._modules))) == self._attribute_counts
+            and list(map(len, map(_dict_of, self._without_numbers))) == self._attribute_counts
             and list(map(_dict_of, self._with_numbers)) == self._attributes
             and not any(self._empty)
             and self._filled == self._contents
@@ -120,10 +131,12 @@ class Snapshot:
         """Say what has changed, for a log. It is looked for one by one, since it is asked for once."""
         if self._process != process_state():
             return "a flag of the process, such as autocast, a mode of PyTorch or a global hook, has changed"
-        for module, count in zip(self._modules, self._attribute_counts, strict=True):
+        for module, count in zip(self._without_numbers, self._attribute_counts, strict=True):
             if len(vars(module)) != count:
                 return f"an attribute of a {type(module).__name__} was added or removed"
         for module, before in zip(self._with_numbers, self._attributes, strict=True):
+            if vars(module).keys() != before.keys():
+                return f"an attribute of a {type(module).__name__} was added or removed"
             for name, value in vars(module).items():
                 if value is not before.get(name, _MISSING):
                     return f"{name} of a {type(module).__name__} has changed"
@@ -147,8 +160,8 @@ _dict_of = attrgetter("__dict__")
 
 def _containers_of(state: dict[str, Any]) -> Iterator[Any]:
     """Yield the dicts, lists and sets among the attributes of a module. Their contents may change in place."""
-    for value in state.values():
-        if isinstance(value, dict | list | set):
+    for name, value in state.items():
+        if isinstance(value, dict | list | set) and name not in _UNREAD_CONTAINERS:
             yield value
 
 
