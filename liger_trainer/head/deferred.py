@@ -16,7 +16,6 @@ should have failed, and `torch.compile` traces the methods of a plain class with
 import contextlib
 import math
 import numbers
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -293,14 +292,14 @@ for _name in {*_RULES, *(name for name in _SPECIAL if callable(getattr(torch.Ten
 
 
 def _refuse_in_a_function() -> None:
-    """RuntimeError inside an `autograd.Function`, which takes a stand-in for a constant: gradients would be lost."""
-    frame: Any = None if torch.compiler.is_compiling() else sys._getframe()
-    while frame is not None:
-        if frame.f_code is torch.autograd.Function.apply.__code__:
-            raise RuntimeError(
-                f"An autograd function was given logits that the fused LM head has not computed. {_OTHERWISE}"
-            )
-        frame = frame.f_back
+    """RuntimeError inside an `autograd.Function`, which takes a stand-in for a constant: gradients would be lost.
+
+    Such a function switches forward-mode AD off as well as gradients, in C++, and `torch.no_grad` gradients alone. It
+    leaves no other trace: its `apply` is no Python code since torch 2.15. In inference mode no gradient is expected.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled():
+        return
+    raise RuntimeError(f"An autograd function was given logits that the fused LM head has not computed. {_OTHERWISE}")
 
 
 def _each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
