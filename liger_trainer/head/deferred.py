@@ -72,9 +72,11 @@ class DeferredLogits:
         step (`Callable`, *optional*): The operation that makes these logits of the real ones of `source`.
     """
 
-    __slots__ = (  # any other, such as `data`, would have to be one of the real logits
-        "__weakref__", "_real", "_source", "_step", "device", "dtype", "head", "hidden", "logit_scale", "origin",
-        "softcap", "vocab_size",
+    # `__dict__` stays empty. Under ZeRO-3, DeepSpeed looks for weights in `vars` of what a module returns, and
+    # torch.compile of 2.15 guards it where a call is broken between the head and the loss.
+    __slots__ = (
+        "__dict__", "__weakref__", "_real", "_source", "_step", "device", "dtype", "head", "hidden", "logit_scale",
+        "origin", "softcap", "vocab_size",
     )  # fmt: skip
     __hash__ = object.__hash__
 
@@ -188,15 +190,17 @@ class DeferredLogits:
         else:
             self._real = self._step(real(self._source))  # it is older, so it is real by now
 
-    @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """Nothing: under ZeRO-3, DeepSpeed looks for weights in `vars` of what a module returns."""
-        return {}
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.materialize(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in DeferredLogits.__slots__:  # such as `data`, which would have to be one of the real logits
+            raise AttributeError(
+                f"{name} of logits that the fused LM head has not computed cannot be set. {_OTHERWISE}"
+            )
+        object.__setattr__(self, name, value)
 
     @classmethod
     def __torch_function__(
