@@ -42,8 +42,8 @@ def loss_and_grads(model, ids=None):
     return loss.detach(), grads
 
 
-# The decay of the gated delta rule. Its gradient is what is left of sums that cancel: in stock's qwen3_next it changes by
-# 0.6e-5 to 2.7e-5 where all weights move by half of their last bit, and that of the other weights by 0.7e-5 at most.
+# The decay of the gated delta rule. Its gradient is what is left of sums that cancel. In stock's qwen3_next it changes
+# by 0.6e-5 to 2.7e-5 where all weights move by half of their last bit, and that of other weights by 0.7e-5 at most.
 CANCELLING = ("linear_attn.A_log", "linear_attn.dt_bias")
 
 
