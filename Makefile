@@ -12,7 +12,10 @@ GPU := $(shell command -v nvidia-smi)
 # A table of versions in pyproject.toml, as `torch==2.11.0 triton==3.6.0 ...`.
 tried = $(shell sed -nE 's/^$(1) = \{ (.*) \}/\1/p' pyproject.toml | tr -d '",' | sed 's/ = /==/g')
 TORCH ?= $(if $(GPU),torch,$(filter torch==%,$(call tried,developed)))
-CPU_TORCH := $(if $(GPU),,$(patsubst torch==%,torch==%+cpu,$(filter torch==%,$(TORCH))))
+# The build for CPUs of that version. None where there is a GPU, or TORCH names no version or a build of its own.
+CPU_TORCH := $(if $(GPU)$(findstring +,$(TORCH)),,$(patsubst torch==%,torch==%+cpu,$(filter torch==%,$(TORCH))))
+NO_CPU_TORCH := The package index has no $(CPU_TORCH), so $(TORCH) is taken. On Linux that is the build for GPUs, \
+	2.5 GB with the libraries of CUDA. An index with builds for CPUs can be named in PIP_EXTRA_INDEX_URL.
 # A GPU machine often has a PyTorch of its own that fits its driver: use that one.
 SYSTEM := $(if $(GPU),$(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages))
 # --no-compile: compiling every file of transformers and torch to bytecode takes minutes; imports do it for the few in use.
@@ -112,14 +115,12 @@ $(RUNS): pyproject.toml Makefile
 		{ echo "liger-trainer needs Python 3.11 or later; run make PYTHON=/path/to/it"; exit 1; }
 	$(PYTHON) -m venv $(SYSTEM) $(VENV)
 	@echo "Downloading into $(VENV), if pip has not kept them: Triton, 290 MB; transformers, TRL and the rest, 100 MB; the"
-	@echo "weights of SmolLM2-135M, 93 MB; and where PyTorch is missing, $(or $(CPU_TORCH),$(TORCH)),$(if $(CPU_TORCH), 190 MB, 2.5 GB)."
+	@echo "weights of SmolLM2-135M, 93 MB; and where PyTorch is missing, $(or $(CPU_TORCH),$(TORCH)),$(if $(CPU_TORCH), 190 MB, up to 2.5 GB)."
 	@if ! $(BIN)/python -c "import torch" 2>/dev/null; then \
 		if test -n "$(CPU_TORCH)" && $(PIP) "$(CPU_TORCH)" 2>/dev/null; then \
 			echo "Installed PyTorch for CPUs."; \
 		else \
-			echo "Downloading $(TORCH). On Linux that is the build for GPUs, 2.5 GB with CUDA's libraries. An index with"; \
-			echo "builds for CPUs can be named in PIP_EXTRA_INDEX_URL."; \
-			$(PIP) "$(TORCH)"; \
+			$(if $(CPU_TORCH),echo "$(NO_CPU_TORCH)";) $(PIP) "$(TORCH)"; \
 		fi; \
 	fi
 	$(PIP) --editable . "gguf>=0.10"
