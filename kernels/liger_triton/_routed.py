@@ -23,7 +23,7 @@ import torch
 
 from ._dispatch import INTERPRET, jit, tl
 from ._launch import cdiv, launch, next_power_of_2, shared_memory
-from .gates import gate_slopes, gate_value
+from .gates import PASSES_AT_LIMIT, gate_slopes, gate_value
 
 
 class Routing(NamedTuple):
@@ -239,7 +239,7 @@ def _gated_product_kernel(
 @jit
 def _gate_gradients_kernel(
     DA, H, DH, SHARE, D_SHARE, PAIRS, OFFSETS, experts, n, limit, alpha, up_offset, gate_scale,
-    ACT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACT: tl.constexpr, AT_LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """With a row's share s: DH gets the gradient of H, DA is written over with s a, and D_SHARE gets da . a, which is
     the gradient of s. DH may be H."""
@@ -261,7 +261,7 @@ def _gate_gradients_kernel(
             u = tl.load(H + h_row + n + column[None], mask=known, other=0.0)
         da = tl.load(DA + a_row + column[None], mask=known, other=0.0).to(tl.float32)
         dg, du, a = gate_slopes(
-            da * share, g.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, gate_scale, ACT
+            da * share, g.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, gate_scale, ACT, AT_LIMIT
         )  # fmt: skip
         if INTERLEAVED:
             dh = tl.reshape(tl.join(dg, du), [BLOCK_M, 2 * BLOCK_N])
@@ -469,7 +469,8 @@ def gate_gradients(
     launch(
         _gate_gradients_kernel, (cdiv(rows, block_m),),
         da, h, dh, share, d_share, routing.pairs, routing.offsets, routing.experts, n, *form[1:5],
-        ACT=form.act, INTERLEAVED=form.interleaved, BLOCK_M=block_m, BLOCK_N=min(256, next_power_of_2(n)),
+        ACT=form.act, AT_LIMIT=PASSES_AT_LIMIT, INTERLEAVED=form.interleaved, BLOCK_M=block_m,
+        BLOCK_N=min(256, next_power_of_2(n)),
     )  # fmt: skip
     return dh, d_share
 

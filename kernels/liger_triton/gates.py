@@ -8,8 +8,9 @@
                  z = 2 * sqrt(2 / pi) * (g + 0.044715 * g^3).  It equals the usual form, since (1 + tanh(z / 2)) / 2 is
                  sigmoid(z), but 1 + tanh would cancel for negative g.
     "clamped"    c = min(gate_scale * g, limit),  v = clamp(u, -limit, limit) + up_offset,  y = v * c * sigmoid(alpha c)
-                 (gpt-oss, DeepSeek V4, MiniMax M3, Falcon-H1). As in torch.clamp, the gradient of a number is 0 where
-                 it is cut off, and not at the limit itself.
+                 (gpt-oss, DeepSeek V4, MiniMax M3, Falcon-H1). The gradient of a number is 0 where it is cut off. At
+                 the limit itself it is what the installed `torch.clamp` passes there: all until 2.14, nothing since
+                 2.15. Ties are no rarity: 10 * randn in bf16 has the limit 7 in 1 of 800 numbers.
     a LoRA       g' = g + h_g F_g,  u' = u + h_u F_u,  dy' = dy + h_y F_y  take the places of g, u and dy
 
 SwiGLU and GeGLU: Shazeer 2020, arXiv:2002.05202, section 2. gelu: Hendrycks and Gimpel 2016, arXiv:1606.08415.
@@ -39,6 +40,22 @@ LARGEST_RANK = 64
 # The fastest of eleven tiles on an H200: 0.226 and 0.484 ms at 8192 x 14336, rank 16. The floors are 0.164 and 0.328.
 BLOCK_T, BLOCK_I, WARPS = 16, 128, 4
 Product = tuple[torch.Tensor, torch.Tensor]
+
+
+def _asked_of_clamp() -> bool:
+    """Whether `torch.clamp` passes the gradient of a number that equals its limit: up to torch 2.14 it does.
+
+    The node of the graph is called by itself. `backward` would start autograd's threads, after which a process may not
+    fork, and torch.compile could not trace the question in a later call.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        at_limit = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        clamped = at_limit.clamp(max=0.0)
+    gradient = clamped.grad_fn(torch.ones((), dtype=torch.float32, device="cpu"))
+    return bool(gradient)
+
+
+PASSES_AT_LIMIT = _asked_of_clamp()
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
@@ -75,11 +92,17 @@ def gate_value(g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr):
 
 
 @jit
-def gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr):
-    """(dg, du, y) of dy, g and u in fp32."""
+def gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT: tl.constexpr, AT_LIMIT: tl.constexpr):
+    """(dg, du, y) of dy, g and u in fp32. AT_LIMIT is `PASSES_AT_LIMIT`."""
     if ACT == "clamped":
         g *= gate_scale
-        g_cut, u_cut = g > limit, (u > limit) | (u < -limit)
+        if AT_LIMIT:
+            g_cut = g > limit
+            u_cut = (u > limit) | (u < -limit)
+        else:
+            has_limit = limit < float("inf")  # without one, no infinite number is cut off
+            g_cut = (g >= limit) & has_limit
+            u_cut = ((u >= limit) | (u <= -limit)) & has_limit
         g = tl.where(g_cut, limit, g)
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u)) + up_offset
         s = tl.sigmoid(alpha * g)
@@ -110,7 +133,7 @@ def _gate_fwd_kernel(
 @jit(do_not_specialize=["tiles_per_row"])
 def _gate_bwd_kernel(
     DY, G, U, DG, DU, dy_stride, g_stride, u_stride, d_stride, n, tiles_per_row, limit, alpha, up_offset, gate_scale,
-    ACT: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+    ACT: tl.constexpr, AT_LIMIT: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With PRODUCT, DY is written over with y."""
     pid = tl.program_id(0)
@@ -120,7 +143,7 @@ def _gate_bwd_kernel(
     dy = tl.load(DY + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(G + row * g_stride + col, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(U + row * u_stride + col, mask=mask, other=0.0).to(tl.float32)
-    dg, du, y = gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT)
+    dg, du, y = gate_slopes(dy, g, u, limit, alpha, up_offset, gate_scale, ACT, AT_LIMIT)
     tl.store(DU + row * d_stride + col, du, mask=mask)
     tl.store(DG + row * d_stride + col, dg, mask=mask)
     if PRODUCT:
@@ -291,7 +314,7 @@ def _launch_backward(dy, gate, up, dg, du, act, limit, alpha, up_offset, gate_sc
         _gate_bwd_kernel, grid,
         dy, g, u, dg, du, dy.stride(0), g.stride(0), u.stride(0), dg.stride(0), n, tiles_per_row,
         limit, alpha, up_offset, gate_scale,
-        ACT=act, PRODUCT=product, BLOCK=block,
+        ACT=act, AT_LIMIT=PASSES_AT_LIMIT, PRODUCT=product, BLOCK=block,
     )  # fmt: skip
 
 

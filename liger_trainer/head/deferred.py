@@ -16,7 +16,6 @@ should have failed, and `torch.compile` traces the methods of a plain class with
 import contextlib
 import math
 import numbers
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -73,9 +72,11 @@ class DeferredLogits:
         step (`Callable`, *optional*): The operation that makes these logits of the real ones of `source`.
     """
 
-    __slots__ = (  # any other, such as `data`, would have to be one of the real logits
-        "__weakref__", "_real", "_source", "_step", "device", "dtype", "head", "hidden", "logit_scale", "origin",
-        "softcap", "vocab_size",
+    # `__dict__` stays empty. Under ZeRO-3, DeepSpeed looks for weights in `vars` of what a module returns, and
+    # torch.compile of 2.15 guards it where a call is broken between the head and the loss.
+    __slots__ = (
+        "__dict__", "__weakref__", "_real", "_source", "_step", "device", "dtype", "head", "hidden", "logit_scale",
+        "origin", "softcap", "vocab_size",
     )  # fmt: skip
     __hash__ = object.__hash__
 
@@ -189,15 +190,17 @@ class DeferredLogits:
         else:
             self._real = self._step(real(self._source))  # it is older, so it is real by now
 
-    @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """Nothing: under ZeRO-3, DeepSpeed looks for weights in `vars` of what a module returns."""
-        return {}
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.materialize(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in DeferredLogits.__slots__:  # such as `data`, which would have to be one of the real logits
+            raise AttributeError(
+                f"{name} of logits that the fused LM head has not computed cannot be set. {_OTHERWISE}"
+            )
+        object.__setattr__(self, name, value)
 
     @classmethod
     def __torch_function__(
@@ -293,14 +296,14 @@ for _name in {*_RULES, *(name for name in _SPECIAL if callable(getattr(torch.Ten
 
 
 def _refuse_in_a_function() -> None:
-    """RuntimeError inside an `autograd.Function`, which takes a stand-in for a constant: gradients would be lost."""
-    frame: Any = None if torch.compiler.is_compiling() else sys._getframe()
-    while frame is not None:
-        if frame.f_code is torch.autograd.Function.apply.__code__:
-            raise RuntimeError(
-                f"An autograd function was given logits that the fused LM head has not computed. {_OTHERWISE}"
-            )
-        frame = frame.f_back
+    """RuntimeError inside an `autograd.Function`, which takes a stand-in for a constant: gradients would be lost.
+
+    Such a function switches forward-mode AD off as well as gradients, in C++, and `torch.no_grad` gradients alone. It
+    leaves no other trace: its `apply` is no Python code since torch 2.15. In inference mode no gradient is expected.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._is_fwd_grad_enabled():
+        return
+    raise RuntimeError(f"An autograd function was given logits that the fused LM head has not computed. {_OTHERWISE}")
 
 
 def _each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:

@@ -25,7 +25,7 @@ from liger_trainer.instance.guards import KNOWN, Guards, NotProven, code_guards_
 from liger_trainer.instance.hooks import comes_from, has_hooks, replaced_forward
 from liger_trainer.instance.kind import PLAIN_TENSORS, Kind, Proof, names_of, slot_of
 from liger_trainer.lora.parts import active_parts, is_linear
-from liger_trainer.patching.gates import SCALES, Gate, candidates
+from liger_trainer.patching.gates import SCALES, Gate, candidates, limits_of, with_limits
 from liger_triton import ExpertLoRA, experts
 
 _IMPLEMENTATIONS = {  # by their names in the config, and what transformers has registered for them
@@ -112,13 +112,18 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
     gates = itertools.product((False, True), candidates(module))
     likely = [Experts(gate, interleaved, implementation) for interleaved, gate in gates]
     tolerances = ((torch.float32, probe.FP32_RTOL), (torch.bfloat16, 0.03))
-    for training, scale, (dtype, rtol) in itertools.product((True, False), SCALES, tolerances):
+    cases = list(itertools.product((True, False), SCALES, tolerances, (False,)))
+    if limits_of(module):
+        cases += itertools.product((True,), (1.0,), tolerances, (True,))
+    for training, scale, (dtype, rtol), at_limits in cases:
         found = []
         for forward in (own_class(module).forward, *(functools.partial(one.compute, loras={}) for one in likely)):
             source = probe.generator()
             copy = small_copy(module, source, dtype)
             probe.set_training(copy, training)
-            found.append(_trained(forward, copy, source, dtype, scale))
+            if at_limits:
+                _pass_inputs_on(copy)
+            found.append(_trained(forward, copy, source, dtype, scale, at_limits))
         want, *got = found
         likely = [
             one
@@ -134,16 +139,34 @@ def prove(module: nn.Module) -> tuple[Proof | None, str | None]:
 
 
 def _trained(
-    forward: Any, module: nn.Module, source: torch.Generator, dtype: torch.dtype, scale: float
+    forward: Any,
+    module: nn.Module,
+    source: torch.Generator,
+    dtype: torch.dtype,
+    scale: float,
+    at_limits: bool = False,
 ) -> list[torch.Tensor]:
     """The result of `forward` for random tokens, and the gradients of all that learns. One expert gets no token."""
-    x = (scale * probe.randn((_TOKENS, _WIDTH), source, dtype)).requires_grad_()
+    x = scale * probe.randn((_TOKENS, _WIDTH), source, dtype)
+    if at_limits:
+        x = with_limits(x, module, source)
+    x.requires_grad_()
     ids = torch.stack([torch.randperm(_EXPERTS - 1, generator=source, device="cpu")[:2] for _ in range(_TOKENS)])
     weights = torch.rand((_TOKENS, 2), generator=source, device="cpu").to(dtype).requires_grad_()
     learned = [p for _, p in sorted(module.named_parameters()) if p.requires_grad]
     y = forward(module, x, ids, weights)
     dy = probe.randn((_TOKENS, _WIDTH), source, dtype)
     return [y, *torch.autograd.grad(y, [x, weights, *learned], dy, materialize_grads=True)]
+
+
+def _pass_inputs_on(block: nn.Module) -> None:
+    """Make the first product of a small copy return its input, so that limits come to the gate unchanged."""
+    weight = block._parameters["gate_up_proj"]
+    assert weight is not None, "a small copy has its weights"
+    with torch.no_grad():
+        weight.copy_(torch.eye(*weight.shape[1:], dtype=weight.dtype, device="cpu"))
+        if block.has_bias:
+            block._parameters["gate_up_proj_bias"].zero_()  # type: ignore[union-attr] # a small copy has it
 
 
 def small_copy(module: nn.Module, source: torch.Generator, dtype: torch.dtype) -> nn.Module:

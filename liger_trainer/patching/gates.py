@@ -84,6 +84,26 @@ def numbers(module: nn.Module, word: str) -> list[str]:
     ]
 
 
+def limits_of(module: nn.Module) -> list[float]:
+    """The limits of `module` that the random inputs of a proof reach."""
+    found = [getattr(module, name) for name in numbers(module, "limit")]
+    return [limit for limit in found if limit <= SCALES[-1]]
+
+
+def with_limits(values: torch.Tensor, module: nn.Module, source: torch.Generator) -> torch.Tensor:
+    """`values`, a fifth of them replaced by the limits of `module` and by their negatives, if it has any.
+
+    A proof needs them: the gradient of a number that equals a limit depends on how it is cut off, random numbers seldom
+    have that value, and those of a model in bf16 often have it. A limit beyond what the random inputs reach is left
+    out, because results are compared with the largest one.
+    """
+    for limit in limits_of(module):
+        chosen = torch.rand(values.shape, generator=source, device="cpu")
+        values = values.masked_fill(chosen < 0.1, limit)
+        values = values.masked_fill(chosen > 0.9, -limit)
+    return values
+
+
 def scale_names(module: nn.Module) -> list[str]:
     """The names of the attributes of `module` that may multiply something, and are not 1."""
     names = [name for word in ("multiplier", "scale") for name in numbers(module, word)]

@@ -30,7 +30,7 @@ from liger_trainer.memory.rebuild import (
     other_hooks_active,
     rebuilding,
 )
-from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names
+from liger_trainer.patching.gates import SCALES, Gate, candidates, guessed_operation, numbers, scale_names, with_limits
 from liger_triton import lora_mlp
 from liger_triton.halves import halves
 from liger_triton.lora_mlp import goes_in_slices
@@ -137,7 +137,10 @@ class _Cases:
         calls: list[tuple[str, torch.Tensor]] = []
         widths = {name: _widths(self.module._modules[name]) or (0, 0) for name in (*self.inner, self.down)}
         x = probe.randn((*TOKENS, widths[self.inner[0]][0]), source, dtype)
-        values = {n: (probe.randn((*TOKENS, widths[n][1]), source) * scale).to(dtype) for n in self.inner}
+        values = {}
+        for name in self.inner:
+            random = probe.randn((*TOKENS, widths[name][1]), source) * scale
+            values[name] = with_limits(random, self.module, source).to(dtype)
         leaves = [value.requires_grad_() for value in values.values()]
         children = {name: _Recorder(name, values.get(name), calls) for name in widths}
         copy = probe.clone(self.module, source, children=children)

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from liger_triton import _row_pass
 from liger_triton.float8_cast import E4M3, E5M2, _columns_kernel, _each_row_kernel, _rows_kernel, packing
-from liger_triton.gates import _gate_bwd_kernel
+from liger_triton.gates import PASSES_AT_LIMIT, _gate_bwd_kernel
 
 GATE = {"DY": "*bf16", "G": "*bf16", "U": "*bf16", "DG": "*bf16", "DU": "*bf16"}
 GATE_SIXTEEN = [*GATE, "dy_stride", "g_stride", "u_stride", "d_stride", "n"]
@@ -33,7 +33,7 @@ def row(block, aligned, **flags):
 
 def gate(act):
     floats = dict.fromkeys(("limit", "alpha", "up_offset", "gate_scale"), "fp32")
-    constants = {"ACT": act, "PRODUCT": False, "BLOCK": 2048}
+    constants = {"ACT": act, "AT_LIMIT": PASSES_AT_LIMIT, "PRODUCT": False, "BLOCK": 2048}
     return _gate_bwd_kernel, GATE | floats, constants, GATE_SIXTEEN, 4
 
 

@@ -73,6 +73,18 @@ def test_matches_float64(options, rank, bias, dtype, device, check_close):
     check_close(call(experts, ids, options), call(reference.experts, ids, options), given)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_numbers_at_the_limit(interleaved, device, check_close):
+    """The first product returns its input, much of which is at the limit: gradients are as those of torch.clamp."""
+    ids, (x, shares, w, v, *_) = inputs(device, torch.float32, hidden=16, inner=8, experts=4, top_k=2)
+    values = torch.tensor([-9.0, -7.0, -7.0, 0.5, 7.0, 7.0, 9.0], device=device)
+    numbers = values[torch.randint(len(values), x.shape, device=device)].requires_grad_()
+    identity = torch.eye(16, device=device).expand_as(w).contiguous().requires_grad_()
+    options = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleaved": interleaved}
+    given = [numbers, shares, identity, v, None, None]
+    check_close(call(experts, ids, options), call(reference.experts, ids, options), given)
+
+
 def small(device, dtype=torch.float32, **options):
     ids, given = inputs(device, dtype, tokens=5, hidden=16, inner=8, experts=4, top_k=2, **options)
     return ids, given

@@ -42,12 +42,21 @@ def loss_and_grads(model, ids=None):
     return loss.detach(), grads
 
 
+# The decay of the gated delta rule. Its gradient is what is left of sums that cancel. In stock's qwen3_next it changes
+# by 0.6e-5 to 2.7e-5 where all weights move by half of their last bit, and that of other weights by 0.7e-5 at most.
+CANCELLING = ("linear_attn.A_log", "linear_attn.dt_bias")
+
+
 def largest_difference(got, want):
     """Of two results of `loss_and_grads`: the largest relative difference of the loss or of any gradient.
 
     Relative to the largest element of that gradient, or to 1e-3 of the largest of all: k biases have noise around zero.
+    A fifth of the difference counts for `CANCELLING`, in which processors differ by more than 1e-5.
     """
     assert got[1].keys() == want[1].keys()
     floor = 1e-3 * max(g.abs().max() for g in want[1].values())
-    worst = max(((got[1][n] - g).abs().max() / g.abs().max().clamp(min=floor)).item() for n, g in want[1].items())
-    return max(worst, ((got[0] - want[0]).abs() / want[0].abs()).item())
+    worst = ((got[0] - want[0]).abs() / want[0].abs()).item()
+    for name, gradient in want[1].items():
+        difference = (got[1][name] - gradient).abs().max() / gradient.abs().max().clamp(min=floor)
+        worst = max(worst, difference.item() / (5 if name.endswith(CANCELLING) else 1))
+    return worst

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
 
 from liger_trainer.head.calls import install_fused_head
-from liger_trainer.head.deferred import real
+from liger_trainer.head.deferred import is_deferred, real
 
 VOCAB, WIDTH = 31, 16
 
@@ -508,6 +508,18 @@ def test_what_would_lose_gradients_is_an_error(rest, message):
         model = tiny(rest, True)
         want = trained(rest, False)[0]
         assert torch.equal(model(input_ids=ids(), labels=ids(), skip_logits=False).detach(), want)
+
+
+def test_attributes_of_real_logits_cannot_be_set():
+    """They would stay on the stand-in. It has none of its own, which DeepSpeed and torch.compile read."""
+
+    def rest(m, h, labels):
+        logits = m.lm_head(h)
+        assert is_deferred(logits) and vars(logits) == {}
+        logits.data = torch.zeros(2, 7, VOCAB)
+
+    with pytest.raises(AttributeError, match="data of logits .* cannot be set. Call the model with skip_logits=False"):
+        trained(rest, True)
 
 
 # Heads that are no linear layers of plain numbers

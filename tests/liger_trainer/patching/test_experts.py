@@ -14,6 +14,7 @@ from tiny_models import tiny_model
 from transformers.integrations import moe
 
 from liger_trainer import apply_liger
+from liger_trainer.instance import probe
 from liger_trainer.instance.binding import Binding
 from liger_trainer.patching import experts as patterns
 
@@ -49,6 +50,24 @@ def test_a_step(model_type, checkpointing, implementation):
     assert len(report["experts"].swapped) == len(blocks(model)) > 0 and not report["experts"].skipped
     assert all(implementation in variant for variant in report["experts"].swapped.values())
     assert_same_step(step(model), want, "fp32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_another_gradient_at_the_limit_is_seen(implementation, monkeypatch):
+    """`torch.minimum` passes half of it there, and is `clamp` everywhere else."""
+    block = blocks(with_implementation(implementation)(tiny_model("gpt_oss")))[0]
+    cuts = {"clamp": lambda g: g.clamp(max=block.limit), "minimum": lambda g: g.minimum(g.new_tensor(block.limit))}
+    found = {}
+    for name, cut in cuts.items():
+
+        def gate(self, gate_up, cut=cut):
+            g, u = cut(gate_up[..., ::2]), gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
+            return (u + 1) * (g * torch.sigmoid(g * self.alpha))
+
+        monkeypatch.setattr(type(block), "_apply_gate", gate)
+        with probe.isolated():
+            found[name], _ = patterns.prove(block)
+    assert found["clamp"] is not None and found["minimum"] is None
 
 
 def lora(parameters, **options):

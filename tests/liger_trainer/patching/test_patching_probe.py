@@ -186,6 +186,9 @@ class MLP(nn.Module):
             g, u = g.clamp(-self.limit, self.limit), u.clamp(-self.limit, self.limit)
         if self.flaw == "clamp of the gate":
             g = g.clamp(max=self.limit)
+        if self.flaw == "half a gradient at the limit":
+            g = torch.minimum(g, torch.tensor(self.limit, dtype=g.dtype))
+            u = u.clamp(-self.limit, self.limit)
         if self.flaw == "detached":
             u = u.detach()
         y = self.drop(self.act_fn(g) * u)
@@ -213,8 +216,8 @@ def test_mlp_variants(names, act, activation):
 @pytest.mark.parametrize(
     "flaw",
     [
-        "clamp on both sides", "clamp of the gate", "detached", "norm", "plus a half", "scaled input", "scaled output",
-        "shifted output",
+        "clamp on both sides", "clamp of the gate", "half a gradient at the limit", "detached", "norm", "plus a half",
+        "scaled input", "scaled output", "shifted output",
     ],
 )  # fmt: skip
 def test_wrong_mlps_are_caught(flaw):
