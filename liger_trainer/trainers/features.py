@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from liger_trainer._logging import logger
+from liger_trainer.base_weights.feature import BaseWeights, BaseWeightsFields
 from liger_trainer.feature import Feature
 from liger_trainer.fp8.feature import Fp8, Fp8Fields
 from liger_trainer.memory.feature import Checkpointing, MemoryFields
@@ -96,9 +97,9 @@ class _ReportCallback(TrainerCallback):
             report.to_json(os.path.join(args.output_dir, "liger_report.json"))
 
 
-FEATURES: tuple[Feature, ...] = (Checkpointing(), LossFilter(), InBackward(), Fp8(), Report())
+FEATURES: tuple[Feature, ...] = (Checkpointing(), LossFilter(), InBackward(), Fp8(), BaseWeights(), Report())
 
 
 @dataclass
-class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields):
+class FeatureFields(Fp8Fields, InBackwardFields, MemoryFields, BaseWeightsFields):
     """The fields of `FEATURES`."""

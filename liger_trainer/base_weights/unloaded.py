@@ -1,0 +1,230 @@
+"""Finds what a base has and transformers does not load, and adds it to what is saved.
+
+Many models come with layers that predict further tokens (`mtp.*`, or `model.layers.N` beyond the depth). transformers
+ignores them, while the config.json that it saves still says that they are there, so a server looks for them.
+
+What counts is the names in the files: that of the base beside that of the saved model, which transformers writes under
+the base's names. Nothing is said of how a class renames its weights while it loads them.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from liger_trainer.base_weights.shards import StoredTensor, add_shards, drop_old_index, files_of, tensors_of
+from liger_trainer.instance.binding import own_class
+
+_PREDICTS = re.compile(r"(?:^|\.)(?:mtp|nextn)[^.]*\.")
+_LAYER = re.compile(r"^(?P<prefix>(?:.*\.)?layers\.)(?P<number>\d+)\.")
+# Old checkpoints have these, which every class computes; a server takes them for weights that it does not know
+_COMPUTED = re.compile(r"inv_freq$|attn\.bias$|attention\.bias$|masked_bias$|causal_mask$|relative_position_index$")
+# The keys of config.json that say how many prediction layers there are, over all model types of transformers
+_COUNTS = re.compile(r"^(num_nextn_predict_layers|mtp_num(_hidden)?_layers|num_mtp_(layers|modules)|num_mtp)$")
+_SIXTEEN_BITS_OR_MORE = ("BF16", "F16", "F32", "F64")
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """What was added to a saved model from its base, or why not.
+
+    Attributes:
+        parameters (`int`): The elements of the tensors that were added.
+        tensors (`int`): How many tensors.
+        reason (`str` or `None`): Why prediction layers of the base were left out; config.json then says that there are
+            none. None if nothing was left out.
+    """
+
+    parameters: int = 0
+    tensors: int = 0
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        kept = f"{self.tensors} tensors of the base that transformers does not load are kept as they were"
+        lines = []
+        if self.tensors:
+            lines.append(f"{kept} ({self.parameters:,} parameters, not trained)")
+        if self.reason is not None:
+            lines.append(f"prediction layers (MTP) of the base are left out, and config.json says so: {self.reason}")
+        return "; ".join(lines)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that a model was loaded from: its config.json, and its tensors by name."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def predicts(self) -> dict[str, StoredTensor]:
+        """Tensors of prediction layers, by their names alone."""
+        depth = _text(self.config).get("num_hidden_layers")
+        return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, self.tensors, depth)}
+
+
+def find_checkpoint(name: str, revision: str | None = None) -> Base | None:
+    """The checkpoint in the folder `name`, or of that name in the cache of the Hub.
+
+    None if it has no files of safetensors: a `.bin`, a GGUF file, or a model that was not loaded from anywhere. Models
+    with prediction layers all come as safetensors.
+    """
+    folder = Path(name) if Path(name).is_dir() else _cached_folder(name, revision)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    files = files_of(folder)
+    if not files or not all(file.is_file() for file in files):
+        return None
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors.update(tensors_of(file))
+    return Base(folder, json.loads((folder / "config.json").read_text(encoding="utf-8")), tensors)
+
+
+def _cached_folder(name: str, revision: str | None) -> Path | None:
+    if not name:
+        return None
+    for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
+        found = cached_file(
+            name, file, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
+        )  # fmt: skip
+        if found is not None:
+            return Path(found).parent
+    return None
+
+
+def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Path, keep: bool = True) -> KeptWeights:
+    """Add to the model saved in `folder` the weights of `base` that the class of `model` does not load, bit for bit.
+
+    Call it on the main process, right after `save_pretrained`. Names stay those of the base, which servers look for. If
+    prediction layers are left out, because `keep` is false or they do not fit the saved model, config.json says so.
+    """
+    if not files_of(folder):
+        return KeptWeights()
+    drop_old_index(folder)
+    if base is None:
+        return KeptWeights()
+    saved: set[str] = set()
+    for file in files_of(folder):
+        saved.update(tensors_of(file))
+    config_path = folder / "config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+
+    in_base = base.predicts
+    predicts = _predictions(base, saved)
+    reason = None
+    if in_base and not any(name in saved for name in in_base):  # otherwise the class has loaded and trained them
+        reason = _why_left_out(base, config, predicts, keep)
+    kept = {} if reason is not None else predicts
+    if keep:
+        kept = kept | _declared(model, base, saved | in_base.keys(), config)
+    gone = [str(tensor.file) for tensor in kept.values() if not tensor.file.is_file()]
+    if folder.resolve() == base.folder.resolve():
+        gone = [f"{folder}, where the trained model is saved now"] if kept else []
+    if gone:  # the trained model is saved, and must not be lost for what was not trained
+        kept = {}
+        reason = f"they are no longer in {gone[0]}"
+    if kept:
+        add_shards(folder, kept)
+    if reason is not None:
+        _say_none(config)
+        config_path.write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n", encoding="utf-8")
+    return KeptWeights(sum(tensor.num_elements for tensor in kept.values()), len(kept), reason)
+
+
+def _predictions(base: Base, saved: set[str]) -> dict[str, StoredTensor]:
+    """The prediction layers of `base` that continue the layers of the saved model, or have names of their own."""
+    depth = _text(base.config).get("num_hidden_layers")
+    found = {}
+    for name, tensor in base.predicts.items():
+        if name not in saved and _is_prediction(name, saved, depth):
+            found[name] = tensor
+    return found
+
+
+def _is_prediction(name: str, names: Any, depth: int | None) -> bool:
+    """Whether `name` is of a layer that predicts further tokens, where the model has the weights `names`.
+
+    A layer beyond the depth counts if layer 0 has the same prefix: towers have layers too, and are deeper sometimes.
+    """
+    if _PREDICTS.search(name):
+        return True
+    layer = _LAYER.match(name)
+    if layer is None or depth is None or int(layer["number"]) < depth:
+        return False
+    prefix = layer["prefix"]
+    last = f"{prefix}{depth - 1}."
+    return _any_begins(names, last) and _is_of_text(prefix)
+
+
+def _is_of_text(prefix: str) -> bool:
+    return re.search(r"vision|visual|audio|image|tower|encoder", prefix) is None
+
+
+def _any_begins(names: Any, start: str) -> bool:
+    return any(name.startswith(start) for name in names)
+
+
+def _why_left_out(base: Base, config: dict[str, Any], predicts: dict[str, StoredTensor], keep: bool) -> str | None:
+    """Why the prediction layers of `base` do not go with the saved model; None if they do."""
+    if not keep:
+        return "keep_unloaded_weights is false"
+    old, new = _text(base.config), _text(config)
+    for key in ("num_hidden_layers", "hidden_size"):
+        if old.get(key) != new.get(key):
+            return f"{key} was {old.get(key)} in the base and is {new.get(key)}"
+    vocabulary = old.get("vocab_size")
+    sized = [name for name, tensor in predicts.items() if tensor.shape and tensor.shape[0] == vocabulary]
+    if vocabulary != new.get("vocab_size") and sized:
+        return f"{sized[0]} has the base's {vocabulary} tokens, and the model has {new.get('vocab_size')}"
+    if not predicts:
+        return "the saved model has its layers under other names than the base"
+    packed = [name for name, tensor in predicts.items() if tensor.dtype not in _SIXTEEN_BITS_OR_MORE]
+    if packed and "quantization_config" not in config:
+        return f"{packed[0]} is quantised ({predicts[packed[0]].dtype}), and the saved model is not"
+    return None
+
+
+def _declared(
+    model: PreTrainedModel, base: Base, known: set[str], config: dict[str, Any]
+) -> dict[str, StoredTensor]:
+    """What the class of `model` says that it ignores, if it is the class that the base's config.json names.
+
+    Another class, such as that of the text alone, leaves the rest out on purpose. `known` are names to leave out.
+    """
+    model_class = own_class(model).__name__
+    if model_class not in (base.config.get("architectures") or ()):
+        return {}
+    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    depth = _text(config).get("num_hidden_layers")
+    found = {}
+    for name, tensor in base.tensors.items():
+        if name in known or _COMPUTED.search(name):
+            continue
+        layer = _LAYER.match(name)
+        if layer is not None and depth is not None and int(layer["number"]) >= depth:
+            continue  # of a base that was loaded with fewer layers
+        if any(pattern.search(name) for pattern in patterns):
+            found[name] = tensor
+    return found
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json about the language model."""
+    text: dict[str, Any] = config.get("text_config") or config
+    return text
+
+
+def _say_none(config: dict[str, Any]) -> None:
+    """Set every count of prediction layers in `config` to 0, in its parts too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _say_none(value)
+        elif _COUNTS.match(key) and value:
+            config[key] = 0

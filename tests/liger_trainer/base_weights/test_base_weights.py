@@ -1,0 +1,271 @@
+"""What a base has and transformers does not load is in what is saved, bit for bit, or config.json says that it is not."""
+
+import json
+
+import pytest
+import torch
+from recipe_fixtures import command, write_recipe, write_rows
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, Trainer
+
+from liger_trainer import LigerTrainer, LigerTrainingArguments
+from liger_trainer.base_weights import shards
+from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
+
+# Per model type: the key in config.json that counts its prediction layers, and the names of such weights
+KINDS = {
+    "qwen3_next": ("mtp_num_hidden_layers", "mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight"),
+    "qwen3_5_text": ("mtp_num_hidden_layers", "mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight"),
+    "deepseek_v3": ("num_nextn_predict_layers", "model.layers.2.eh_proj.weight", "model.layers.2.embed_tokens.weight"),
+    "glm4_moe": ("num_nextn_predict_layers", "model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight"),
+}  # fmt: skip
+ROWS = [{"input_ids": list(range(3, 19)), "labels": list(range(3, 19))}] * 4
+
+
+def names_of(folder):
+    return {name for file in shards.files_of(folder) for name in shards.tensors_of(file)}
+
+
+def tensor_of(folder, name):
+    for file in shards.files_of(folder):
+        with safe_open(file, "pt") as tensors:
+            if name in tensors.keys():
+                return tensors.get_tensor(name)
+    raise KeyError(name)
+
+
+def write_base(folder, kind, dtype=torch.bfloat16, shard_size="50GB"):
+    """A tiny base whose checkpoint has prediction weights, with its tokenizer. Returns these weights."""
+    count, *names = KINDS[kind]
+    model = tiny_model(kind, **{count: 1})
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    tiny_tokenizer().save_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    extra = {name: torch.randn(6, 32, generator=generator).to(dtype) for name in names}
+    if (folder / "model.safetensors").is_file():
+        weights = load_file(folder / "model.safetensors")
+        save_file(weights | extra, folder / "model.safetensors", {"format": "pt"})
+    else:
+        save_file(extra, folder / "model-mtp.safetensors", {"format": "pt"})
+        index_path = folder / "model.safetensors.index.json"
+        index = json.loads(index_path.read_text())
+        index["weight_map"] |= dict.fromkeys(extra, "model-mtp.safetensors")
+        index_path.write_text(json.dumps(index))
+    return extra
+
+
+def train(base, folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    args = LigerTrainingArguments(
+        str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, learning_rate=1e-2,
+        save_steps=2, **options,
+    )  # fmt: skip
+    trainer = LigerTrainer(model, args, train_dataset=ROWS)
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def assert_kept(folder, extra):
+    for name, tensor in extra.items():
+        got = tensor_of(folder, name)
+        assert got.dtype == tensor.dtype, name
+        assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def assert_loads(folder, model):
+    """`from_pretrained` of `folder` gives the weights of `model`."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_models_and_checkpoints_keep_prediction_layers(kind, tmp_path):
+    extra = write_base(tmp_path / "base", kind)
+    trainer = train(tmp_path / "base", tmp_path / "out")
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        assert_kept(folder, extra)
+        assert_loads(folder, trainer.model)
+        assert names_of(folder) == names_of(tmp_path / "base")  # the names that servers look for
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"]) == names_of(folder)
+        sizes = [t.num_bytes for file in shards.files_of(folder) for t in shards.tensors_of(file).values()]
+        assert index["metadata"]["total_size"] == sum(sizes)
+        assert json.loads((folder / "config.json").read_text())[KINDS[kind][0]] == 1
+    assert trainer.kept_weights.tensors == 2
+    assert trainer.kept_weights.parameters == 2 * 6 * 32
+    before = tensor_of(tmp_path / "base", "model.layers.0.input_layernorm.weight")
+    assert not torch.equal(tensor_of(tmp_path / "out", "model.layers.0.input_layernorm.weight"), before)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_left_out_config_says_that_there_are_none(kind, tmp_path):
+    extra = write_base(tmp_path / "base", kind)
+    trainer = train(tmp_path / "base", tmp_path / "out", keep_unloaded_weights=False)
+    assert not names_of(tmp_path / "out") & extra.keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[KINDS[kind][0]] == 0
+    assert_loads(tmp_path / "out", trainer.model)
+
+
+def test_the_stock_trainer_loses_them(tmp_path):
+    """What this room is for: the test fails once transformers keeps them itself."""
+    extra = write_base(tmp_path / "base", "qwen3_next")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "out")
+    assert not names_of(tmp_path / "out") & extra.keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+    assert issubclass(LigerTrainer, Trainer)
+
+
+def test_a_model_in_shards(tmp_path, monkeypatch):
+    """A base and a saved model in several files, and kept weights in several too; numbers count all of them."""
+    extra = write_base(tmp_path / "base", "qwen3_next", shard_size="20KB")
+    base = find_checkpoint(str(tmp_path / "base"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "out", max_shard_size="20KB")
+    monkeypatch.setattr(shards.add_shards, "__defaults__", (400,))
+    keep_unloaded_weights(model, base, tmp_path / "out")
+    assert_kept(tmp_path / "out", extra)
+    assert_loads(tmp_path / "out", model)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+
+
+def test_saving_twice_and_then_without(tmp_path):
+    """Files of an earlier save do not stay where a later one has no place for them."""
+    extra = write_base(tmp_path / "base", "qwen3_next")
+    base = find_checkpoint(str(tmp_path / "base"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for keep in (True, True, False):
+        model.save_pretrained(tmp_path / "out")
+        keep_unloaded_weights(model, base, tmp_path / "out", keep)
+        assert (names_of(tmp_path / "out") & extra.keys() == extra.keys()) == keep
+        assert_loads(tmp_path / "out", model)
+    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+
+
+def test_resuming_reads_a_checkpoint_by_name(tmp_path, monkeypatch):
+    write_base(tmp_path / "base", "qwen3_5_text")
+    trainer = train(tmp_path / "base", tmp_path / "out")
+    loads = []
+    monkeypatch.setattr(type(trainer.model), "from_pretrained", lambda *a, **k: loads.append(a))
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    for parameter in trainer.model.parameters():
+        parameter.data.zero_()
+    trainer._load_from_checkpoint(str(tmp_path / "out" / "checkpoint-2"))
+    assert not loads
+    for name, tensor in trainer.model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+
+
+def fewer_layers(base, folder):
+    return AutoModelForCausalLM.from_pretrained(base, num_hidden_layers=1)
+
+
+def more_tokens(base, folder):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    return model
+
+
+@pytest.mark.parametrize(("change", "said"), [(fewer_layers, "num_hidden_layers was 2"), (more_tokens, "tokens")])
+def test_layers_that_no_longer_fit_are_left_out(change, said, tmp_path):
+    extra = write_base(tmp_path / "base", "deepseek_v3")
+    table = tensor_of(tmp_path / "base", "model.embed_tokens.weight")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights["model.layers.2.embed_tokens.weight"] = table.clone()
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    model = change(tmp_path / "base", tmp_path / "out")
+    model.save_pretrained(tmp_path / "out")
+    kept = keep_unloaded_weights(model, find_checkpoint(str(tmp_path / "base")), tmp_path / "out")
+    assert said in str(kept)
+    assert kept.tensors == 0
+    assert not names_of(tmp_path / "out") & extra.keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_quantised_layers_beside_a_model_that_is_not(tmp_path):
+    extra = write_base(tmp_path / "base", "qwen3_next", torch.float8_e4m3fn)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base = find_checkpoint(str(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "out")
+    assert "is quantised (F8_E4M3)" in str(keep_unloaded_weights(model, base, tmp_path / "out"))
+    model.save_pretrained(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}  # of a model that is saved as it was loaded
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert keep_unloaded_weights(model, base, tmp_path / "out").reason is None
+    assert_kept(tmp_path / "out", extra)
+
+
+def test_a_base_that_is_gone_costs_no_model(tmp_path):
+    write_base(tmp_path / "base", "qwen3_next")
+    base = find_checkpoint(str(tmp_path / "base"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "out")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    assert "no longer in" in str(keep_unloaded_weights(model, base, tmp_path / "out"))
+    assert_loads(tmp_path / "out", model)
+
+
+def test_a_file_that_is_cut_off_leaves_the_saved_model_whole(tmp_path):
+    write_base(tmp_path / "base", "qwen3_next")
+    base = find_checkpoint(str(tmp_path / "base"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "out")
+    with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(ValueError, match="cut off"):
+        keep_unloaded_weights(model, base, tmp_path / "out")
+    assert_loads(tmp_path / "out", model)
+    assert not list((tmp_path / "out").glob("*.part"))
+
+
+def test_a_model_that_was_not_loaded_gets_nothing(tmp_path):
+    """Its config names the folder of a base, and its weights are new."""
+    write_base(tmp_path / "base", "qwen3_next")
+    model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(tmp_path / "base").config)
+    args = LigerTrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True)
+    assert LigerTrainer(model, args, train_dataset=ROWS).base_checkpoint is None
+
+
+def test_saving_over_the_base_is_refused(tmp_path):
+    write_base(tmp_path / "base", "qwen3_next")
+    with pytest.raises(ValueError, match="output_dir .* the folder of the base"):
+        train(tmp_path / "base", tmp_path / "base")
+
+
+def test_a_value_that_is_no_boolean(tmp_path):
+    with pytest.raises(ValueError, match="keep_unloaded_weights is 'no'"):
+        LigerTrainingArguments(str(tmp_path), keep_unloaded_weights="no")
+
+
+def test_the_command_trains_and_merges(tmp_path, capsys):
+    extra = write_base(tmp_path / "model", "qwen3_5_text")
+    write_rows(tmp_path / "rows.jsonl")
+    recipe = write_recipe(tmp_path, max_steps=2, bf16=False)
+    code, out, err = command(capsys, "train", recipe, "--output_dir", tmp_path / "whole", "--num_train_epochs", 1)
+    assert code == 0, err
+    assert "kept     2 tensors of the base" in out
+    assert "not trained" in out
+    assert_kept(tmp_path / "whole", extra)
+
+    lora = ("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj")
+    code, out, err = command(capsys, "train", recipe, "--output_dir", tmp_path / "adapter", *lora)
+    assert code == 0, err
+    assert not list((tmp_path / "adapter").glob("model*"))
+    assert "tensors of the base" not in out
+    code, out, err = command(capsys, "merge", tmp_path / "adapter", tmp_path / "merged")
+    assert code == 0, err
+    assert "2 tensors of the base" in out
+    assert_kept(tmp_path / "merged", extra)
+    code, out, err = command(
+        capsys, "merge", tmp_path / "adapter", tmp_path / "without", "--without_unloaded_weights"
+    )
+    assert code == 0, err
+    assert not names_of(tmp_path / "without") & extra.keys()
+    assert json.loads((tmp_path / "without" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
