@@ -64,8 +64,8 @@ class Base:
     @property
     def predicts(self) -> dict[str, StoredTensor]:
         """Tensors of prediction layers, by their names alone."""
-        depth = _text(self.config).get("num_hidden_layers")
-        return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, self.tensors, depth)}
+        beyond = _beyond_depth(self.config)
+        return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, self.tensors, beyond)}
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Base | None:
@@ -140,26 +140,41 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
 
 def _predictions(base: Base, saved: set[str]) -> dict[str, StoredTensor]:
     """The prediction layers of `base` that continue the layers of the saved model, or have names of their own."""
-    depth = _text(base.config).get("num_hidden_layers")
+    beyond = _beyond_depth(base.config)
     found = {}
     for name, tensor in base.predicts.items():
-        if name not in saved and _is_prediction(name, saved, depth):
+        if name not in saved and _is_prediction(name, saved, beyond):
             found[name] = tensor
     return found
 
 
-def _is_prediction(name: str, names: Any, depth: int | None) -> bool:
+def _beyond_depth(config: dict[str, Any]) -> range:
+    """The numbers of the layers beyond the depth that config.json counts as prediction layers.
+
+    Some checkpoints number their layers otherwise than the model, so a number alone says nothing.
+    """
+    depth = _text(config).get("num_hidden_layers") or 0
+    return range(depth, depth + (_count(config) or _count(_text(config))))
+
+
+def _count(config: dict[str, Any]) -> int:
+    counts = [value for key, value in config.items() if _COUNTS.match(key) and isinstance(value, int)]
+    return max(counts, default=0)
+
+
+def _is_prediction(name: str, names: Any, beyond: range) -> bool:
     """Whether `name` is of a layer that predicts further tokens, where the model has the weights `names`.
 
-    A layer beyond the depth counts if layer 0 has the same prefix: towers have layers too, and are deeper sometimes.
+    A layer beyond the depth counts if the last one within has the same prefix: towers have layers too, and more of them
+    sometimes.
     """
     if _PREDICTS.search(name):
         return True
     layer = _LAYER.match(name)
-    if layer is None or depth is None or int(layer["number"]) < depth:
+    if layer is None or int(layer["number"]) not in beyond:
         return False
     prefix = layer["prefix"]
-    last = f"{prefix}{depth - 1}."
+    last = f"{prefix}{beyond.start - 1}."
     return _any_begins(names, last) and _is_of_text(prefix)
 
 
@@ -191,9 +206,7 @@ def _why_left_out(base: Base, config: dict[str, Any], predicts: dict[str, Stored
     return None
 
 
-def _declared(
-    model: PreTrainedModel, base: Base, known: set[str], config: dict[str, Any]
-) -> dict[str, StoredTensor]:
+def _declared(model: PreTrainedModel, base: Base, known: set[str], config: dict[str, Any]) -> dict[str, StoredTensor]:
     """What the class of `model` says that it ignores, if it is the class that the base's config.json names.
 
     Another class, such as that of the text alone, leaves the rest out on purpose. `known` are names to leave out.
@@ -202,14 +215,15 @@ def _declared(
     if model_class not in (base.config.get("architectures") or ()):
         return {}
     patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    depth = _text(config).get("num_hidden_layers")
+    depth = _text(config).get("num_hidden_layers") or 0
+    is_cut = depth != _text(base.config).get("num_hidden_layers")  # loaded with fewer layers than the base has
     found = {}
     for name, tensor in base.tensors.items():
         if name in known or _COMPUTED.search(name):
             continue
         layer = _LAYER.match(name)
-        if layer is not None and depth is not None and int(layer["number"]) >= depth:
-            continue  # of a base that was loaded with fewer layers
+        if is_cut and layer is not None and int(layer["number"]) >= depth:
+            continue
         if any(pattern.search(name) for pattern in patterns):
             found[name] = tensor
     return found

@@ -51,7 +51,7 @@ class LoadsRenamedWeights(StockTrainer):
 
 
 def _names_in(checkpoint: str) -> set[str]:
-    """The names of the weights in a checkpoint of safetensors, without those that were only taken over from the base."""
+    """The names of the weights in a checkpoint of safetensors, but for what was only taken over from the base."""
     index, file = (os.path.join(checkpoint, name) for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME))
     if os.path.isfile(index):
         with open(index, encoding="utf-8") as text:

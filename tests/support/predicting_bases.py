@@ -14,8 +14,8 @@ KINDS = {
     "qwen3_next": ("mtp_num_hidden_layers", "mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight"),
     "qwen3_5_text": ("mtp_num_hidden_layers", "mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight"),
     "deepseek_v3": ("num_nextn_predict_layers", "model.layers.2.eh_proj.weight", "model.layers.2.embed_tokens.weight"),
-    "glm4_moe": ("num_nextn_predict_layers", "model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight"),
-}  # fmt: skip
+    "glm4_moe": ("num_nextn_predict_layers", "model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"),
+}
 
 
 def names_of(folder):

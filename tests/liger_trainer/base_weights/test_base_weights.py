@@ -1,4 +1,4 @@
-"""What a base has and transformers does not load is in what is saved, bit for bit, or config.json says that it is not."""
+"""What a base has and transformers does not load is in what is saved, bit for bit, or config.json says otherwise."""
 
 import json
 import os
@@ -218,9 +218,37 @@ def test_the_command_trains_and_merges(tmp_path, capsys):
     assert code == 0, err
     assert "2 tensors of the base" in out
     assert_kept(tmp_path / "merged", extra)
-    code, out, err = command(
-        capsys, "merge", tmp_path / "adapter", tmp_path / "without", "--without_unloaded_weights"
-    )
+    code, out, err = command(capsys, "merge", tmp_path / "adapter", tmp_path / "without", "--without_unloaded_weights")
     assert code == 0, err
     assert not names_of(tmp_path / "without") & extra.keys()
     assert json.loads((tmp_path / "without" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
+
+
+def test_checkpoints_that_number_their_layers_otherwise(tmp_path):
+    """Numbers beyond the depth that config.json does not count are of layers that the class loads by other names."""
+    write_base(tmp_path / "base", "deepseek_v3")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 0
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "out")
+    kept = keep_unloaded_weights(model, find_checkpoint(str(tmp_path / "base")), tmp_path / "out")
+    assert (kept.tensors, kept.reason) == (0, None)
+
+
+def test_what_a_class_declares_is_kept_too(tmp_path):
+    """But what every class computes is left out, and what a class leaves out that is another than the base's."""
+    base = tmp_path / "base"
+    write_base(base, "qwen3_next")
+    weights = load_file(base / "model.safetensors")
+    odd = {"model.extra.weight": torch.randn(3), "model.rotary_emb.inv_freq": torch.randn(4)}
+    save_file(weights | odd, base / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model._keys_to_ignore_on_load_unexpected = [r"extra", r"inv_freq", r"^mtp.*"]
+    model.save_pretrained(tmp_path / "out")
+    assert keep_unloaded_weights(model, find_checkpoint(str(base)), tmp_path / "out").tensors == 3
+    assert torch.equal(tensor_of(tmp_path / "out", "model.extra.weight"), odd["model.extra.weight"])
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"architectures": ["Another"]}))
+    model.save_pretrained(tmp_path / "out")
+    assert keep_unloaded_weights(model, find_checkpoint(str(base)), tmp_path / "out").tensors == 2
