@@ -1,8 +1,8 @@
 """Reads and extends checkpoints of safetensors, without a tensor in memory.
 
-A file of safetensors is 8 bytes with the length of its header, the header (JSON: the name, dtype, shape and place of
-each tensor), and the tensors. So a tensor is copied as bytes. That keeps it bit for bit, in dtypes that torch does not have
-too, and takes no more memory than one block, however large a mixture's prediction layer is.
+A file of safetensors is 8 bytes with the length of its header, the header, and the tensors. The header is JSON: the
+name, dtype, shape and place of each tensor. So a tensor is copied as bytes. That keeps it bit for bit, in dtypes that
+torch does not have too, and takes no more memory than one block, however large a mixture's prediction layer is.
 """
 
 import json

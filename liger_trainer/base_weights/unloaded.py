@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from liger_trainer.base_weights.shards import StoredTensor, add_shards, drop_old_index, files_of, tensors_of
 from liger_trainer.instance.binding import own_class
@@ -87,14 +89,13 @@ def find_checkpoint(name: str, revision: str | None = None) -> Base | None:
 
 
 def _cached_folder(name: str, revision: str | None) -> Path | None:
-    if not name:
-        return None
+    """The folder of a model in the cache of the Hub; None if it is not there, or `name` is none of the Hub's."""
     for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
-        found = cached_file(
-            name, file, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-        )  # fmt: skip
-        if found is not None:
+        try:
+            found = try_to_load_from_cache(name, file, revision=revision)
+        except HFValidationError:  # the path of a folder that is gone, or no name at all
+            return None
+        if isinstance(found, str):
             return Path(found).parent
     return None
 

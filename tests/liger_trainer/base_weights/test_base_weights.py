@@ -8,7 +8,8 @@ import torch
 from predicting_bases import KINDS, assert_kept, names_of, tensor_of, write_base
 from recipe_fixtures import command, write_recipe, write_rows
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer
+from tiny_models import tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
 from liger_trainer.base_weights import shards
@@ -252,3 +253,47 @@ def test_what_a_class_declares_is_kept_too(tmp_path):
     (base / "config.json").write_text(json.dumps(config | {"architectures": ["Another"]}))
     model.save_pretrained(tmp_path / "out")
     assert keep_unloaded_weights(model, find_checkpoint(str(base)), tmp_path / "out").tensors == 2
+
+
+def test_a_base_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    """Of its main branch, or of a revision; what is not there is not looked for anywhere else."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    here = tmp_path / "models--org--model"
+    for revision, kind in (("main", "qwen3_next"), ("old", "deepseek_v3")):
+        commit = revision[0] * 40
+        write_base(here / "snapshots" / commit, kind)
+        (here / "refs").mkdir(exist_ok=True)
+        (here / "refs" / revision).write_text(commit)
+    assert find_checkpoint("org/model").config["model_type"] == "qwen3_next"
+    assert find_checkpoint("org/model", "old").predicts.keys() == set(KINDS["deepseek_v3"][1:])
+    assert find_checkpoint("org/another") is None
+    assert find_checkpoint(str(tmp_path / "gone" / "for" / "good")) is None
+    assert find_checkpoint("") is None
+
+
+def test_a_base_that_is_not_in_safetensors(tmp_path):
+    """It is left alone: no model with prediction layers comes as `.bin`."""
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").rename(tmp_path / "base" / "pytorch_model.bin")
+    assert find_checkpoint(str(tmp_path / "base")) is None
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_the_decoder_of_a_model_of_images(sees, tmp_path):
+    """Loaded without its tower, a model keeps the prediction layers, and not the tower."""
+    text = tiny_model("qwen3_5_text").config.to_dict() | {"mtp_num_hidden_layers": 1}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5", text_config=text | {"rope_parameters": rope}, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    extra = {"mtp.fc.weight": torch.randn(3, 4).bfloat16()}
+    save_file(weights | extra, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+
+    model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "out")
+    keep_unloaded_weights(model, find_checkpoint(str(tmp_path / "base")), tmp_path / "out")
+    assert_kept(tmp_path / "out", extra)
+    assert any("visual" in name for name in names_of(tmp_path / "out")) == sees
+    if not sees:
+        assert_loads(tmp_path / "out", model)
