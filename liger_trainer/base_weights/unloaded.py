@@ -5,10 +5,23 @@ ignores them, while the config.json that it saves still says that they are there
 
 What counts is the names in the files: that of the base beside that of the saved model, which transformers writes under
 the base's names. Nothing is said of how a class renames its weights while it loads them.
+
+Types of transformers 5.24 whose classes ignore such layers, by `_keys_to_ignore_on_load_unexpected`:
+
+- under a name with `mtp`: deepseek_v4, dots3_note, ernie4_5_moe, exaone4_5, exaone_moe, granite_docling, hy_v4,
+  hy_v4_vl,
+  inkling, longcat_flash, mellum, mimo_v2_flash, minimax_m3_vl, mistral_large4, nemotron3_5_transcribe, nemotron_h,
+  olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next, qwen4_exp
+- as layers beyond the depth: bailing_hybrid, deepseek_v3, deepseek_v32, dots3_note, glm4_moe, glm4_moe_lite, glm4v_moe,
+  glm5_next, glm_moe_dsa, glm_ocr, hy_v3, step3p7
+
+These lists decide nothing; a type that is new works if its names are of either form.
 """
 
+import functools
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +76,12 @@ class Base:
     config: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
-    @property
+    @functools.cached_property
     def predicts(self) -> dict[str, StoredTensor]:
         """Tensors of prediction layers, by their names alone."""
         beyond = _beyond_depth(self.config)
-        return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, self.tensors, beyond)}
+        layers = _layers_in(self.tensors)
+        return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, layers, beyond)}
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> Base | None:
@@ -142,9 +156,10 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
 def _predictions(base: Base, saved: set[str]) -> dict[str, StoredTensor]:
     """The prediction layers of `base` that continue the layers of the saved model, or have names of their own."""
     beyond = _beyond_depth(base.config)
+    layers = _layers_in(saved)
     found = {}
     for name, tensor in base.predicts.items():
-        if name not in saved and _is_prediction(name, saved, beyond):
+        if name not in saved and _is_prediction(name, layers, beyond):
             found[name] = tensor
     return found
 
@@ -163,8 +178,14 @@ def _count(config: dict[str, Any]) -> int:
     return max(counts, default=0)
 
 
-def _is_prediction(name: str, names: Any, beyond: range) -> bool:
-    """Whether `name` is of a layer that predicts further tokens, where the model has the weights `names`.
+def _layers_in(names: Iterable[str]) -> set[tuple[str, int]]:
+    """(prefix, number) of each layer that has a weight among `names`: `model.layers.3.a` has `("model.layers.", 3)`."""
+    matches = (_LAYER.match(name) for name in names)
+    return {(layer["prefix"], int(layer["number"])) for layer in matches if layer is not None}
+
+
+def _is_prediction(name: str, layers: set[tuple[str, int]], beyond: range) -> bool:
+    """Whether `name` is of a layer that predicts further tokens, where the model has `layers`.
 
     A layer beyond the depth counts if the last one within has the same prefix: towers have layers too, and more of them
     sometimes.
@@ -175,16 +196,11 @@ def _is_prediction(name: str, names: Any, beyond: range) -> bool:
     if layer is None or int(layer["number"]) not in beyond:
         return False
     prefix = layer["prefix"]
-    last = f"{prefix}{beyond.start - 1}."
-    return _any_begins(names, last) and _is_of_text(prefix)
+    return (prefix, beyond.start - 1) in layers and _is_of_text(prefix)
 
 
 def _is_of_text(prefix: str) -> bool:
     return re.search(r"vision|visual|audio|image|tower|encoder", prefix) is None
-
-
-def _any_begins(names: Any, start: str) -> bool:
-    return any(name.startswith(start) for name in names)
 
 
 def _why_left_out(base: Base, config: dict[str, Any], predicts: dict[str, StoredTensor], keep: bool) -> str | None:

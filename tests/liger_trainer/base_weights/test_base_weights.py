@@ -2,9 +2,13 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from predicting_bases import KINDS, assert_kept, names_of, tensor_of, write_base
 from recipe_fixtures import command, write_recipe, write_rows
 from safetensors.torch import load_file, save_file
@@ -12,7 +16,7 @@ from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer
 
 from liger_trainer import LigerTrainer, LigerTrainingArguments
-from liger_trainer.base_weights import shards
+from liger_trainer.base_weights import shards, unloaded
 from liger_trainer.base_weights.unloaded import find_checkpoint, keep_unloaded_weights
 
 ROWS = [{"input_ids": list(range(3, 19)), "labels": list(range(3, 19))}] * 4
@@ -297,3 +301,18 @@ def test_the_decoder_of_a_model_of_images(sees, tmp_path):
     assert any("visual" in name for name in names_of(tmp_path / "out")) == sees
     if not sees:
         assert_loads(tmp_path / "out", model)
+
+
+def test_each_type_that_ignores_prediction_layers_is_recognised():
+    """What a class of transformers ignores under a name with `mtp` has a name that is taken for a prediction layer."""
+    folder = Path(transformers.__file__).parent / "models"
+    seen = set()
+    for path in folder.glob("*/modeling_*.py"):
+        for listed in re.findall(r"_keys_to_ignore_on_load_unexpected = \[(.*?)\]\n", path.read_text(), re.DOTALL):
+            for pattern in re.findall(r'r?"([^"]*mtp[^"]*)"', listed):
+                name = re.sub(r"\(\^\|\\\.\)|\(language_model\\\.\)\?|[\^\\]|\.?\*", "", pattern).rstrip(".")
+                assert unloaded._PREDICTS.search(f"{name}.0.weight"), (path.name, pattern)
+                seen.add(path.parent.name)
+    listed_here = set(re.findall(r"\w+", unloaded.__doc__.partition("with `mtp`:")[2].partition("- as layers")[0]))
+    assert seen <= listed_here or version.parse(transformers.__version__) > version.parse("5.24"), seen - listed_here
+    assert len(seen) >= 10
