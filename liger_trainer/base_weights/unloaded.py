@@ -9,9 +9,8 @@ the base's names. Nothing is said of how a class renames its weights while it lo
 Types of transformers 5.24 whose classes ignore such layers, by `_keys_to_ignore_on_load_unexpected`:
 
 - under a name with `mtp`: deepseek_v4, dots3_note, ernie4_5_moe, exaone4_5, exaone_moe, granite_docling, hy_v4,
-  hy_v4_vl,
-  inkling, longcat_flash, mellum, mimo_v2_flash, minimax_m3_vl, mistral_large4, nemotron3_5_transcribe, nemotron_h,
-  olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next, qwen4_exp
+  hy_v4_vl, inkling, longcat_flash, mellum, mimo_v2_flash, minimax_m3_vl, mistral_large4, nemotron3_5_transcribe,
+  nemotron_h, olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next, qwen4_exp
 - as layers beyond the depth: bailing_hybrid, deepseek_v3, deepseek_v32, dots3_note, glm4_moe, glm4_moe_lite, glm4v_moe,
   glm5_next, glm_moe_dsa, glm_ocr, hy_v3, step3p7
 

@@ -316,3 +316,26 @@ def test_each_type_that_ignores_prediction_layers_is_recognised():
     listed_here = set(re.findall(r"\w+", unloaded.__doc__.partition("with `mtp`:")[2].partition("- as layers")[0]))
     assert seen <= listed_here or version.parse(transformers.__version__) > version.parse("5.24"), seen - listed_here
     assert len(seen) >= 10
+
+
+def test_the_best_checkpoint_is_loaded_and_a_run_goes_on(tmp_path):
+    """Both read a checkpoint in several files, some of whose names the model does not have."""
+    extra = write_base(tmp_path / "base", "qwen3_next")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    options = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "save_steps": 2, "eval_steps": 2}
+    args = LigerTrainingArguments(
+        str(tmp_path / "out"), max_steps=4, learning_rate=1.0, eval_strategy="steps", load_best_model_at_end=True,
+        **options,
+    )  # fmt: skip
+    trainer = LigerTrainer(model, args, train_dataset=ROWS, eval_dataset=ROWS)
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert_kept(Path(best), extra)
+    assert_loads(Path(best), trainer.model)
+
+    uninterrupted = tensor_of(tmp_path / "out" / "checkpoint-4", "lm_head.weight")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    args = LigerTrainingArguments(str(tmp_path / "again"), max_steps=4, learning_rate=1.0, **options)
+    trainer = LigerTrainer(model, args, train_dataset=ROWS)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    torch.testing.assert_close(tensor_of(tmp_path / "again" / "checkpoint-4", "lm_head.weight"), uninterrupted)
