@@ -1,6 +1,5 @@
 """The option `keep_unloaded_weights`: saved models have what the base has and transformers does not load."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,4 @@ def _base_of(model: Any, init: dict[str, Any]) -> Base | None:
     was_loaded = "_weight_conversions" in vars(model) or "hf_quantizer" in vars(model)
     if not was_loaded and not is_deepspeed_zero3_enabled():
         return None
-    name = model.name_or_path
-    if subfolder := init.get("subfolder"):
-        name = os.path.join(name, subfolder)
-    return find_checkpoint(name, init.get("revision"))
+    return find_checkpoint(model.name_or_path, init.get("revision"), init.get("subfolder") or "")

@@ -28,7 +28,6 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from liger_trainer.base_weights.shards import StoredTensor, add_shards, drop_old_index, files_of, tensors_of
 from liger_trainer.instance.binding import own_class
@@ -69,11 +68,15 @@ class KeptWeights:
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that a model was loaded from: its config.json, and its tensors by name."""
+    """The checkpoint that a model was loaded from: its config.json, and its tensors by name.
+
+    `unread` says why its weights are not known, and is None if they are.
+    """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, StoredTensor]
+    unread: str | None = None
 
     @functools.cached_property
     def predicts(self) -> dict[str, StoredTensor]:
@@ -83,34 +86,37 @@ class Base:
         return {name: tensor for name, tensor in self.tensors.items() if _is_prediction(name, layers, beyond)}
 
 
-def find_checkpoint(name: str, revision: str | None = None) -> Base | None:
+def find_checkpoint(name: str, revision: str | None = None, subfolder: str = "") -> Base:
     """The checkpoint in the folder `name`, or of that name in the cache of the Hub.
 
-    None if it has no files of safetensors: a `.bin`, a GGUF file, or a model that was not loaded from anywhere. Models
-    with prediction layers all come as safetensors.
+    Only safetensors are read: models with prediction layers all come so, and what a `.bin` has cannot be copied as
+    bytes. For a `.bin`, a GGUF file, or a folder that is gone, the `unread` of what is returned names the reason.
     """
-    folder = Path(name) if Path(name).is_dir() else _cached_folder(name, revision)
+    folder = Path(name, subfolder) if Path(name).is_dir() else _cached_folder(name, revision, subfolder)
     if folder is None or not (folder / "config.json").is_file():
-        return None
+        return Base(Path(name), {}, {}, f"{name!r} is neither a folder with a config.json nor in the cache of the Hub")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     files = files_of(folder)
-    if not files or not all(file.is_file() for file in files):
-        return None
+    missing = [str(file) for file in files if not file.is_file()]
+    if not files:
+        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3]) or "none"
+        return Base(folder, config, {}, f"only safetensors are read, and the weights in {folder} are: {found}")
+    if missing:
+        return Base(folder, config, {}, f"{missing[0]} is missing")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors.update(tensors_of(file))
-    return Base(folder, json.loads((folder / "config.json").read_text(encoding="utf-8")), tensors)
+    return Base(folder, config, tensors)
 
 
-def _cached_folder(name: str, revision: str | None) -> Path | None:
+def _cached_folder(name: str, revision: str | None, subfolder: str) -> Path | None:
     """The folder of a model in the cache of the Hub; None if it is not there, or `name` is none of the Hub's."""
-    for file in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
-        try:
-            found = try_to_load_from_cache(name, file, revision=revision)
-        except HFValidationError:  # the path of a folder that is gone, or no name at all
-            return None
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
+    inside = f"{subfolder}/" if subfolder else ""
+    try:
+        found = try_to_load_from_cache(name, f"{inside}config.json", revision=revision)
+    except HFValidationError:  # the path of a folder that is gone, or no name at all
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Path, keep: bool = True) -> KeptWeights:
@@ -133,17 +139,19 @@ def keep_unloaded_weights(model: PreTrainedModel, base: Base | None, folder: Pat
     in_base = base.predicts
     predicts = _predictions(base, saved)
     reason = None
-    if in_base and not any(name in saved for name in in_base):  # otherwise the class has loaded and trained them
+    if base.unread is not None:
+        reason = _why_unread(base.unread, config, saved, keep)
+    elif in_base and not any(name in saved for name in in_base):  # otherwise the class has loaded and trained them
         reason = _why_left_out(base, config, predicts, keep)
     kept = {} if reason is not None else predicts
     if keep:
         kept = kept | _declared(model, base, saved | in_base.keys(), config)
-    gone = [str(tensor.file) for tensor in kept.values() if not tensor.file.is_file()]
-    if folder.resolve() == base.folder.resolve():
-        gone = [f"{folder}, where the trained model is saved now"] if kept else []
-    if gone:  # the trained model is saved, and must not be lost for what was not trained
+    gone = _gone(kept)
+    if kept and folder.resolve() == base.folder.resolve():
+        gone = f"{folder}, where the trained model is saved now"
+    if gone is not None:  # the trained model is saved, and must not be lost for what was not trained
         kept = {}
-        reason = f"they are no longer in {gone[0]}"
+        reason = f"they are no longer in {gone}"
     if kept:
         add_shards(folder, kept)
     if reason is not None:
@@ -200,6 +208,36 @@ def _is_prediction(name: str, layers: set[tuple[str, int]], beyond: range) -> bo
 
 def _is_of_text(prefix: str) -> bool:
     return re.search(r"vision|visual|audio|image|tower|encoder", prefix) is None
+
+
+def _gone(tensors: dict[str, StoredTensor]) -> str | None:
+    """The first file that no longer has one of `tensors` where it was found; None if all have.
+
+    A training takes days, and a base that is downloaded or saved again meanwhile has other bytes at these places.
+    """
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        own = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
+        try:
+            there = tensors_of(file)
+        except (OSError, ValueError):
+            return str(file)
+        end = max(tensor.end for tensor in own.values())
+        if file.stat().st_size < end or any(there.get(name) != tensor for name, tensor in own.items()):
+            return str(file)
+    return None
+
+
+def _why_unread(unread: str, config: dict[str, Any], saved: set[str], keep: bool) -> str | None:
+    """Why the saved model has none of the prediction layers that `config` counts; None if it counts none, or has them.
+
+    What an unread base has is not known, but what the saved model has not is.
+    """
+    counted = _count(config) or _count(_text(config))
+    layers = _layers_in(saved)
+    beyond = _beyond_depth(config)
+    if not counted or any(_is_prediction(name, layers, beyond) for name in saved):
+        return None
+    return unread if keep else "keep_unloaded_weights is false"
 
 
 def _why_left_out(base: Base, config: dict[str, Any], predicts: dict[str, StoredTensor], keep: bool) -> str | None:

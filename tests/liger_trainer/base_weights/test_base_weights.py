@@ -171,15 +171,44 @@ def test_a_base_that_is_gone_costs_no_model(tmp_path):
     assert_loads(tmp_path / "out", model)
 
 
-def test_a_file_that_is_cut_off_leaves_the_saved_model_whole(tmp_path):
+def cut_off(file):
+    return file.read_bytes()[:-200]
+
+
+def saved_again(file):
+    """The same names at other places, as after a download of another revision."""
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["lm_head.weight"].double()
+    save_file(weights, file.with_name("new"), {"format": "pt"})
+    return file.with_name("new").read_bytes()
+
+
+@pytest.mark.parametrize("change", [cut_off, saved_again])
+def test_a_base_that_has_changed_costs_no_model(change, tmp_path):
+    """And no bytes of something else are taken for its weights."""
+    extra = write_base(tmp_path / "base", "qwen3_next")
+    base = find_checkpoint(str(tmp_path / "base"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "out")
+    file = tmp_path / "base" / "model.safetensors"
+    (tmp_path / "new").write_bytes(change(file))
+    os.replace(tmp_path / "new", file)  # the model itself may still read the old file
+    assert f"no longer in {file}" in str(keep_unloaded_weights(model, base, tmp_path / "out"))
+    assert not names_of(tmp_path / "out") & extra.keys()
+    assert_loads(tmp_path / "out", model)
+
+
+def test_a_copy_that_fails_leaves_the_saved_model_whole(tmp_path, monkeypatch):
     write_base(tmp_path / "base", "qwen3_next")
     base = find_checkpoint(str(tmp_path / "base"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.save_pretrained(tmp_path / "out")
-    whole = tmp_path / "base" / "model.safetensors"
-    (tmp_path / "half").write_bytes(whole.read_bytes()[:-200])
-    os.replace(tmp_path / "half", whole)  # the model itself may still read the old file
-    with pytest.raises(ValueError, match="cut off"):
+
+    def fail(tensors, out):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(shards, "_copy", fail)
+    with pytest.raises(OSError, match="No space"):
         keep_unloaded_weights(model, base, tmp_path / "out")
     assert_loads(tmp_path / "out", model)
     assert not list((tmp_path / "out").glob("*.part"))
@@ -270,16 +299,34 @@ def test_a_base_in_the_cache_of_the_hub(tmp_path, monkeypatch):
         (here / "refs" / revision).write_text(commit)
     assert find_checkpoint("org/model").config["model_type"] == "qwen3_next"
     assert find_checkpoint("org/model", "old").predicts.keys() == set(KINDS["deepseek_v3"][1:])
-    assert find_checkpoint("org/another") is None
-    assert find_checkpoint(str(tmp_path / "gone" / "for" / "good")) is None
-    assert find_checkpoint("") is None
+    (here / "snapshots" / ("o" * 40)).rename(here / "part")
+    (here / "snapshots" / ("o" * 40)).mkdir()
+    (here / "part").rename(here / "snapshots" / ("o" * 40) / "part")
+    assert find_checkpoint("org/model", "old", "part").predicts.keys() == set(KINDS["deepseek_v3"][1:])
+    assert "'org/another' is neither" in find_checkpoint("org/another").unread
+    assert "is neither" in find_checkpoint(str(tmp_path / "gone" / "for" / "good")).unread
 
 
-def test_a_base_that_is_not_in_safetensors(tmp_path):
-    """It is left alone: no model with prediction layers comes as `.bin`."""
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "model.safetensors").rename(tmp_path / "base" / "pytorch_model.bin")
-    assert find_checkpoint(str(tmp_path / "base")) is None
+@pytest.mark.parametrize("kind", ["deepseek_v3", "llama"])
+def test_a_base_that_is_not_in_safetensors(kind, tmp_path):
+    """What it has is not known. But config.json does not count layers that the saved model does not have."""
+    model = tiny_model(kind, **({"num_nextn_predict_layers": 1} if kind == "deepseek_v3" else {}))
+    model.save_pretrained(tmp_path / "base")
+    torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "out")
+    kept = keep_unloaded_weights(model, find_checkpoint(str(tmp_path / "base")), tmp_path / "out")
+    if kind == "llama":
+        assert str(kept) == ""
+    else:
+        assert "only safetensors are read" in str(kept) and "pytorch_model.bin" in str(kept)
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_base_with_a_file_missing(tmp_path):
+    write_base(tmp_path / "base", "qwen3_next", shard_size="20KB")
+    (tmp_path / "base" / "model-mtp.safetensors").unlink()
+    assert "model-mtp.safetensors is missing" in find_checkpoint(str(tmp_path / "base")).unread
 
 
 @pytest.mark.parametrize("sees", [True, False])
